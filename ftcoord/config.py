@@ -1,0 +1,379 @@
+"""Where etcd is and how to log in to it, from arguments, ``FTCOORD_*`` and ``ETCDCTL_*`` variables.
+
+Everything is checked here, before any socket is opened: bad input raises `ConfigError`, which names the argument or
+variable it came from. Files are opened to see that they can be read; names are not resolved. Secrets (passwords,
+``user:password@`` in a URL, keys pasted in place of a path) never appear in a repr, a str or an error.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ftcoord.errors import ConfigError
+
+DEFAULT_PORT = 2379
+EMBEDDED = "embedded"
+HIDDEN = "***"
+MAX_SECONDS = 1e9  # about 31 years; larger numbers overflow the interpreter's own waits
+
+# Setting -> the variables that may hold it, the first that is set wins. An empty variable counts as unset.
+_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "endpoints": ("FTCOORD_ENDPOINTS", "ETCDCTL_ENDPOINTS"),
+    "ca_cert": ("FTCOORD_CA_CERT", "ETCDCTL_CACERT"),
+    "cert": ("FTCOORD_CERT", "ETCDCTL_CERT"),
+    "key": ("FTCOORD_KEY", "ETCDCTL_KEY"),
+    "server_name": ("FTCOORD_SERVER_NAME",),
+    "user": ("FTCOORD_USER", "ETCDCTL_USER"),
+    "password": ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_PASSWORD"),
+    "request_timeout": ("FTCOORD_REQUEST_TIMEOUT",),
+}
+
+_ENDPOINT_FORM = "host, host:port or http(s)://host:port, separated by commas; IPv6 with a port as [::1]:2379"
+_URL = re.compile(r"(?:(?P<scheme>[^:/?#]*)://)?(?P<address>[^/?#]*)(?P<rest>.*)", re.DOTALL)
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^][]*:[^][]*)\]|(?P<name>[^][:]*))(?::(?P<port>[^:]*))?|(?P<bare_v6>[^][]*)")
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_DNS_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
+_NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+def redacted(value: object) -> object:
+    """`value` as an error may show it: no user info, no URL query, no key material, no containers."""
+    if not isinstance(value, str):
+        return value if value is None or isinstance(value, (bool, int, float)) else f"<{type(value).__name__}>"
+    if "-----BEGIN" in value:
+        return HIDDEN
+    _, at, rest = value.rpartition("@")
+    return re.sub(r"([?#]).*", rf"\1{HIDDEN}", HIDDEN + at + rest if at else rest, flags=re.DOTALL)
+
+
+def text(key: str, value: object) -> str:
+    """`value` (a str or a path) without surrounding white space; ConfigError when nothing is left."""
+    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(plain, str) and plain.strip():
+        return plain.strip()
+    raise ConfigError(key, redacted(value), "give a text that is not empty, or leave it out")
+
+
+def seconds(key: str, value: object) -> float:
+    """A finite number of seconds greater than 0, as a number or as text."""
+    number = _number(value)
+    if number is None or not 0 < number <= MAX_SECONDS:
+        raise ConfigError(key, redacted(value), "give seconds as a number greater than 0, such as 30 or 0.5")
+    return float(number)
+
+
+def whole(low: int, high: int, why: str = "") -> Callable[[str, object], int]:
+    """A parser for whole numbers from `low` to `high`, as numbers or as text; `why` goes into its error."""
+
+    def parse(key: str, value: object) -> int:
+        number = _number(value)
+        if number is None or not low <= number <= high or number != int(number):
+            raise ConfigError(key, redacted(value), f"give a whole number from {low} to {high}{why}")
+        return int(number)
+
+    return parse
+
+
+def _number(value: object) -> int | float | None:
+    if isinstance(value, str):
+        return float(value) if _NUMBER.fullmatch(value.strip()) else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def parse_host(host: str) -> str | None:
+    """A DNS name (ASCII) or IP address in its canonical spelling; None when it is neither, or has an IPv6 zone."""
+    if "%" in host:
+        return None
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        last_label = host.rstrip(".").rpartition(".")[2]
+        if last_label.isdigit() or len(host) > 253 or not _DNS_NAME.fullmatch(host):
+            return None  # no domain ends in digits only: this is a mistyped IPv4 address, or a port
+        return host.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One etcd member: `host` is a DNS name or an IP address (IPv6 without brackets), `port` 1 to 65535."""
+
+    host: str
+    port: int = DEFAULT_PORT
+
+    @property
+    def target(self) -> str:
+        """``host:port`` as gRPC takes it, IPv6 in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can mean it: 127.0.0.0/8, ::1, localhost. Names are not resolved."""
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            name = self.host.rstrip(".").lower()
+            return name == "localhost" or name.endswith(".localhost")
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback
+
+    def __str__(self) -> str:
+        return self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """TLS by PEM files, given as paths. `ca` None: gRPC's default roots. `cert` and `key` come together or not at all.
+
+    `server_name` is the name the server's certificate must carry, when it differs from the endpoint's host.
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    server_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """An etcd user; the password is kept out of the repr."""
+
+    user: str
+    password: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdConfig:
+    """How to reach one etcd cluster. `tls` None: plaintext; `request_timeout`: seconds that one call may take."""
+
+    endpoints: tuple[Endpoint, ...]
+    tls: Tls | None = None
+    credentials: Credentials | None = None
+    request_timeout: float = 5.0
+
+    @classmethod
+    def load(
+        cls,
+        endpoints: str | Sequence[str] | None = None,
+        *,
+        ca_cert: str | os.PathLike[str] | None = None,
+        cert: str | os.PathLike[str] | None = None,
+        key: str | os.PathLike[str] | None = None,
+        server_name: str | None = None,
+        user: str | None = None,
+        password: str | None = None,
+        request_timeout: float | str | None = None,
+        secure: bool | None = None,
+        env: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> EtcdConfig:
+        """Each setting by itself: the argument, else its ``FTCOORD_*`` variable, else ``ETCDCTL_*``, else the default.
+
+        Args:
+            endpoints: a comma list or a sequence of ``host``, ``host:port``, ``http(s)://host:port``; the port is 2379
+                when not given. Text that is empty counts as not given; without any it is 127.0.0.1:2379.
+            secure: True asks for TLS, False for plaintext; None follows the scheme, and where endpoints have none,
+                TLS is used if a TLS setting is given.
+            env: the variables; None reads ``os.environ``.
+            names: what the user calls an argument, where that is not its name here; for error messages only.
+
+        Raises:
+            ConfigError: a setting is malformed, contradicts another, or names a file that cannot be read.
+        """
+        variables = os.environ if env is None else env
+        arguments = {
+            "endpoints": _joined(endpoints, names or {}),
+            "ca_cert": ca_cert,
+            "cert": cert,
+            "key": key,
+            "server_name": server_name,
+            "user": user,
+            "password": password,
+            "request_timeout": request_timeout,
+        }
+        given = _collect(arguments, names or {}, variables)
+        addresses, by_scheme = _endpoints(given.get("endpoints"))
+        if secure is not None and by_scheme is not None and secure != by_scheme:
+            protocol = (names or {}).get("secure", "secure")
+            allowed = f"the endpoints say {_scheme(by_scheme)}://; leave {protocol} out or change them"
+            raise ConfigError(protocol, _scheme(secure), allowed)
+        return cls(
+            endpoints=addresses,
+            tls=_tls(given, by_scheme if secure is None else secure),
+            credentials=_credentials(given, variables),
+            request_timeout=_request_timeout(given.get("request_timeout")),
+        )
+
+    def describe(self) -> str:
+        """The endpoints as URLs, for messages to people; no secrets, no user."""
+        return ", ".join(f"{_scheme(self.tls is not None)}://{endpoint}" for endpoint in self.endpoints)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A setting's raw value and the argument or variable it came from."""
+
+    name: str
+    value: object = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        return text(self.name, self.value)
+
+
+def _collect(arguments: Mapping[str, object], names: Mapping[str, str], env: Mapping[str, str]) -> dict[str, _Given]:
+    given: dict[str, _Given] = {}
+    for setting, variables in _VARIABLES.items():
+        candidates = [_Given(name, env[name]) for name in variables if env.get(name, "").strip()]
+        if arguments[setting] is not None:
+            candidates.insert(0, _Given(names.get(setting, setting), arguments[setting]))
+        if candidates:
+            given[setting] = candidates[0]
+    return given
+
+
+def _scheme(secure: bool) -> str:
+    return "https" if secure else "http"
+
+
+def _joined(endpoints: object, names: Mapping[str, str]) -> str | None:
+    if endpoints is None or isinstance(endpoints, str):
+        return endpoints if endpoints and endpoints.strip() else None
+    if isinstance(endpoints, Sequence) and endpoints and all(isinstance(item, str) for item in endpoints):
+        return ",".join(endpoints)
+    raise ConfigError(names.get("endpoints", "endpoints"), redacted(endpoints), _ENDPOINT_FORM)
+
+
+def _endpoints(given: _Given | None) -> tuple[tuple[Endpoint, ...], bool | None]:
+    """The endpoints in the order given, each once; and whether their schemes ask for TLS (None: no scheme at all)."""
+    if given is None:
+        return (Endpoint("127.0.0.1"),), None
+    name, value = given.name, str(given.value)
+    if "@" in value:  # looked for in the whole list: a password may hold the comma that separates endpoints
+        login = "user and FTCOORD_PASSWORD or FTCOORD_PASSWORD_FILE"
+        raise ConfigError(name, redacted(value), f"no user or password in an endpoint; give them as {login}")
+    parsed = [_endpoint(name, item.strip()) for item in value.split(",")]
+    schemes = {scheme for scheme, _ in parsed if scheme}
+    if len(schemes) > 1:
+        raise ConfigError(name, redacted(value), "http:// and https:// cannot be mixed; use one for all endpoints")
+    return tuple(dict.fromkeys(endpoint for _, endpoint in parsed)), schemes == {"https"} if schemes else None
+
+
+def _endpoint(name: str, item: str) -> tuple[str, Endpoint]:
+    def refused(why: str) -> ConfigError:
+        return ConfigError(name, redacted(item), f"{why}; expected {_ENDPOINT_FORM}")
+
+    url = _URL.fullmatch(item)
+    if not item or url is None:
+        raise refused("an endpoint is empty")
+    scheme = url["scheme"]
+    if scheme is not None and scheme.lower() not in ("http", "https"):
+        raise refused("the scheme is neither http nor https")
+    if url["rest"] and (url["rest"] != "/" or scheme is None):
+        raise refused("an endpoint has no path and no query")
+    if item.lower() == EMBEDDED:
+        raise refused("'embedded' starts an etcd, and only as the whole of torchrun's --rdzv-endpoint")
+    address = _ADDRESS.fullmatch(url["address"])
+    host = parse_host(address["v6"] or address["name"] or address["bare_v6"] or "") if address else None
+    if address is None or host is None:
+        raise refused("the host is neither a DNS name nor an IP address")
+    return (scheme or "").lower(), Endpoint(host, _port(address["port"], refused))
+
+
+def _port(port: str | None, refused: Callable[[str], ConfigError]) -> int:
+    if port is None:
+        return DEFAULT_PORT
+    if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise refused("the port is not a number from 1 to 65535")
+    return int(port)
+
+
+def _tls(given: Mapping[str, _Given], secure: bool | None) -> Tls | None:
+    wanted = [given[setting] for setting in ("ca_cert", "cert", "key", "server_name") if setting in given]
+    if not (wanted if secure is None else secure):
+        if wanted:
+            allowed = "TLS settings need TLS, but http is asked for; use https:// endpoints, or leave this setting out"
+            raise ConfigError(wanted[0].name, redacted(wanted[0].value), allowed)
+        return None
+    cert, key = given.get("cert"), given.get("key")
+    if (cert is None) != (key is None):
+        alone = cert or key
+        assert alone is not None
+        missing = "key (FTCOORD_KEY)" if key is None else "cert (FTCOORD_CERT)"
+        raise ConfigError(alone.name, redacted(alone.value), f"a certificate and its key go together; give {missing}")
+    return Tls(
+        ca=_pem_file(given.get("ca_cert"), "CERTIFICATE-----"),
+        cert=_pem_file(cert, "CERTIFICATE-----"),
+        key=_pem_file(key, "PRIVATE KEY-----"),
+        server_name=_server_name(given.get("server_name")),
+    )
+
+
+def _pem_file(given: _Given | None, marker: str) -> str | None:
+    if given is None:
+        return None
+    path = given.text
+    if "-----BEGIN" in path:
+        raise ConfigError(given.name, HIDDEN, "give the path of a PEM file, not its contents")
+    if marker.encode() not in _contents(given.name, path):
+        raise ConfigError(given.name, path, f"the file is not PEM with '-----BEGIN ... {marker}' in it")
+    return path
+
+
+def _contents(name: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(name, path, f"the file must be readable: {error.strerror}") from error
+    except ValueError:  # a NUL in the path
+        raise ConfigError(name, path, "this is not the path of a file") from None
+
+
+def _server_name(given: _Given | None) -> str | None:
+    host = parse_host(given.text) if given else None
+    if given is not None and host is None:
+        raise ConfigError(given.name, redacted(given.value), "give the DNS name or IP address in the certificate")
+    return host
+
+
+def _credentials(given: Mapping[str, _Given], env: Mapping[str, str]) -> Credentials | None:
+    user, password = given.get("user"), given.get("password")
+    if user is None:
+        if password is None:
+            return None
+        raise ConfigError(password.name, HIDDEN, "a password needs a user; give user or set FTCOORD_USER")
+    etcdctl_user, _, etcdctl_password = env.get("ETCDCTL_USER", "").partition(":")
+    name = etcdctl_user.strip() if user.name == "ETCDCTL_USER" else user.text
+    if ":" in name or not name:
+        raise ConfigError(user.name, HIDDEN, "give a user name without ':'; the password goes in FTCOORD_PASSWORD")
+    if password is not None:
+        return Credentials(name, _password(password, env))
+    if etcdctl_password and etcdctl_user.strip() == name:  # never one user's password for another
+        return Credentials(name, etcdctl_password)
+    allowed = "a user needs a password; set FTCOORD_PASSWORD or FTCOORD_PASSWORD_FILE"
+    raise ConfigError(user.name, redacted(name), allowed)
+
+
+def _password(given: _Given, env: Mapping[str, str]) -> str:
+    if given.name == "FTCOORD_PASSWORD" and env.get("FTCOORD_PASSWORD_FILE", "").strip():
+        raise ConfigError(given.name, HIDDEN, "FTCOORD_PASSWORD_FILE is set too; unset one of them")
+    value = given.value
+    if given.name == "FTCOORD_PASSWORD_FILE":
+        try:
+            value = _contents(given.name, given.text).decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise ConfigError(given.name, given.text, "the file must hold the password as UTF-8 text") from None
+    if not isinstance(value, str) or not value:
+        raise ConfigError(given.name, HIDDEN, "the password must be a text that is not empty")
+    return value
+
+
+def _request_timeout(given: _Given | None) -> float:
+    return 5.0 if given is None else seconds(given.name, given.value)

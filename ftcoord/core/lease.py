@@ -1,0 +1,61 @@
+"""When to renew a lease, and how long to trust it. Pure arithmetic; times are monotonic seconds.
+
+An acknowledged renewal was granted after it was sent, so the server cannot expire the lease before
+`sent_at + ttl`. All deadlines count from there, never from the answer: one that came late must not buy time.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+RENEW_AFTER: Final = 1 / 3
+"""The part of the TTL after which a lease is renewed."""
+TRUST_FOR: Final = 2 / 3
+"""The part of the TTL for which an acknowledged renewal is trusted; the rest is margin for slow clocks."""
+RETRY_BETWEEN: Final = (0.1, 1.0)
+"""Seconds between two tries when a renewal failed, at the least and at the most."""
+
+
+class SessionState(enum.Enum):
+    """What a session knows of its lease (the states of ZooKeeper clients such as kazoo)."""
+
+    CONNECTED = "connected"
+    """The lease is alive."""
+    SUSPENDED = "suspended"
+    """Not renewed in time: it may be gone. Stop relying on it, wait for what follows."""
+    LOST = "lost"
+    """etcd says that it is gone, and its keys with it. Final: make a new session."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """The last acknowledged renewal of a lease: when it was sent, and the TTL that was granted, in seconds."""
+
+    sent_at: float
+    ttl: float
+
+    @property
+    def trusted_until(self) -> float:
+        return self.sent_at + self.ttl * TRUST_FOR
+
+    def state(self, now: float) -> SessionState:
+        """CONNECTED or SUSPENDED; only etcd itself can say LOST."""
+        return SessionState.CONNECTED if now < self.trusted_until else SessionState.SUSPENDED
+
+    def renew_at(self, tried_at: float | None = None) -> float:
+        """When to send the next renewal: after a success, or after a try that failed at `tried_at`.
+
+        A failed try is repeated at half of the trust that is left, and never more often than RETRY_BETWEEN says:
+        an outage keeps leases alive, so it is worth trying for as long as the session is wanted.
+        """
+        if tried_at is None:
+            return self.sent_at + self.ttl * RENEW_AFTER
+        shortest, longest = RETRY_BETWEEN
+        return tried_at + min(max((self.trusted_until - tried_at) / 2, shortest), longest)
+
+    def patience(self, now: float) -> float:
+        """Seconds that a renewal sent now may take: not beyond the trust, while there is some, so that its end is noticed."""
+        left = self.trusted_until - now
+        return left if left > RETRY_BETWEEN[0] else self.ttl * RENEW_AFTER

@@ -1,0 +1,140 @@
+"""The JSON records of a rendezvous and the keys they live under, layout v1. `docs/protocol.md` is their description.
+
+    <prefix>/members/<lease id>   Ask      one per member, under its lease
+    <prefix>/decided              Round    the last decision, under the run's lease
+    <prefix>/rounds/<number>      -        exists as long as this round may be written to
+    <prefix>/store/<number>/...   -        the store of the round
+
+Parsing is strict: what does not fit raises StateError naming the key, and is never guessed at or overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, TypeVar
+
+from ftcoord.errors import StateError
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a member wants: a seat in any round later than `after`.
+
+    Args:
+        node: the agent's name, the same in all of its incarnations.
+        address: where the other nodes reach its host.
+        port: a port it holds open there for this request, for the case that it gets rank 0.
+        after: the last round it took part in or knows of; 0 for none.
+        host: the machine's name, for people.
+        nonce: makes each request unlike all others of the member.
+    """
+
+    node: str
+    address: str
+    port: int
+    after: int
+    host: str
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One participant of a round; its place in `Round.seats` is its rank."""
+
+    member: str
+    node: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The decided record: one membership, and what became of it.
+
+    Args:
+        number: 1, 2, ...; never used twice in a run.
+        seats: the participants in rank order.
+        address, port: the bootstrap address of the round (MASTER_ADDR and MASTER_PORT), at rank 0's host.
+        recalled: why the participants should come back for the next round; empty while they should not.
+        waiting: how many members waited for a seat when the round was recalled.
+        closed: why the run is over; empty while it is not.
+        by: the member that decided this.
+    """
+
+    number: int
+    seats: tuple[Seat, ...]
+    address: str
+    port: int
+    recalled: str = ""
+    waiting: int = 0
+    closed: str = ""
+    by: str = ""
+
+    def rank_of(self, member: str) -> int | None:
+        """The rank of a member, by its member id."""
+        return next((rank for rank, seat in enumerate(self.seats) if seat.member == member), None)
+
+
+NO_ROUND: Final = Round(0, (), "", 0)
+"""What a run that never had a round is closed with."""
+
+
+def member_key(prefix: str, member: str) -> str:
+    return f"{prefix}/members/{member}"
+
+
+def round_key(prefix: str, number: int) -> str:
+    return f"{prefix}/rounds/{number}"
+
+
+def store_prefix(prefix: str, number: int) -> str:
+    return f"{prefix}/store/{number}/"
+
+
+def encode(record: Ask | Round) -> bytes:
+    """The record as JSON, with the layout's version."""
+    return json.dumps({"v": VERSION, **asdict(record)}, separators=(",", ":"), sort_keys=True).encode()
+
+
+def parse_ask(key: str, value: bytes) -> Ask:
+    """Raises StateError."""
+    return _build(Ask, key, _object(key, value))
+
+
+def parse_round(key: str, value: bytes) -> Round:
+    """Raises StateError."""
+    raw = _object(key, value)
+    seats = raw.pop("seats", None)
+    if not isinstance(seats, list) or not all(isinstance(seat, dict) for seat in seats):
+        raise StateError(key, "has no list of seats")
+    return _build(Round, key, {**raw, "seats": tuple(_build(Seat, key, seat) for seat in seats)})
+
+
+Record = TypeVar("Record", Ask, Seat, Round)
+_TYPES: Final = {"str": str, "int": int, "tuple[Seat, ...]": tuple}
+
+
+def _object(key: str, value: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise StateError(key, "does not hold JSON, so it is not ftcoord's") from error
+    if not isinstance(raw, dict):
+        raise StateError(key, "does not hold a JSON object, so it is not ftcoord's")
+    version = raw.pop("v", None)
+    if version != VERSION:
+        raise StateError(key, f"has layout version {version!r}, and this ftcoord reads {VERSION}: use one release in all of a job")
+    return raw
+
+
+def _build(kind: type[Record], key: str, raw: dict[str, Any]) -> Record:
+    wanted = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
+    if raw.keys() != wanted.keys():
+        odd = ", ".join(sorted(raw.keys() ^ wanted.keys()))
+        raise StateError(key, f"does not have the fields of a {kind.__name__} (differing: {odd})")
+    for name, value in raw.items():
+        if type(value) is not wanted[name]:
+            raise StateError(key, f"has a {name} that is no {wanted[name].__name__}")
+    return kind(**raw)

@@ -1,0 +1,87 @@
+"""Every exception ftcoord raises on its own account.
+
+Each message says what happened, to what, and what to do next. Nothing here imports torch or grpc: the
+rendezvous layer translates these into torch's own error types where torch's API promises those.
+"""
+
+from __future__ import annotations
+
+
+class FtcoordError(Exception):
+    """The root of the tree: catch this to catch everything ftcoord raises."""
+
+
+class ConfigError(FtcoordError, ValueError):
+    """A setting is wrong; raised before any socket is opened.
+
+    Args:
+        key: the setting, as the user wrote it (``lease_ttl``, ``FTCOORD_ENDPOINTS``).
+        value: what it was set to (never a secret).
+        allowed: what would have been accepted.
+    """
+
+    def __init__(self, key: str, value: object, allowed: str) -> None:
+        super().__init__(f"{key}={value!r} is not valid: {allowed}")
+        self.key = key
+        self.value = value
+        self.allowed = allowed
+
+
+class ForkedProcessError(FtcoordError, RuntimeError):
+    """An object made before ``fork()`` was used in the child, where its connection and lease are the parent's."""
+
+
+class StateError(FtcoordError):
+    """A key holds what this version of ftcoord cannot read; the key is named and left alone."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"etcd key {key!r} {problem}; look at it with `etcdctl get {key}`, or choose another run id or key_prefix")
+        self.key = key
+
+
+class ServerError(FtcoordError, RuntimeError):
+    """An embedded etcd could not be found, started or reached."""
+
+
+class EtcdError(FtcoordError):
+    """A call to etcd failed. Raised itself for answers that no subclass describes."""
+
+
+class EtcdUnavailable(EtcdError, ConnectionError):
+    """No member answered in time. The call had no effect: it is safe to make it again."""
+
+
+class OutcomeUnknown(EtcdError):
+    """A write was sent but not answered: it may or may not have happened. Re-read before writing again."""
+
+
+class EtcdAuthError(EtcdError, PermissionError):
+    """etcd refused the user, the password or the permission."""
+
+
+class EtcdNoSpace(EtcdError):
+    """etcd's quota is used up (NOSPACE): it takes no writes until somebody makes room."""
+
+
+class RequestRefused(EtcdError, ValueError):
+    """etcd will never accept this request (too large, malformed): the same call fails again."""
+
+
+class Compacted(EtcdError):
+    """The revision asked for was compacted away; list the keys again.
+
+    Args:
+        compact_revision: the oldest revision that etcd can still watch from.
+    """
+
+    def __init__(self, compact_revision: int) -> None:
+        super().__init__(f"etcd has compacted its history up to revision {compact_revision}; list the keys again")
+        self.compact_revision = compact_revision
+
+
+class LeaseLost(EtcdError):
+    """The lease is gone, and with it every key put under it. Take a new lease and join again."""
+
+
+class RoundOver(FtcoordError):
+    """A store belongs to a round that a newer round has replaced; its writes are refused for good."""

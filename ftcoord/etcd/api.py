@@ -1,0 +1,207 @@
+"""The words in which the rest of ftcoord speaks to etcd, and the door (`Etcd`) it gets as an argument.
+
+Plain values only: no grpc, no protobuf, so that a simulator can stand behind the same door.
+Semantics are those of etcd's v3 API, https://etcd.io/docs/v3.5/learning/api/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One key as etcd stored it. A `mod_revision` of 0 with an empty value stands for "no such key"."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The keys an operation is about: one key, or all that start with a prefix."""
+
+    start: str
+    is_prefix: bool = False
+
+    @property
+    def end(self) -> bytes:
+        """etcd's `range_end`: empty for one key, else the first key behind the prefix."""
+        if not self.is_prefix:
+            return b""
+        start = encode_key(self.start).rstrip(b"\xff")
+        return start[:-1] + bytes([start[-1] + 1]) if start else b"\0"
+
+    def __contains__(self, key: str) -> bool:
+        return key.startswith(self.start) if self.is_prefix else key == self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Read a span. `newest_first` sorts by create revision, `created_before` keeps older keys only."""
+
+    span: Span
+    limit: int = 0
+    keys_only: bool = False
+    count_only: bool = False
+    newest_first: bool = False
+    created_before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write one key; `lease` 0 means that it never expires."""
+
+    key: str
+    value: bytes
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete every key of a span."""
+
+    span: Span
+
+
+Op: TypeAlias = Get | Put | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """One guard of a transaction: `key`'s `target` stands in `relation` to `operand`."""
+
+    key: str
+    target: Literal["create", "mod", "version", "value", "lease"]
+    relation: Literal["=", "!=", ">", "<"]
+    operand: int | bytes
+
+
+def absent(key: str) -> Compare:
+    """Guard: the key does not exist."""
+    return Compare(key, "create", "=", 0)
+
+
+def exists(key: str) -> Compare:
+    """Guard: the key exists."""
+    return Compare(key, "create", ">", 0)
+
+
+def unchanged(key: str, mod_revision: int) -> Compare:
+    """Guard: the key was last written at `mod_revision` (0: it does not exist)."""
+    return Compare(key, "mod", "=", mod_revision)
+
+
+@dataclass(frozen=True, slots=True)
+class RangeResult:
+    """The keys of a Get, and the store's revision at which they were read (in a transaction: the transaction's)."""
+
+    kvs: tuple[KeyValue, ...]
+    count: int
+    revision: int
+
+    @property
+    def one(self) -> KeyValue | None:
+        """The only key of a single-key Get, or None."""
+        return self.kvs[0] if self.kvs else None
+
+
+@dataclass(frozen=True, slots=True)
+class TxnResult:
+    """`succeeded` tells which branch ran; `results` has one entry per operation of it: a
+    RangeResult for a Get, None for a Put, the number of deleted keys for a Delete."""
+
+    succeeded: bool
+    revision: int
+    results: tuple[RangeResult | int | None, ...]
+
+    def range(self, index: int) -> RangeResult:
+        """The result of the Get at `index`."""
+        result = self.results[index]
+        if not isinstance(result, RangeResult):
+            raise TypeError(f"operation {index} of the transaction is not a Get")
+        return result
+
+    def deleted(self, index: int) -> int:
+        """How many keys the Delete at `index` removed."""
+        result = self.results[index]
+        if not isinstance(result, int):
+            raise TypeError(f"operation {index} of the transaction is not a Delete")
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A granted lease: its id and the time to live that the server granted, in seconds (it may differ from what was asked)."""
+
+    id: int
+    ttl: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change: `kv` as written, or for a deletion its key and the revision of the deletion."""
+
+    kind: Literal["put", "delete"]
+    kv: KeyValue
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Changes in revision order; all changes of one revision are in one batch."""
+
+    events: tuple[Event, ...]
+
+
+WatchItem: TypeAlias = "Batch | Exception"
+"""What a watch delivers: batches, then at most one exception (Compacted, EtcdAuthError ...), after which it is over."""
+
+
+class Watch(Protocol):
+    """A running watch."""
+
+    def cancel(self) -> None:
+        """Stop it; idempotent. Nothing is delivered after this returns, but for a call already under way."""
+
+
+class Etcd(Protocol):
+    """The door to etcd. Every call has a deadline, is linearizable, and raises the EtcdError family:
+    EtcdUnavailable when it had no effect, OutcomeUnknown when a write may have had one."""
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult: ...
+
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Op],
+        failure: Sequence[Op] = (),
+        *,
+        timeout: float | None = None,
+    ) -> TxnResult: ...
+
+    def grant(self, ttl: int) -> Lease: ...
+
+    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+        """Keep a lease alive; the TTL granted, in seconds. Raises LeaseLost."""
+
+    def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
+        """Revoke a lease; one that is already gone is no error."""
+
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watch:
+        """Deliver every change of `span` from `start_revision` on, each once and in order, until cancelled.
+
+        `deliver` is called on the client's own thread and must not block."""
+
+
+def encode_key(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")
+
+
+def decode_key(key: bytes) -> str:
+    return key.decode("utf-8", "surrogateescape")

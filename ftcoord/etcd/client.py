@@ -1,0 +1,196 @@
+"""EtcdClient: etcd's v3 API over gRPC, with deadlines, failover, and no write ever sent twice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+from ftcoord.config import EtcdConfig
+from ftcoord.errors import LeaseLost
+from ftcoord.etcd import wire
+from ftcoord.etcd.api import (
+    Compare,
+    Delete,
+    Get,
+    Lease,
+    Op,
+    Put,
+    RangeResult,
+    Span,
+    TxnResult,
+    WatchItem,
+    encode_key,
+)
+from ftcoord.etcd.transport import Transport
+from ftcoord.etcd.watch import Watcher, WatchHub, key_value
+
+log = logging.getLogger(__name__)
+
+FLOORS: Final = {(3, 5): (3, 5, 28), (3, 6): (3, 6, 9)}
+"""The oldest release of each line in which the lease, watch and stale-read bugs that matter here are fixed."""
+
+_warned_of: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a member says of itself."""
+
+    version: str
+    cluster_id: int
+    member_id: int
+    leader_id: int
+    revision: int
+
+
+class EtcdClient:
+    """A client of one etcd cluster. Implements `ftcoord.etcd.api.Etcd`.
+
+    Every call ends within its time-out (`EtcdConfig.request_timeout` seconds unless said otherwise). Reads, and
+    calls that may safely happen twice, are repeated on other members until then; a transaction that writes is sent
+    again only where it provably never left, and otherwise raises `OutcomeUnknown`.
+
+    Thread-safe. In a forked child every call raises `ForkedProcessError`. Connects on first use.
+    """
+
+    def __init__(self, config: EtcdConfig | None = None) -> None:
+        self.config = config or EtcdConfig.load()
+        self._transport = Transport(self.config)
+        self._watches = WatchHub(self._transport)
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        response = self._transport.call(wire.RANGE, _range_request(get), timeout=timeout)
+        return _range_result(response, response.header.revision)
+
+    def get(self, key: str, *, timeout: float | None = None) -> RangeResult:
+        """Read one key; `.one` of the result is its KeyValue or None."""
+        return self.range(Get(Span(key)), timeout=timeout)
+
+    def put(self, key: str, value: bytes, lease: int = 0, *, timeout: float | None = None) -> TxnResult:
+        """Write one key. Raises OutcomeUnknown when the answer was lost."""
+        return self.txn((), (Put(key, value, lease),), timeout=timeout)
+
+    def delete(self, span: Span, *, timeout: float | None = None) -> int:
+        """Delete a span; the number of keys that were deleted. Raises OutcomeUnknown when the answer was lost."""
+        return self.txn((), (Delete(span),), timeout=timeout).deleted(0)
+
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Op],
+        failure: Sequence[Op] = (),
+        *,
+        timeout: float | None = None,
+    ) -> TxnResult:
+        request = wire.message("TxnRequest")(
+            compare=[_compare(one) for one in compares],
+            success=[_op(one) for one in success],
+            failure=[_op(one) for one in failure],
+        )
+        writes = any(not isinstance(op, Get) for op in (*success, *failure))
+        response = self._transport.call(wire.TXN, request, timeout=timeout, write=writes)
+        revision = response.header.revision
+        return TxnResult(response.succeeded, revision, tuple(_op_result(one, revision) for one in response.responses))
+
+    def grant(self, ttl: int) -> Lease:
+        # Safe to repeat: a lease nobody knows of holds no keys, and expires.
+        response = self._transport.call(wire.GRANT, wire.message("LeaseGrantRequest")(ttl=ttl))
+        return Lease(response.id, response.ttl)
+
+    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+        request = wire.message("LeaseKeepAliveRequest")(id=lease_id)
+        response = self._transport.exchange(wire.KEEP_ALIVE, request, timeout=timeout)
+        if response.ttl <= 0:
+            raise LeaseLost(f"lease {lease_id:x} has expired or was revoked; take a new one")
+        return int(response.ttl)
+
+    def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
+        try:
+            self._transport.call(wire.REVOKE, wire.message("LeaseRevokeRequest")(id=lease_id), timeout=timeout)
+        except LeaseLost:
+            log.debug("lease %x was already gone", lease_id)
+
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watcher:
+        return self._watches.add(span, start_revision, deliver)
+
+    def compact(self, revision: int) -> None:
+        """Forget the history before `revision`. Repeating it is an error of etcd's, raised as RequestRefused."""
+        self._transport.call(wire.COMPACT, wire.message("CompactionRequest")(revision=revision), write=True)
+
+    def status(self, *, timeout: float | None = None) -> Status:
+        """Ask a member who it is; warns once a process of a release with bugs that endanger coordination."""
+        response = self._transport.call(wire.STATUS, wire.message("StatusRequest")(), timeout=timeout)
+        _warn_below_floor(response.version)
+        header = response.header
+        return Status(response.version, header.cluster_id, header.member_id, response.leader, header.revision)
+
+    def close(self) -> None:
+        """End all watches and connections; idempotent. Leases stay: revoke them first."""
+        self._transport.close()
+        self._watches.close()
+
+    def __enter__(self) -> EtcdClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"EtcdClient({self.config.describe()})"
+
+
+def _warn_below_floor(version: str) -> None:
+    numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
+    floor = FLOORS.get(numbers[:2], (3, 5, 28))
+    if numbers < floor and version not in _warned_of:
+        _warned_of.add(version)
+        wanted = ".".join(map(str, floor))
+        log.warning("etcd %s has known lease and watch bugs; use %s or newer for real training runs", version, wanted)
+
+
+def _range_request(get: Get) -> Any:
+    order = {"sort_order": wire.SORT_DESCEND, "sort_target": wire.SORT_BY_CREATE} if get.newest_first else {}
+    return wire.message("RangeRequest")(
+        key=encode_key(get.span.start) or b"\0",
+        range_end=get.span.end,
+        limit=get.limit,
+        keys_only=get.keys_only,
+        count_only=get.count_only,
+        max_create_revision=get.created_before - 1 if get.created_before else 0,
+        **order,
+    )
+
+
+def _op(op: Op) -> Any:
+    request = wire.message("RequestOp")
+    if isinstance(op, Get):
+        return request(request_range=_range_request(op))
+    if isinstance(op, Put):
+        return request(request_put={"key": encode_key(op.key), "value": op.value, "lease": op.lease})
+    return request(request_delete_range={"key": encode_key(op.span.start) or b"\0", "range_end": op.span.end})
+
+
+def _compare(compare: Compare) -> Any:
+    return wire.message("Compare")(
+        key=encode_key(compare.key),
+        result=wire.COMPARE_RESULT[compare.relation],
+        target=wire.COMPARE_TARGET[compare.target],
+        **{wire.COMPARE_FIELD[compare.target]: compare.operand},
+    )
+
+
+def _range_result(response: Any, revision: int) -> RangeResult:
+    return RangeResult(tuple(key_value(kv) for kv in response.kvs), response.count, revision)
+
+
+def _op_result(response: Any, revision: int) -> RangeResult | int | None:
+    if response.HasField("response_range"):
+        return _range_result(response.response_range, revision)
+    if response.HasField("response_delete_range"):
+        return int(response.response_delete_range.deleted)
+    return None

@@ -1,0 +1,337 @@
+"""The one mechanism of ftcoord: a group of members, and one record that the group has decided.
+
+    <prefix>/members/<lease id>   under the member's lease: what this member asks for
+    <prefix>/decided              under a lease that the decider keeps: what was decided last
+
+The oldest live member (lowest create revision) is the decider: it mirrors the members, asks its policy what to
+decide, and publishes that in a transaction guarded by `decided`'s revision and by its own membership. All others
+watch `decided` and their predecessor, so a change costs O(1) events a member. Two deciders at once are harmless.
+
+One thread a group runs `_step` until it has nothing left to do. A step only compares what should be (mirrors in
+sync, a predecessor watched or the role taken, a decision published) with what is, so it may fail and be repeated
+anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeAlias, TypeVar
+
+from ftcoord.errors import EtcdError, LeaseLost, StateError
+from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, WatchItem, exists
+from ftcoord.etcd.mirror import Mirror
+from ftcoord.etcd.session import Clock, KeptLease, Session
+from ftcoord.etcd.settle import Settled, write_once
+
+log = logging.getLogger(__name__)
+
+RETRY: Final = 0.5
+"""Seconds until a step that failed is tried again."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """A decision: the new record, and what to write and delete in the same transaction.
+
+    `value` must differ from every value that was ever published before in this group.
+    """
+
+    value: bytes
+    reason: str
+    puts: Mapping[str, bytes] = field(default_factory=dict)
+    deletes: Sequence[Span] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to decide yet: why, and the time (on the group's clock) at which to ask again whatever happens."""
+
+    reason: str
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the decider sees. All times are on its own clock, from when it saw the thing, never from another host.
+
+    Args:
+        members: the live members' keys, oldest first.
+        seen: for each key, when its present value was first seen.
+        changed_at: when any member last came, changed or went.
+        decided: the decided record, also when its key has `vanished` from etcd since.
+        decided_at: when it was first seen.
+    """
+
+    members: tuple[KeyValue, ...]
+    seen: Mapping[str, float]
+    changed_at: float
+    decided: KeyValue | None
+    decided_at: float
+    vanished: bool
+
+
+class Policy(Protocol):
+    """The pure part: what to decide."""
+
+    def decide(self, view: View, me: str, now: float) -> Publish | Wait: ...
+
+
+Listener: TypeAlias = Callable[[KeyValue | None], None]
+
+
+class Group:
+    """This process's membership in one group. Starts with `enter()`, ends with `close()`.
+
+    Args:
+        etcd: the door to etcd.
+        session: the lease that this member lives under.
+        prefix: the group's keys are `<prefix>/members/...` and `<prefix>/decided`.
+        policy: what to decide when this member is the decider.
+        record_ttl: seconds that the decided record outlives the last decider.
+        listener: called on the group's thread with the decided record whenever it changed; must not block.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        session: Session,
+        prefix: str,
+        policy: Policy,
+        record_ttl: int,
+        listener: Listener,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.id = f"{session.lease_id:016x}"
+        self.key = f"{prefix}/members/{self.id}"
+        self._etcd, self._session, self._policy = etcd, session, policy
+        self._record_ttl, self._listener, self._clock = record_ttl, listener, clock
+        self._members_span = Span(f"{prefix}/members/", is_prefix=True)
+        self._inbox: queue.SimpleQueue[tuple[Mirror, WatchItem] | None] = queue.SimpleQueue()
+        self._decided = Mirror(etcd, Span(f"{prefix}/decided"), self._post)
+        self._ahead: Mirror | None = None
+        self._members: Mirror | None = None
+        self._mine: KeyValue | None = None
+        self._known: KeyValue | None = None
+        self._known_at = self._changed_at = clock()
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._record_lease: KeptLease | None = None
+        self._said = ""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ftcoord-group", daemon=True)
+
+    @property
+    def decided(self) -> KeyValue | None:
+        """The last decided record that is known here."""
+        return self._known
+
+    def enter(self, value: bytes, timeout: float | None = None) -> None:
+        """Join, or change what this member asks for. `value` must be unlike all that it asked before.
+
+        Raises LeaseLost when the session is over, and EtcdError when etcd cannot be reached; it may then be repeated.
+        """
+        expected = self._mine.mod_revision if self._mine else 0
+        put = Put(self.key, value, self._session.lease_id)
+        newest = Get(self._members_span, keys_only=True, newest_first=True, limit=2)
+        reads = () if self._mine else (Get(self._decided.span), newest)
+        outcome = write_once(self._etcd, put, expected, reads=reads, timeout=timeout)
+        if not outcome.done:
+            raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
+        first, self._mine = self._mine is None, outcome.kv
+        if first:
+            self._begin(outcome)
+
+    def close(self) -> None:
+        """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
+        self._closing = True
+        self._inbox.put(None)
+
+    def amend(self, change: Callable[[KeyValue | None], bytes | None], timeout: float) -> None:
+        """Replace the decided record by what `change` makes of it, until that succeeds; None leaves it.
+
+        Raises EtcdError when etcd cannot be reached in `timeout` seconds.
+        """
+        deadline = self._clock() + timeout
+        key = self._decided.span.start
+        while True:
+            left = max(deadline - self._clock(), 0.1)
+            now = self._etcd.range(Get(self._decided.span), timeout=left).one
+            value = change(now)
+            if value is None:
+                return
+            lease = now.lease if now and now.lease else self._etcd.grant(self._record_ttl).id
+            if write_once(self._etcd, Put(key, value, lease), now.mod_revision if now else 0, timeout=left).done:
+                return
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _post(self, mirror: Mirror, item: WatchItem) -> None:
+        self._inbox.put((mirror, item))
+
+    def _begin(self, outcome: Settled) -> None:
+        decided, newest = outcome.reads
+        self._decided.adopt(decided)
+        self._note_decided()
+        older = [kv for kv in newest.kvs if kv.key != self.key]
+        if older:
+            self._follow(older[0], newest.revision)
+        else:
+            self._members = Mirror(self._etcd, self._members_span, self._post)
+        self._thread.start()
+
+    def _run(self) -> None:
+        until: float | None = self._clock()
+        while not self._closing:
+            self._take(until)
+            try:
+                until = self._step()
+            except LeaseLost as error:
+                self._say(f"a lease is gone: {error}")
+                self._drop_record_lease()
+                until = self._clock() + RETRY
+            except (EtcdError, StateError) as error:
+                self._say(f"cannot go on for now: {error}")
+                until = self._clock() + RETRY
+        for mirror in (self._decided, self._ahead, self._members):
+            if mirror is not None:
+                mirror.close()
+        self._drop_record_lease()
+
+    def _take(self, until: float | None) -> None:
+        """Wait for something to happen, at most until then, and apply all that did."""
+        try:
+            timeout = None if until is None else max(until - self._clock(), 0)
+            item = self._inbox.get(timeout=timeout)
+            while item is not None:
+                self._apply(*item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _apply(self, mirror: Mirror, item: WatchItem) -> None:
+        try:
+            mirror.apply(item)
+        except EtcdError as error:
+            self._say(f"a watch ended: {error}")
+        if mirror is self._decided:
+            self._note_decided()
+        elif mirror is self._members:
+            self._note_members(mirror)
+
+    def _step(self) -> float | None:
+        if not self._decided.synced:
+            self._decided.sync()
+            self._note_decided()
+        if self._members is None:
+            self._look_ahead()
+        if self._members is None:
+            return None
+        if not self._members.synced:
+            self._members.sync()
+            self._note_members(self._members)
+        self._keep_record()
+        return self._decide(self._members)
+
+    def _look_ahead(self) -> None:
+        """Make sure that the predecessor is watched; without one, become the decider."""
+        if self._ahead is not None and not self._ahead.synced:
+            self._ahead.sync()
+        if self._ahead is not None and self._ahead.one is not None:
+            return
+        if self._ahead is not None:
+            self._ahead.close()
+        assert self._mine is not None
+        older = Get(self._members_span, 1, keys_only=True, newest_first=True, created_before=self._mine.create_revision)
+        found = self._etcd.range(older)
+        if found.one is not None:
+            self._follow(found.one, found.revision)
+        else:
+            log.debug("member %s is the decider now", self.id)
+            self._ahead = None
+            self._members = Mirror(self._etcd, self._members_span, self._post)
+
+    def _follow(self, predecessor: KeyValue, revision: int) -> None:
+        self._ahead = Mirror(self._etcd, Span(predecessor.key), self._post)
+        self._ahead.adopt(RangeResult((predecessor,), 1, revision))
+
+    def _note_decided(self) -> None:
+        kv = self._decided.one
+        if kv is not None and (self._known is None or kv.mod_revision != self._known.mod_revision):
+            self._known, self._known_at = kv, self._clock()
+            self._listener(kv)
+
+    def _note_members(self, members: Mirror) -> None:
+        now = self._clock()
+        seen = {}
+        for key, kv in members.kvs.items():
+            revision, at = self._seen.get(key, (0, now))
+            seen[key] = (kv.mod_revision, at if revision == kv.mod_revision else now)
+        if seen != self._seen:
+            self._seen, self._changed_at = seen, now
+
+    def _keep_record(self) -> None:
+        """The decider keeps the lease of the decided record alive."""
+        kv = self._decided.one
+        lease_id = kv.lease if kv else 0
+        if self._record_lease is not None and self._record_lease.kept and lease_id in (0, self._record_lease.id):
+            return
+        self._drop_record_lease()
+        if lease_id:
+            now = self._clock()
+            self._record_lease = KeptLease(self._etcd, Lease(lease_id, self._etcd.renew(lease_id)), now)
+
+    def _decide(self, members: Mirror) -> float | None:
+        assert self._mine is not None
+        if self.key not in members.kvs:
+            raise LeaseLost(f"this member's key {self.key} is gone: join again")
+        in_order = tuple(sorted(members.kvs.values(), key=lambda kv: kv.create_revision))
+        seen = {key: at for key, (_, at) in self._seen.items()}
+        vanished = self._known is not None and self._decided.one is None
+        view = View(in_order, seen, self._changed_at, self._known, self._known_at, vanished)
+        verdict = self._policy.decide(view, self.id, self._clock())
+        if isinstance(verdict, Wait):
+            self._say(verdict.reason)
+            return verdict.until
+        return self._clock() + (0 if self._publish(verdict) else RETRY)
+
+    def _publish(self, decision: Publish) -> bool:
+        lease = self._lease_of_record()
+        current = self._decided.one
+        outcome = write_once(
+            self._etcd,
+            Put(self._decided.span.start, decision.value, lease),
+            current.mod_revision if current else 0,
+            guards=(exists(self.key),),
+            also=[
+                *(Put(key, value, lease) for key, value in decision.puts.items()),
+                *(Delete(span) for span in decision.deletes),
+            ],
+        )
+        self._say(f"{'decided' if outcome.done else 'somebody else decided before'}: {decision.reason}")
+        if outcome.kv is not None:
+            self._decided.learn(outcome.kv)
+            self._note_decided()
+        return outcome.done
+
+    def _drop_record_lease(self) -> None:
+        if self._record_lease is not None:
+            self._record_lease.stop()
+            self._record_lease = None
+
+    def _lease_of_record(self) -> int:
+        if self._record_lease is None or not self._record_lease.kept:
+            now = self._clock()
+            self._record_lease = KeptLease(self._etcd, self._etcd.grant(self._record_ttl), now)
+        return self._record_lease.id
+
+    def _say(self, reason: str) -> None:
+        """Log the reason only when it changes."""
+        if reason != self._said:
+            self._said = reason
+            log.debug("%s: %s", self.id, reason)

@@ -1,0 +1,196 @@
+"""Leases kept alive: one keep-alive thread for the process, and sessions that tell their owner the truth."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeAlias
+
+from ftcoord.core.lease import LeaseTimes, SessionState
+from ftcoord.errors import EtcdError, ForkedProcessError, LeaseLost
+from ftcoord.etcd.api import Etcd, Lease
+
+log = logging.getLogger(__name__)
+
+Clock: TypeAlias = Callable[[], float]
+Listener: TypeAlias = Callable[[SessionState], None]
+
+
+class Keeper:
+    """The thread that keeps the leases of this process alive. `Keeper.of_process()` is the one to use."""
+
+    _instance: Keeper | None = None
+    _instance_lock = threading.Lock()
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.clock = clock
+        self._pid = os.getpid()
+        self._wake = threading.Condition()
+        self._due: list[tuple[float, int, KeptLease]] = []
+        self._order = itertools.count()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of_process(cls) -> Keeper:
+        """The keeper of this process; a forked child gets a new one."""
+        with cls._instance_lock:
+            if cls._instance is None or cls._instance._pid != os.getpid():
+                cls._instance = cls()
+            return cls._instance
+
+    def schedule(self, lease: KeptLease, due: float) -> None:
+        """Call `lease.beat()` at `due`."""
+        with self._wake:
+            heapq.heappush(self._due, (due, next(self._order), lease))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ftcoord-leases", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+
+    def cancel(self, lease: KeptLease) -> None:
+        """Forget a lease; a beat under way ends first."""
+        with self._wake:
+            self._due = [entry for entry in self._due if entry[2] is not lease]
+            heapq.heapify(self._due)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while (lease := self._next()) is not None:
+            due = lease.beat()
+            if due is not None:
+                self.schedule(lease, due)
+
+    def _next(self) -> KeptLease | None:
+        """Wait for the next lease that is due; None, and the end of the thread, when there are none left."""
+        with self._wake:
+            while self._due:
+                wait = self._due[0][0] - self.clock()
+                if wait <= 0:
+                    return heapq.heappop(self._due)[2]
+                self._wake.wait(wait)
+            self._thread = None
+            return None
+
+
+class KeptLease:
+    """A lease that is renewed until `stop()`, with what is known of it.
+
+    Args:
+        etcd: the door to etcd.
+        lease: the lease; `sent_at` is when its grant or last renewal was sent, on the keeper's clock.
+        listener: called on the keeper's thread at each change of state; must not block.
+    """
+
+    def __init__(
+        self, etcd: Etcd, lease: Lease, sent_at: float, listener: Listener | None = None, keeper: Keeper | None = None
+    ) -> None:
+        self.id = lease.id
+        self.kept = True
+        self._etcd = etcd
+        self._keeper = keeper or Keeper.of_process()
+        self._times = LeaseTimes(sent_at, lease.ttl)
+        self._lost = False
+        self._told = SessionState.CONNECTED
+        self._listener = listener
+        self._keeper.schedule(self, self._times.renew_at())
+
+    @property
+    def state(self) -> SessionState:
+        """Right at any moment, also when the keep-alive thread was not run for a while."""
+        return SessionState.LOST if self._lost else self._times.state(self._keeper.clock())
+
+    def stop(self) -> None:
+        """Renew no more; the lease expires after its TTL."""
+        self.kept = False
+        self._keeper.cancel(self)
+
+    def beat(self) -> float | None:
+        """Renew once; when to do it again, or None when there is nothing to keep any more."""
+        sent_at = self._keeper.clock()
+        due: float | None
+        try:
+            ttl = self._etcd.renew(self.id, timeout=self._times.patience(sent_at))
+            self._times = LeaseTimes(sent_at, ttl)
+            due = self._times.renew_at()
+        except LeaseLost as error:
+            log.debug("lease %x: %s", self.id, error)
+            self._lost, self.kept, due = True, False, None
+        except EtcdError as error:
+            log.debug("lease %x was not renewed: %s", self.id, error)
+            due = self._times.renew_at(self._keeper.clock())
+        self._tell()
+        return due if self.kept else None
+
+    def _tell(self) -> None:
+        state = self.state
+        if state is not self._told:
+            self._told = state
+            if self._listener is not None:
+                self._listener(state)
+
+
+class Session:
+    """One lease of this process, kept alive until `close()`; keys put under it vanish with it.
+
+    Args:
+        etcd: the door to etcd.
+        ttl: the time to live to ask for, in seconds; `Session.ttl` is what etcd granted (2 s at the least by default).
+        listener: called with CONNECTED, SUSPENDED or LOST at each change, on the keep-alive thread. LOST is final.
+
+    Raises:
+        EtcdError: no lease could be had.
+
+    Not promised: that nobody else believes the lease alive, or dead, at the same moment. Put the check into the
+    transaction that has the effect.
+    """
+
+    def __init__(self, etcd: Etcd, ttl: int, listener: Listener | None = None, keeper: Keeper | None = None) -> None:
+        self._etcd = etcd
+        self._pid = os.getpid()
+        self._closed = False
+        keeper = keeper or Keeper.of_process()
+        sent_at = keeper.clock()
+        lease = etcd.grant(ttl)
+        self.ttl = lease.ttl
+        self._kept = KeptLease(etcd, lease, sent_at, listener, keeper)
+
+    @property
+    def lease_id(self) -> int:
+        """The lease to put keys under. Raises ForkedProcessError in a child that was forked later."""
+        if os.getpid() != self._pid:
+            raise ForkedProcessError("this session's lease belongs to the parent process; make a new session in the child")
+        return self._kept.id
+
+    @property
+    def state(self) -> SessionState:
+        return self._kept.state
+
+    def orphan(self) -> None:
+        """Stop renewing without revoking: the keys live on until the TTL is over. Idempotent."""
+        self._closed = True
+        self._kept.stop()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Revoke the lease at once, and its keys with it. Idempotent; does nothing in a forked child.
+
+        Raises EtcdError when etcd cannot be reached in time; the lease then expires by itself.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self.orphan()
+        if self._kept.state is not SessionState.LOST:
+            self._etcd.revoke(self._kept.id, timeout=timeout)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

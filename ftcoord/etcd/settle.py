@@ -1,0 +1,55 @@
+"""Writes whose lost answers are settled: guarded by a revision and recognisable by their value."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ftcoord.errors import OutcomeUnknown
+from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, unchanged
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How a guarded write ended: whether the key now holds our value, what it holds, and the reads made with it."""
+
+    done: bool
+    kv: KeyValue | None
+    reads: tuple[RangeResult, ...]
+    revision: int
+
+
+def write_once(
+    etcd: Etcd,
+    put: Put,
+    expected: int,
+    *,
+    guards: Sequence[Compare] = (),
+    also: Sequence[Op] = (),
+    reads: Sequence[Get] = (),
+    timeout: float | None = None,
+) -> Settled:
+    """Write `put` if its key is still at mod revision `expected` (0: absent) and the other `guards` hold.
+
+    `also` is done in the same transaction; `reads` are answered at its revision, whether it wrote or not.
+    When the answer is lost, the same transaction is sent once more: its guard lets it happen only once, and the
+    value, which must be unlike all others ever written to the key, tells whether the first one did.
+
+    Raises OutcomeUnknown when the second answer is lost too, and what `Etcd.txn` raises.
+    """
+    compares = [unchanged(put.key, expected), *guards]
+    look = [Get(Span(put.key)), *reads]
+    success, failure = [put, *also, *look], look
+    try:
+        result = etcd.txn(compares, success, failure, timeout=timeout)
+    except OutcomeUnknown as error:
+        log.debug("settling a write of %s: %s", put.key, error)
+        result = etcd.txn(compares, success, failure, timeout=timeout)
+    first = len(success) - len(look) if result.succeeded else 0
+    kv = result.range(first).one
+    done = kv is not None and kv.value == put.value
+    answers = tuple(result.range(first + 1 + i) for i in range(len(reads)))
+    return Settled(done, kv, answers, result.revision)

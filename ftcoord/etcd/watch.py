@@ -1,0 +1,268 @@
+"""All watches of a client on one gRPC stream, which is opened again wherever etcd can be reached.
+
+Each watcher remembers the revision it needs next, so a new stream goes on exactly where the last one ended:
+nothing is missed and nothing comes twice. Revisions come from events only, never from progress responses,
+which servers before 3.5.8 may send too early (etcd issue 15220).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import tenacity
+
+from ftcoord.errors import Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError
+from ftcoord.etcd import faults, wire
+from ftcoord.etcd.api import Batch, Event, KeyValue, Span, WatchItem, decode_key, encode_key
+from ftcoord.etcd.transport import Member, Transport
+
+log = logging.getLogger(__name__)
+
+TICK: Final = 1.0
+"""Seconds between two looks at whether the stream is still good."""
+QUIET: Final = 4.0
+"""Seconds without any answer from the member before the stream asks for one."""
+QUIET_STREAM: Final = 60.0
+"""Seconds without an answer on the stream itself, though the member answers other calls."""
+PATIENCE: Final = 4.0
+"""Seconds that the member has to answer that."""
+
+
+@dataclass(slots=True)
+class Watcher:
+    """One running watch; see `ftcoord.etcd.api.Watch`."""
+
+    hub: WatchHub
+    id: int
+    span: Span
+    next_revision: int
+    deliver: Callable[[WatchItem], None]
+
+    def cancel(self) -> None:
+        self.hub.remove(self)
+
+
+class WatchHub:
+    """The watches of one client, and the thread that reads their stream."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._watchers: dict[int, Watcher] = {}
+        self._last_id = 0
+        self._stream: _Stream | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watcher:
+        """Start watching; `deliver` is called on the hub's thread."""
+        self._transport.check_process()
+        with self._lock:
+            self._last_id += 1
+            watcher = Watcher(self, self._last_id, span, start_revision, deliver)
+            self._watchers[watcher.id] = watcher
+            if self._stream is not None:
+                self._stream.send(_create(watcher))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ftcoord-watch", daemon=True)
+                self._thread.start()
+        return watcher
+
+    def remove(self, watcher: Watcher) -> None:
+        with self._lock:
+            if self._watchers.pop(watcher.id, None) is None or self._stream is None:
+                return
+            request = wire.message("WatchRequest")
+            request = request(cancel_request={"watch_id": watcher.id})
+            self._stream.send(request)
+
+    def close(self) -> None:
+        """End every watch; the transport must be marked closed before."""
+        with self._lock:
+            self._watchers.clear()
+            stream, thread = self._stream, self._thread
+        if stream is not None:
+            stream.cancel()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=2 * TICK)
+
+    def _run(self) -> None:
+        closed = self._transport.closed
+        backoff = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
+        state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
+        while not closed.is_set():
+            try:
+                heard = self._follow()
+            except EtcdAuthError as error:
+                self._fail_all(error)
+                heard = False
+            except FtcoordError as error:
+                log.debug("cannot open a watch stream: %s", error)
+                heard = False
+            state.attempt_number = 1 if heard else state.attempt_number + 1
+            closed.wait(backoff(state))
+
+    def _follow(self) -> bool:
+        """Read one stream until it ends; whether it brought anything."""
+        stream = _Stream(self._transport, idle=lambda: not self._watchers)
+        with self._lock:
+            self._stream = stream
+            for watcher in self._watchers.values():
+                stream.send(_create(watcher))
+        try:
+            for response in stream.open():
+                self._handle(stream, response)
+        except grpc.RpcError as error:
+            self._explain_end(stream.member, error)
+        finally:
+            with self._lock:
+                self._stream = None
+            stream.cancel()
+        return stream.heard
+
+    def _explain_end(self, member: Member, error: grpc.RpcError) -> None:
+        if faults.blames_member(error):
+            self._transport.blame(member)
+        if faults.is_stale_token(error.details() or ""):
+            self._transport.forget_token()
+        elif not self._transport.closed.is_set():
+            log.debug("watch stream of %s ended: %s", member.name, faults.translate(error, write=False, where=member.name))
+
+    def _handle(self, stream: _Stream, response: Any) -> None:
+        stream.note_answer()
+        with self._lock:
+            watcher = self._watchers.get(response.watch_id)
+        if watcher is None:
+            return
+        if response.canceled:
+            self._handle_cancel(stream, watcher, response)
+        elif response.events:
+            self._hand_over(watcher, response.events)
+
+    def _hand_over(self, watcher: Watcher, raw: Any) -> None:
+        events = tuple(_event(one) for one in raw if one.kv.mod_revision >= watcher.next_revision)
+        if events:
+            watcher.next_revision = events[-1].kv.mod_revision + 1
+            watcher.deliver(Batch(events))
+
+    def _handle_cancel(self, stream: _Stream, watcher: Watcher, response: Any) -> None:
+        reason = response.cancel_reason
+        if faults.is_stale_token(reason):
+            self._transport.forget_token()
+            stream.cancel()
+        elif response.compact_revision:
+            self._fail(watcher, Compacted(response.compact_revision))
+        elif "permission denied" in reason:
+            self._fail(watcher, EtcdAuthError(f"watching {watcher.span.start!r}: {reason}; give the user's role this prefix"))
+        else:
+            log.debug("watch on %r cancelled by etcd (%s); opening it again", watcher.span.start, reason or "no reason")
+            stream.cancel()
+
+    def _fail(self, watcher: Watcher, error: EtcdError) -> None:
+        with self._lock:
+            self._watchers.pop(watcher.id, None)
+        watcher.deliver(error)
+
+    def _fail_all(self, error: EtcdError) -> None:
+        with self._lock:
+            watchers = list(self._watchers.values())
+        for watcher in watchers:
+            self._fail(watcher, error)
+
+
+class _Stream:
+    """One gRPC stream: what is sent on it, and whether its member still answers."""
+
+    def __init__(self, transport: Transport, idle: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._idle = idle
+        self.member = transport.member()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ended = False
+        self._answered_at = time.monotonic()
+        self._asked_at: float | None = None
+        self._call: Any = None
+        self.heard = False
+
+    def send(self, request: Any) -> None:
+        self._outbox.put(request)
+
+    def open(self) -> Iterator[Any]:
+        self._call = self._transport.stream(wire.WATCH, self._requests(), self.member)
+        if self._ended:
+            self._call.cancel()
+        return iter(self._call)
+
+    def cancel(self) -> None:
+        self._ended = True
+        self._outbox.put(None)
+        if self._call is not None:
+            self._call.cancel()
+
+    def note_answer(self) -> None:
+        self.heard = True
+        self._answered_at = time.monotonic()
+        self.member.seen()
+
+    def _requests(self) -> Iterator[Any]:
+        """Runs on a thread of gRPC's: what to send, and between that the watch over the stream's health."""
+        while not self._ended:
+            try:
+                request = self._outbox.get(timeout=TICK)
+            except queue.Empty:
+                request = self._probe(time.monotonic())
+            if request is not None:
+                yield request
+
+    def _probe(self, now: float) -> Any:
+        """A progress request when too little was heard; the end of the stream when even that goes unanswered."""
+        heard_at = min(max(self._answered_at, self.member.alive_at), self._answered_at + QUIET_STREAM - QUIET)
+        if self._asked_at is not None and self._asked_at < self._answered_at:
+            self._asked_at = None
+        if self._asked_at is not None and now - self._asked_at > PATIENCE:
+            self._give_up("does not answer")
+        elif self._moved():
+            self._give_up("was given up by other calls")
+        elif self._asked_at is None and now - heard_at > QUIET and not self._idle():
+            self._asked_at = now
+            return wire.message("WatchRequest")(progress_request={})
+        return None
+
+    def _moved(self) -> bool:
+        try:
+            return self._transport.member() is not self.member
+        except EtcdUnavailable:
+            return True
+
+    def _give_up(self, why: str) -> None:
+        log.debug("watch stream: etcd at %s %s", self.member.name, why)
+        self._transport.blame(self.member)
+        self.cancel()
+
+
+def _create(watcher: Watcher) -> Any:
+    span = watcher.span
+    create = {
+        "key": encode_key(span.start) or b"\0",
+        "range_end": span.end,
+        "start_revision": watcher.next_revision,
+        "watch_id": watcher.id,
+    }
+    return wire.message("WatchRequest")(create_request=create)
+
+
+def key_value(raw: Any) -> KeyValue:
+    """A KeyValue message as a plain value."""
+    return KeyValue(
+        decode_key(raw.key), raw.value, raw.create_revision, raw.mod_revision, raw.version, raw.lease
+    )
+
+
+def _event(raw: Any) -> Event:
+    return Event("put" if raw.type == wire.PUT_EVENT else "delete", key_value(raw.kv))

@@ -1,0 +1,135 @@
+"""The part of etcd's public v3 API that ftcoord uses, as protobuf messages declared at run time.
+
+Only field numbers, types and method paths go over the wire, so the messages live in a private descriptor
+pool under a package of our own: no generated code that ties users to one protobuf release, and no clash
+with another etcd client in the same process. Numbers are those of etcd's `rpc.proto` and `kv.proto`
+(https://etcd.io/docs/v3.5/dev-guide/api_reference_v3/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+_PACKAGE: Final = "ftcoord.etcdv3"
+
+# message: "name number type" for each field; `*` repeats it, `?group` puts it into a oneof.
+_MESSAGES: Final[dict[str, str]] = {
+    "Header": "cluster_id 1 uint64, member_id 2 uint64, revision 3 int64, raft_term 4 uint64",
+    "KeyValue": "key 1 bytes, create_revision 2 int64, mod_revision 3 int64, version 4 int64, value 5 bytes, lease 6 int64",
+    "Event": "type 1 int32, kv 2 KeyValue, prev_kv 3 KeyValue",
+    "RangeRequest": "key 1 bytes, range_end 2 bytes, limit 3 int64, revision 4 int64, sort_order 5 int32,"
+    " sort_target 6 int32, keys_only 8 bool, count_only 9 bool, max_create_revision 13 int64",
+    "RangeResponse": "header 1 Header, kvs 2 KeyValue*, more 3 bool, count 4 int64",
+    "PutRequest": "key 1 bytes, value 2 bytes, lease 3 int64",
+    "PutResponse": "header 1 Header",
+    "DeleteRangeRequest": "key 1 bytes, range_end 2 bytes",
+    "DeleteRangeResponse": "header 1 Header, deleted 2 int64",
+    "RequestOp": "request_range 1 RangeRequest?request, request_put 2 PutRequest?request,"
+    " request_delete_range 3 DeleteRangeRequest?request",
+    "ResponseOp": "response_range 1 RangeResponse?response, response_put 2 PutResponse?response,"
+    " response_delete_range 3 DeleteRangeResponse?response",
+    "Compare": "result 1 int32, target 2 int32, key 3 bytes, version 4 int64?operand, create_revision 5 int64?operand,"
+    " mod_revision 6 int64?operand, value 7 bytes?operand, lease 8 int64?operand",
+    "TxnRequest": "compare 1 Compare*, success 2 RequestOp*, failure 3 RequestOp*",
+    "TxnResponse": "header 1 Header, succeeded 2 bool, responses 3 ResponseOp*",
+    "CompactionRequest": "revision 1 int64, physical 2 bool",
+    "CompactionResponse": "header 1 Header",
+    "WatchCreateRequest": "key 1 bytes, range_end 2 bytes, start_revision 3 int64, watch_id 7 int64, fragment 8 bool",
+    "WatchCancelRequest": "watch_id 1 int64",
+    "WatchProgressRequest": "",
+    "WatchRequest": "create_request 1 WatchCreateRequest?request, cancel_request 2 WatchCancelRequest?request,"
+    " progress_request 3 WatchProgressRequest?request",
+    "WatchResponse": "header 1 Header, watch_id 2 int64, created 3 bool, canceled 4 bool, compact_revision 5 int64,"
+    " cancel_reason 6 string, fragment 7 bool, events 11 Event*",
+    "LeaseGrantRequest": "ttl 1 int64, id 2 int64",
+    "LeaseGrantResponse": "header 1 Header, id 2 int64, ttl 3 int64, error 4 string",
+    "LeaseRevokeRequest": "id 1 int64",
+    "LeaseRevokeResponse": "header 1 Header",
+    "LeaseKeepAliveRequest": "id 1 int64",
+    "LeaseKeepAliveResponse": "header 1 Header, id 2 int64, ttl 3 int64",
+    "StatusRequest": "",
+    "StatusResponse": "header 1 Header, version 2 string, db_size 3 int64, leader 4 uint64",
+    "AuthenticateRequest": "name 1 string, password 2 string",
+    "AuthenticateResponse": "header 1 Header, token 2 string",
+}
+
+PUT_EVENT: Final = 0
+SORT_DESCEND: Final = 2
+SORT_BY_CREATE: Final = 2
+COMPARE_RESULT: Final = {"=": 0, ">": 1, "<": 2, "!=": 3}
+COMPARE_TARGET: Final = {"version": 0, "create": 1, "mod": 2, "value": 3, "lease": 4}
+COMPARE_FIELD: Final = {
+    "version": "version",
+    "create": "create_revision",
+    "mod": "mod_revision",
+    "value": "value",
+    "lease": "lease",
+}
+
+_Field = descriptor_pb2.FieldDescriptorProto
+_SCALARS: Final = {
+    "bytes": _Field.TYPE_BYTES,
+    "string": _Field.TYPE_STRING,
+    "bool": _Field.TYPE_BOOL,
+    "int32": _Field.TYPE_INT32,  # enums are varints too, and open: an unknown number survives
+    "int64": _Field.TYPE_INT64,
+    "uint64": _Field.TYPE_UINT64,
+}
+
+
+def _add_field(message: descriptor_pb2.DescriptorProto, spec: str) -> None:
+    name, number, kind = spec.split()
+    kind, _, group = kind.partition("?")
+    field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
+    if kind.endswith("*"):
+        kind, field.label = kind[:-1], _Field.LABEL_REPEATED
+    if kind in _SCALARS:
+        field.type = _SCALARS[kind]
+    else:
+        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+    if group:
+        if not message.oneof_decl:
+            message.oneof_decl.add(name=group)
+        field.oneof_index = 0
+
+
+def _declare() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="ftcoord/etcdv3.proto", package=_PACKAGE, syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for spec in filter(None, fields.split(",")):
+            _add_field(message, spec)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES}
+
+
+_CLASSES: Final = _declare()
+
+
+def message(name: str) -> Any:
+    """The message class called `name`."""
+    return _CLASSES[name]
+
+
+class Method:
+    """One remote procedure: its path, and how its request and response are coded."""
+
+    def __init__(self, path: str, request: str, response: str) -> None:
+        self.path = f"/etcdserverpb.{path}"
+        self.serialize: Callable[[Any], bytes] = _CLASSES[request].SerializeToString
+        self.parse: Callable[[bytes], Any] = _CLASSES[response].FromString
+
+
+RANGE = Method("KV/Range", "RangeRequest", "RangeResponse")
+TXN = Method("KV/Txn", "TxnRequest", "TxnResponse")
+COMPACT = Method("KV/Compact", "CompactionRequest", "CompactionResponse")
+WATCH = Method("Watch/Watch", "WatchRequest", "WatchResponse")
+GRANT = Method("Lease/LeaseGrant", "LeaseGrantRequest", "LeaseGrantResponse")
+REVOKE = Method("Lease/LeaseRevoke", "LeaseRevokeRequest", "LeaseRevokeResponse")
+KEEP_ALIVE = Method("Lease/LeaseKeepAlive", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse")
+STATUS = Method("Maintenance/Status", "StatusRequest", "StatusResponse")
+AUTHENTICATE = Method("Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse")

@@ -1,0 +1,57 @@
+"""What joins the pure decisions of `core.rendezvous` to the group that makes them: keys and bytes on one side, records on the other."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from ftcoord.core import records
+from ftcoord.core.rendezvous import Decision, Member, Options, Situation, decide
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import KeyValue, Span
+from ftcoord.etcd.group import Publish, View, Wait
+
+log = logging.getLogger(__name__)
+
+
+class RendezvousPolicy:
+    """Decides the rounds of one run. Implements `ftcoord.etcd.group.Policy`."""
+
+    def __init__(self, prefix: str, options: Options) -> None:
+        self._prefix = prefix
+        self._options = options
+        self._odd: set[tuple[str, int]] = set()
+
+    def decide(self, view: View, me: str, now: float) -> Publish | Wait:
+        """Raises StateError when the decided record is not ours to read."""
+        previous = records.parse_round(view.decided.key, view.decided.value) if view.decided else None
+        members = [member for kv in view.members if (member := self._member(kv, view.seen[kv.key])) is not None]
+        situation = Situation(members, view.changed_at, previous, view.decided_at, view.vanished)
+        verdict = decide(situation, self._options, now)
+        if isinstance(verdict, Decision):
+            return self._publish(verdict, previous, me)
+        return Wait(verdict.reason, verdict.until)
+
+    def _member(self, kv: KeyValue, seen: float) -> Member | None:
+        """A key among the members that is not a member's is left alone, and said once."""
+        try:
+            return Member(kv.key.rpartition("/")[2], records.parse_ask(kv.key, kv.value), seen)
+        except StateError as error:
+            if (kv.key, kv.mod_revision) not in self._odd:
+                self._odd.add((kv.key, kv.mod_revision))
+                log.warning("not counted as a member: %s", error)
+            return None
+
+    def _publish(self, decision: Decision, previous: records.Round | None, me: str) -> Publish:
+        """A new round opens its store and ends that of the round before, in the same transaction."""
+        value = records.encode(replace(decision.round, by=me))
+        number, before = decision.round.number, previous.number if previous else 0
+        if number == before:
+            return Publish(value, decision.reason)
+        old = (
+            Span(records.round_key(self._prefix, before)),
+            Span(records.store_prefix(self._prefix, before), is_prefix=True),
+        )
+        return Publish(
+            value, decision.reason, puts={records.round_key(self._prefix, number): b""}, deletes=old if before else ()
+        )

