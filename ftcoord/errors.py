@@ -35,7 +35,9 @@ class StateError(FtcoordError):
     """A key holds what this version of ftcoord cannot read; the key is named and left alone."""
 
     def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"etcd key {key!r} {problem}; look at it with `etcdctl get {key}`, or choose another run id or key_prefix")
+        super().__init__(
+            f"etcd key {key!r} {problem}; look at it with `etcdctl get {key}`, or choose another run id or key_prefix"
+        )
         self.key = key
 
 

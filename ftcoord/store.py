@@ -12,15 +12,21 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Final, TypeVar
 
 import tenacity
-from torch.distributed import DistNetworkError, DistStoreError, Store
+from torch.distributed import (
+    DistNetworkError,
+    DistStoreError,
+    Store,  # type: ignore[attr-defined]
+)
 
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, RoundOver
+from ftcoord.errors import EtcdUnavailable, LeaseLost, OutcomeUnknown, RoundOver
 from ftcoord.etcd.api import (
     Batch,
     Compare,
@@ -30,11 +36,9 @@ from ftcoord.etcd.api import (
     KeyValue,
     Op,
     Put,
-    RangeResult,
     Span,
     TxnResult,
     WatchItem,
-    absent,
     exists,
     unchanged,
 )
@@ -120,7 +124,9 @@ class EtcdStore(Store):
     def num_keys(self) -> int:
         """How many keys there are (unlike TCPStore there is no key of the store's own among them)."""
         span = Span(self._data, is_prefix=True)
-        return self._read(lambda left: self._etcd.range(Get(span, count_only=True), timeout=left), self._deadline()).count
+        return self._read(
+            lambda left: self._etcd.range(Get(span, count_only=True), timeout=left), self._deadline()
+        ).count
 
     # -- changing -----------------------------------------------------------------------------------------------
 
@@ -131,12 +137,12 @@ class EtcdStore(Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set all keys; atomic up to 100 of them."""
         for start in range(0, len(keys), CHUNK):
-            pairs = dict(zip(keys[start : start + CHUNK], values[start : start + CHUNK], strict=True))
-            self._change(lambda lease, pairs=pairs: [self._put(key, value, lease) for key, value in pairs.items()])
+            pairs = zip(keys[start : start + CHUNK], values[start : start + CHUNK], strict=True)
+            self._change([Put(self._data + key, _raw(value)) for key, value in dict(pairs).items()])
 
     def add(self, key: str, amount: int) -> int:
         """Add to the decimal number that `key` holds (0 if it is not there); the sum."""
-        return int(self._update(key, lambda old: str(int(old or b"0") + amount).encode()))
+        return int(self._update(key, lambda old: str(int(old or b"0") + amount).encode()) or b"0")
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to what `key` holds."""
@@ -157,12 +163,16 @@ class EtcdStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Delete `key`; whether it was there."""
-        return self._change(lambda lease: [Delete(Span(self._data + key))]).deleted(0) > 0
+        span = Span(self._data + key)
+        while (seen := self._look([key], self._deadline()).get(key)) is not None:
+            if self._change([Delete(span)], span, seen)[0]:
+                return True
+        return False
 
     # -- the rest of the interface ------------------------------------------------------------------------------
 
-    deleteKey = delete_key  # noqa: N815  (C++ calls these two by their C++ names)
-    getNumKeys = num_keys  # noqa: N815
+    deleteKey = delete_key  # C++ calls these two by their C++ names
+    getNumKeys = num_keys
 
     def has_extended_api(self) -> bool:
         """True: append, multi_get and multi_set are there."""
@@ -184,7 +194,8 @@ class EtcdStore(Store):
     # -- how ----------------------------------------------------------------------------------------------------
 
     def _deadline(self, timeout: timedelta | None = None) -> float:
-        return time.monotonic() + (timeout or self.timeout).total_seconds()
+        limit: timedelta = timeout or self.timeout  # type: ignore[attr-defined]  # a property of the C++ class
+        return time.monotonic() + limit.total_seconds()
 
     def _read(self, attempt: Callable[[float], T], deadline: float) -> T:
         """Make `attempt(seconds left)` until etcd answers it."""
@@ -207,10 +218,13 @@ class EtcdStore(Store):
         found: dict[str, KeyValue] = {}
         for start in range(0, len(unique), CHUNK):
             gets = [Get(Span(self._data + key), keys_only=keys_only) for key in unique[start : start + CHUNK]]
-            result = self._read(lambda left, gets=gets: self._etcd.txn((), gets, timeout=left), deadline)
+            result = self._read(partial(self._read_all, gets), deadline)
             kvs = (result.range(index).one for index in range(len(gets)))
             found.update({kv.key.removeprefix(self._data): kv for kv in kvs if kv is not None})
         return found
+
+    def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
+        return self._etcd.txn((), gets, timeout=left)
 
     def _await(self, key: str, deadline: float) -> KeyValue:
         """The key as soon as it is there: one read, then a watch from the revision after it."""
@@ -223,7 +237,9 @@ class EtcdStore(Store):
             if self._closed.is_set():
                 raise DistStoreError(f"the store was closed while waiting for {key!r}")
             if time.monotonic() >= deadline:
-                raise DistStoreError(f"wait timeout: nobody set {key!r} in time; is a rank gone, or the timeout too short?")
+                raise DistStoreError(
+                    f"wait timeout: nobody set {key!r} in time; is a rank gone, or the timeout too short?"
+                )
 
     def _watch(self, span: Span, revision: int, deadline: float) -> KeyValue | None:
         """The first value put from `revision` on; None when the time is up or the watch broke off."""
@@ -244,10 +260,7 @@ class EtcdStore(Store):
             watch.cancel()
         return found[0] if found else None
 
-    def _put(self, key: str, value: str | bytes, lease: int) -> Put:
-        return Put(self._data + key, _raw(value), lease)
-
-    def _update(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes:
+    def _update(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
         """Replace the value by what `change` makes of it (None: leave it), atomically; the value that is there then."""
         span = Span(self._data + key)
         current = self._read(lambda left: self._etcd.range(Get(span), timeout=left), self._deadline()).one
@@ -255,23 +268,76 @@ class EtcdStore(Store):
             old = current.value if current else None
             new = change(old)
             if new is None:
-                return old  # type: ignore[return-value]
-            guard = unchanged(span.start, current.mod_revision if current else 0)
-            put = self._put(key, new, 0)
-            result = self._change(lambda lease, put=put: [Put(put.key, put.value, lease)], [guard], [Get(span)])
-            if result.succeeded:
+                return old
+            done, current = self._change([Put(span.start, new)], span, current)
+            if done:
                 return new
-            current = result.range(0).one
 
     def _change(
-        self, ops: Callable[[int], Sequence[Op]], guards: Iterable[Compare] = (), reads: Sequence[Get] = ()
-    ) -> TxnResult:
-        """Make a change once. Where a guard fails nothing is changed, and the result holds the `reads`."""
+        self, ops: Sequence[Op], span: Span | None = None, seen: KeyValue | None = None
+    ) -> tuple[bool, KeyValue | None]:
+        """Make a change once, if the key `span` is still as it was `seen`: whether it was, and how it is now."""
+        guards = [] if span is None else [unchanged(span.start, seen.mod_revision if seen else 0)]
         deadline = self._deadline()
         with self._lock:
-            return self._change_locked(ops, list(guards), reads, deadline)
+            while True:
+                try:
+                    outcome = self._attempt(ops, guards, span, deadline)
+                except DistNetworkError:
+                    self._forget_changes()  # one of unknown outcome must not be taken for the next one
+                    raise
+                if outcome is not None:
+                    return outcome
 
-    def _change_locked(
-        self, ops: Callable[[int], Sequence[Op]], guards: list[Compare], reads: Sequence[Get], deadline: float
-    ) -> TxnResult:
-        raise AssertionError
+    def _attempt(
+        self, ops: Sequence[Op], guards: Sequence[Compare], span: Span | None, deadline: float
+    ) -> tuple[bool, KeyValue | None] | None:
+        """As `_change`, with None for "again": the store's own lease or count had to be made anew."""
+        fence = Span(self._fence or self._ops)
+        compares = [Compare(self._ops, "version", "=", self._changes), *guards]
+        if self._fence is not None:
+            compares.append(exists(self._fence))
+        try:
+            lease = self._read(lambda left: self._lease_id(), deadline)
+            leased = [replace(op, lease=lease) if isinstance(op, Put) else op for op in ops]
+            success = [*leased, Put(self._ops, b"", lease)]
+            failure = [Get(Span(self._ops)), Get(fence), *([Get(span)] if span else [])]
+            result = self._read(lambda left: self._etcd.txn(compares, success, failure, timeout=left), deadline)
+        except LeaseLost as error:
+            self._lease_is_gone(error)
+            return None
+        counted = self._changes + 1 if result.succeeded else _version(result.range(0).one)
+        if counted == self._changes + 1:
+            self._changes = counted
+            return True, None
+        if self._fence is not None and result.range(1).one is None:
+            raise RoundOver(f"the round of {self._data} is over; join the next one and use its store")
+        if counted != self._changes:
+            self._forget_changes()
+            return None
+        return False, result.range(2).one
+
+    def _lease_id(self) -> int:
+        if self._lease is not None:
+            return self._lease
+        if self._session is None:
+            self._session = Session(self._etcd, self._ttl)
+        return self._session.lease_id
+
+    def _lease_is_gone(self, error: LeaseLost) -> None:
+        if self._session is None:
+            raise RoundOver(f"the run of {self._data} is gone from etcd, and its store with it: {error}") from error
+        self._session.orphan()
+        self._session = None
+        self._forget_changes()
+
+    def _forget_changes(self) -> None:
+        self._ops, self._changes = f"{self._ops.rpartition('/')[0]}/{uuid.uuid4().hex}", 0
+
+
+def _raw(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _version(kv: KeyValue | None) -> int:
+    return kv.version if kv else 0

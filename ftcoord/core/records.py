@@ -125,7 +125,9 @@ def _object(key: str, value: bytes) -> dict[str, Any]:
         raise StateError(key, "does not hold a JSON object, so it is not ftcoord's")
     version = raw.pop("v", None)
     if version != VERSION:
-        raise StateError(key, f"has layout version {version!r}, and this ftcoord reads {VERSION}: use one release in all of a job")
+        raise StateError(
+            key, f"has layout version {version!r}, and this ftcoord reads {VERSION}: use one release in all of a job"
+        )
     return raw
 
 

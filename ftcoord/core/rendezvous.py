@@ -143,7 +143,9 @@ def _last_call_end(situation: Situation, options: Options, asking: Sequence[Memb
     return max(enough_at, recalled_at) + options.last_call_timeout
 
 
-def _complete(situation: Situation, options: Options, asking: Sequence[Member], nodes_before: Sequence[str]) -> Decision:
+def _complete(
+    situation: Situation, options: Options, asking: Sequence[Member], nodes_before: Sequence[str]
+) -> Decision:
     back = sorted(
         (member for member in asking if member.ask.node in nodes_before),
         key=lambda member: nodes_before.index(member.ask.node),

@@ -29,7 +29,7 @@ from ftcoord.etcd.watch import Watcher, WatchHub, key_value
 
 log = logging.getLogger(__name__)
 
-FLOORS: Final = {(3, 5): (3, 5, 28), (3, 6): (3, 6, 9)}
+FLOORS: Final[dict[tuple[int, ...], tuple[int, ...]]] = {(3, 5): (3, 5, 28), (3, 6): (3, 6, 9)}
 """The oldest release of each line in which the lease, watch and stale-read bugs that matter here are fixed."""
 
 _warned_of: set[str] = set()

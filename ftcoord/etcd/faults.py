@@ -24,7 +24,14 @@ _NOT_PROPOSED = ("etcdserver: no leader", "etcdserver: too many requests", "etcd
 _STALE_TOKEN = ("invalid auth token", "revision in token is older")
 _LEASE_GONE = "requested lease not found"
 _NO_SPACE = "database space exceeded"
-_AUTH = ("authentication failed", "permission denied", "user name is empty", "user not found", "no password", "role not found")
+_AUTH = (
+    "authentication failed",
+    "permission denied",
+    "user name is empty",
+    "user not found",
+    "no password",
+    "role not found",
+)
 
 _TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,

@@ -83,7 +83,7 @@ class Policy(Protocol):
     def decide(self, view: View, me: str, now: float) -> Publish | Wait: ...
 
 
-Listener: TypeAlias = Callable[[KeyValue | None], None]
+Listener: TypeAlias = Callable[[KeyValue], None]
 
 
 class Group:
@@ -151,23 +151,6 @@ class Group:
         """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
         self._closing = True
         self._inbox.put(None)
-
-    def amend(self, change: Callable[[KeyValue | None], bytes | None], timeout: float) -> None:
-        """Replace the decided record by what `change` makes of it, until that succeeds; None leaves it.
-
-        Raises EtcdError when etcd cannot be reached in `timeout` seconds.
-        """
-        deadline = self._clock() + timeout
-        key = self._decided.span.start
-        while True:
-            left = max(deadline - self._clock(), 0.1)
-            now = self._etcd.range(Get(self._decided.span), timeout=left).one
-            value = change(now)
-            if value is None:
-                return
-            lease = now.lease if now and now.lease else self._etcd.grant(self._record_ttl).id
-            if write_once(self._etcd, Put(key, value, lease), now.mod_revision if now else 0, timeout=left).done:
-                return
 
     # -- the thread ---------------------------------------------------------------------------------------------
 

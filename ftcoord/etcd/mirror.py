@@ -14,7 +14,6 @@ from ftcoord.etcd.api import Batch, Etcd, Get, KeyValue, RangeResult, Span, Watc
 log = logging.getLogger(__name__)
 
 
-
 class Mirror:
     """The keys of `span` at `revision`.
 

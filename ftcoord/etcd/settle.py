@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ftcoord.errors import OutcomeUnknown
@@ -53,3 +53,18 @@ def write_once(
     done = kv is not None and kv.value == put.value
     answers = tuple(result.range(first + 1 + i) for i in range(len(reads)))
     return Settled(done, kv, answers, result.revision)
+
+
+def amend(etcd: Etcd, key: str, ttl: int, change: Callable[[KeyValue | None], bytes | None], timeout: float) -> None:
+    """Replace a key by what `change` makes of it; None leaves it. It stays under its lease, or gets a new one of `ttl` seconds.
+
+    Raises OutcomeUnknown and EtcdUnavailable when etcd cannot be reached in `timeout` seconds.
+    """
+    done = False
+    while not done:
+        now = etcd.range(Get(Span(key)), timeout=timeout).one
+        value = change(now)
+        if value is None:
+            return
+        lease = now.lease if now and now.lease else etcd.grant(ttl).id
+        done = write_once(etcd, Put(key, value, lease), now.mod_revision if now else 0, timeout=timeout).done

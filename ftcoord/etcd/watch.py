@@ -132,7 +132,9 @@ class WatchHub:
         if faults.is_stale_token(error.details() or ""):
             self._transport.forget_token()
         elif not self._transport.closed.is_set():
-            log.debug("watch stream of %s ended: %s", member.name, faults.translate(error, write=False, where=member.name))
+            log.debug(
+                "watch stream of %s ended: %s", member.name, faults.translate(error, write=False, where=member.name)
+            )
 
     def _handle(self, stream: _Stream, response: Any) -> None:
         stream.note_answer()
@@ -159,7 +161,9 @@ class WatchHub:
         elif response.compact_revision:
             self._fail(watcher, Compacted(response.compact_revision))
         elif "permission denied" in reason:
-            self._fail(watcher, EtcdAuthError(f"watching {watcher.span.start!r}: {reason}; give the user's role this prefix"))
+            self._fail(
+                watcher, EtcdAuthError(f"watching {watcher.span.start!r}: {reason}; give the user's role this prefix")
+            )
         else:
             log.debug("watch on %r cancelled by etcd (%s); opening it again", watcher.span.start, reason or "no reason")
             stream.cancel()
@@ -259,9 +263,7 @@ def _create(watcher: Watcher) -> Any:
 
 def key_value(raw: Any) -> KeyValue:
     """A KeyValue message as a plain value."""
-    return KeyValue(
-        decode_key(raw.key), raw.value, raw.create_revision, raw.mod_revision, raw.version, raw.lease
-    )
+    return KeyValue(decode_key(raw.key), raw.value, raw.create_revision, raw.mod_revision, raw.version, raw.lease)
 
 
 def _event(raw: Any) -> Event:

@@ -1,0 +1,52 @@
+"""From torchrun's parameters to a handler."""
+
+from __future__ import annotations
+
+import logging
+
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
+
+from ftcoord.config import EtcdConfig
+from ftcoord.errors import EtcdError
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.rendezvous.handler import EtcdRendezvousHandler
+from ftcoord.rendezvous.settings import RendezvousSettings
+
+log = logging.getLogger(__name__)
+
+
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """The handler that `torchrun --rdzv-backend=etcd-v3` uses.
+
+    Raises ValueError (ConfigError) for bad settings before any socket is opened, and RendezvousConnectionError when
+    etcd does not answer within `read_timeout` seconds (default 5).
+    """
+    settings = RendezvousSettings.parse(
+        backend=params.backend,
+        endpoint=params.endpoint,
+        run_id=params.run_id,
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        local_addr=params.local_addr,
+        conf=params.config,
+    )
+    if settings.run_id == "none":
+        log.warning("no --rdzv-id was given: every job without one on this etcd belongs to the same run, 'none'")
+    if settings.etcd is not None:
+        return EtcdRendezvousHandler(settings, connect(settings.etcd))
+    server = EtcdServer()
+    server.start()
+    config = EtcdConfig.load(server.get_endpoint(), env={}, request_timeout=settings.request_timeout)
+    return EtcdRendezvousHandler(settings, connect(config), server)
+
+
+def connect(config: EtcdConfig) -> EtcdClient:
+    """A client whose etcd has answered. Raises RendezvousConnectionError."""
+    client = EtcdClient(config)
+    try:
+        client.status()
+    except EtcdError as error:
+        client.close()
+        raise RendezvousConnectionError(f"no etcd at {config.describe()}: {error}") from error
+    return client

@@ -1,0 +1,335 @@
+"""torchrun's `etcd-v3` rendezvous: rounds decided through etcd, with a fresh store and bootstrap address each.
+
+The contract is torch's `RendezvousHandler`
+(https://docs.pytorch.org/docs/stable/elastic/rendezvous.html); `docs/protocol.md` says what lies behind it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NoReturn
+
+import tenacity
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.events import (  # type: ignore[attr-defined]
+    NodeState,
+    construct_and_record_rdzv_event,
+)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from ftcoord.core import records
+from ftcoord.core.records import Ask, Round
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
+from ftcoord.etcd.api import Get, KeyValue, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.etcd.settle import amend
+from ftcoord.rendezvous.bootstrap import Reservation, own_address
+from ftcoord.rendezvous.membership import Membership
+from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.store import EtcdStore
+
+log = logging.getLogger(__name__)
+
+_TRANSIENT = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
+
+
+class EtcdRendezvousHandler(RendezvousHandler):
+    """One node's part in the rendezvous of a run.
+
+    Promised: all who leave `next_rendezvous` with the same round have the same world and bootstrap address, and each
+    a rank of its own; rounds only grow; a node that died is noticed when its lease ends (`lease_ttl` seconds), whatever
+    the workers do; an etcd outage disturbs no running worker.
+
+    Not promised: that a node which etcd cannot hear has stopped. What it still writes to a store of an old round is refused.
+
+    Args:
+        settings: the run and its time-outs.
+        etcd: used, and closed at the end.
+        server: an embedded etcd to end with this handler.
+    """
+
+    def __init__(self, settings: RendezvousSettings, etcd: EtcdClient, server: EtcdServer | None = None) -> None:
+        self._settings, self._etcd, self._server = settings, etcd, server
+        self._decided_key = f"{settings.prefix}/decided"
+        self._address = own_address(settings.local_addr, etcd.config)
+        self._host = f"{socket.gethostname()} (pid {os.getpid()})"
+        self._node = uuid.uuid4().hex
+        self._changed = threading.Condition()
+        self._member: Membership | None = None
+        self._round: Round | None = None
+        self._store: EtcdStore | None = None
+        self._tcp_store: TCPStore | None = None
+        self._left = False
+        self._pid = os.getpid()
+        atexit.register(self._leave)
+
+    # -- torch's interface --------------------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        """The name it was asked for by."""
+        return self._settings.backend
+
+    def get_run_id(self) -> str:
+        """The run id, as the user gave it."""
+        return self._settings.run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether rank 0's agent serves the workers' store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 turns it off)."""
+        return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Take part in the next round; returns when it is decided.
+
+        A surplus node waits here without limit as long as others run, and leaves with SystemExit(0) when the run closes
+        (`on_spare_close=raise`: RendezvousGracefulExitError).
+
+        Raises:
+            RendezvousTimeoutError: no round came about within `join_timeout` seconds.
+            RendezvousClosedError: the run is over.
+            RendezvousConnectionError: etcd was out of reach for all that time, or refused.
+            RendezvousStateError: the run's record in etcd is not one that this ftcoord can read.
+        """
+        with self._recorded("next_rendezvous"):
+            round_, rank = self._join()
+        self._record(
+            "next_rendezvous", f"{self._host} is rank {rank} of {len(round_.seats)} in round {round_.number}", rank
+        )
+        assert self._store is not None
+        bootstrap = RendezvousStoreInfo(round_.address, round_.port)
+        return RendezvousInfo(self._store, rank, len(round_.seats), bootstrap)
+
+    def num_nodes_waiting(self) -> int:
+        """More than 0 when the agent should come back to `next_rendezvous`. From memory: never blocks, never raises."""
+        member, mine = self._member, self._round
+        if member is None or mine is None:
+            return 0
+        if member.lost:
+            return 1
+        now = member.round
+        if now is None or now.closed:
+            return 0
+        if now.number != mine.number:
+            return 1
+        return max(1, now.waiting) if now.recalled else 0
+
+    def is_closed(self) -> bool:
+        """Whether the run is over; from memory once this node has joined."""
+        with self._recorded("is_closed"):
+            known = self._member.round if self._member else self._read_round()
+        return known is not None and bool(known.closed)
+
+    def set_closed(self) -> None:
+        """End the run for all nodes. Raises RendezvousConnectionError after `close_timeout` seconds."""
+        with self._recorded("set_closed"):
+            self._close(f"closed by {self._host}")
+
+    def shutdown(self) -> bool:
+        """Leave, and close the run if this node's workers are done or have used up their restarts.
+
+        An agent that ends for any other reason leaves the run to the others. Whether all of this reached etcd.
+        """
+        error = sys.exc_info()[1]
+        try:
+            if error is None or isinstance(error, ChildFailedError):
+                self._close(f"{self._host} {'finished' if error is None else 'failed'}")
+            done = True
+        except RendezvousError as problem:
+            log.warning("the run could not be closed: %s", problem)
+            done = False
+        self._leave()
+        return done
+
+    # -- joining ------------------------------------------------------------------------------------------------
+
+    def _join(self) -> tuple[Round, int]:
+        self._end_round()
+        after = self._round.number if self._round else 0
+        deadline = time.monotonic() + self._settings.join_timeout
+        while True:
+            reservation = Reservation(self._address)
+            try:
+                member = self._enter(reservation.port, after, deadline)
+                round_ = self._await_round(member, after, deadline)
+                if round_ is not None and not round_.recalled:
+                    return round_, self._begin_round(member, round_, reservation)
+                after = round_.number if round_ else after
+            finally:
+                reservation.release()
+
+    def _enter(self, port: int, after: int, deadline: float) -> Membership:
+        """Ask for a round, as a new incarnation if the last one lost its lease."""
+        ask = Ask(self._node, self._address, port, after, self._host, uuid.uuid4().hex)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_TRANSIENT),
+            stop=tenacity.stop_after_delay(max(deadline - time.monotonic(), 0)),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=2.0),
+            reraise=True,
+        )
+        try:
+            return retrying(self._try_to_enter, ask)
+        except EtcdError as error:
+            self._abandon()
+            raise RendezvousConnectionError(f"could not join run {self._settings.run_id!r}: {error}") from error
+
+    def _try_to_enter(self, ask: Ask) -> Membership:
+        if self._member is None or self._member.lost:
+            self._member = Membership(self._etcd, self._settings, self._changed)
+        self._member.ask(ask)
+        return self._member
+
+    def _await_round(self, member: Membership, after: int, deadline: float) -> Round | None:
+        """The next round that has a seat for us; None when the lease was lost meanwhile."""
+        with self._changed:
+            first_look = True
+            while not member.lost:
+                found = self._judge(member, after, late=first_look)
+                if found is not None:
+                    return found
+                first_look = False
+                if self._is_spare(member):
+                    self._changed.wait()
+                    deadline = time.monotonic() + self._settings.join_timeout
+                elif not self._changed.wait(max(deadline - time.monotonic(), 0)):
+                    self._give_up()
+        return None
+
+    def _judge(self, member: Membership, after: int, late: bool) -> Round | None:
+        if member.problem is not None:
+            raise RendezvousStateError(str(member.problem))
+        now = member.round
+        if now is None:
+            return None
+        if now.closed:
+            self._raise_closed(now, spare=not late and bool(now.seats) and now.rank_of(member.id) is None)
+        return now if now.number > after and now.rank_of(member.id) is not None else None
+
+    def _is_spare(self, member: Membership) -> bool:
+        """Others run without us: we may wait for ever."""
+        now = member.round
+        return now is not None and bool(now.seats) and not now.recalled and now.rank_of(member.id) is None
+
+    def _give_up(self) -> NoReturn:
+        self._abandon()
+        raise RendezvousTimeoutError(
+            f"no round of run {self._settings.run_id!r} with a seat for {self._host} came about within "
+            f"{self._settings.join_timeout:g} s (join_timeout); are at least {self._settings.min_nodes} nodes started, "
+            f"with the same --rdzv-id and --rdzv-endpoint?"
+        )
+
+    def _raise_closed(self, now: Round, spare: bool) -> NoReturn:
+        text = f"run {self._settings.run_id!r} is over: {now.closed}"
+        self._abandon()
+        if not spare:
+            raise RendezvousClosedError(f"{text}; start a new run under another --rdzv-id")
+        if self._settings.on_spare_close == "raise":
+            raise RendezvousGracefulExitError(text)
+        log.info("%s; this node was a spare and is not needed any more", text)
+        raise SystemExit(0)
+
+    def _abandon(self) -> None:
+        """Stop asking, so that nobody counts on this node."""
+        member, self._member = self._member, None
+        if member is not None:
+            member.leave(self._settings.close_timeout)
+
+    # -- rounds -------------------------------------------------------------------------------------------------
+
+    def _begin_round(self, member: Membership, round_: Round, reservation: Reservation) -> int:
+        rank = round_.rank_of(member.id)
+        assert rank is not None
+        if rank == 0 and self.use_agent_store:
+            self._tcp_store = reservation.serve()
+        prefix = self._settings.prefix
+        self._store = EtcdStore(
+            self._etcd,
+            records.store_prefix(prefix, round_.number),
+            lease=member.round_lease,
+            fence=records.round_key(prefix, round_.number),
+        )
+        self._round = round_
+        return rank
+
+    def _end_round(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store = self._tcp_store = None
+
+    # -- closing ------------------------------------------------------------------------------------------------
+
+    def _close(self, reason: str) -> None:
+        def closed(kv: KeyValue | None) -> bytes | None:
+            now = records.parse_round(kv.key, kv.value) if kv else records.NO_ROUND
+            return None if now.closed else records.encode(replace(now, closed=reason, by=uuid.uuid4().hex))
+
+        try:
+            amend(self._etcd, self._decided_key, self._settings.run_ttl, closed, self._settings.close_timeout)
+        except StateError as error:
+            raise RendezvousStateError(str(error)) from error
+        except EtcdError as error:
+            raise RendezvousConnectionError(f"run {self._settings.run_id!r} could not be closed: {error}") from error
+
+    def _read_round(self) -> Round | None:
+        try:
+            kv = self._etcd.range(Get(Span(self._decided_key))).one
+            return records.parse_round(kv.key, kv.value) if kv else None
+        except StateError as error:
+            raise RendezvousStateError(str(error)) from error
+        except EtcdError as error:
+            raise RendezvousConnectionError(str(error)) from error
+
+    def _leave(self) -> None:
+        """Give everything up: at the end, and when the process ends on a signal, which skips `shutdown()`."""
+        if self._left or os.getpid() != self._pid:
+            return
+        self._left = True
+        atexit.unregister(self._leave)
+        self._abandon()
+        self._end_round()
+        self._etcd.close()
+        if self._server is not None:
+            self._server.stop()
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _recorded(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except RendezvousError as error:
+            self._record(action, f"{type(error).__name__}: {error}", state=NodeState.FAILED)
+            raise
+
+    def _record(self, action: str, message: str, rank: int | None = None, state: NodeState = NodeState.RUNNING) -> None:
+        log.info("%s", message)
+        construct_and_record_rdzv_event(
+            run_id=self._settings.run_id,
+            message=message,
+            node_state=state,
+            name=f"{type(self).__name__}.{action}",
+            hostname=self._address,
+            pid=self._pid,
+            rank=rank,
+        )
