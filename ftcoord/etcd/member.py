@@ -227,7 +227,7 @@ class EtcdMember:
     def pause(self) -> None:
         """Stop etcd with SIGSTOP: it hangs, with its connections open, until `resume`. No effect when it has ended."""
         self._started().pause()
-        self._paused = True
+        self._paused = self.is_running()
 
     def resume(self) -> None:
         """Let a paused etcd go on."""

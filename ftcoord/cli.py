@@ -1,0 +1,77 @@
+"""The `ftcoord` command. Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from ftcoord import __version__
+from ftcoord.errors import FtcoordError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except FtcoordError as error:
+        print(f"ftcoord: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("ftcoord: interrupted; everything it started has ended", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ftcoord", description="Fault-tolerant PyTorch coordination on etcd.")
+    parser.add_argument("--version", action="version", version=f"ftcoord {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train on three nodes, lose one, replace it (about a minute)")
+    demo.add_argument("--logs", type=Path, help="where the agents' logs go (default: a new temporary folder)")
+    demo.set_defaults(run=_demo)
+
+    server = commands.add_parser("server", help="run an embedded etcd on this host until Ctrl-C")
+    server.add_argument("--host", default="127.0.0.1", help="the address to serve on (default: 127.0.0.1)")
+    server.add_argument("--port", type=int, default=2379, help="the port to serve on (default: 2379; 0: a free one)")
+    server.add_argument("--data-dir", help="keep the data here (default: a temporary folder, removed at the end)")
+    server.set_defaults(run=_server)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from ftcoord.demo.run import run_demo
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    run_demo(options.logs)
+    return 0
+
+
+def _server(options: argparse.Namespace) -> int:
+    from ftcoord.etcd.server import EtcdServer
+
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir) as etcd:
+        endpoint = etcd.get_endpoint()
+        print(f"etcd serves on {endpoint}; Ctrl-C ends it", flush=True)
+        print(f"torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint={endpoint} --rdzv-id=RUN ...", flush=True)
+        while etcd.is_running() and not ended.wait(1.0):
+            pass
+        if not ended.is_set():
+            print("ftcoord: etcd has ended by itself", file=sys.stderr)
+    return 0 if ended.is_set() else 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

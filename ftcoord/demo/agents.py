@@ -1,0 +1,76 @@
+"""torchrun agents as child processes: started, killed as a dying host would, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class Agent:
+    """One torchrun agent with one worker; its output goes to `<folder>/<name>.log`."""
+
+    def __init__(self, name: str, folder: Path, torchrun: Sequence[str], script: Sequence[str]) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *script]
+        environment = {**os.environ, "DEMO_AGENT": name, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def lose(self) -> None:
+        """SIGKILL the agent and its workers, as if the host had lost its power."""
+        workers = descendants(self.pid)
+        self.process.kill()
+        self.process.wait()
+        _signal(workers, signal.SIGKILL)
+
+    def stop(self, patience: float = 20) -> None:
+        """SIGTERM, which torchrun passes on to its workers; after `patience` seconds SIGKILL."""
+        if self.process.poll() is not None:
+            return
+        workers = descendants(self.pid)
+        self.process.terminate()
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            _signal(workers, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below `pid`, parents first."""
+    parents = _parents()
+    found = [pid]
+    for one in found:
+        found.extend(child for child, parent in parents.items() if parent == one)
+    return found[1:]
+
+
+def _parents() -> dict[int, int]:
+    """The parent of every process: from /proc, or where there is none from ps."""
+    if not Path("/proc/self/stat").exists():
+        table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        return {int(child): int(parent) for child, parent in (line.split() for line in table.splitlines())}
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return parents
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,241 @@
+"""Elastic jobs for tests: real torchrun agents as processes of their own, the events of their workers, and the end of all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+import ftcoord
+
+DEADLINE = 90.0
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def eventually(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    """Wait until `condition` holds; the deadline is for a machine that is busy with other things."""
+    interval = threading.Event()
+    for _ in range(int(DEADLINE / 0.05)):
+        if condition():
+            return
+        interval.wait(0.05)
+    pytest.fail(f"not within {DEADLINE:g} s: {what()}")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a worker reported; see scripts/report.py."""
+
+    event: str
+    agent: str
+    pid: int
+    rank: int
+    world: int
+    master: str
+    run_id: str
+    agent_store: str
+    restarts: int
+    sum: float = 0.0
+    size: int = 0
+
+
+class Agent:
+    """One torchrun process in a session of its own. Its terminal is the file `log`."""
+
+    def __init__(self, name: str, command: Sequence[str], env: dict[str, str], log: Path) -> None:
+        self.name, self.log = name, log
+        with log.open("wb") as terminal:
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=terminal,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; -signal when one ended it."""
+        return self._process.poll()
+
+    def terminal(self) -> str:
+        """All that it printed, and its workers with it."""
+        return self.log.read_text(errors="replace")
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code, when it has ended."""
+        eventually(lambda: self.exit_code is not None, lambda: f"{self.name} ends\n{self.terminal()}")
+        code = self.exit_code
+        assert code is not None
+        return code
+
+    def end(self) -> None:
+        """Kill it, and take leave of it."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Job:
+    """A run and its agents, named a, b, c, ... by the test. A context manager: nothing outlives it.
+
+    Args:
+        folder: for the logs, the workers' events and the orders to them.
+        endpoint: as `--rdzv-endpoint`.
+        nodes: as `--nnodes`.
+        conf: rdzv_conf of all agents. The test's defaults make it quick; no test relies on how quick.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        endpoint: str,
+        nodes: str,
+        script: str = "train.py",
+        *,
+        run_id: str | None = None,
+        workers: int = 1,
+        restarts: int = 10,
+        conf: dict[str, object] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.folder, self.run_id = folder, run_id or folder.name
+        self.agents: dict[str, Agent] = {}
+        self._endpoint, self._nodes, self._script = endpoint, nodes, script
+        self._workers, self._restarts, self._env = workers, restarts, env or {}
+        self._conf = {"lease_ttl": 2, "last_call_timeout": 3, "settle_timeout": 0.5, **(conf or {})}
+        for name in ("events", "orders", "terminals", "logs", "tmp"):
+            (folder / name).mkdir()
+
+    # -- doing --------------------------------------------------------------------------------------------------
+
+    def start(
+        self, names: Iterable[str], *options: str, entry: Sequence[str] = (), conf: dict[str, object] | None = None
+    ) -> None:
+        """Start an agent for each name, with more torchrun `options` and another `entry` point if given."""
+        chosen = {**self._conf, **(conf or {})}
+        for name in names:
+            command = [
+                *(sys.executable, "-m", "torch.distributed.run"),
+                *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={self._endpoint}", f"--rdzv-id={self.run_id}"),
+                f"--rdzv-conf={','.join(f'{key}={value}' for key, value in chosen.items())}",
+                *(f"--nnodes={self._nodes}", f"--nproc-per-node={self._workers}", f"--max-restarts={self._restarts}"),
+                f"--log-dir={self.folder / 'logs'}",
+                *options,
+                *(entry or [str(SCRIPTS / self._script)]),
+            ]
+            self.agents[name] = Agent(name, command, self._environment(name), self.folder / "terminals" / name)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL for an agent and its workers: what others see of a machine that dies."""
+        self.agents[name].end()
+        for pid in self._workers_of({name}):
+            _kill(pid)
+
+    def order(self, name: str) -> None:
+        """Tell the workers; see scripts/train.py."""
+        (self.folder / "orders" / name).touch()
+
+    def finish(self, names: str) -> None:
+        """Let the job end, and check that these agents exit 0."""
+        self.order("stop")
+        self.expect_exit(0, names)
+
+    # -- watching -----------------------------------------------------------------------------------------------
+
+    def events(self, kind: str) -> list[Event]:
+        """Those of this kind, in no particular order."""
+        lines = [line for file in (self.folder / "events").iterdir() for line in file.read_text().split("\n")[:-1]]
+        return [event for line in lines if (event := Event(**json.loads(line))).event == kind]
+
+    def rounds(self, kind: str) -> dict[str, list[Event]]:
+        """The events by their round, which is known by its bootstrap address."""
+        rounds: dict[str, list[Event]] = {}
+        for event in self.events(kind):
+            rounds.setdefault(event.master, []).append(event)
+        return rounds
+
+    def round_of(self, names: str, kind: str = "joined", after: Iterable[str] = ()) -> str:
+        """Wait for a round whose workers are just those of these agents; its address. Rounds in `after` do not count."""
+        world = len(names) * self._workers
+
+        def found() -> str | None:
+            for address, events in self.rounds(kind).items():
+                complete = {e.agent for e in events} == set(names) and len(events) == world
+                if complete and address not in after and {e.world for e in events} == {world}:
+                    return address
+            return None
+
+        eventually(lambda: found() is not None, lambda: f"a round of {names}\n{self.story()}")
+        address = found()
+        assert address is not None
+        assert sorted(event.rank for event in self.rounds(kind)[address]) == list(range(world)), self.story()
+        return address
+
+    def ranks(self, address: str) -> dict[str, int]:
+        """The rank of each agent's worker in a round (of one worker an agent)."""
+        return {event.agent: event.rank for event in self.rounds("started")[address]}
+
+    def expect_exit(self, code: int, names: str) -> None:
+        for name in names:
+            assert self.agents[name].wait() == code, self.story()
+
+    def terminals(self) -> str:
+        return "\n".join(agent.terminal() for agent in self.agents.values())
+
+    def story(self) -> str:
+        """All there is to know, for the message of a failed test."""
+        events = (f"{e.event} {e.agent} rank {e.rank} of {e.world} at {e.master}" for e in self._all_events())
+        ends = (f"--- {a.name} (exit code {a.exit_code}):\n{a.terminal()}" for a in self.agents.values())
+        return "\n".join([*events, *ends])
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for agent in self.agents.values():
+            agent.end()
+        for pid in self._workers_of(self.agents):
+            _kill(pid)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        source = str(Path(str(ftcoord.__file__)).parent.parent)
+        own = {"FTCOORD_JOB": str(self.folder), "FTCOORD_AGENT": name, "TMPDIR": str(self.folder / "tmp")}
+        return {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": source, **self._env}
+
+    def _workers_of(self, names: Iterable[str]) -> list[int]:
+        """The processes with this job's environment, so also workers that never came to report."""
+        wanted = {f"FTCOORD_AGENT={name}".encode() for name in names}
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environment = (folder / "environ").read_bytes().split(b"\0")
+                if f"FTCOORD_JOB={self.folder}".encode() in environment and wanted & set(environment):
+                    found.append(int(folder.name))
+        return found
+
+    def _all_events(self) -> list[Event]:
+        return [event for kind in ("started", "joined", "crashed", "finished") for event in self.events(kind)]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

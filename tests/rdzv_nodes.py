@@ -1,0 +1,262 @@
+"""Nodes of a rendezvous for tests: handlers on threads of this process, and agents that are processes of their own.
+
+Run as a script this is such a process: see `NodeProcess`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+
+from ftcoord.etcd.api import Get, KeyValue, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.rendezvous.create import create_handler
+from ftcoord.rendezvous.handler import EtcdRendezvousHandler
+
+DEADLINE = 90.0
+"""Seconds; for a machine that is busy with other things. Nothing here takes that long on its own."""
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
+    """What `condition` returns as soon as that is true."""
+    interval = threading.Event()
+    end = time.monotonic() + deadline
+    while not (found := condition()):
+        if time.monotonic() > end:
+            pytest.fail(f"not within {deadline:g} s: {what}")
+        interval.wait(0.02)
+    return found
+
+
+def spawn(call: Callable[[], T]) -> Future[T]:
+    """Run `call` on a daemon thread; its result or exception, SystemExit too, goes into the future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # handed over to whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a node was told: its rank, the world size and the bootstrap address, and the round's number."""
+
+    rank: int
+    world: int
+    address: str
+    port: int
+    round: int
+
+
+class Node:
+    """A handler, driven as an agent drives it but for the thread. Ends with `crash()`, `fail()` or `finish()`."""
+
+    def __init__(
+        self, endpoint: str, run_id: str, nodes: tuple[int, int], local_addr: str | None = "127.0.0.1", **conf: Any
+    ) -> None:
+        conf = {"join_timeout": DEADLINE, "lease_ttl": 2, "settle_timeout": 0.2, "last_call_timeout": 60, **conf}
+        handler = create_handler(RendezvousParameters("etcd-v3", endpoint, run_id, *nodes, local_addr, **conf))
+        assert isinstance(handler, EtcdRendezvousHandler)
+        self.handler = handler
+        self.info: RendezvousInfo | None = None
+
+    def join(self) -> Future[Seat]:
+        """Call next_rendezvous on a thread."""
+        return spawn(self._join)
+
+    def _join(self) -> Seat:
+        self.info = self.handler.next_rendezvous()
+        bootstrap, round_ = self.info.bootstrap_store_info, self.handler._round
+        assert bootstrap is not None
+        assert round_ is not None
+        return Seat(
+            self.info.rank, self.info.world_size, bootstrap.master_addr, bootstrap.master_port, round_.number
+        )
+
+    def signalled(self) -> bool:
+        """Whether the agent would come back to the rendezvous."""
+        return self.handler.num_nodes_waiting() > 0
+
+    def lease(self) -> int:
+        """The lease this node lives under now."""
+        member = self.handler._member
+        assert member is not None
+        return int(member.id, 16)
+
+    def crash(self) -> None:
+        """Stop like a process that was killed: nothing is given up, the lease is just not renewed any more."""
+        member = self.handler._member
+        if member is not None:
+            member._group.close()
+            member._session.orphan()
+        self.handler._leave()
+
+    def fail(self) -> None:
+        """Leave as an agent does that ends for a reason of its own."""
+        with pytest.raises(ValueError, match="a local error"):
+            try:
+                raise ValueError("a local error")
+            finally:
+                self.handler.shutdown()
+
+    def finish(self) -> bool:
+        """Leave as an agent does whose workers are done: this closes the run."""
+        return self.handler.shutdown()
+
+
+class Nodes:
+    """The nodes of one run; all are ended by `end()`."""
+
+    def __init__(self, endpoint: str, run_id: str, nodes: tuple[int, int], **conf: Any) -> None:
+        self.endpoint, self.run_id, self._nodes, self._conf = endpoint, run_id, nodes, conf
+        self._made: list[Node] = []
+
+    def add(self, count: int = 1, **conf: Any) -> list[Node]:
+        """Make some more nodes."""
+        new = [Node(self.endpoint, self.run_id, self._nodes, **{**self._conf, **conf}) for _ in range(count)]
+        self._made += new
+        return new
+
+    def one(self, **conf: Any) -> Node:
+        """Make one more node."""
+        return self.add(1, **conf)[0]
+
+    def end(self) -> None:
+        for node in self._made:
+            node.crash()
+
+
+def seats_of(joins: Sequence[Future[Seat]]) -> list[Seat]:
+    """What the nodes were told, by rank; checks that they were told the same (invariant S1)."""
+    seats = sorted((join.result(DEADLINE) for join in joins), key=lambda seat: seat.rank)
+    check_round(seats)
+    return seats
+
+
+def check_round(seats: Sequence[Seat]) -> None:
+    """All seats of one round, by rank: the same world, number and address for all, and each rank once."""
+    assert [seat.rank for seat in seats] == list(range(len(seats)))
+    assert {(seat.world, seat.address, seat.port, seat.round) for seat in seats} == {
+        (len(seats), seats[0].address, seats[0].port, seats[0].round)
+    }
+
+
+def join_all(nodes: Sequence[Node]) -> list[Seat]:
+    """One round of exactly these nodes; the seats in the order of `nodes`."""
+    joins = [node.join() for node in nodes]
+    seats_of(joins)
+    return [join.result() for join in joins]
+
+
+def all_signalled(nodes: Sequence[Node]) -> None:
+    """Wait until each node is asked to come back."""
+    eventually(lambda: all(node.signalled() for node in nodes), "all nodes are signalled")
+
+
+def keys_under(client: EtcdClient, prefix: str) -> dict[str, KeyValue]:
+    """Every key of a run, or of all."""
+    return {kv.key: kv for kv in client.range(Get(Span(prefix, is_prefix=True))).kvs}
+
+
+class NodeProcess:
+    """A node in a process of its own. It takes commands (`join`, `waiting`, `closed`, `shutdown`, `exit`) and answers each.
+
+    Args:
+        clock_offset: seconds that its wall clock (`time.time`) is ahead.
+    """
+
+    def __init__(
+        self, endpoint: str, run_id: str, nodes: tuple[int, int], clock_offset: float = 0.0, **conf: Any
+    ) -> None:
+        request = {"endpoint": endpoint, "run_id": run_id, "nodes": nodes, "clock_offset": clock_offset, "conf": conf}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def send(self, command: str) -> None:
+        assert self._process.stdin is not None
+        print(command, file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """The answer to the oldest command that is not answered yet; None when the process has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def ask(self, command: str) -> Any:
+        self.send(command)
+        return self.answer()
+
+    def seat(self) -> Seat:
+        """The answer to `join`."""
+        answer = self.answer()
+        assert answer is not None, "the node ended instead of joining"
+        return Seat(**answer)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def terminate(self) -> int:
+        """End it with SIGTERM, on which torchrun's agent skips shutdown(); the exit code."""
+        self._process.terminate()
+        return self._process.wait(DEADLINE)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def processes(*nodes: NodeProcess) -> Iterator[tuple[NodeProcess, ...]]:
+    """End all of them in the end."""
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def _serve(endpoint: str, run_id: str, nodes: tuple[int, int], clock_offset: float, conf: dict[str, Any]) -> None:
+    import signal
+
+    true_time = time.time
+    time.time = lambda: true_time() + clock_offset
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as torchrun: an exception, then the exit handlers
+    node = Node(endpoint, run_id, nodes, **conf)
+    commands: dict[str, Callable[[], Any]] = {
+        "join": lambda: vars(node._join()),
+        "waiting": node.handler.num_nodes_waiting,
+        "closed": node.handler.is_closed,
+        "shutdown": node.finish,
+        "pid": os.getpid,
+        "exit": sys.exit,
+    }
+    for line in sys.stdin:
+        print(json.dumps(commands[line.strip()]()), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(**json.loads(sys.argv[1]))

@@ -1,0 +1,347 @@
+"""A small world around `decide()`: three nodes at most, one record in etcd, and everything that can happen to them.
+
+A state is what the decider sees (a Situation whose times are relative to `now = 0`) and what only the nodes know. Time
+passes in ticks: the settle time-out is one, the last call is two, and what is older than that stays that old. Round
+numbers are counted from the present round, so that the same situation in a later round is the same state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from ftcoord.core import rendezvous
+from ftcoord.core.records import NO_ROUND, Ask, Round
+from ftcoord.core.rendezvous import Decision, Member, Options, Situation, Verdict
+
+SETTLE: Final = 1.0
+LAST_CALL: Final = 2.0
+TICK: Final = 1.0
+BASE: Final = 2
+"""What the present round's number is counted from."""
+
+Decide = Callable[[Situation, Options, float], Verdict]
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Pending(NamedTuple):
+    """A decision that is computed, but not yet published; `fresh` while the record is still that which it was computed on."""
+
+    decider: str
+    decision: Decision
+    fresh: bool
+
+
+class State(NamedTuple):
+    """The world. Members are oldest first, so the first one is the decider.
+
+    Args:
+        running: the members that were given a seat since they last asked: they run workers, and ask for nothing.
+        blind: the members that joined since the record vanished, so never saw it.
+        pending: only where deciders race.
+    """
+
+    view: Situation
+    running: frozenset[str] = frozenset()
+    blind: frozenset[str] = frozenset()
+    pending: tuple[Pending, ...] = ()
+
+
+Step = tuple[str, State]
+START: Final = State(Situation((), 0.0, None, 0.0))
+
+
+def live(view: Situation) -> list[str]:
+    return [member.id for member in view.members]
+
+
+def participants(view: Situation) -> list[str]:
+    """The live participants of the last round."""
+    seated = {seat.member for seat in view.previous.seats} if view.previous else set()
+    return [member for member in live(view) if member in seated]
+
+
+# -- what must hold of every decision ---------------------------------------------------------------------------
+
+
+def check(view: Situation, running: frozenset[str], options: Options, verdict: Verdict) -> None:
+    """Raises Broken."""
+    if not isinstance(verdict, Decision):
+        _hold("until is in the future", verdict.until is None or verdict.until > 0)
+        return
+    old, new = view.previous, verdict.round
+    _hold("a closed run stays closed", not (old and old.closed) or (view.vanished and new.closed == old.closed))
+    if old and new.number == old.number:
+        _check_recall(view, running, options, old, new)
+    else:
+        _check_round(view, running, options, old, new)
+
+
+def _check_recall(view: Situation, running: frozenset[str], options: Options, old: Round, new: Round) -> None:
+    _hold("S1 a recall changes no membership", replace(new, recalled="", waiting=0) == replace(old, recalled="", waiting=0))
+    _hold("a recall says why", bool(new.recalled))
+    _hold("a round is recalled once", view.vanished or not old.recalled)
+    complete = len(participants(view)) == len(old.seats) == options.max_nodes
+    _hold("L2 a surplus node recalls nothing", view.vanished or not (complete and running.issuperset(participants(view))))
+
+
+def _check_round(view: Situation, running: frozenset[str], options: Options, old: Round | None, new: Round) -> None:
+    members = {member.id: member for member in view.members}
+    known = max([old.number if old else 0, *(member.ask.after for member in view.members)])
+    chosen = [seat.member for seat in new.seats]
+    before = [seat.node for seat in old.seats] if old else []
+    back = [m for m in view.members if m.ask.node in before and m.id not in running]
+    out = running.intersection(participants(view))
+    _hold("S2 rounds only grow", new.number > known)
+    _hold("S1 one seat for each", len(set(chosen)) == len(chosen))
+    _hold("S1 min <= n <= max", options.min_nodes <= len(chosen) <= options.max_nodes)
+    _hold("S1 only live members are seated", members.keys() >= set(chosen))
+    _hold("a new round is neither recalled nor closed", not (new.recalled or new.closed or new.waiting))
+    _hold("a running round is recalled before it is replaced", old is None or bool(old.recalled))
+    _hold("rank 0 serves the bootstrap address", new.address == members[chosen[0]].ask.address)
+    _hold("rank 0 is a survivor", not back or new.seats[0].node in before)
+    _hold("survivors go before newcomers", {m.id for m in back} <= set(chosen) or all(s.node in before for s in new.seats))
+    _hold("participants have the last call to come back", not out or view.previous_at <= -LAST_CALL)
+    _hold("only those that ask are seated", running.isdisjoint(chosen))
+
+
+def _hold(rule: str, holds: bool) -> None:
+    if not holds:
+        raise Broken(rule)
+
+
+# -- what can happen --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """The rules of one exploration, and what it found.
+
+    Args:
+        nodes: how many, at most.
+        deciders: 1, or 2 that race: each publishes some time after it decided, guarded by the record's revision.
+        guarded: whether that guard is there.
+    """
+
+    options: Options
+    nodes: int = 3
+    deciders: int = 1
+    guarded: bool = True
+    vanishing: bool = False
+    decide: Decide = rendezvous.decide
+    parents: dict[State, Step | None] = field(default_factory=dict)
+    _calm: dict[State, tuple[float, State]] = field(default_factory=dict)
+
+    def explore(self, depth: int) -> int:
+        """Every order of events up to this depth: the number of states. Raises Broken, with the events that led there."""
+        self.parents = {START: None}
+        queue = deque([(START, 0)])
+        while queue:
+            state, far = queue.popleft()
+            try:
+                self._check_liveness(state)
+                following = list(self._events(state)) if far < depth else []
+            except Broken as broken:
+                raise Broken(f"{broken}, after: {' | '.join(self._path(state))}") from None
+            for event, after in following:
+                if after not in self.parents:
+                    self.parents[after] = (event, state)
+                    queue.append((after, far + 1))
+        return len(self.parents)
+
+    def _path(self, state: State) -> list[str]:
+        events = []
+        while (parent := self.parents[state]) is not None:
+            events.append(parent[0])
+            state = parent[1]
+        return events[::-1]
+
+    def _events(self, state: State) -> Iterator[Step]:
+        view = state.view
+        yield "a tick", _canonical(_pass(state, TICK))
+        yield "the decider changes", _canonical(_restart_timers(state))
+        for member in view.members:
+            yield f"{member.id} is gone", self._lose(state, member.id)
+            if member.id in state.running:
+                yield f"{member.id} comes back", _canonical(self._ask(state, member.id))
+        yield from self._joins(state)
+        if view.previous is None or not view.previous.closed:
+            yield "closed", self._written(state, replace(self._record(state) or NO_ROUND, closed="closed"))
+        if self.vanishing and view.previous and view.members and not view.vanished:
+            yield "the record vanishes", _canonical(state._replace(view=replace(view, vanished=True)))
+        if self.deciders == 1:
+            if view.members and (after := self._decided(state)) is not None:
+                yield "decided", after
+            return
+        yield from self._race(state)
+
+    def _joins(self, state: State) -> Iterator[Step]:
+        """A fresh process knows of no round; one that lost its lease knows the last one."""
+        view = state.view
+        known = {0, view.previous.number if view.previous else 0}
+        text = repr(view.previous) + repr(state.pending)
+        fresh_one = False
+        for node in "ABC"[: self.nodes]:
+            if any(member.ask.node == node for member in view.members):
+                continue
+            if node not in text:
+                if fresh_one:
+                    continue  # it differs in nothing from the fresh node before
+                fresh_one = True
+            member = next(name for i in range(9) if (name := f"{node}{i}") not in text)
+            for after in known:
+                joined = Member(member, _ask(node, after, text), 0.0)
+                blind = state.blind | {member} if view.vanished else state.blind
+                there = replace(view, members=(*view.members, joined), changed_at=0.0)
+                yield f"{member} joins after round {after}", _canonical(state._replace(view=there, blind=blind))
+
+    def _lose(self, state: State, member: str) -> State:
+        view = state.view
+        left = tuple(other for other in view.members if other.id != member)
+        after = state._replace(view=replace(view, members=left, changed_at=0.0), running=state.running - {member})
+        after = after._replace(pending=tuple(p for p in state.pending if p.decider != member))
+        if left and view.members[0].id == member:
+            after = _restart_timers(after, view.previous_at)
+        if view.vanished and state.blind.issuperset(live(after.view)):
+            after = after._replace(view=replace(after.view, previous=None, vanished=False), blind=frozenset())
+        return _canonical(after)
+
+    def _ask(self, state: State, member: str) -> State:
+        """A participant wants another round than that which it took part in."""
+        view = state.view
+        text = repr(view.previous) + repr(state.pending)
+        in_last = member in participants(view)
+
+        def asking(old: Member) -> Member:
+            after = view.previous.number if in_last and view.previous else old.ask.after
+            return Member(old.id, _ask(old.ask.node, after, text), 0.0)
+
+        members = tuple(asking(old) if old.id == member else old for old in view.members)
+        return state._replace(view=replace(view, members=members, changed_at=0.0), running=state.running - {member})
+
+    def _record(self, state: State) -> Round | None:
+        return None if state.view.vanished else state.view.previous
+
+    def _decided(self, state: State) -> State | None:
+        verdict = self._verdict(state)
+        return self._written(state, verdict.round) if isinstance(verdict, Decision) else None
+
+    def _verdict(self, state: State) -> Verdict:
+        verdict = self.decide(state.view, self.options, 0.0)
+        check(state.view, state.running, self.options, verdict)
+        return verdict
+
+    def _written(self, state: State, record: Round) -> State:
+        """The record is written, and those who have a seat of a new round take it."""
+        view, old = state.view, state.view.previous
+        seated = {m.id for m in view.members if record.rank_of(m.id) is not None and m.ask.after < record.number}
+        took = state.running if old and old.number == record.number else state.running | seated
+        plain = replace(record, recalled=record.recalled and "recalled", waiting=0)
+        pending = tuple(p._replace(fresh=False) for p in state.pending if not self.guarded)
+        view = replace(view, previous=plain, previous_at=0.0, vanished=False)
+        return _canonical(State(view, took, frozenset(), pending), shift=self.guarded)
+
+    def _race(self, state: State) -> Iterator[Step]:
+        for member in live(state.view)[: self.deciders]:
+            if all(p.decider != member for p in state.pending) and isinstance(verdict := self._verdict(state), Decision):
+                pending = tuple(sorted((*state.pending, Pending(member, replace(verdict, reason=""), True))))
+                yield f"{member} decides", state._replace(pending=pending)
+        for p in state.pending:
+            left = state._replace(pending=tuple(q for q in state.pending if q is not p))
+            if p.fresh or not self.guarded:
+                self._check_written(state, p.decision.round)
+                yield f"{p.decider} publishes", self._written(left, p.decision.round)
+
+    def _check_written(self, state: State, new: Round) -> None:
+        old = state.view.previous
+        grows = old is None or new.number > old.number or (new.number == old.number and new.seats == old.seats)
+        _hold("S1 S2 one membership for each number", grows and not (old and old.closed))
+
+    # -- when events stop ---------------------------------------------------------------------------------------
+
+    def _check_liveness(self, state: State) -> None:
+        """L1: with enough live members, when nothing more fails, a round of as many as can be is there by the last call."""
+        elapsed, end = self._calmed(state._replace(pending=()))
+        view, last = end.view, end.view.previous
+        if len(view.members) < self.options.min_nodes or (last and last.closed):
+            return
+        possible = min(self.options.max_nodes, len(view.members))
+        _hold("L1 a round runs", last is not None and not last.recalled and not view.vanished)
+        _hold("L1 nobody is left out", len(end.running.intersection(participants(view))) == possible)
+        _hold("L1 within the last call", elapsed <= LAST_CALL)
+
+    def _calmed(self, state: State) -> tuple[float, State]:
+        """How long it takes until nothing more is to be done, and what the world is then."""
+        path: list[tuple[State, float]] = []
+        while (known := self._calm.get(state)) is None:
+            _hold("L1 it comes to an end", len(path) < 30)
+            following = self._next_calm(state)
+            if following is None:
+                known = self._calm[state] = (0.0, state)
+                break
+            path.append((state, following[0]))
+            state = following[1]
+        elapsed, end = known
+        for before, took in reversed(path):
+            elapsed += took
+            self._calm[before] = (elapsed, end)
+        return elapsed, end
+
+    def _next_calm(self, state: State) -> tuple[float, State] | None:
+        view = state.view
+        if not view.members or (view.previous and view.previous.closed and not view.vanished):
+            return None
+        wanted = set(participants(view)) if view.previous and not view.previous.recalled else set()
+        for member in live(view):
+            if member in state.running and member not in wanted:
+                return 0.0, _canonical(self._ask(state, member))
+        verdict = self._verdict(state)
+        if isinstance(verdict, Decision):
+            return 0.0, self._written(state, verdict.round)
+        return None if verdict.until is None else (verdict.until, _canonical(_pass(state, verdict.until)))
+
+
+def _ask(node: str, after: int, text: str) -> Ask:
+    nonce = next(name for i in range(9) if (name := f"{node}-{i}") not in text)
+    return Ask(node, f"{node}.example", 1, after, node, nonce)
+
+
+def _pass(state: State, time: float) -> State:
+    def older(at: float) -> float:
+        return max(at - time, -LAST_CALL)
+
+    view = state.view
+    members = tuple(Member(m.id, m.ask, older(m.seen)) for m in view.members)
+    return state._replace(
+        view=replace(view, members=members, changed_at=older(view.changed_at), previous_at=older(view.previous_at))
+    )
+
+
+def _restart_timers(state: State, previous_at: float = 0.0) -> State:
+    """A new decider has only just seen all that there is."""
+    members = tuple(Member(m.id, m.ask, 0.0) for m in state.view.members)
+    return state._replace(view=replace(state.view, members=members, changed_at=0.0, previous_at=previous_at))
+
+
+def _canonical(state: State, shift: bool = True) -> State:
+    """Count round numbers from the last one. Only their order matters to anybody."""
+    view = state.view
+    if view.previous is None or view.previous.number < BASE or not shift:
+        return state
+    last, moved = view.previous.number, view.previous.number - BASE
+    members = tuple(
+        m if (after := max(m.ask.after - moved, 0) if m.ask.after >= last else 0) == m.ask.after
+        else Member(m.id, replace(m.ask, after=after), m.seen)
+        for m in view.members
+    )
+    previous = replace(view.previous, number=BASE) if moved else view.previous
+    return state._replace(view=replace(view, members=members, previous=previous))
+
+
+def states(options: Iterable[Options]) -> int:  # pragma: no cover
+    return sum(World(o).explore(99) for o in options)
