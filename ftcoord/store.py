@@ -19,11 +19,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 import tenacity
-from torch.distributed import (
-    DistNetworkError,
-    DistStoreError,
-    Store,  # type: ignore[attr-defined]
-)
+from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdUnavailable, LeaseLost, OutcomeUnknown, RoundOver

@@ -7,7 +7,7 @@ from contextlib import closing
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from ftcoord.config import EtcdConfig
 

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 import tenacity
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.events import (  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
+from torch.distributed.elastic.events import (
     NodeState,
     construct_and_record_rdzv_event,
 )
