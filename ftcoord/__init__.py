@@ -35,7 +35,12 @@ __all__ = ["EtcdClient", "EtcdCluster", "EtcdConfig", "EtcdRendezvousHandler", "
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ftcoord' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"ftcoord.{name} needs PyTorch: pip install 'ftcoord[torch]'") from error
 
 
 def __dir__() -> list[str]:

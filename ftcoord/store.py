@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,7 +22,15 @@ import tenacity
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import EtcdUnavailable, LeaseLost, OutcomeUnknown, RoundOver
+from ftcoord.errors import (
+    EtcdAuthError,
+    EtcdNoSpace,
+    EtcdUnavailable,
+    LeaseLost,
+    OutcomeUnknown,
+    RequestRefused,
+    RoundOver,
+)
 from ftcoord.etcd.api import (
     Batch,
     Compare,
@@ -45,6 +53,8 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 CHUNK: Final = 100
 """Keys in one transaction; etcd allows 128 operations."""
+CHUNK_BYTES: Final = 2**20
+"""Values in one transaction; etcd allows 1.5 MiB a request, keys included."""
 
 _in_use: set[EtcdStore] = set()
 # C++ (PrefixStore, process groups) holds only the C++ half of a store; this keeps the Python half until close().
@@ -54,7 +64,7 @@ class EtcdStore(Store):
     """A `torch.distributed.Store` on etcd.
 
     Args:
-        etcd: a client, or endpoints as in `ETCDCTL_ENDPOINTS` ("h1:2379,h2:2379"); None takes FTCOORD_ENDPOINTS and friends.
+        etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and friends.
         prefix: all keys start with it; stores with the same prefix on the same etcd are one store.
         timeout: how long operations wait (default 300 s), also through an outage of etcd.
         ttl: seconds that the keys written here outlive this store; it is kept up as long as the store is open.
@@ -64,7 +74,7 @@ class EtcdStore(Store):
     Raises `torch.distributed.DistStoreError` when a key did not appear in time, `DistNetworkError` when etcd could not
     be reached in time. Semantics are those of TCPStore; keys are str, values str or bytes, and bytes come back.
     A change is made at most once, and exactly once when the call returns. `multi_set` of more than 100 keys
-    is not atomic. Usable from several threads, not in a forked child.
+    (or 1 MiB of values) is not atomic. Usable from several threads, not in a forked child.
     """
 
     def __init__(
@@ -86,6 +96,7 @@ class EtcdStore(Store):
         self._changes = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._waiters: set[threading.Event] = set()
         self.set_timeout(timeout or DEFAULT_TIMEOUT)
         _in_use.add(self)
 
@@ -131,21 +142,28 @@ class EtcdStore(Store):
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set all keys; atomic up to 100 of them."""
-        for start in range(0, len(keys), CHUNK):
-            pairs = zip(keys[start : start + CHUNK], values[start : start + CHUNK], strict=True)
-            self._change([Put(self._data + key, _raw(value)) for key, value in dict(pairs).items()])
+        """Set all keys; atomic up to 100 of them with 1 MiB of values."""
+        last = dict(zip(keys, values, strict=True))
+        for puts in _requests([Put(self._data + key, _raw(value)) for key, value in last.items()]):
+            self._change(puts)
 
     def add(self, key: str, amount: int) -> int:
         """Add to the decimal number that `key` holds (0 if it is not there); the sum."""
-        return int(self._update(key, lambda old: str(int(old or b"0") + amount).encode()) or b"0")
+
+        def change(old: bytes | None) -> bytes:
+            try:
+                return b"%d" % (int(old or b"0") + amount)
+            except ValueError:
+                raise DistStoreError(f"{key!r} holds no decimal number to add to; use add() alone on a key") from None
+
+        return int(self._update(key, change) or b"0")
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to what `key` holds."""
         self._update(key, lambda old: (old or b"") + _raw(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set `key` to `desired` if it holds `expected`, or if it is not there and `expected` is empty; what it holds then.
+        """Set `key` to `desired` if it holds `expected`, or is not there and `expected` is empty; what it holds then.
 
         For a key that is not there and another `expected`, that is returned, as TCPStore does.
         """
@@ -181,6 +199,8 @@ class EtcdStore(Store):
     def close(self) -> None:
         """Let go of it: waiting calls fail, and keys written under its own lease expire after `ttl`. Idempotent."""
         self._closed.set()
+        for waiter in list(self._waiters):
+            waiter.set()
         _in_use.discard(self)
         if self._session is not None:
             self._session.orphan()
@@ -207,6 +227,8 @@ class EtcdStore(Store):
             return retrying(lambda: attempt(min(max(deadline - time.monotonic(), 0.1), 5.0)))
         except (EtcdUnavailable, OutcomeUnknown) as error:
             raise DistNetworkError(f"timeout: etcd did not answer in time: {error}") from error
+        except (EtcdAuthError, EtcdNoSpace, RequestRefused) as error:
+            raise DistStoreError(str(error)) from error
 
     def _look(self, keys: Sequence[str], deadline: float, keys_only: bool = False) -> dict[str, KeyValue]:
         """Those of the keys that are there now."""
@@ -250,9 +272,11 @@ class EtcdStore(Store):
 
         watch = self._etcd.watch(span, revision, deliver)
         try:
-            while not done.is_set() and not self._closed.is_set() and (left := deadline - time.monotonic()) > 0:
-                done.wait(min(left, 1.0))
+            self._waiters.add(done)
+            if not self._closed.is_set():
+                done.wait(max(deadline - time.monotonic(), 0))
         finally:
+            self._waiters.discard(done)
             watch.cancel()
         return found[0] if found else None
 
@@ -333,6 +357,20 @@ class EtcdStore(Store):
 
 def _raw(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _requests(puts: Sequence[Put]) -> Iterator[list[Put]]:
+    """The puts in order, in parts that etcd takes in one request each."""
+    part: list[Put] = []
+    size = 0
+    for put in puts:
+        if len(part) == CHUNK or size + len(put.value) > CHUNK_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(put)
+        size += len(put.value)
+    if part:
+        yield part
 
 
 def _version(kv: KeyValue | None) -> int:

@@ -13,33 +13,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
+from helpers import DEADLINE, eventually
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.create import create_handler
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 
-DEADLINE = 90.0
-"""Seconds; for a machine that is busy with other things. Nothing here takes that long on its own."""
-
 T = TypeVar("T")
-
-
-def eventually(condition: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
-    """What `condition` returns as soon as that is true."""
-    interval = threading.Event()
-    end = time.monotonic() + deadline
-    while not (found := condition()):
-        if time.monotonic() > end:
-            pytest.fail(f"not within {deadline:g} s: {what}")
-        interval.wait(0.02)
-    return found
 
 
 def spawn(call: Callable[[], T]) -> Future[T]:
@@ -88,9 +76,7 @@ class Node:
         bootstrap, round_ = self.info.bootstrap_store_info, self.handler._round
         assert bootstrap is not None
         assert round_ is not None
-        return Seat(
-            self.info.rank, self.info.world_size, bootstrap.master_addr, bootstrap.master_port, round_.number
-        )
+        return Seat(self.info.rank, self.info.world_size, bootstrap.master_addr, bootstrap.master_port, round_.number)
 
     def signalled(self) -> bool:
         """Whether the agent would come back to the rendezvous."""
@@ -102,19 +88,27 @@ class Node:
         assert member is not None
         return int(member.id, 16)
 
-    def crash(self) -> None:
-        """Stop like a process that was killed: nothing is given up, the lease is just not renewed any more."""
+    def cut_off(self) -> None:
+        """Take part no more, as if nothing from here reached etcd: the lease is not renewed."""
         member = self.handler._member
         if member is not None:
             member._group.close()
             member._session.orphan()
+
+    def crash(self) -> None:
+        """Stop like a process that was killed: nothing is given up, the lease is just not renewed any more."""
+        self.cut_off()
         self.handler._leave()
 
     def fail(self) -> None:
         """Leave as an agent does that ends for a reason of its own."""
-        with pytest.raises(ValueError, match="a local error"):
+        self.end_with(ValueError("a local error"))
+
+    def end_with(self, error: BaseException) -> None:
+        """Call shutdown() while `error` is on its way out of the agent."""
+        with suppress(type(error)):
             try:
-                raise ValueError("a local error")
+                raise error
             finally:
                 self.handler.shutdown()
 
@@ -169,7 +163,7 @@ def join_all(nodes: Sequence[Node]) -> list[Seat]:
 
 def all_signalled(nodes: Sequence[Node]) -> None:
     """Wait until each node is asked to come back."""
-    eventually(lambda: all(node.signalled() for node in nodes), "all nodes are signalled")
+    eventually(lambda: all(node.signalled() for node in nodes), what="all nodes are signalled")
 
 
 def keys_under(client: EtcdClient, prefix: str) -> dict[str, KeyValue]:
@@ -177,8 +171,25 @@ def keys_under(client: EtcdClient, prefix: str) -> dict[str, KeyValue]:
     return {kv.key: kv for kv in client.range(Get(Span(prefix, is_prefix=True))).kvs}
 
 
+MakeNodes = Callable[..., Nodes]
+
+
+@pytest.fixture
+def make_nodes(etcd: EtcdServer, request: pytest.FixtureRequest) -> Iterator[MakeNodes]:
+    """`make_nodes(min, max, **rdzv_conf)`: the nodes of a run, on the shared etcd unless `on` names another."""
+    made: list[Nodes] = []
+
+    def make(least: int, most: int, *, on: EtcdServer = etcd, run_id: str | None = None, **conf: Any) -> Nodes:
+        made.append(Nodes(on.get_endpoint(), run_id or f"{request.node.name}", (least, most), **conf))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.end()
+
+
 class NodeProcess:
-    """A node in a process of its own. It takes commands (`join`, `waiting`, `closed`, `shutdown`, `exit`) and answers each.
+    """A node in a process of its own. It takes commands and answers each: see `_serve`.
 
     Args:
         clock_offset: seconds that its wall clock (`time.time`) is ahead.

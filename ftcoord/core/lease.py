@@ -56,6 +56,6 @@ class LeaseTimes:
         return tried_at + min(max((self.trusted_until - tried_at) / 2, shortest), longest)
 
     def patience(self, now: float) -> float:
-        """Seconds that a renewal sent now may take: not beyond the trust, while there is some, so that its end is noticed."""
+        """Seconds that a renewal sent now may take: while there is trust left, only until that ends."""
         left = self.trusted_until - now
         return left if left > RETRY_BETWEEN[0] else self.ttl * RENEW_AFTER

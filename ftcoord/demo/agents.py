@@ -16,6 +16,7 @@ class Agent:
 
     def __init__(self, name: str, folder: Path, torchrun: Sequence[str], script: Sequence[str]) -> None:
         self.name = name
+        self.lost = False
         self.log = folder / f"{name}.log"
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *script]
         environment = {**os.environ, "DEMO_AGENT": name, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -30,6 +31,7 @@ class Agent:
 
     def lose(self) -> None:
         """SIGKILL the agent and its workers, as if the host had lost its power."""
+        self.lost = True
         workers = descendants(self.pid)
         self.process.kill()
         self.process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import logging
@@ -89,12 +90,9 @@ class Demo:
 
     def _await_round(self, world: int) -> Round:
         """The next round with so many nodes."""
-        deadline = time.monotonic() + PATIENCE
         while True:
-            try:
-                now = self._rounds.get(timeout=max(deadline - time.monotonic(), 0))
-            except queue.Empty:
-                raise self._failure(f"no round of {world} nodes came about") from None
+            self._until(lambda: not self._rounds.empty(), f"no round of {world} nodes came about")
+            now = self._rounds.get()
             if now.recalled:
                 self._say(f"round {now.number} is recalled: {self._named(now.recalled)}")
             elif not now.closed and len(now.seats) == world:
@@ -144,16 +142,18 @@ class Demo:
         return list(reports)
 
     def _await_end(self) -> None:
-        live = [agent for agent in self._agents.values() if agent.process.returncode is None]
-        self._until(lambda: all(agent.process.poll() is not None for agent in live), "the agents do not end")
-        codes = {agent.name: agent.process.returncode for agent in live}
-        self._say(f"the job is done at step {self._reports()[-1]['step']}; exit codes {codes}")
-        if any(codes.values()):
-            raise self._failure("an agent failed")
+        live = [agent for agent in self._agents.values() if not agent.lost]
+        self._until(lambda: all(agent.process.poll() == 0 for agent in live), "the agents do not end")
+        self._say(
+            f"the job is done at step {self._reports()[-1]['step']}; {', '.join(a.name for a in live)} ended with 0"
+        )
 
     def _until(self, ready: Callable[[], Any], problem: str) -> Any:
         deadline = time.monotonic() + PATIENCE
         while not (result := ready()):
+            failed = [agent.name for agent in self._agents.values() if not agent.lost and agent.process.poll()]
+            if failed:
+                raise self._failure(f"agent {', '.join(failed)} failed")
             if time.monotonic() > deadline:
                 raise self._failure(problem)
             self._tick.wait(0.1)
@@ -172,6 +172,8 @@ class Demo:
 
 def run_demo(folder: Path | None) -> None:
     """Run the demo, with its logs in `folder` (default: a new one). Raises DemoError, ServerError."""
+    if importlib.util.find_spec("torch") is None:
+        raise DemoError("the demo trains with PyTorch: pip install 'ftcoord[torch,server]'")
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="ftcoord-demo-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -138,7 +138,7 @@ class TxnResult:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A granted lease: its id and the time to live that the server granted, in seconds (it may differ from what was asked)."""
+    """A granted lease: its id, and the time to live in seconds that etcd granted, which may not be what was asked."""
 
     id: int
     ttl: int

@@ -21,7 +21,7 @@ from ftcoord.errors import (
 
 _NEVER_LEFT = ("failed to connect to all addresses", "DNS resolution failed", "Name resolution failed")
 _NOT_PROPOSED = ("etcdserver: no leader", "etcdserver: too many requests", "etcdserver: rpc not supported for learner")
-_STALE_TOKEN = ("invalid auth token", "revision in token is older")
+_STALE_TOKEN = ("invalid auth token", "revision in token is older", "user name is empty")
 _LEASE_GONE = "requested lease not found"
 _NO_SPACE = "database space exceeded"
 _AUTH = (
@@ -49,7 +49,8 @@ def _says(details: str, texts: tuple[str, ...]) -> bool:
 
 
 def is_stale_token(details: str) -> bool:
-    """Whether a login token ran out or was forgotten by a restarted server: log in again and repeat."""
+    """Whether a login token ran out, was forgotten by a restarted server, or is missing since authentication was
+    switched on after the last login. Whoever has a user logs in again and repeats."""
     return _says(details, _STALE_TOKEN)
 
 
@@ -76,7 +77,7 @@ def _explained(details: str, fate: str) -> EtcdError | None:
         )
     if _says(details, _AUTH):
         return EtcdAuthError(
-            f"{fate}; check FTCOORD_USER and FTCOORD_PASSWORD, and that the user's role may read and write the key prefix"
+            f"{fate}; check FTCOORD_USER and FTCOORD_PASSWORD, and that the user's role may use the key prefix"
         )
     return None
 

@@ -141,6 +141,9 @@ class Group:
         newest = Get(self._members_span, keys_only=True, newest_first=True, limit=2)
         reads = () if self._mine else (Get(self._decided.span), newest)
         outcome = write_once(self._etcd, put, expected, reads=reads, timeout=timeout)
+        if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
+            # Ours after all: an earlier call's, whose outcome was unknown.
+            outcome = write_once(self._etcd, put, outcome.kv.mod_revision, reads=reads, timeout=timeout)
         if not outcome.done:
             raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
         first, self._mine = self._mine is None, outcome.kv

@@ -72,9 +72,10 @@ class Mirror:
             self._watch = None
 
     def _apply_batch(self, batch: Batch) -> None:
+        known = self.revision  # the watch before the last sync may have posted what was read since
         for event in batch.events:
-            if event.kv.mod_revision <= self.revision:
-                continue  # posted by the watch before the last sync
+            if event.kv.mod_revision <= known:
+                continue
             self.revision = event.kv.mod_revision
             if event.kind == "put":
                 self.kvs[event.kv.key] = event.kv

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeAlias
 
-from ftcoord.core.lease import LeaseTimes, SessionState
+from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
 from ftcoord.errors import EtcdError, ForkedProcessError, LeaseLost
 from ftcoord.etcd.api import Etcd, Lease
 
@@ -45,37 +45,51 @@ class Keeper:
             return cls._instance
 
     def schedule(self, lease: KeptLease, due: float) -> None:
-        """Call `lease.beat()` at `due`."""
+        """Call `lease.beat()` at `due`, unless it was stopped."""
         with self._wake:
-            heapq.heappush(self._due, (due, next(self._order), lease))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ftcoord-leases", daemon=True)
-                self._thread.start()
-            self._wake.notify()
+            if lease.kept:
+                heapq.heappush(self._due, (due, next(self._order), lease))
+                self._start()
+                self._wake.notify()
 
     def cancel(self, lease: KeptLease) -> None:
-        """Forget a lease; a beat under way ends first."""
+        """Forget a lease that was stopped; a beat under way is its last."""
         with self._wake:
             self._due = [entry for entry in self._due if entry[2] is not lease]
             heapq.heapify(self._due)
             self._wake.notify()
 
+    def _start(self) -> None:
+        if self._thread is None and self._due:
+            self._thread = threading.Thread(target=self._run, name="ftcoord-leases", daemon=True)
+            self._thread.start()
+
     def _run(self) -> None:
-        while (lease := self._next()) is not None:
-            due = lease.beat()
-            if due is not None:
-                self.schedule(lease, due)
+        try:
+            while (lease := self._next()) is not None:
+                due = lease.beat(self._patience(lease))
+                if due is not None:
+                    self.schedule(lease, due)
+        finally:
+            with self._wake:
+                self._thread = None
+                self._start()  # a listener that raises ends its own lease only
 
     def _next(self) -> KeptLease | None:
-        """Wait for the next lease that is due; None, and the end of the thread, when there are none left."""
+        """Wait for the next lease that is due; None when there are none left."""
         with self._wake:
             while self._due:
                 wait = self._due[0][0] - self.clock()
                 if wait <= 0:
                     return heapq.heappop(self._due)[2]
                 self._wake.wait(wait)
-            self._thread = None
             return None
+
+    def _patience(self, lease: KeptLease) -> float:
+        """Seconds that a beat may take: one lease whose etcd hangs must not cost the others theirs."""
+        with self._wake:
+            others = [other.ttl for _, _, other in self._due]
+        return min([lease.ttl, *others]) * RENEW_AFTER
 
 
 class KeptLease:
@@ -105,27 +119,40 @@ class KeptLease:
         """Right at any moment, also when the keep-alive thread was not run for a while."""
         return SessionState.LOST if self._lost else self._times.state(self._keeper.clock())
 
+    @property
+    def ttl(self) -> float:
+        """The TTL that was granted last, in seconds."""
+        return self._times.ttl
+
+    def revoked(self) -> None:
+        """Note that the owner has given the lease up."""
+        self._lost = True
+
     def stop(self) -> None:
         """Renew no more; the lease expires after its TTL."""
         self.kept = False
         self._keeper.cancel(self)
 
-    def beat(self) -> float | None:
-        """Renew once; when to do it again, or None when there is nothing to keep any more."""
+    def beat(self, patience: float) -> float | None:
+        """Renew once, in `patience` seconds; when to do it again, or None when there is nothing to keep any more."""
         sent_at = self._keeper.clock()
-        due: float | None
+        due = None
         try:
-            ttl = self._etcd.renew(self.id, timeout=self._times.patience(sent_at))
+            ttl = self._etcd.renew(self.id, timeout=min(patience, self._times.patience(sent_at)))
             self._times = LeaseTimes(sent_at, ttl)
             due = self._times.renew_at()
         except LeaseLost as error:
             log.debug("lease %x: %s", self.id, error)
-            self._lost, self.kept, due = True, False, None
+            self._lost = True
         except EtcdError as error:
             log.debug("lease %x was not renewed: %s", self.id, error)
             due = self._times.renew_at(self._keeper.clock())
+        if not self.kept:  # its owner stopped it meanwhile
+            return None
+        if self._lost:
+            self.kept = False
         self._tell()
-        return due if self.kept else None
+        return due
 
     def _tell(self) -> None:
         state = self.state
@@ -188,6 +215,7 @@ class Session:
         self.orphan()
         if self._kept.state is not SessionState.LOST:
             self._etcd.revoke(self._kept.id, timeout=timeout)
+            self._kept.revoked()
 
     def __enter__(self) -> Session:
         return self

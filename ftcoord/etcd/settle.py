@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ftcoord.errors import OutcomeUnknown
-from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, unchanged
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def write_once(
     When the answer is lost, the same transaction is sent once more: its guard lets it happen only once, and the
     value, which must be unlike all others ever written to the key, tells whether the first one did.
 
-    Raises OutcomeUnknown when the second answer is lost too, and what `Etcd.txn` raises.
+    Raises OutcomeUnknown when there is no second answer either, and what `Etcd.txn` raises. Takes `timeout` seconds
+    for each of the two.
     """
     compares = [unchanged(put.key, expected), *guards]
     look = [Get(Span(put.key)), *reads]
@@ -47,7 +48,7 @@ def write_once(
         result = etcd.txn(compares, success, failure, timeout=timeout)
     except OutcomeUnknown as error:
         log.debug("settling a write of %s: %s", put.key, error)
-        result = etcd.txn(compares, success, failure, timeout=timeout)
+        result = _again(lambda: etcd.txn(compares, success, failure, timeout=timeout))
     first = len(success) - len(look) if result.succeeded else 0
     kv = result.range(first).one
     done = kv is not None and kv.value == put.value
@@ -55,8 +56,16 @@ def write_once(
     return Settled(done, kv, answers, result.revision)
 
 
+def _again(txn: Callable[[], TxnResult]) -> TxnResult:
+    """The second try: that it never left does not mean that the first one had no effect."""
+    try:
+        return txn()
+    except EtcdUnavailable as error:
+        raise OutcomeUnknown(f"a write was not answered, and then: {error}") from error
+
+
 def amend(etcd: Etcd, key: str, ttl: int, change: Callable[[KeyValue | None], bytes | None], timeout: float) -> None:
-    """Replace a key by what `change` makes of it; None leaves it. It stays under its lease, or gets a new one of `ttl` seconds.
+    """Replace a key by what `change` makes of it; None leaves it. Under its lease, or a new one of `ttl` seconds.
 
     Raises OutcomeUnknown and EtcdUnavailable when etcd cannot be reached in `timeout` seconds.
     """

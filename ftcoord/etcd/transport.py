@@ -6,19 +6,33 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tenacity
 
-from ftcoord.config import EtcdConfig, Tls
+from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError
 from ftcoord.etcd import wire
 
-# gRPC writes its own log lines to the user's terminal unless told not to, and reads this when it is loaded.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-import grpc
+@contextmanager
+def _quiet_grpc() -> Iterator[None]:
+    """gRPC writes log lines of its own to the user's terminal unless this variable tells it not to. It reads it when
+    it is loaded (or, in older releases, with the first channel); nobody else shall find it in the environment."""
+    if "GRPC_VERBOSITY" in os.environ:
+        yield
+        return
+    os.environ["GRPC_VERBOSITY"] = "NONE"
+    try:
+        yield
+    finally:
+        os.environ.pop("GRPC_VERBOSITY", None)
+
+
+with _quiet_grpc():
+    import grpc
 
 from ftcoord.etcd import faults
 
@@ -35,35 +49,42 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
+_CLOSED = "this etcd client was closed; make a new one"
+
 
 class Member:
     """One endpoint: its channel, and when it last gave a sign of life (monotonic seconds)."""
 
-    def __init__(self, config: EtcdConfig, index: int) -> None:
-        self.name = str(config.endpoints[index])
+    def __init__(self, endpoint: Endpoint, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
+        self.name = str(endpoint)
         self.alive_at = time.monotonic()
-        target = config.endpoints[index].target
         options: tuple[tuple[str, Any], ...] = _OPTIONS
-        if config.tls is None:
-            self.channel = grpc.insecure_channel(target, options)
+        if tls is None or credentials is None:
+            self.channel = grpc.insecure_channel(endpoint.target, options)
             return
-        if config.tls.server_name:
-            options += (("grpc.ssl_target_name_override", config.tls.server_name),)
-        self.channel = grpc.secure_channel(target, _credentials(config.tls), options)
+        if tls.server_name:
+            options += (("grpc.ssl_target_name_override", tls.server_name),)
+        self.channel = grpc.secure_channel(endpoint.target, credentials, options)
 
     def seen(self) -> None:
         self.alive_at = time.monotonic()
 
 
 class Transport:
-    """Calls methods on whichever member works. Thread-safe; not usable in a forked child."""
+    """Calls methods on whichever member works. Thread-safe; not usable in a forked child.
+
+    Raises ConfigError when a TLS file cannot be read.
+    """
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._members: dict[int, Member] = {}
+        # Read now: a failover must not fail because a file has gone meanwhile.
+        self._tls_credentials = _credentials(config.tls) if config.tls else None
         self._index = 0
+        with _quiet_grpc():
+            self._members = {0: self._new_member(0)}
         self._token: str | None = None
         self._token_lock = threading.Lock()
         self.closed = threading.Event()
@@ -73,14 +94,21 @@ class Transport:
         self.check_process()
         with self._lock:
             if self.closed.is_set():
-                raise EtcdUnavailable("this etcd client was closed; make a new one")
+                raise EtcdUnavailable(_CLOSED)
             if self._index not in self._members:
-                self._members[self._index] = Member(self.config, self._index)
+                self._members[self._index] = self._new_member(self._index)
             return self._members[self._index]
+
+    def _new_member(self, index: int) -> Member:
+        return Member(self.config.endpoints[index], self.config.tls, self._tls_credentials)
+
+    def is_owner(self) -> bool:
+        """False in a child that was forked after this was made."""
+        return os.getpid() == self._pid
 
     def check_process(self) -> None:
         """Raises ForkedProcessError in a child that was forked after this was made."""
-        if os.getpid() != self._pid:
+        if not self.is_owner():
             raise ForkedProcessError(
                 "this etcd client belongs to the parent process; gRPC does not survive fork(): make a new client in the"
                 " child, or start the child with the 'spawn' method"
@@ -101,43 +129,52 @@ class Transport:
         """One request and one response over a streaming method; repeated like a read."""
         return self._retry(lambda deadline: self._one_response(method, request, deadline), timeout)
 
-    def stream(self, method: wire.Method, requests: Iterator[Any], member: Member) -> Any:
+    def stream(self, method: wire.Method, requests: Iterator[Any], member: Member, token: str | None) -> Any:
         """Open a stream on `member`; errors come raw, as grpc.RpcError, for the caller to judge."""
         open_stream = member.channel.stream_stream(method.path, method.serialize, method.parse)
-        return open_stream(requests, metadata=self.metadata())
+        with self._judged(member):
+            return open_stream(requests, metadata=_metadata(token))
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries: fail fast on a member without leader, and the login token if there is one."""
-        leader = (("hasleader", "true"),)
+    def token(self, deadline: float | None = None) -> str | None:
+        """The login token, None without a user, '' while authentication is off. May log in, until `deadline`."""
         if self.config.credentials is None:
-            return leader
-        with self._token_lock:
-            if self._token is None:
-                self._token = self._log_in()
-            return (*leader, ("token", self._token)) if self._token else leader
+            return None
+        if deadline is None:
+            deadline = time.monotonic() + self.config.request_timeout
+        if (token := self._token) is not None:
+            return token
+        if not self._token_lock.acquire(timeout=_left(deadline)):
+            raise EtcdUnavailable(f"etcd at {self.config.describe()} does not answer the login that is under way")
+        try:
+            if (token := self._token) is None:
+                token = self._token = self._log_in(deadline)
+            return token
+        finally:
+            self._token_lock.release()
 
-    def forget_token(self) -> None:
-        """Log in anew before the next call."""
-        with self._token_lock:
+    def forget_token(self, stale: str | None) -> None:
+        """Log in anew before the next call, unless somebody did since."""
+        if self._token == stale:
             self._token = None
 
     def close(self) -> None:
         """Close every channel; calls under way fail. Idempotent; nothing happens in a forked child."""
-        self.closed.set()
-        if os.getpid() != self._pid:
+        if not self.is_owner():
             return
+        self.closed.set()
         with self._lock:
             members, self._members = list(self._members.values()), {}
         for member in members:
             member.channel.close()
 
-    def _retry(self, attempt: Any, timeout: float | None) -> Any:
+    def _retry(self, attempt: Callable[[float], Any], timeout: float | None) -> Any:
         limit = self.config.request_timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
+        pause = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(EtcdUnavailable),
             stop=tenacity.stop_after_delay(limit) | tenacity.stop_when_event_set(self.closed),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
+            wait=lambda state: min(pause(state), _left(deadline) / 2),
             sleep=tenacity.sleep_using_event(self.closed),
             reraise=True,
         )
@@ -145,22 +182,20 @@ class Transport:
 
     def _unary(self, method: wire.Method, request: Any, deadline: float, write: bool) -> Any:
         member = self.member()
+        token = self.token(deadline)
         invoke = member.channel.unary_unary(method.path, method.serialize, method.parse)
-        try:
-            response = invoke(request, timeout=self._patience(deadline, write), metadata=self.metadata())
-        except grpc.RpcError as error:
-            raise self._judge(error, member, write) from error
+        with self._judged(member, write=write, token=token):
+            response = invoke(request, timeout=self._patience(deadline, write), metadata=_metadata(token))
         member.seen()
         return response
 
     def _one_response(self, method: wire.Method, request: Any, deadline: float) -> Any:
         member = self.member()
+        token = self.token(deadline)
         exchange = member.channel.stream_stream(method.path, method.serialize, method.parse)
-        try:
-            call = exchange(iter([request]), timeout=self._patience(deadline, False), metadata=self.metadata())
+        with self._judged(member, token=token):
+            call = exchange(iter([request]), timeout=self._patience(deadline, False), metadata=_metadata(token))
             response = next(call, None)
-        except grpc.RpcError as error:
-            raise self._judge(error, member, False) from error
         if response is None:
             raise EtcdUnavailable(f"etcd at {member.name} ended the stream without an answer")
         call.cancel()
@@ -169,31 +204,51 @@ class Transport:
 
     def _patience(self, deadline: float, write: bool) -> float:
         """Seconds for one attempt: a read leaves time to ask another member, a write is only sent once."""
-        left = max(deadline - time.monotonic(), 0.05)
+        left = _left(deadline)
         return left if write or len(self.config.endpoints) == 1 else max(left / 2, 0.05)
 
-    def _judge(self, error: grpc.RpcError, member: Member, write: bool) -> EtcdError:
-        if faults.blames_member(error):
-            self.blame(member)
-        if self.config.credentials and faults.is_stale_token(error.details() or ""):
-            self.forget_token()
-            return EtcdUnavailable(f"etcd at {member.name}: the login ran out: {error.details()}")
-        return faults.translate(error, write=write, where=member.name)
+    @contextmanager
+    def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
+        """Raises ftcoord's exceptions in place of gRPC's."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            if faults.blames_member(error):
+                self.blame(member)
+            if self.config.credentials and faults.is_stale_token(error.details() or ""):
+                self.forget_token(token)
+                raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {error.details()}") from error
+            raise faults.translate(error, write=write, where=member.name) from error
+        except ValueError as error:  # what gRPC raises when close() was faster than the call: nothing was sent
+            if not self.closed.is_set():
+                raise
+            raise EtcdUnavailable(_CLOSED) from error
 
-    def _log_in(self) -> str:
+    def _log_in(self, deadline: float) -> str:
         """A token, or '' where etcd has no authentication switched on."""
         credentials = self.config.credentials
         assert credentials is not None
         member = self.member()
         method = wire.AUTHENTICATE
         request = wire.message("AuthenticateRequest")(name=credentials.user, password=credentials.password)
+        invoke = member.channel.unary_unary(method.path, method.serialize, method.parse)
         try:
-            invoke = member.channel.unary_unary(method.path, method.serialize, method.parse)
-            return str(invoke(request, timeout=self.config.request_timeout / 2).token)
-        except grpc.RpcError as error:
-            if "authentication is not enabled" in (error.details() or ""):
+            with self._judged(member):
+                return str(invoke(request, timeout=self._patience(deadline, False)).token)
+        except EtcdError as error:
+            if "authentication is not enabled" in str(error):
                 return ""
-            raise self._judge(error, member, False) from error
+            raise
+
+
+def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """What every call carries: fail fast on a member without leader, and the login token if there is one."""
+    leader = (("hasleader", "true"),)
+    return (*leader, ("token", token)) if token else leader
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.05)
 
 
 def _credentials(tls: Tls) -> grpc.ChannelCredentials:

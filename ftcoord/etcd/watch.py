@@ -7,10 +7,12 @@ which servers before 3.5.8 may send too early (etcd issue 15220).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,7 +23,7 @@ import tenacity
 from ftcoord.errors import Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError
 from ftcoord.etcd import faults, wire
 from ftcoord.etcd.api import Batch, Event, KeyValue, Span, WatchItem, decode_key, encode_key
-from ftcoord.etcd.transport import Member, Transport
+from ftcoord.etcd.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ QUIET_STREAM: Final = 60.0
 """Seconds without an answer on the stream itself, though the member answers other calls."""
 PATIENCE: Final = 4.0
 """Seconds that the member has to answer that."""
+PROBE_ID: Final = 1
+"""The watch that a stream asks for in order to be answered."""
 
 
 @dataclass(slots=True)
@@ -44,6 +48,7 @@ class Watcher:
     span: Span
     next_revision: int
     deliver: Callable[[WatchItem], None]
+    denied: bool = False
 
     def cancel(self) -> None:
         self.hub.remove(self)
@@ -56,34 +61,35 @@ class WatchHub:
         self._transport = transport
         self._lock = threading.Lock()
         self._watchers: dict[int, Watcher] = {}
-        self._last_id = 0
+        self._last_id = PROBE_ID
         self._stream: _Stream | None = None
         self._thread: threading.Thread | None = None
 
     def add(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watcher:
-        """Start watching; `deliver` is called on the hub's thread."""
-        self._transport.check_process()
+        """Start watching; `deliver` is called on the hub's thread. Raises EtcdUnavailable when the client is closed."""
+        self._transport.member()
         with self._lock:
             self._last_id += 1
             watcher = Watcher(self, self._last_id, span, start_revision, deliver)
             self._watchers[watcher.id] = watcher
             if self._stream is not None:
-                self._stream.send(_create(watcher))
+                self._stream.send(_create(watcher.id, watcher.span, watcher.next_revision))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ftcoord-watch", daemon=True)
                 self._thread.start()
         return watcher
 
     def remove(self, watcher: Watcher) -> None:
+        if not self._transport.is_owner():
+            return
         with self._lock:
-            if self._watchers.pop(watcher.id, None) is None or self._stream is None:
-                return
-            request = wire.message("WatchRequest")
-            request = request(cancel_request={"watch_id": watcher.id})
-            self._stream.send(request)
+            if self._watchers.pop(watcher.id, None) is not None and self._stream is not None:
+                self._stream.send(_cancel(watcher.id))
 
     def close(self) -> None:
-        """End every watch; the transport must be marked closed before."""
+        """End every watch; the transport must be marked closed before. Nothing happens in a forked child."""
+        if not self._transport.is_owner():
+            return
         with self._lock:
             self._watchers.clear()
             stream, thread = self._stream, self._thread
@@ -96,7 +102,7 @@ class WatchHub:
         closed = self._transport.closed
         backoff = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
         state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
-        while not closed.is_set():
+        while self._wanted():
             try:
                 heard = self._follow()
             except EtcdAuthError as error:
@@ -108,44 +114,60 @@ class WatchHub:
             state.attempt_number = 1 if heard else state.attempt_number + 1
             closed.wait(backoff(state))
 
+    def _wanted(self) -> bool:
+        """Whether a stream is needed. If not, the thread ends, and the next watcher starts another."""
+        with self._lock:
+            if self._watchers and not self._transport.closed.is_set():
+                return True
+            self._thread = None
+            return False
+
     def _follow(self) -> bool:
         """Read one stream until it ends; whether it brought anything."""
         stream = _Stream(self._transport, idle=lambda: not self._watchers)
         with self._lock:
             self._stream = stream
             for watcher in self._watchers.values():
-                stream.send(_create(watcher))
+                stream.send(_create(watcher.id, watcher.span, watcher.next_revision))
         try:
             for response in stream.open():
                 self._handle(stream, response)
         except grpc.RpcError as error:
-            self._explain_end(stream.member, error)
+            self._explain_end(stream, error)
         finally:
             with self._lock:
                 self._stream = None
             stream.cancel()
         return stream.heard
 
-    def _explain_end(self, member: Member, error: grpc.RpcError) -> None:
+    def _explain_end(self, stream: _Stream, error: grpc.RpcError) -> None:
+        if stream.ended:  # by us, for a reason that was seen to
+            return
+        member = stream.member
         if faults.blames_member(error):
             self._transport.blame(member)
         if faults.is_stale_token(error.details() or ""):
-            self._transport.forget_token()
-        elif not self._transport.closed.is_set():
-            log.debug(
-                "watch stream of %s ended: %s", member.name, faults.translate(error, write=False, where=member.name)
-            )
+            self._transport.forget_token(stream.token)
+        log.debug("watch stream of %s ended: %s", member.name, faults.translate(error, write=False, where=member.name))
 
     def _handle(self, stream: _Stream, response: Any) -> None:
-        stream.note_answer()
+        watch_id = stream.note_answer(response)
         with self._lock:
-            watcher = self._watchers.get(response.watch_id)
-        if watcher is None:
+            watcher = self._watchers.get(watch_id)
+        if response.canceled and stream.token is not None and faults.is_stale_token(response.cancel_reason):
+            self._log_in_again(stream)
+        elif watcher is None:
             return
-        if response.canceled:
+        elif response.canceled:
             self._handle_cancel(stream, watcher, response)
+        elif response.created:
+            watcher.denied = False
         elif response.events:
             self._hand_over(watcher, response.events)
+
+    def _log_in_again(self, stream: _Stream) -> None:
+        self._transport.forget_token(stream.token)
+        stream.reject()
 
     def _hand_over(self, watcher: Watcher, raw: Any) -> None:
         events = tuple(_event(one) for one in raw if one.kv.mod_revision >= watcher.next_revision)
@@ -155,23 +177,24 @@ class WatchHub:
 
     def _handle_cancel(self, stream: _Stream, watcher: Watcher, response: Any) -> None:
         reason = response.cancel_reason
-        if faults.is_stale_token(reason):
-            self._transport.forget_token()
-            stream.cancel()
-        elif response.compact_revision:
+        if response.compact_revision:
             self._fail(watcher, Compacted(response.compact_revision))
-        elif "permission denied" in reason:
+        elif "permission denied" in reason and stream.token and not watcher.denied:
+            watcher.denied = True  # etcd before 3.5.5 says the same of a token that has run out
+            self._log_in_again(stream)
+        elif faults.is_stale_token(reason) or "permission denied" in reason:
             self._fail(
                 watcher, EtcdAuthError(f"watching {watcher.span.start!r}: {reason}; give the user's role this prefix")
             )
         else:
             log.debug("watch on %r cancelled by etcd (%s); opening it again", watcher.span.start, reason or "no reason")
-            stream.cancel()
+            stream.reject()
 
     def _fail(self, watcher: Watcher, error: EtcdError) -> None:
         with self._lock:
-            self._watchers.pop(watcher.id, None)
-        watcher.deliver(error)
+            cancelled = self._watchers.pop(watcher.id, None) is None
+        if not cancelled:
+            watcher.deliver(error)
 
     def _fail_all(self, error: EtcdError) -> None:
         with self._lock:
@@ -187,8 +210,10 @@ class _Stream:
         self._transport = transport
         self._idle = idle
         self.member = transport.member()
+        self.token = transport.token()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ended = False
+        self._creating: deque[int] = deque()
+        self.ended = False
         self._answered_at = time.monotonic()
         self._asked_at: float | None = None
         self._call: Any = None
@@ -198,34 +223,47 @@ class _Stream:
         self._outbox.put(request)
 
     def open(self) -> Iterator[Any]:
-        self._call = self._transport.stream(wire.WATCH, self._requests(), self.member)
-        if self._ended:
+        self._call = self._transport.stream(wire.WATCH, self._requests(), self.member, self.token)
+        if self.ended:
             self._call.cancel()
         return iter(self._call)
 
     def cancel(self) -> None:
-        self._ended = True
+        self.ended = True
         self._outbox.put(None)
         if self._call is not None:
             self._call.cancel()
 
-    def note_answer(self) -> None:
+    def reject(self) -> None:
+        """End a stream that brought nothing of use: the next one is not opened at once."""
+        self.heard = False
+        self.cancel()
+
+    def note_answer(self, response: Any) -> int:
+        """The id of the watch that `response` is about. One that etcd refuses has none, but answers come in order."""
         self.heard = True
         self._answered_at = time.monotonic()
         self.member.seen()
+        return self._creating.popleft() if response.created and self._creating else int(response.watch_id)
 
     def _requests(self) -> Iterator[Any]:
         """Runs on a thread of gRPC's: what to send, and between that the watch over the stream's health."""
-        while not self._ended:
-            try:
+        while not self.ended:
+            with contextlib.suppress(queue.Empty):
                 request = self._outbox.get(timeout=TICK)
-            except queue.Empty:
-                request = self._probe(time.monotonic())
-            if request is not None:
+                if request is None:
+                    return
+                if request.HasField("create_request"):
+                    self._creating.append(request.create_request.watch_id)
                 yield request
+            self._probe(time.monotonic())
 
-    def _probe(self, now: float) -> Any:
-        """A progress request when too little was heard; the end of the stream when even that goes unanswered."""
+    def _probe(self, now: float) -> None:
+        """Ask for an answer when too little was heard; end the stream when even that goes unanswered.
+
+        It asks by creating a watch and cancelling it: newer servers leave a progress request without an answer while
+        nothing was written since a watch began.
+        """
         heard_at = min(max(self._answered_at, self.member.alive_at), self._answered_at + QUIET_STREAM - QUIET)
         if self._asked_at is not None and self._asked_at < self._answered_at:
             self._asked_at = None
@@ -235,8 +273,8 @@ class _Stream:
             self._give_up("was given up by other calls")
         elif self._asked_at is None and now - heard_at > QUIET and not self._idle():
             self._asked_at = now
-            return wire.message("WatchRequest")(progress_request={})
-        return None
+            self.send(_create(PROBE_ID, Span(""), 0))
+            self.send(_cancel(PROBE_ID))
 
     def _moved(self) -> bool:
         try:
@@ -250,15 +288,18 @@ class _Stream:
         self.cancel()
 
 
-def _create(watcher: Watcher) -> Any:
-    span = watcher.span
+def _create(watch_id: int, span: Span, start_revision: int) -> Any:
     create = {
         "key": encode_key(span.start) or b"\0",
         "range_end": span.end,
-        "start_revision": watcher.next_revision,
-        "watch_id": watcher.id,
+        "start_revision": start_revision,
+        "watch_id": watch_id,
     }
     return wire.message("WatchRequest")(create_request=create)
+
+
+def _cancel(watch_id: int) -> Any:
+    return wire.message("WatchRequest")(cancel_request={"watch_id": watch_id})
 
 
 def key_value(raw: Any) -> KeyValue:

@@ -18,7 +18,8 @@ _PACKAGE: Final = "ftcoord.etcdv3"
 # message: "name number type" for each field; `*` repeats it, `?group` puts it into a oneof.
 _MESSAGES: Final[dict[str, str]] = {
     "Header": "cluster_id 1 uint64, member_id 2 uint64, revision 3 int64, raft_term 4 uint64",
-    "KeyValue": "key 1 bytes, create_revision 2 int64, mod_revision 3 int64, version 4 int64, value 5 bytes, lease 6 int64",
+    "KeyValue": "key 1 bytes, create_revision 2 int64, mod_revision 3 int64, version 4 int64, value 5 bytes,"
+    " lease 6 int64",
     "Event": "type 1 int32, kv 2 KeyValue, prev_kv 3 KeyValue",
     "RangeRequest": "key 1 bytes, range_end 2 bytes, limit 3 int64, revision 4 int64, sort_order 5 int32,"
     " sort_target 6 int32, keys_only 8 bool, count_only 9 bool, max_create_revision 13 int64",

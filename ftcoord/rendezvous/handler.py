@@ -62,7 +62,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     a rank of its own; rounds only grow; a node that died is noticed when its lease ends (`lease_ttl` seconds), whatever
     the workers do; an etcd outage disturbs no running worker.
 
-    Not promised: that a node which etcd cannot hear has stopped. What it still writes to a store of an old round is refused.
+    Not promised: that a node which etcd cannot hear has stopped. Its writes to the store of an old round are refused.
 
     Args:
         settings: the run and its time-outs.
@@ -82,6 +82,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._store: EtcdStore | None = None
         self._tcp_store: TCPStore | None = None
         self._left = False
+        self._told = True
         self._pid = os.getpid()
         atexit.register(self._leave)
 
@@ -149,18 +150,19 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """Leave, and close the run if this node's workers are done or have used up their restarts.
 
-        An agent that ends for any other reason leaves the run to the others. Whether all of this reached etcd.
+        An agent that ends for any other reason leaves the run to the others. Idempotent. Whether closing reached etcd.
         """
+        if self._left:
+            return self._told
         error = sys.exc_info()[1]
         try:
             if error is None or isinstance(error, ChildFailedError):
                 self._close(f"{self._host} {'finished' if error is None else 'failed'}")
-            done = True
         except RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
-            done = False
+            self._told = False
         self._leave()
-        return done
+        return self._told
 
     # -- joining ------------------------------------------------------------------------------------------------
 
@@ -253,7 +255,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Stop asking, so that nobody counts on this node."""
         member, self._member = self._member, None
         if member is not None:
-            member.leave(self._settings.close_timeout)
+            member.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 
     # -- rounds -------------------------------------------------------------------------------------------------
 

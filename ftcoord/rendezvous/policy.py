@@ -1,4 +1,4 @@
-"""What joins the pure decisions of `core.rendezvous` to the group that makes them: keys and bytes on one side, records on the other."""
+"""Joins the pure decisions of `core.rendezvous` to the group: keys and bytes on one side, records on the other."""
 
 from __future__ import annotations
 

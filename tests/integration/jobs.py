@@ -143,7 +143,7 @@ class Job:
     def kill(self, name: str) -> None:
         """SIGKILL for an agent and its workers: what others see of a machine that dies."""
         self.agents[name].end()
-        for pid in self._workers_of({name}):
+        for pid in self.processes({name}):
             _kill(pid)
 
     def order(self, name: str) -> None:
@@ -169,21 +169,24 @@ class Job:
             rounds.setdefault(event.master, []).append(event)
         return rounds
 
-    def round_of(self, names: str, kind: str = "joined", after: Iterable[str] = ()) -> str:
-        """Wait for a round whose workers are just those of these agents; its address. Rounds in `after` do not count."""
-        world = len(names) * self._workers
+    def round_of(self, *names: str, kind: str = "joined", after: Iterable[str] = ()) -> str:
+        """Wait for a round whose workers are just those of these agents (of several choices); its address.
+
+        Rounds in `after` do not count.
+        """
 
         def found() -> str | None:
             for address, events in self.rounds(kind).items():
-                complete = {e.agent for e in events} == set(names) and len(events) == world
-                if complete and address not in after and {e.world for e in events} == {world}:
+                world = events[0].world
+                complete = len(events) == world == len({e.agent for e in events}) * self._workers
+                if complete and address not in after and {e.agent for e in events} in map(set, names):
+                    assert sorted(event.rank for event in events) == list(range(world)), self.story()
                     return address
             return None
 
         eventually(lambda: found() is not None, lambda: f"a round of {names}\n{self.story()}")
         address = found()
         assert address is not None
-        assert sorted(event.rank for event in self.rounds(kind)[address]) == list(range(world)), self.story()
         return address
 
     def ranks(self, address: str) -> dict[str, int]:
@@ -193,6 +196,17 @@ class Job:
     def expect_exit(self, code: int, names: str) -> None:
         for name in names:
             assert self.agents[name].wait() == code, self.story()
+
+    def processes(self, names: Iterable[str]) -> list[int]:
+        """The pids of these agents, their workers and whatever else they started, by their environment."""
+        wanted = {f"FTCOORD_AGENT={name}".encode() for name in names}
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environment = (folder / "environ").read_bytes().split(b"\0")
+                if f"FTCOORD_JOB={self.folder}".encode() in environment and wanted & set(environment):
+                    found.append(int(folder.name))
+        return found
 
     def terminals(self) -> str:
         return "\n".join(agent.terminal() for agent in self.agents.values())
@@ -213,24 +227,13 @@ class Job:
     ) -> None:
         for agent in self.agents.values():
             agent.end()
-        for pid in self._workers_of(self.agents):
+        for pid in self.processes(self.agents):
             _kill(pid)
 
     def _environment(self, name: str) -> dict[str, str]:
         source = str(Path(str(ftcoord.__file__)).parent.parent)
         own = {"FTCOORD_JOB": str(self.folder), "FTCOORD_AGENT": name, "TMPDIR": str(self.folder / "tmp")}
         return {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": source, **self._env}
-
-    def _workers_of(self, names: Iterable[str]) -> list[int]:
-        """The processes with this job's environment, so also workers that never came to report."""
-        wanted = {f"FTCOORD_AGENT={name}".encode() for name in names}
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                environment = (folder / "environ").read_bytes().split(b"\0")
-                if f"FTCOORD_JOB={self.folder}".encode() in environment and wanted & set(environment):
-                    found.append(int(folder.name))
-        return found
 
     def _all_events(self) -> list[Event]:
         return [event for kind in ("started", "joined", "crashed", "finished") for event in self.events(kind)]

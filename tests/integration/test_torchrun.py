@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from jobs import Job, eventually
 
+from ftcoord.core.records import Round, parse_round
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.server import EtcdServer
 
@@ -20,10 +22,19 @@ def etcd() -> Iterator[EtcdServer]:
         yield server
 
 
-def keys(server: EtcdServer) -> list[KeyValue]:
-    """All that there is in etcd."""
+def keys(server: EtcdServer, job: Job, below: str = "") -> tuple[KeyValue, ...]:
+    """What a run has in etcd."""
     with server.get_client() as client:
-        return list(client.range(Get(Span("", is_prefix=True), keys_only=True)).kvs)
+        return client.range(Get(Span(f"/ftcoord/v1/{quote(job.run_id, safe='')}/{below}", is_prefix=True))).kvs
+
+
+def decided(server: EtcdServer, job: Job) -> Round:
+    (kv,) = keys(server, job, "decided")
+    return parse_round(kv.key, kv.value)
+
+
+def await_members(server: EtcdServer, job: Job, count: int) -> None:
+    eventually(lambda: len(keys(server, job, "members/")) == count, lambda: f"{count} members\n{job.story()}")
 
 
 def test_a_job_of_three_agents_runs(etcd: EtcdServer, tmp_path: Path) -> None:
@@ -39,8 +50,7 @@ def test_a_job_of_three_agents_runs(etcd: EtcdServer, tmp_path: Path) -> None:
         assert "Traceback" not in job.terminals()
         job.start("d")
         job.expect_exit(1, "d")
-        assert "is over" in job.agents["d"].terminal()
-        assert "RendezvousClosedError" in job.agents["d"].terminal()
+        assert "RendezvousClosedError: run 'team/jöb 1' is over" in job.agents["d"].terminal()
 
 
 def test_agents_that_die_are_replaced(etcd: EtcdServer, tmp_path: Path) -> None:
@@ -57,11 +67,127 @@ def test_agents_that_die_are_replaced(etcd: EtcdServer, tmp_path: Path) -> None:
 
         job.start("d")
         third = job.round_of(zero + two + "d")
-        assert job.ranks(third)[zero] == 0
+        assert job.ranks(third) == {zero: 0, two: 1, "d": 2}
 
         job.kill(zero)
         fourth = job.round_of(two + "d")
         assert len({first, second, third, fourth}) == 4
         job.finish(two + "d")
-        assert all(kv.lease for kv in keys(etcd))
-    eventually(lambda: not keys(etcd), lambda: f"all keys expire, and not only {keys(etcd)}")
+        left = keys(etcd, job)
+        assert left
+        assert all(kv.lease for kv in left)
+    eventually(lambda: not keys(etcd, job), lambda: f"all keys expire, and not only {keys(etcd, job)}")
+
+
+def test_agents_are_added_and_surplus_ones_wait_their_turn(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "2:3") as job:
+        job.start("ab")
+        first = job.round_of("ab")
+        job.start("c")
+        second = job.round_of("abc")
+        assert first != second
+
+        job.start("de")
+        await_members(etcd, job, 5)
+        job.kill("b")
+        await_members(etcd, job, 4)
+        third = job.round_of("acd", "ace")
+        assert job.ranks(third)["a"] == job.ranks(second)["a"]
+        job.finish("acde")
+        assert job.rounds("started").keys() == {first, second, third}
+        (spare,) = {"d", "e"} - job.ranks(third).keys()
+        assert "Traceback" not in job.agents[spare].terminal()
+
+
+def test_workers_that_do_not_notice_are_restarted(etcd: EtcdServer, tmp_path: Path) -> None:
+    """The loss of a lease is enough; and a signal ends a lease long before its time."""
+    with Job(tmp_path, etcd.get_endpoint(), "1:4", "idle.py", conf={"lease_ttl": 600}) as job:
+        job.start("a", conf={"lease_ttl": 2})
+        job.start("bcd")
+        job.round_of("abcd", kind="started")
+        job.kill("a")
+        job.round_of("bcd", kind="started")
+        job.agents["b"].signal(signal.SIGTERM)
+        job.round_of("cd", kind="started")
+        job.agents["c"].signal(signal.SIGINT)
+        job.round_of("d", kind="started")
+        job.expect_exit(1, "bc")
+        assert not job.processes("abc")
+        job.finish("d")
+
+
+def test_a_worker_that_fails_is_restarted(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "2", restarts=2) as job:
+        job.start("ab")
+        first = job.round_of("ab")
+        job.order("crash-1")
+        second = job.round_of("ab", after=[first])
+        assert job.ranks(first) == job.ranks(second)
+        job.finish("ab")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_workers_of_one_agent_are_restarted_until_they_failed_too_often(
+    etcd: EtcdServer, tmp_path: Path, shared: bool
+) -> None:
+    """With torch's own handler, workers restarted on one agent find the keys of their last life."""
+    env = {} if shared else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with Job(tmp_path, etcd.get_endpoint(), "1", workers=2, restarts=3, env=env) as job:
+        job.start("a")
+        rounds = [job.round_of("a")]
+        for rank in (1, 0, 1):
+            job.order(f"crash-{rank}")
+            rounds.append(job.round_of("a", after=rounds))
+        assert {event.agent_store for event in job.events("started")} == {str(shared)}
+        job.order("crash-0")
+        job.expect_exit(1, "a")
+        assert "failed" in decided(etcd, job).closed
+        assert "ChildFailedError" in job.terminals()
+
+
+def test_etcd_may_be_away(tmp_path: Path) -> None:
+    with EtcdServer() as server, Job(tmp_path, server.get_endpoint(), "2:3", "idle.py") as job:
+        job.start("ab")
+        first = job.round_of("ab", kind="started")
+        server.kill()
+        threading.Event().wait(5)
+        server.restart()
+        threading.Event().wait(5)
+        server.pause()
+        threading.Event().wait(5)
+        server.resume()
+        job.start("c")
+        second = job.round_of("abc", kind="started")
+        assert set(job.rounds("started")) == {first, second}
+        job.finish("abc")
+
+
+def test_an_agent_that_fails_by_itself_leaves_the_run_to_the_others(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "2:3") as job:
+        job.start("ab")
+        first = job.round_of("ab")
+        job.start("c", "--no-python", entry=["/no/such/program"])
+        job.expect_exit(1, "c")
+        assert "FileNotFoundError" in job.agents["c"].terminal()
+        job.round_of("ab", after=[first])
+        job.finish("ab")
+
+
+def test_an_embedded_etcd_for_one_host(tmp_path: Path) -> None:
+    with Job(tmp_path, "embedded", "1", workers=2) as job:
+        job.start("a")
+        job.round_of("a")
+        job.finish("a")
+        eventually(lambda: not job.processes("a"), lambda: f"etcd ends with its agent\n{job.story()}")
+        assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_what_is_wrong_is_said(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "1") as job:
+        job.start("a", conf={"lease_tll": 3})
+        job.start("b", "--rdzv-endpoint=127.0.0.1:1,localhost:2", conf={"read_timeout": 1})
+        job.expect_exit(1, "ab")
+        a, b = (job.agents[name].terminal().splitlines()[-1] for name in "ab")
+        assert "lease_tll='3' is not valid" in a
+        assert "RendezvousConnectionError: no etcd at http://127.0.0.1:1, http://localhost:2" in b
+        assert job.events("started") == []

@@ -8,7 +8,7 @@ numbers are counted from the present round, so that the same situation in a late
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -126,6 +126,8 @@ class World:
         nodes: how many, at most.
         deciders: 1, or 2 that race: each publishes some time after it decided, guarded by the record's revision.
         guarded: whether that guard is there.
+        vanishing: whether the record may vanish from etcd.
+        hanging: whether to ask of every state also what becomes of the others when one participant never comes back.
     """
 
     options: Options
@@ -133,14 +135,22 @@ class World:
     deciders: int = 1
     guarded: bool = True
     vanishing: bool = False
+    hanging: bool = True
     decide: Decide = rendezvous.decide
     parents: dict[State, Step | None] = field(default_factory=dict)
-    _calm: dict[State, tuple[float, State]] = field(default_factory=dict)
+    _calm: dict[tuple[State, str | None], tuple[float, State]] = field(default_factory=dict)
 
-    def explore(self, depth: int) -> int:
+    def walk(self, *events: str) -> State:
+        """Where these events lead, one after the other."""
+        state = START
+        for event in events:
+            state = dict(self._events(state))[event]
+        return state
+
+    def explore(self, depth: int, start: State = START) -> int:
         """Every order of events up to this depth: the number of states. Raises Broken, with the events that led there."""
-        self.parents = {START: None}
-        queue = deque([(START, 0)])
+        self.parents = {start: None}
+        queue = deque([(start, 0)])
         while queue:
             state, far = queue.popleft()
             try:
@@ -184,7 +194,7 @@ class World:
         """A fresh process knows of no round; one that lost its lease knows the last one."""
         view = state.view
         known = {0, view.previous.number if view.previous else 0}
-        text = repr(view.previous) + repr(state.pending)
+        text = _written_names(state)
         fresh_one = False
         for node in "ABC"[: self.nodes]:
             if any(member.ask.node == node for member in view.members):
@@ -204,7 +214,7 @@ class World:
         view = state.view
         left = tuple(other for other in view.members if other.id != member)
         after = state._replace(view=replace(view, members=left, changed_at=0.0), running=state.running - {member})
-        after = after._replace(pending=tuple(p for p in state.pending if p.decider != member))
+        after = after._replace(blind=state.blind - {member}, pending=tuple(p for p in state.pending if p.decider != member))
         if left and view.members[0].id == member:
             after = _restart_timers(after, view.previous_at)
         if view.vanished and state.blind.issuperset(live(after.view)):
@@ -214,7 +224,7 @@ class World:
     def _ask(self, state: State, member: str) -> State:
         """A participant wants another round than that which it took part in."""
         view = state.view
-        text = repr(view.previous) + repr(state.pending)
+        text = _written_names(state)
         in_last = member in participants(view)
 
         def asking(old: Member) -> Member:
@@ -244,7 +254,7 @@ class World:
         plain = replace(record, recalled=record.recalled and "recalled", waiting=0)
         pending = tuple(p._replace(fresh=False) for p in state.pending if not self.guarded)
         view = replace(view, previous=plain, previous_at=0.0, vanished=False)
-        return _canonical(State(view, took, frozenset(), pending), shift=self.guarded)
+        return _canonical(State(view, took, frozenset(), pending))
 
     def _race(self, state: State) -> Iterator[Step]:
         for member in live(state.view)[: self.deciders]:
@@ -265,45 +275,61 @@ class World:
     # -- when events stop ---------------------------------------------------------------------------------------
 
     def _check_liveness(self, state: State) -> None:
-        """L1: with enough live members, when nothing more fails, a round of as many as can be is there by the last call."""
-        elapsed, end = self._calmed(state._replace(pending=()))
+        """L1: when nothing more fails, as many as can be are in a round by the end of the last call.
+
+        That is so when all participants come back that are called, and for the others when one of them hangs.
+        """
+        calm = state._replace(pending=())
+        for hung in (None, *(sorted(state.running) if self.hanging else ())):
+            try:
+                self._check_end(*self._calmed(calm, hung), hung)
+            except Broken as broken:
+                raise Broken(f"{broken}, when {hung or 'nobody'} hangs") from None
+
+    def _check_end(self, elapsed: float, end: State, hung: str | None) -> None:
         view, last = end.view, end.view.previous
-        if len(view.members) < self.options.min_nodes or (last and last.closed):
+        others = len(view.members) - (hung is not None)
+        if others < self.options.min_nodes or (last and last.closed):
             return
-        possible = min(self.options.max_nodes, len(view.members))
+        at_work = end.running.intersection(participants(view))
         _hold("L1 a round runs", last is not None and not last.recalled and not view.vanished)
-        _hold("L1 nobody is left out", len(end.running.intersection(participants(view))) == possible)
+        _hold("L1 nobody is left out", len(at_work) >= min(self.options.max_nodes, others))
         _hold("L1 within the last call", elapsed <= LAST_CALL)
 
-    def _calmed(self, state: State) -> tuple[float, State]:
+    def _calmed(self, state: State, hung: str | None) -> tuple[float, State]:
         """How long it takes until nothing more is to be done, and what the world is then."""
         path: list[tuple[State, float]] = []
-        while (known := self._calm.get(state)) is None:
+        while (known := self._calm.get((state, hung))) is None:
             _hold("L1 it comes to an end", len(path) < 30)
-            following = self._next_calm(state)
+            following = self._next_calm(state, hung)
             if following is None:
-                known = self._calm[state] = (0.0, state)
+                known = (0.0, state)
                 break
             path.append((state, following[0]))
             state = following[1]
         elapsed, end = known
         for before, took in reversed(path):
             elapsed += took
-            self._calm[before] = (elapsed, end)
+            self._calm[before, hung] = (elapsed, end)
         return elapsed, end
 
-    def _next_calm(self, state: State) -> tuple[float, State] | None:
+    def _next_calm(self, state: State, hung: str | None) -> tuple[float, State] | None:
         view = state.view
         if not view.members or (view.previous and view.previous.closed and not view.vanished):
             return None
-        wanted = set(participants(view)) if view.previous and not view.previous.recalled else set()
+        stay = participants(view) if view.previous and not view.previous.recalled else []
         for member in live(view):
-            if member in state.running and member not in wanted:
+            if member in state.running and member not in stay and member != hung:
                 return 0.0, _canonical(self._ask(state, member))
         verdict = self._verdict(state)
         if isinstance(verdict, Decision):
             return 0.0, self._written(state, verdict.round)
         return None if verdict.until is None else (verdict.until, _canonical(_pass(state, verdict.until)))
+
+
+def _written_names(state: State) -> str:
+    """A text that has all the names in it that the record holds, or soon may: no newcomer may have one of these."""
+    return repr(state.view.previous) + repr(state.pending)
 
 
 def _ask(node: str, after: int, text: str) -> Ask:
@@ -328,20 +354,17 @@ def _restart_timers(state: State, previous_at: float = 0.0) -> State:
     return state._replace(view=replace(state.view, members=members, changed_at=0.0, previous_at=previous_at))
 
 
-def _canonical(state: State, shift: bool = True) -> State:
-    """Count round numbers from the last one. Only their order matters to anybody."""
-    view = state.view
-    if view.previous is None or view.previous.number < BASE or not shift:
+def _canonical(state: State) -> State:
+    """Count round numbers from the last one: only their order matters to anybody."""
+    view, last = state.view, state.view.previous
+    if last is None or last.number < BASE or not all(p.fresh for p in state.pending):
         return state
-    last, moved = view.previous.number, view.previous.number - BASE
-    members = tuple(
-        m if (after := max(m.ask.after - moved, 0) if m.ask.after >= last else 0) == m.ask.after
-        else Member(m.id, replace(m.ask, after=after), m.seen)
-        for m in view.members
-    )
-    previous = replace(view.previous, number=BASE) if moved else view.previous
-    return state._replace(view=replace(view, members=members, previous=previous))
+    members = tuple(_count_from(member, last.number) for member in view.members)
+    if last.number == BASE and members == view.members:
+        return state
+    return state._replace(view=replace(view, members=members, previous=replace(last, number=BASE)))
 
 
-def states(options: Iterable[Options]) -> int:  # pragma: no cover
-    return sum(World(o).explore(99) for o in options)
+def _count_from(member: Member, last: int) -> Member:
+    after = max(member.ask.after - last + BASE, 0) if member.ask.after >= last else 0
+    return member if after == member.ask.after else Member(member.id, replace(member.ask, after=after), member.seen)

@@ -1,0 +1,1 @@
+"""Measurements of ftcoord beside torch's own rendezvous backends; `python -m benchmarks.rendezvous --help`."""

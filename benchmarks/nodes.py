@@ -1,0 +1,150 @@
+"""Many rendezvous handlers over a few processes, made through torch's registry and driven in step."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+import ftcoord.rendezvous.create  # noqa: F401  # warm, as torch's own backends are: the registry imported those
+from ftcoord.etcd.server import EtcdServer
+
+BACKENDS: Final = ("etcd-v3", "c10d", "etcd-v2")
+PROCESSES: Final = 4
+PATIENCE: Final = 300.0
+"""Seconds for any answer of the node processes."""
+MONITOR_INTERVAL: Final = 0.1
+"""Seconds between two looks of an agent at `num_nodes_waiting()`: torchrun's default."""
+
+
+class BenchmarkError(Exception):
+    """A measurement did not come about; the output of the nodes or agents says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """One round: seconds until the last node had it, and CPU seconds that all nodes together used for it."""
+
+    seconds: float
+    cpu: float
+
+
+class Nodes:
+    """`count` nodes of one run, min = max = `count`, each a handler of its own; context manager.
+
+    All handlers exist, and are connected, when the constructor returns. The processes are forked from one that has
+    imported everything, so no import is measured.
+    """
+
+    def __init__(self, backend: str, endpoint: str, count: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._count = count
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for first in range(min(PROCESSES, count)):
+            mine, theirs = context.Pipe()
+            nodes = range(first, count, PROCESSES)
+            process = context.Process(target=_serve, args=(theirs, backend, endpoint, count, nodes), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def __enter__(self) -> Nodes:
+        self._answers()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def join(self) -> Joined:
+        """All call next_rendezvous together."""
+        started_at = time.monotonic()
+        answers = self._ask("join", 0.0)
+        ranks = sorted(rank for _, _, seats in answers for rank, world in seats if world == self._count)
+        if ranks != list(range(self._count)):
+            raise BenchmarkError(f"{self._count} nodes left next_rendezvous with the ranks {ranks}")
+        return Joined(max(left_at for left_at, _, _ in answers) - started_at, sum(cpu for _, cpu, _ in answers))
+
+    def idle(self, seconds: float) -> None:
+        """Do for that long what an agent does while its workers run."""
+        self._ask("idle", seconds)
+
+    def _ask(self, command: str, seconds: float) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((command, seconds))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        deadline = time.monotonic() + PATIENCE
+        answers = []
+        for pipe in self._pipes:
+            if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                raise BenchmarkError(f"the nodes did not answer within {PATIENCE:g} s")
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                raise BenchmarkError("a node failed") from None
+        return answers
+
+
+@contextlib.contextmanager
+def endpoint_for(backend: str) -> Iterator[str]:
+    """A fresh etcd for the backends that need one, a free port for c10d's store."""
+    if backend == "c10d":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        yield f"127.0.0.1:{port}"
+    else:
+        with EtcdServer(extra_args=["--enable-v2=true"]) as server:
+            yield server.get_endpoint()
+
+
+def _serve(pipe: Connection, backend: str, endpoint: str, count: int, nodes: Sequence[int]) -> None:
+    handlers = [_create(backend, endpoint, count, node) for node in nodes]
+    with ThreadPoolExecutor(len(handlers)) as pool:
+        pipe.send("created")
+        while True:
+            command, seconds = pipe.recv()
+            if command == "join":
+                cpu = time.process_time()
+                seats = list(pool.map(_join, handlers))
+                pipe.send((time.monotonic(), time.process_time() - cpu, seats))
+            else:
+                _idle(handlers, seconds)
+                pipe.send("idled")
+
+
+def _create(backend: str, endpoint: str, count: int, node: int) -> RendezvousHandler:
+    # On one host every node would take itself for the host of c10d's store.
+    config = {"is_host": node == 0} if backend == "c10d" else {}
+    return get_rendezvous_handler(
+        RendezvousParameters(backend, endpoint, "benchmark", count, count, "127.0.0.1", **config)
+    )
+
+
+def _join(handler: RendezvousHandler) -> tuple[int, int]:
+    info = handler.next_rendezvous()
+    return info.rank, info.world_size
+
+
+def _idle(handlers: Sequence[RendezvousHandler], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    interval = threading.Event()
+    while time.monotonic() < end:
+        for handler in handlers:
+            handler.num_nodes_waiting()
+        interval.wait(MONITOR_INTERVAL)

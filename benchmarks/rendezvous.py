@@ -1,0 +1,129 @@
+"""The rendezvous of ftcoord beside torch's `c10d` and `etcd-v2`, in one run:
+
+    python -m benchmarks.rendezvous --write docs/benchmarks.md
+
+Needs `pip install python-etcd urllib3` for `etcd-v2`, and an etcd 3.4 or 3.5 (3.6 has no v2 API). About half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks import report
+from benchmarks.failover import NODE_ADDED, NODE_LOST, RANK_0_LOST, Case, recover, spread
+from benchmarks.metrics import Load
+from benchmarks.nodes import BACKENDS, Joined, Nodes, endpoint_for
+from benchmarks.report import Idle, Recoveries, Trial
+
+PARTS: Final = ("rounds", "idle", "failover")
+OURS, *RIVALS = BACKENDS
+SETTLE: Final = 1.0
+"""Seconds between a round and the next measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure, how often. `idle` in seconds."""
+
+    parts: Sequence[str]
+    sizes: Sequence[int]
+    repeat: int
+    idle: float
+    failover_repeat: int
+    rival_repeat: int
+
+
+def measure_rounds(plan: Plan) -> list[Trial]:
+    """All backends side by side: every repetition has each of them at each size, in changing order."""
+    trials = []
+    for repetition in range(plan.repeat):
+        for count in plan.sizes:
+            for place in range(len(BACKENDS)):
+                trial = measure_round(BACKENDS[(repetition + place) % len(BACKENDS)], count)
+                print(f"{trial.backend} N={count}: {trial.first.seconds:.3f} s, {trial.again.seconds:.3f} s", flush=True)
+                trials.append(trial)
+    return trials
+
+
+def measure_round(backend: str, count: int) -> Trial:
+    """A first round and a second one of `count` new nodes."""
+    with endpoint_for(backend) as endpoint, Nodes(backend, endpoint, count) as nodes:
+        first, first_load = _joined(nodes, backend, endpoint)
+        threading.Event().wait(SETTLE)
+        again, again_load = _joined(nodes, backend, endpoint)
+    return Trial(backend, count, first, again, first_load, again_load)
+
+
+def _joined(nodes: Nodes, backend: str, endpoint: str) -> tuple[Joined, Load | None]:
+    if backend == "c10d":
+        return nodes.join(), None
+    before = Load.read(endpoint)
+    return nodes.join(), Load.read(endpoint).since(before)
+
+
+def measure_idle(count: int, seconds: float) -> Idle:
+    """What our nodes cost etcd while nothing happens."""
+    with endpoint_for(OURS) as endpoint, Nodes(OURS, endpoint, count) as nodes:
+        nodes.join()
+        threading.Event().wait(SETTLE)
+        before = Load.read(endpoint)
+        nodes.idle(seconds)
+        return Idle(count, seconds, Load.read(endpoint).since(before))
+
+
+def measure_failover(plan: Plan) -> list[Recoveries]:
+    """Real agents, one case after the other."""
+    both, ours = [OURS, *RIVALS], [OURS]
+    cases: list[tuple[Case, list[str]]] = [(NODE_LOST, both), (RANK_0_LOST, ours), (NODE_ADDED, both)]
+    return [_recoveries(plan, case, backend) for case, backends in cases for backend in backends]
+
+
+def _recoveries(plan: Plan, case: Case, backend: str) -> Recoveries:
+    found = []
+    for phase in spread(plan.failover_repeat if backend == OURS else plan.rival_repeat):
+        recovery = recover(backend, case, phase)
+        print(f"{backend}, {case.title}: {recovery.first_start:.1f} s, {recovery.all_running:.1f} s", flush=True)
+        found.append(recovery)
+    return Recoveries(backend, case, found)
+
+
+def run(plan: Plan) -> str:
+    """Measure, and tell it in Markdown."""
+    sections = [report.head(plan.parts)]
+    if "rounds" in plan.parts:
+        sections += report.rounds(measure_rounds(plan))
+    if "idle" in plan.parts:
+        sections.append(report.idle(measure_idle(8, plan.idle)))
+    if "failover" in plan.parts:
+        sections.append(report.failover(measure_failover(plan)))
+    return "\n".join(sections)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rendezvous", description="Measure rendezvous backends.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--sizes", nargs="+", type=int, default=(2, 8, 32, 64), help="numbers of nodes")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions of the rounds")
+    parser.add_argument("--idle", type=float, default=70, help="seconds to watch idle nodes")
+    parser.add_argument("--failover-repeat", type=int, default=3, help="trials of etcd-v3 with real agents")
+    parser.add_argument("--rival-repeat", type=int, default=1, help="trials of the others: up to 150 s each")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="where to put the report; default: print it")
+    options = vars(parser.parse_args())
+    target: Path | None = options.pop("write")
+    logging.disable(logging.WARNING)
+    text = run(Plan(**options))
+    if target is None:
+        print(text)
+    else:
+        target.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

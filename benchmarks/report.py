@@ -1,0 +1,197 @@
+"""The measurements as Markdown."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+import torch
+
+from benchmarks.failover import Case, Recovery
+from benchmarks.metrics import Load
+from benchmarks.nodes import BACKENDS, PROCESSES, Joined
+from ftcoord.etcd.server import EtcdServer
+
+OURS, *RIVALS = BACKENDS
+TARGET_RATIO: Final = 10
+TARGET_WRITES: Final = 4
+TARGET_FAILOVER: Final = 13
+"""Seconds: the default lease TTL and 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Two rounds of one run, and what they cost etcd where there is one."""
+
+    backend: str
+    count: int
+    first: Joined
+    again: Joined
+    first_load: Load | None
+    again_load: Load | None
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """What `count` idle nodes cost etcd in `seconds`."""
+
+    count: int
+    seconds: float
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class Recoveries:
+    """All trials of one backend and case."""
+
+    backend: str
+    case: Case
+    trials: Sequence[Recovery]
+
+
+def head(parts: Sequence[str]) -> str:
+    """What was run, on what."""
+    with EtcdServer() as server, server.get_client() as client:
+        etcd = client.status().version
+    return f"""# Benchmarks
+
+Written by `make benchmark`, that is `python -m benchmarks.rendezvous --write docs/benchmarks.md` ({", ".join(parts)}).
+Claims are ratios within one run; the seconds are those of one small machine.
+
+Python {platform.python_version()}, torch {torch.__version__}, etcd {etcd}, {os.cpu_count()} cores ({platform.machine()}), \
+load average before {os.getloadavg()[0]:.1f}.
+"""
+
+
+def rounds(trials: Sequence[Trial]) -> list[str]:
+    """The sections on rounds: how long they take, and what they cost."""
+    repeats = len({id(trial) for trial in trials if trial.backend == OURS and trial.count == trials[0].count})
+    return [
+        f"""## Time of a round
+
+`N` nodes (min = max = `N`) in {PROCESSES} processes on one host call `next_rendezvous` together; seconds until the last
+one has left it. "First" is a new run, "again" is all of them a second time. All handlers are made through torch's
+registry, and are connected, before the clock starts; each trial has a fresh etcd. Median of {repeats} (least to most).
+""",
+        _speed("First", trials, lambda trial: trial.first),
+        _speed("Again", trials, lambda trial: trial.again),
+        _cost(trials),
+    ]
+
+
+def _speed(title: str, trials: Sequence[Trial], of: Callable[[Trial], Joined]) -> str:
+    ratios: dict[int, list[float]] = {}
+    rows = []
+    for count in sorted({trial.count for trial in trials}):
+        seconds = {
+            backend: [of(trial).seconds for trial in trials if (trial.backend, trial.count) == (backend, count)]
+            for backend in BACKENDS
+        }
+        ratios[count] = [median(seconds[rival]) / median(seconds[OURS]) for rival in RIVALS]
+        cells = [f"{median(of_one):.3f} ({min(of_one):.3f} to {max(of_one):.3f})" for of_one in seconds.values()]
+        rows.append([str(count), *cells, *(f"{ratio:.1f}x" for ratio in ratios[count])])
+    header = ["N", *(f"{backend}, s" for backend in BACKENDS), *(f"{rival} / {OURS}" for rival in RIVALS)]
+    large = [ratio for count, of_count in ratios.items() if count >= 8 for ratio in of_count]
+    verdict = _verdict(f"smallest ratio at N >= 8: {min(large):.1f}", min(large) >= TARGET_RATIO, f"{TARGET_RATIO}")
+    return f"### {title}\n\n{_table(header, rows)}\n{verdict}\n" if large else _table(header, rows)
+
+
+def _cost(trials: Sequence[Trial]) -> str:
+    rows, most = [], 0.0
+    for count in sorted({trial.count for trial in trials}):
+        for backend in BACKENDS:
+            chosen = [trial for trial in trials if (trial.backend, trial.count) == (backend, count)]
+            rows.append([str(count), backend])
+            for joined, loads in (
+                ([trial.first for trial in chosen], [trial.first_load for trial in chosen]),
+                ([trial.again for trial in chosen], [trial.again_load for trial in chosen]),
+            ):
+                known = [load for load in loads if load is not None]
+                writes = median(load.writes for load in known) / count if known else None
+                if backend == OURS and writes is not None:
+                    most = max(most, writes)
+                rows[-1] += [
+                    f"{1000 * median(one.cpu for one in joined) / count:.1f}",
+                    "-" if writes is None else f"{writes:.2f}",
+                    _per_node(known[-1], count) if known else "-",
+                ]
+    header = ["N", "backend"]
+    for which in ("first", "again"):
+        header += [f"{which}: CPU, ms", f"{which}: etcd writes", f"{which}: requests"]
+    verdict = _verdict(f"most writes of {OURS}: {most:.2f} a node", most <= TARGET_WRITES, f"at most {TARGET_WRITES}")
+    return f"""## Cost of a round, for each node
+
+Writes are etcd's own count of raft proposals: puts, transactions that write, leases granted. Requests are gRPC messages
+that etcd received, by method. CPU is that of the nodes' processes, not of etcd.
+
+{_table(header, rows)}
+{verdict}
+"""
+
+
+def idle(measured: Idle) -> str:
+    """The section on the steady state."""
+    rows = [
+        [method, f"{number}", f"{number / measured.count / measured.seconds:.4f}"]
+        for method, number in sorted(measured.load.requests.items())
+        if number
+    ]
+    rows.append(["(writes)", f"{measured.load.writes:g}", f"{measured.load.writes / measured.count / measured.seconds:.4f}"])
+    return f"""## Steady state
+
+What etcd received in {measured.seconds:g} s from {measured.count} nodes in a running round, each asked for
+`num_nodes_waiting()` ten times a second as by torchrun's agent. Lease TTL 10 s.
+
+{_table(["request", "number", "a node and second"], rows)}"""
+
+
+def failover(measured: Sequence[Recoveries]) -> str:
+    """The section on agents that come and go."""
+    rows = []
+    for one in measured:
+        starts = [trial.first_start for trial in one.trials]
+        ends = [trial.all_running for trial in one.trials]
+        fates = [_fate(trial, one.case) for trial in one.trials]
+        rows.append([one.case.title, one.backend, _seconds(median(starts)), _seconds(median(ends)), "; ".join(fates)])
+    slowest = max((t.all_running for one in measured if one.backend == OURS for t in one.trials), default=0.0)
+    verdict = _verdict(
+        f"slowest of {OURS} until all run: {_seconds(slowest)} s", slowest <= TARGET_FAILOVER, f"{TARGET_FAILOVER} s"
+    )
+    header = ["case", "backend", "first new worker, s", "all running, s", "all running, each trial"]
+    return f"""## Agents lost and added
+
+torchrun agents with `--nnodes=2:3`, one gloo worker each, default settings. Seconds from `kill -9` of an agent and its
+worker (or from the start of the new agent's command, so with its imports) until the first worker of the new round is
+started, and until all workers of the new round have done an all_reduce, so with their imports. Medians. With c10d
+the killed agent never hosts the store, which no agent would survive.
+
+{_table(header, rows)}
+{verdict}
+"""
+
+
+def _fate(trial: Recovery, case: Case) -> str:
+    if trial.all_running < case.limit:
+        return _seconds(trial.all_running)
+    return "never: all agents ended" if trial.died else f"not in {case.limit:g} s"
+
+
+def _seconds(seconds: float) -> str:
+    return "never" if seconds == float("inf") else f"{seconds:.1f}"
+
+
+def _per_node(load: Load, count: int) -> str:
+    return ", ".join(f"{method} {number / count:.2f}" for method, number in load.requests.most_common() if number) or "-"
+
+
+def _verdict(found: str, reached: bool, target: str) -> str:
+    return f"{found[0].upper()}{found[1:]} (target {target}: {'met' if reached else 'not met'})."
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

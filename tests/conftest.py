@@ -1,0 +1,56 @@
+"""Real etcds for the tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from ftcoord.config import EtcdConfig
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.cluster import EtcdCluster
+from ftcoord.etcd.server import EtcdServer
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EtcdServer]:
+    """One etcd for all tests that do no harm to it. Keep to the keys of `prefix`."""
+    with EtcdServer() as server:
+        yield server
+
+
+@pytest.fixture
+def prefix() -> str:
+    """The start of the keys that belong to this test alone."""
+    return f"/test-{next(_numbers)}"
+
+
+@pytest.fixture
+def client(etcd: EtcdServer) -> Iterator[EtcdClient]:
+    """A client of `etcd`."""
+    with etcd.get_client() as client:
+        yield client
+
+
+@pytest.fixture
+def fragile() -> Iterator[EtcdServer]:
+    """An etcd that this test may kill and pause."""
+    with EtcdServer() as server:
+        yield server
+
+
+@pytest.fixture
+def cluster() -> Iterator[EtcdCluster]:
+    """Three members that this test may kill and pause."""
+    with EtcdCluster(3) as members:
+        yield members
+
+
+@pytest.fixture
+def cluster_client(cluster: EtcdCluster) -> Iterator[EtcdClient]:
+    """A client that knows all members, and starts with the first one."""
+    with EtcdClient(EtcdConfig.load(cluster.endpoints)) as client:
+        yield client

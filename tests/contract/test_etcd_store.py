@@ -1,0 +1,389 @@
+"""EtcdStore beyond the c10d contract: leases, fences, lost answers, an etcd in trouble, process groups."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from helpers import DEADLINE, eventually, in_fork, python
+from rdzv_nodes import keys_under, spawn
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
+
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RoundOver
+from ftcoord.etcd.api import Compare, Etcd, Get, Op, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.store import EtcdStore
+
+LONG = timedelta(seconds=DEADLINE)
+
+MakeEtcdStore = Callable[..., EtcdStore]
+
+
+@pytest.fixture
+def make(client: EtcdClient, prefix: str) -> Iterator[MakeEtcdStore]:
+    """`make(etcd=..., **arguments)`: a client of the test's store."""
+    made: list[EtcdStore] = []
+
+    def make(etcd: Etcd | str | Sequence[str] = client, **arguments: Any) -> EtcdStore:
+        made.append(EtcdStore(etcd, f"{prefix}/", **{"timeout": LONG, **arguments}))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def test_camel_case_spellings(make: MakeEtcdStore) -> None:
+    store = make()
+    store.set("a", b"1")
+    assert store.getNumKeys() == store.num_keys() == 1
+    assert store.deleteKey("a")
+    assert store.num_keys() == 0
+
+
+def test_the_python_half_lives_while_cpp_uses_it(etcd: EtcdServer, prefix: str) -> None:
+    store = PrefixStore("p", EtcdStore(etcd.get_endpoint(), prefix, LONG))
+    gc.collect()
+    store.set("a", b"1")
+    clone = store.clone()
+    del store
+    gc.collect()
+    assert clone.get("a") == b"1"
+    inner = clone.underlying_store
+    del clone
+    gc.collect()
+    assert inner.get("p/a") == b"1"
+    inner.close()
+
+
+def test_stores_with_other_prefixes_are_apart(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
+    outer, inner = make(), EtcdStore(client, f"{prefix}/data/", LONG)
+    outer.set("a", b"1")
+    inner.set("a", b"2")
+    assert outer.get("a") == b"1"
+    assert inner.num_keys() == 1
+    inner.close()
+
+
+def test_it_can_be_made_from_endpoints_and_from_the_environment(
+    etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_list = EtcdStore([etcd.get_endpoint()], prefix)
+    monkeypatch.setenv("FTCOORD_ENDPOINTS", etcd.get_endpoint())
+    by_environment = EtcdStore(prefix=prefix)
+    by_list.set("a", b"1")
+    assert by_environment.get("a") == b"1"
+    by_list.close()
+    by_environment.close()
+
+
+def test_add_to_what_is_no_number_says_so(make: MakeEtcdStore) -> None:
+    store = make()
+    store.set("a", b"word")
+    with pytest.raises(DistStoreError, match="'a' holds no decimal number"):
+        store.add("a", 1)
+    assert store.get("a") == b"word"
+
+
+def test_a_value_that_is_too_large_says_so(make: MakeEtcdStore) -> None:
+    store = make()
+    with pytest.raises(DistStoreError, match="large"):
+        store.set("a", b"x" * 3_000_000)
+    store.set("a", b"x")
+    assert store.get("a") == b"x"
+
+
+def test_a_store_that_is_closed_while_it_waits(make: MakeEtcdStore) -> None:
+    store = make()
+    waiting = spawn(lambda: store.get("absent"))
+    store.set("there", b"1")
+    store.close()
+    with pytest.raises(DistStoreError, match="closed"):
+        waiting.result(DEADLINE)
+
+
+def test_a_signal_does_not_break_a_wait(make: MakeEtcdStore) -> None:
+    store, writer = make(), make()
+    before = signal.signal(signal.SIGUSR1, lambda *_: writer.set("key", b"1"))
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        assert store.get("key") == b"1"
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_use_in_a_forked_child_is_refused(make: MakeEtcdStore) -> None:
+    store = make()
+    store.set("a", b"1")
+    assert in_fork(partial(store.get, "a")) == in_fork(partial(store.set, "a", b"2")) == "ForkedProcessError"
+    assert store.get("a") == b"1"
+
+
+# -- leases and fences ------------------------------------------------------------------------------------------------
+
+
+def test_keys_go_away_after_the_store(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
+    store = make(ttl=2)
+    store.set("a", b"1")
+    store.add("n", 1)
+    threading.Event().wait(4)  # longer than the lease
+    assert store.get("a") == b"1"
+    assert all(kv.lease for kv in keys_under(client, prefix).values())
+    store.close()
+    eventually(lambda: not keys_under(client, prefix), what="the keys go away with the store")
+
+
+def test_a_store_whose_lease_was_lost_takes_a_new_one(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
+    store = make()
+    store.set("a", b"1")
+    (lease,) = {kv.lease for kv in keys_under(client, prefix).values()}
+    client.revoke(lease)
+    assert not store.check(["a"])
+    store.set("a", b"2")
+    assert store.add("n", 1) == 1
+    assert store.get("a") == b"2"
+
+
+def test_keys_of_a_given_lease_go_with_it(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
+    lease = client.grant(3600)
+    store = make(lease=lease.id)
+    store.set("a", b"1")
+    assert {kv.lease for kv in keys_under(client, prefix).values()} == {lease.id}
+    client.revoke(lease.id)
+    assert not store.check(["a"])
+    with pytest.raises(RoundOver, match="is gone"):
+        store.set("a", b"1")
+
+
+def test_a_fence_refuses_writes_for_good(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
+    fence = f"{prefix}/fence"
+    client.put(fence, b"")
+    store = make(fence=fence)
+    store.set("a", b"1")
+    store.add("n", 1)
+    client.delete(Span(fence))
+    writes: list[Callable[[], object]] = [
+        lambda: store.set("a", b"2"),
+        lambda: store.add("n", 1),
+        lambda: store.append("a", b"2"),
+        lambda: store.compare_set("a", b"1", b"2"),
+        lambda: store.multi_set(["b", "c"], [b"1", b"2"]),
+        lambda: store.delete_key("a"),
+    ]
+    for write in writes:
+        with pytest.raises(RoundOver, match="join the next one"):
+            write()
+    assert store.multi_get(["a", "n"]) == [b"1", b"1"]
+    assert store.num_keys() == 2
+
+
+def test_a_new_store_behind_a_fence_that_is_gone(make: MakeEtcdStore, prefix: str) -> None:
+    with pytest.raises(RoundOver):
+        make(fence=f"{prefix}/fence").set("a", b"1")
+
+
+# -- answers that are lost --------------------------------------------------------------------------------------------
+
+
+class LossyEtcd:
+    """An etcd whose answers to writing transactions get lost: `plan` says for each, in turn, what happens to it.
+
+    o  it is answered     l  done, but the answer is lost     n  not done, and nobody knows     u  provably not done
+    """
+
+    def __init__(self, etcd: Etcd, plan: str) -> None:
+        self._etcd, self._plan = etcd, iter(plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._etcd, name)
+
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Op],
+        failure: Sequence[Op] = (),
+        *,
+        timeout: float | None = None,
+    ) -> TxnResult:
+        fate = "o" if all(isinstance(op, Get) for op in success) else next(self._plan, "o")
+        if fate == "u":
+            raise EtcdUnavailable("provably not done")
+        result = self._etcd.txn(compares, success, failure, timeout=timeout) if fate in "ol" else None
+        if result is None or fate == "l":
+            raise OutcomeUnknown("the answer was lost")
+        return result
+
+
+PLANS = ["l", "n", "u", "ll", "ln", "nl", "ul", "lul", "olnol", "llllollll"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_lost_answers_change_nothing_twice(make: MakeEtcdStore, client: EtcdClient, plan: str) -> None:
+    store, other = make(LossyEtcd(client, plan)), make()
+    assert store.add("n", 5) == 5
+    store.append("text", "a")
+    assert store.compare_set("cas", "", "1") == b"1"
+    assert store.compare_set("cas", "", "2") == b"1"
+    other.add("n", 1)
+    assert store.add("n", 5) == 11
+    store.append("text", "b")
+    assert store.delete_key("cas")
+    assert not store.delete_key("cas")
+    store.multi_set(["x", "y"], [b"1", b"2"])
+    assert other.multi_get(["n", "text", "x", "y"]) == [b"11", b"ab", b"1", b"2"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_lost_answers_under_a_fence(make: MakeEtcdStore, client: EtcdClient, prefix: str, plan: str) -> None:
+    client.put(f"{prefix}/fence", b"")
+    store = make(LossyEtcd(client, plan), fence=f"{prefix}/fence", lease=client.grant(60).id)
+    for count in range(1, 6):
+        assert store.add("n", 1) == count
+    client.delete(Span(f"{prefix}/fence"))
+    with pytest.raises(RoundOver):
+        store.add("n", 1)
+    assert store.get("n") == b"5"
+
+
+def test_an_answer_that_never_comes_ends_in_an_error_and_harms_nothing(make: MakeEtcdStore, client: EtcdClient) -> None:
+    store = make(LossyEtcd(client, "l" + "u" * 1000), timeout=timedelta(seconds=0.5))
+    with pytest.raises(DistNetworkError, match="timeout"):
+        store.add("n", 1)
+    store._etcd = client
+    assert make().get("n") == b"1"
+    assert store.add("n", 1) == 2
+
+
+# -- etcd in trouble --------------------------------------------------------------------------------------------------
+
+
+def test_sums_are_exact_when_etcd_is_killed_meanwhile(fragile: EtcdServer, make: MakeEtcdStore) -> None:
+    stores = [make(fragile.get_endpoint()) for _ in range(4)]
+    running = threading.Event()
+    running.set()
+
+    def add(store: EtcdStore) -> int:
+        count = 0
+        while running.is_set() or count < 50:
+            store.add("n", 1)
+            store.append("text", "x")
+            count += 1
+        return count
+
+    counts = [spawn(partial(add, store)) for store in stores]
+    for _ in range(2):
+        reached = int(stores[0].get("n")) + 40 if stores[0].check(["n"]) else 40
+        eventually(lambda reached=reached: stores[0].add("n", 0) >= reached, what="the sum grows")
+        fragile.kill()
+        fragile.restart()
+    running.clear()
+    total = sum(count.result(DEADLINE) for count in counts)
+    assert stores[0].add("n", 0) == total
+    assert stores[0].get("text") == b"x" * total
+
+
+def test_a_wait_goes_on_after_a_restart(fragile: EtcdServer, make: MakeEtcdStore) -> None:
+    store, writer = make(fragile.get_endpoint()), make(fragile.get_endpoint())
+    writer.set("there", b"1")
+    waiting = [spawn(lambda: store.get("key")), spawn(lambda: store.wait(["there", "key"]))]
+    fragile.kill()
+    fragile.restart()
+    writer.set("key", b"1")
+    assert waiting[0].result(DEADLINE) == b"1"
+    waiting[1].result(DEADLINE)
+
+
+def test_a_wait_goes_on_after_a_pause(fragile: EtcdServer, make: MakeEtcdStore) -> None:
+    store, writer = make(fragile.get_endpoint()), make(fragile.get_endpoint())
+    waiting = spawn(lambda: store.get("key"))
+    writer.set("other", b"1")
+    fragile.pause()
+    writing = spawn(lambda: writer.set("key", b"1"))
+    assert not writing.done()
+    fragile.resume()
+    writing.result(DEADLINE)
+    assert waiting.result(DEADLINE) == b"1"
+
+
+class CompactingEtcd:
+    """An etcd that puts `key` and forgets its history just before the first watch starts."""
+
+    def __init__(self, etcd: EtcdClient, key: str) -> None:
+        self._etcd, self._key = etcd, key
+        self.watches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._etcd, name)
+
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watch:
+        self.watches += 1
+        if self.watches == 1:
+            for value in (b"1", b"2"):
+                revision = self._etcd.put(self._key, value).revision
+            self._etcd.compact(revision)
+        return self._etcd.watch(span, start_revision, deliver)
+
+
+def test_a_wait_goes_on_after_a_compaction(fragile: EtcdServer, make: MakeEtcdStore, prefix: str) -> None:
+    with fragile.get_client() as client:
+        compacting = CompactingEtcd(client, f"{prefix}/data/key")
+        assert make(compacting).get("key") == b"2"
+        assert compacting.watches == 1
+
+
+def test_an_outage_that_lasts_too_long(fragile: EtcdServer, make: MakeEtcdStore) -> None:
+    store = make(fragile.get_endpoint(), timeout=timedelta(seconds=1))
+    store.set("a", b"1")
+    fragile.kill()
+    for call in (lambda: store.get("a"), lambda: store.set("a", b"2"), lambda: store.check(["a"]), store.num_keys):
+        with pytest.raises(DistNetworkError, match="timeout"):
+            call()
+    fragile.restart()
+    store.set_timeout(LONG)
+    store.set("a", b"3")
+    assert store.get("a") == b"3"
+
+
+# -- process groups ---------------------------------------------------------------------------------------------------
+
+WORKER = """
+import sys
+import torch, torch.distributed as dist
+from datetime import timedelta
+from ftcoord.store import EtcdStore
+
+endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+store = EtcdStore(endpoint, prefix, timedelta(seconds=90))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+dist.barrier()
+group = dist.new_group([0, 1])
+dist.all_reduce(total, group=group)
+shapes = [None, None]
+dist.all_gather_object(shapes, {"rank": rank}, group=group)
+dist.monitored_barrier()
+dist.destroy_process_group()
+store.close()
+print(total.item(), shapes)
+"""
+
+
+def test_process_group(etcd: EtcdServer, prefix: str) -> None:
+    with ExitStack() as stack:
+        arguments = ["-c", WORKER, etcd.get_endpoint(), f"{prefix}/"]
+        workers = [stack.enter_context(python(*arguments, str(rank))) for rank in range(2)]
+        outputs = [worker.communicate(timeout=DEADLINE)[0].strip() for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0]
+    assert outputs[0] == outputs[1] == "6.0 [{'rank': 0}, {'rank': 1}]"

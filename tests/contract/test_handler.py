@@ -1,0 +1,410 @@
+"""What torch's own tests ask of a rendezvous handler, and what ours adds: rounds, spares, close, stores, addresses."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from helpers import DEADLINE, eventually
+from rdzv_nodes import MakeNodes, Node, all_signalled, join_all, seats_of
+from torch.distributed import DistStoreError, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from ftcoord.errors import RoundOver
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.rendezvous import handler as handler_module
+
+SHORT = timedelta(milliseconds=200)
+
+
+def is_waiting(node: Node, join: Future[Any]) -> bool:
+    """Whether the node's ask is in etcd and it has no seat yet."""
+    return node.handler._member is not None and node.handler._member._group._mine is not None and not join.done()
+
+
+def waits(node: Node) -> Future[Any]:
+    """Let the node join, and return when it waits."""
+    join = node.join()
+    eventually(lambda: is_waiting(node, join), what="the node waits")
+    return join
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_names(make_nodes: MakeNodes) -> None:
+    node = make_nodes(1, 1, run_id="my run").one()
+    assert node.handler.get_backend() == "etcd-v3"
+    assert node.handler.get_run_id() == "my run"
+    assert node.handler.num_nodes_waiting() == 0
+
+
+def test_all_nodes_join(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(8, 8).add(8)
+    seats = join_all(nodes)
+    assert {(seat.world, seat.round) for seat in seats} == {(8, 1)}
+    assert not any(node.signalled() for node in nodes)
+
+
+def test_one_node(make_nodes: MakeNodes) -> None:
+    (seat,) = join_all([make_nodes(1, 1).one()])
+    assert (seat.rank, seat.world) == (0, 1)
+
+
+def test_calling_repeatedly_moves_to_the_next_round(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(3, 3).add(3)
+    first = join_all(nodes)
+    for number in (2, 3, 4):
+        seats = join_all(nodes)
+        assert {seat.round for seat in seats} == {number}
+        assert [seat.rank for seat in seats] == [seat.rank for seat in first]
+
+
+def test_nobody_starts_before_there_are_min_nodes(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(3, 4, last_call_timeout=0.5).add(3)
+    joins = [waits(node) for node in nodes[:2]]
+    threading.Event().wait(1)
+    assert not any(join.done() for join in joins)
+    assert [node.handler.num_nodes_waiting() for node in nodes] == [0, 0, 0]
+    assert len(seats_of([*joins, nodes[2].join()])) == 3
+
+
+def test_a_full_round_starts_at_once(make_nodes: MakeNodes) -> None:
+    assert len(seats_of([node.join() for node in make_nodes(2, 4, last_call_timeout=600).add(4)])) == 4
+
+
+def test_the_last_call_ends(make_nodes: MakeNodes) -> None:
+    assert len(seats_of([node.join() for node in make_nodes(2, 4, last_call_timeout=0.5).add(2)])) == 2
+
+
+def test_the_last_call_lets_more_nodes_in(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, 4, last_call_timeout=5).add(3)
+    joins = [waits(node) for node in nodes[:2]]
+    joins.append(nodes[2].join())
+    assert len(seats_of(joins)) == 3
+
+
+def test_the_next_round_settles_without_the_last_call(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(1, 4, last_call_timeout=600, settle_timeout=0.5).add(4)
+    join_all(nodes)
+    nodes[3].fail()
+    all_signalled(nodes[:3])
+    assert {seat.world for seat in join_all(nodes[:3])} == {3}
+
+
+def test_a_round_takes_no_more_than_max_nodes(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, 3).add(5)
+    joins = {node: node.join() for node in nodes}
+    eventually(lambda: sum(join.done() for join in joins.values()) == 3, what="three nodes have a seat")
+    assert len(seats_of([join for join in joins.values() if join.done()])) == 3
+    for node, join in joins.items():
+        eventually(lambda node=node, join=join: join.done() or is_waiting(node, join), what="all have joined")
+        assert not node.signalled()
+    assert sum(join.done() for join in joins.values()) == 3
+
+
+def test_join_timeout(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    nodes = make_nodes(2, 2, join_timeout=0.5)
+    lonely = nodes.one()
+    with pytest.raises(RendezvousTimeoutError, match="join_timeout"):
+        lonely.join().result(DEADLINE)
+    assert lonely.handler.num_nodes_waiting() == 0
+    others = nodes.add(2, join_timeout=DEADLINE)
+    assert {seat.world for seat in join_all(others)} == {2}  # nobody counts on the one that gave up
+
+
+def test_a_node_that_timed_out_may_try_again(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, 2)
+    impatient = nodes.one(join_timeout=0.5)
+    with pytest.raises(RendezvousTimeoutError):
+        impatient.join().result(DEADLINE)
+    other = waits(nodes.one())
+    assert len(seats_of([impatient.join(), other])) == 2
+
+
+# -- late nodes and spares --------------------------------------------------------------------------------------------
+
+
+def test_a_late_node_is_signalled_and_admitted(make_nodes: MakeNodes) -> None:
+    run = make_nodes(2, 3, last_call_timeout=0.5)
+    old = run.add(2)
+    before = join_all(old)
+    late = run.one()
+    join = late.join()
+    all_signalled(old)
+    assert not join.done()
+    after = seats_of([join, *(node.join() for node in old)])
+    assert (len(after), after[0].round) == (3, 2)
+    assert join.result().rank == 2
+    assert after[0] != before[0]
+    assert not any(node.signalled() for node in [*old, late])
+
+
+def test_redundancy_list(make_nodes: MakeNodes) -> None:
+    """Spares beyond max are not signalled, wait longer than the join time-out, and replace who is lost."""
+    run = make_nodes(2, 2, join_timeout=0.5)
+    first, second = run.add(2, join_timeout=DEADLINE)
+    join_all([first, second])
+    spare, other = run.add(2)
+    waiting = {spare: waits(spare), other: waits(other)}
+    threading.Event().wait(1)
+    assert not any(join.done() for join in waiting.values())
+    assert not any(node.signalled() for node in (first, second))
+    second.fail()
+    all_signalled([first])
+    seats_of([first.join(), waiting[spare]])
+    assert first.info is not None
+    assert (first.info.rank, first.info.world_size) == (0, 2)
+    assert not first.signalled()
+    assert not waiting[other].done()
+
+
+def test_redundancy_transition_to_wait_list(make_nodes: MakeNodes) -> None:
+    run = make_nodes(2, 3)
+    nodes = run.add(3)
+    join_all(nodes)
+    spare = run.one()
+    join = waits(spare)
+    assert not any(node.signalled() for node in nodes)
+    nodes[0].crash()
+    all_signalled(nodes[1:])
+    seats = seats_of([join, *(node.join() for node in nodes[1:])])
+    assert len(seats) == 3
+    assert join.result().rank != 0
+
+
+# -- ranks and addresses ----------------------------------------------------------------------------------------------
+
+
+def test_survivors_keep_their_ranks_and_get_a_new_address(make_nodes: MakeNodes) -> None:
+    run = make_nodes(2, 4)
+    nodes = [run.one(local_addr=f"127.0.0.{host}") for host in (2, 3, 4, 5)]
+    by_rank = dict(zip((seat.rank for seat in join_all(nodes)), nodes, strict=True))
+    old = by_rank[0].info
+    by_rank[0].crash()
+    survivors = [by_rank[rank] for rank in (1, 2, 3)]
+    all_signalled(survivors)
+    seats = dict(zip(survivors, join_all(survivors), strict=True))
+    assert seats[by_rank[1]].rank == 0
+    assert seats[by_rank[2]].rank == 2
+    assert seats[by_rank[3]].rank == 1  # its old rank does not exist any more: it fills the gap
+    assert old is not None
+    assert old.bootstrap_store_info is not None
+    assert seats[by_rank[1]].address == by_rank[1].handler._address != old.bootstrap_store_info.master_addr
+
+
+def test_a_replacement_fills_the_gap(make_nodes: MakeNodes) -> None:
+    run = make_nodes(3, 3)
+    nodes = run.add(3)
+    by_rank = dict(zip((seat.rank for seat in join_all(nodes)), nodes, strict=True))
+    by_rank[1].fail()
+    new = run.one()
+    all_signalled([by_rank[0], by_rank[2]])
+    assert [seat.rank for seat in join_all([by_rank[0], new, by_rank[2]])] == [0, 1, 2]
+
+
+def test_local_addr_and_its_default(make_nodes: MakeNodes) -> None:
+    (given,) = join_all([make_nodes(1, 1, run_id="given").one(local_addr="my-host.example")])
+    assert given.address == "my-host.example"
+    (found,) = join_all([make_nodes(1, 1, run_id="found").one(local_addr=None)])
+    with closing(socket.create_connection((found.address, found.port), timeout=DEADLINE)):
+        pass
+
+
+# -- stores -----------------------------------------------------------------------------------------------------------
+
+
+def bootstrap(node: Node) -> TCPStore:
+    """As a worker: a client of the store at MASTER_ADDR:PORT."""
+    assert node.info is not None
+    assert node.info.bootstrap_store_info is not None
+    where = node.info.bootstrap_store_info
+    return TCPStore(where.master_addr, where.master_port, is_master=False, timeout=timedelta(seconds=DEADLINE))
+
+
+def test_stores_are_shared_in_a_round_and_fresh_in_the_next(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, 2).add(2)
+    join_all(nodes)
+    agents = [node.info.store for node in nodes if node.info]
+    workers = [bootstrap(node) for node in nodes]
+    for writer, reader in (agents, workers):
+        writer.set("key", b"1")
+        assert reader.get("key") == b"1"
+    join_all(nodes)
+    for store in [*(node.info.store for node in nodes if node.info), bootstrap(nodes[0]), bootstrap(nodes[1])]:
+        assert not store.check(["key"])
+        with pytest.raises(DistStoreError, match="timeout"):
+            store.wait(["key"], SHORT)
+
+
+def test_writes_to_the_store_of_an_old_round_are_refused(make_nodes: MakeNodes) -> None:
+    """Invariant S3, for a node that was cut off and believes that its round still runs."""
+    slow, other = make_nodes(1, 2, last_call_timeout=0.5).add(2)
+    join_all([slow, other])
+    assert slow.info is not None
+    slow.info.store.set("key", b"1")
+    slow.cut_off()
+    all_signalled([other])
+    join_all([other])
+    with pytest.raises(RoundOver, match="join the next one"):
+        slow.info.store.set("key", b"2")
+    assert not slow.info.store.check(["key"])
+
+
+def test_use_agent_store(make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make_nodes(1, 1).one()
+    assert node.handler.use_agent_store
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert not node.handler.use_agent_store
+    (seat,) = join_all([node])
+    with closing(socket.create_server((seat.address, seat.port))):
+        pass  # the port is free for rank 0's worker
+
+
+# -- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_set_closed_is_seen_by_all(make_nodes: MakeNodes) -> None:
+    run = make_nodes(2, 2)
+    nodes = run.add(2)
+    late = run.one()
+    join_all(nodes)
+    assert not any(node.handler.is_closed() for node in [*nodes, late])
+    nodes[0].handler.set_closed()
+    nodes[0].handler.set_closed()
+    for node in [*nodes, late]:
+        eventually(node.handler.is_closed, what="the run is closed")
+    assert not any(node.signalled() for node in nodes)
+    for node in [*nodes, late]:
+        with pytest.raises(RendezvousClosedError, match="is over: closed by"):
+            node.join().result(DEADLINE)
+
+
+def test_a_run_may_be_closed_before_its_first_round(make_nodes: MakeNodes) -> None:
+    run = make_nodes(2, 2)
+    waiting = waits(run.one())
+    run.one().handler.set_closed()
+    with pytest.raises(RendezvousClosedError):
+        waiting.result(DEADLINE)
+
+
+def test_shutdown_closes_the_run_and_may_be_called_twice(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, 2).add(2)
+    join_all(nodes)
+    assert nodes[0].finish()
+    eventually(nodes[1].handler.is_closed, what="the run is closed")
+    assert nodes[0].finish()
+    assert nodes[1].finish()
+    assert nodes[0].handler.num_nodes_waiting() == 0
+
+
+def test_a_spare_leaves_cleanly_when_the_run_closes(make_nodes: MakeNodes) -> None:
+    run = make_nodes(1, 1)
+    worker, spare, strict = run.one(), run.one(), run.one(on_spare_close="raise")
+    join_all([worker])
+    exits, raises = waits(spare), waits(strict)
+    worker.finish()
+    with pytest.raises(SystemExit) as left:
+        exits.result(DEADLINE)
+    assert left.value.code == 0
+    with pytest.raises(RendezvousGracefulExitError):
+        raises.result(DEADLINE)
+    with pytest.raises(RendezvousClosedError):
+        run.one().join().result(DEADLINE)
+
+
+@pytest.mark.parametrize("error", [ValueError("local"), SystemExit(0), RendezvousTimeoutError(), KeyboardInterrupt()])
+def test_a_local_error_leaves_the_run_to_the_others(make_nodes: MakeNodes, error: BaseException) -> None:
+    run = make_nodes(1, 2)
+    nodes = run.add(2)
+    join_all(nodes)
+    nodes[0].end_with(error)
+    all_signalled(nodes[1:])
+    assert not nodes[1].handler.is_closed()
+    assert len(join_all([nodes[1], run.one()])) == 2
+
+
+def test_workers_that_used_up_their_restarts_close_the_run(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, 2).add(2)
+    join_all(nodes)
+    nodes[0].end_with(ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")}))
+    eventually(nodes[1].handler.is_closed, what="the run is closed")
+
+
+# -- errors and events ------------------------------------------------------------------------------------------------
+
+
+def test_a_corrupt_record_is_named_and_left_alone(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    run = make_nodes(1, 2, run_id="corrupt")
+    key = "/ftcoord/v1/corrupt/decided"
+    nodes = run.add(2)
+    join_all(nodes)
+    client.put(key, b"not ours")
+    for node in [*nodes, run.one()]:
+        assert not node.signalled()
+        with pytest.raises(RendezvousStateError, match=key):
+            node.join().result(DEADLINE)
+    with pytest.raises(RendezvousStateError, match=key):
+        run.one().handler.is_closed()
+    with pytest.raises(RendezvousStateError, match=key):
+        run.one().handler.set_closed()
+    kv = client.get(key).one
+    assert kv is not None
+    assert kv.value == b"not ours"
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An endpoint that accepts connections and never answers."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_no_etcd(silent: str) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        refused = f"127.0.0.1:{server.getsockname()[1]}"
+    for endpoint in (refused, silent, f"{refused},{silent}"):
+        with pytest.raises(RendezvousConnectionError, match=endpoint.replace(",", ".*")):
+            Node(endpoint, "run", (1, 1), read_timeout=1)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The rendezvous events that are recorded."""
+    recorded: list[dict[str, Any]] = []
+    monkeypatch.setattr(handler_module, "construct_and_record_rdzv_event", lambda **event: recorded.append(event))
+    return recorded
+
+
+def test_events_are_recorded(make_nodes: MakeNodes, fragile: EtcdServer, events: list[dict[str, Any]]) -> None:
+    run = make_nodes(1, 1, on=fragile, run_id="events", close_timeout=0.5, read_timeout=0.5)
+    node, other = run.add(2)
+    join_all([node])
+    assert events[-1]["run_id"] == "events"
+    assert (events[-1]["node_state"].value, events[-1]["rank"]) == ("RUNNING", 0)
+    node.handler.set_closed()
+    with pytest.raises(RendezvousClosedError):
+        node.join().result(DEADLINE)
+    assert events[-1]["node_state"].value == "FAILED"
+    assert "RendezvousClosedError" in events[-1]["message"]
+    fragile.kill()
+    for call in (other.handler.set_closed, other.handler.is_closed):
+        before = len(events)
+        with pytest.raises(RendezvousConnectionError):
+            call()
+        assert [event["node_state"].value for event in events[before:]] == ["FAILED"]
+    assert not other.finish()

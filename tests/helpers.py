@@ -1,0 +1,116 @@
+"""What the tests share: waiting for a condition, what a watch delivered, processes that are forked or killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from ftcoord.etcd.api import Batch, Event, WatchItem
+
+DEADLINE = 60.0
+"""Seconds; for a machine that is busy with other things. Nothing that works comes near it."""
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T], timeout: float = DEADLINE, what: str = "the condition") -> T:
+    """Wait until `condition` returns something true, and return that."""
+    interval = threading.Event()
+    deadline = time.monotonic() + timeout
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout:g} s: {what}")
+        interval.wait(0.02)
+    return found
+
+
+class Seen:
+    """Collects what a watch delivers; use it as `deliver`."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[WatchItem] = queue.SimpleQueue()
+        self.batches: list[Batch] = []
+
+    def __call__(self, item: WatchItem) -> None:
+        self._items.put(item)
+
+    def next(self, timeout: float = DEADLINE) -> WatchItem:
+        return self._items.get(timeout=timeout)
+
+    def events(self, count: int, timeout: float = DEADLINE) -> list[Event]:
+        """Wait until `count` events came in all, and return them; fails when there are more, or an error."""
+        while sum(len(batch.events) for batch in self.batches) < count:
+            item = self.next(timeout)
+            assert isinstance(item, Batch), item
+            self.batches.append(item)
+        events = [event for batch in self.batches for event in batch.events]
+        assert len(events) == count, events
+        return events
+
+    def error(self, timeout: float = DEADLINE) -> Exception:
+        """Wait for the exception that ends the watch."""
+        while isinstance(item := self.next(timeout), Batch):
+            self.batches.append(item)
+        return item
+
+    def is_quiet(self) -> bool:
+        return self._items.empty()
+
+
+def in_fork(action: Callable[[], object], timeout: float = DEADLINE) -> str:
+    """Run `action` in a forked child, which then ends like a Python program; what it returned or raised, as text."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(reader)
+            answer = _outcome(action)
+            os.write(writer, answer.encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    alarm = threading.Timer(timeout, os.kill, (pid, 9))
+    alarm.start()
+    try:
+        with os.fdopen(reader) as pipe:
+            answer = pipe.read()
+        _, status = os.waitpid(pid, 0)
+    finally:
+        alarm.cancel()
+    assert status == 0, f"the child ended with status {status}, said {answer!r}"
+    return answer
+
+
+def _outcome(action: Callable[[], object]) -> str:
+    try:
+        return repr(action())
+    except Exception as error:  # the parent is told of it
+        return type(error).__name__
+
+
+@contextlib.contextmanager
+def python(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A Python process with `arguments`, its standard input and output as pipes; it is killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=None if env is None else {**os.environ, **env},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

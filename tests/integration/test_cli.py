@@ -1,0 +1,86 @@
+"""The `ftcoord` command, as a user runs it. `make demo`, which CI runs too, plays the demo to its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ftcoord
+from ftcoord.config import EtcdConfig
+from ftcoord.etcd.client import EtcdClient
+from tests.helpers import DEADLINE, eventually
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "ftcoord.cli", *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_server_serves_until_it_is_told_to_end(number: int) -> None:
+    with start("server", "--port", "0") as process:
+        assert process.stdout is not None
+        endpoint = re.search(r"serves on (\S+);", process.stdout.readline())
+        assert endpoint is not None
+        with EtcdClient(EtcdConfig.load(endpoint[1], env={})) as client:
+            assert client.status().revision >= 1
+        process.send_signal(number)
+        assert process.wait(DEADLINE) == 0
+
+
+def test_server_says_that_a_port_is_taken(etcd: ftcoord.EtcdServer) -> None:
+    taken = str(etcd.get_port())
+    done = subprocess.run(
+        [sys.executable, "-m", "ftcoord.cli", "server", "--port", taken], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("ftcoord: ")
+    assert taken in done.stderr
+
+
+def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
+    with start("demo", "--logs", str(tmp_path)) as process:
+        assert process.stdout is not None
+        printed = ""
+        while "round 1:" not in printed:
+            line = process.stdout.readline()
+            assert line, printed
+            printed += line
+        pids = [int(pid) for pid in re.findall(r"\(pid (\d+)\)", printed)]
+        assert len(pids) == 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE) == 130
+    assert not any(alive(pid) for pid in pids)
+    eventually(lambda: not any(is_worker_in(tmp_path, pid) for pid in all_pids()), what="the workers end")
+
+
+def all_pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def is_worker_in(folder: Path, pid: int) -> bool:
+    try:
+        return os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_wrong_use_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ftcoord.cli", "train"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "demo" in done.stderr

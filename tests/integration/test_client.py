@@ -1,0 +1,585 @@
+"""EtcdClient against real etcd: what it asks, what it does when etcd fails, and what it never does twice."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+from helpers import DEADLINE, eventually, in_fork, python
+
+from ftcoord.config import Credentials, EtcdConfig
+from ftcoord.errors import EtcdUnavailable, ForkedProcessError, LeaseLost, OutcomeUnknown, RequestRefused
+from ftcoord.etcd import client as client_module
+from ftcoord.etcd import wire
+from ftcoord.etcd.api import Compare, Delete, Get, Put, RangeResult, Span, absent, exists, unchanged
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.cluster import EtcdCluster
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.etcd.settle import write_once
+
+
+def connect(endpoints: str, **settings: Any) -> EtcdClient:
+    return EtcdClient(EtcdConfig.load(endpoints, env={}, **settings))
+
+
+def keys(result: RangeResult) -> list[str]:
+    return [kv.key for kv in result.kvs]
+
+
+# -- what it asks ---------------------------------------------------------------------------------------------------
+
+
+def test_range_put_and_delete(client: EtcdClient, prefix: str) -> None:
+    written = [client.put(f"{prefix}/{name}", name.encode()).revision for name in "cab"]
+    client.put(f"{prefix}/a", b"again")
+    everything = Span(prefix, is_prefix=True)
+    found = client.range(Get(everything))
+    assert keys(found) == [f"{prefix}/{name}" for name in "abc"]
+    assert [(kv.value, kv.version) for kv in found.kvs] == [(b"again", 2), (b"b", 1), (b"c", 1)]
+    assert found.count == 3
+    assert found.kvs[2].create_revision == found.kvs[2].mod_revision == written[0]
+    assert client.range(Get(everything, limit=2)).count == 3
+    assert keys(client.range(Get(everything, limit=2))) == [f"{prefix}/a", f"{prefix}/b"]
+    assert client.range(Get(everything, keys_only=True)).kvs[0].value == b""
+    assert client.range(Get(everything, count_only=True)) == RangeResult((), 3, found.revision)
+    assert client.delete(Span(f"{prefix}/b")) == 1
+    assert client.delete(Span(f"{prefix}/b")) == 0
+    assert client.get(f"{prefix}/b").one is None
+    assert client.delete(everything) == 2
+    assert client.range(Get(everything)).kvs == ()
+
+
+def test_newest_first_and_created_before_go_by_creation_not_by_change(client: EtcdClient, prefix: str) -> None:
+    created = [client.put(f"{prefix}/{name}", b"").revision for name in "cab"]
+    client.put(f"{prefix}/c", b"changed last, yet the oldest")
+    everything = Span(prefix, is_prefix=True)
+    assert keys(client.range(Get(everything, newest_first=True))) == [f"{prefix}/{name}" for name in "bac"]
+    older = client.range(Get(everything, newest_first=True, limit=1, created_before=created[2]))
+    assert keys(older) == [f"{prefix}/a"]
+    assert client.range(Get(everything, created_before=created[0])).kvs == ()
+
+
+def test_a_transaction_runs_one_branch_and_answers_it_in_order(client: EtcdClient, prefix: str) -> None:
+    key = f"{prefix}/key"
+    first = client.txn((absent(key),), (Put(key, b"1"), Get(Span(key)), Delete(Span(f"{prefix}/none"))), ())
+    assert first.succeeded
+    assert first.results[0] is None
+    assert first.range(1).one is not None
+    assert first.range(1).revision == first.revision
+    assert first.deleted(2) == 0
+    second = client.txn((absent(key),), (Put(key, b"2"),), (Get(Span(key)),))
+    assert not second.succeeded
+    assert [kv.value for kv in second.range(0).kvs] == [b"1"]
+    with pytest.raises(TypeError, match="operation 0"):
+        second.deleted(0)
+    with pytest.raises(TypeError, match="operation 0"):
+        first.range(0)
+
+
+def test_every_kind_of_comparison(client: EtcdClient, prefix: str) -> None:
+    key = f"{prefix}/key"
+    lease = client.grant(60)
+    created = client.put(key, b"m", lease.id).revision
+    changed = client.put(key, b"n", lease.id).revision
+    actual: dict[Any, int | bytes] = {
+        "create": created,
+        "mod": changed,
+        "version": 2,
+        "value": b"n",
+        "lease": lease.id,
+    }
+    for target, value in actual.items():
+        less = b"m" if isinstance(value, bytes) else value - 1
+        more = b"o" if isinstance(value, bytes) else value + 1
+        for relation, operand, expected in [
+            *[("=", value, True), ("=", less, False), ("!=", more, True), ("!=", value, False)],
+            *[(">", less, True), (">", value, False), ("<", more, True), ("<", value, False)],
+        ]:
+            compare = Compare(key, target, relation, operand)  # type: ignore[arg-type]
+            assert client.txn((compare,), ()).succeeded is expected, compare
+    nothing = f"{prefix}/nothing"
+    assert client.txn((exists(key), unchanged(key, changed), absent(nothing), unchanged(nothing, 0)), ()).succeeded
+    assert not client.txn((exists(nothing),), ()).succeeded
+    client.revoke(lease.id)
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [("a", b"b"), ("a\udcff", b"b"), ("\udcff", b"\0"), ("\udcff\udcff", b"\0"), ("", b"\0"), ("a/", b"a0")],
+)
+def test_the_end_of_a_prefix(start: str, end: bytes) -> None:
+    assert Span(start, is_prefix=True).end == end
+    assert Span(start).end == b""
+
+
+def test_keys_of_any_bytes(fragile: EtcdServer) -> None:
+    strange = ["\0", "a", "a\udcff", "a\udcff\udcff", "b", "ü/\udc80", "\udcff", "\udcff\udcff"]
+    with fragile.get_client() as client:
+        for key in strange:
+            client.put(key, key.encode("utf-8", "surrogateescape"))
+        everything = client.range(Get(Span("", is_prefix=True)))
+        assert keys(everything) == strange
+        assert [kv.value for kv in everything.kvs] == [key.encode("utf-8", "surrogateescape") for key in strange]
+        assert keys(client.range(Get(Span("a\udcff", is_prefix=True)))) == ["a\udcff", "a\udcff\udcff"]
+        assert keys(client.range(Get(Span("\udcff", is_prefix=True)))) == ["\udcff", "\udcff\udcff"]
+        assert keys(client.range(Get(Span("ü/\udc80")))) == ["ü/\udc80"]
+        assert client.delete(Span("a", is_prefix=True)) == 3
+        assert client.delete(Span("", is_prefix=True)) == 5
+
+
+def test_requests_that_etcd_will_never_take(client: EtcdClient, prefix: str) -> None:
+    with pytest.raises(RequestRefused, match=r"1\.5 MiB"):
+        client.put(f"{prefix}/large", bytes(1 << 21))
+    with pytest.raises(RequestRefused, match="128"):
+        client.txn((), [Put(f"{prefix}/{i}", b"") for i in range(129)])
+    with pytest.raises(RequestRefused, match="duplicate key"):
+        client.txn((), (Put(f"{prefix}/same", b"1"), Put(f"{prefix}/same", b"2")))
+    with pytest.raises(RequestRefused, match="key is not provided"):
+        client.put("", b"")
+    assert client.range(Get(Span(prefix, is_prefix=True))).kvs == ()
+
+
+def test_large_answers(client: EtcdClient, prefix: str) -> None:
+    for i in range(8):
+        client.put(f"{prefix}/{i}", bytes(1 << 20))
+    assert sum(len(kv.value) for kv in client.range(Get(Span(prefix, is_prefix=True))).kvs) == 8 << 20
+    client.delete(Span(prefix, is_prefix=True))
+
+
+def test_leases(client: EtcdClient, prefix: str) -> None:
+    lease = client.grant(60)
+    assert lease.ttl == 60
+    client.put(f"{prefix}/key", b"", lease.id)
+    assert client.renew(lease.id) == 60
+    client.revoke(lease.id)
+    client.revoke(lease.id)
+    assert client.get(f"{prefix}/key").one is None
+    with pytest.raises(LeaseLost):
+        client.renew(lease.id)
+    with pytest.raises(LeaseLost):
+        client.put(f"{prefix}/key", b"", lease.id)
+
+
+def test_status_warns_once_below_the_floor(
+    client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_warned_of", set())
+    caplog.set_level(logging.WARNING, "ftcoord")
+    status = client.status()
+    assert status.leader_id == status.member_id
+    client.status()
+    for version, warned in [("3.5.27", True), ("3.5.28", False), ("3.6.9", False), ("3.6.8", True), ("3.4.30", True)]:
+        caplog.clear()
+        client_module._warn_below_floor(version)
+        client_module._warn_below_floor(version)
+        assert len(caplog.records) == warned, version
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_names_and_addresses(host: str) -> None:
+    with EtcdServer(host=host) as server:
+        endpoint = f"[::1]:{server.get_port()}" if host == "::1" else f"{host}:{server.get_port()}"
+        with connect(f"http://{endpoint}") as client:
+            assert client.put("/key", b"").succeeded
+
+
+# -- what it does when etcd fails -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds + 10  # the machine may be slow
+
+
+def test_a_server_that_hangs_costs_no_more_than_the_timeout(fragile: EtcdServer) -> None:
+    with fragile.get_client() as client, fragile.get_client() as fresh:
+        lease = client.grant(60)
+        fragile.pause()
+        for reading in (
+            lambda: client.get("/key", timeout=0.5),
+            lambda: client.txn((), (Get(Span("/key")),), timeout=0.5),
+            lambda: client.renew(lease.id, timeout=0.5),
+            lambda: client.status(timeout=0.5),
+            lambda: fresh.get("/key", timeout=0.5),
+        ):
+            with at_most(0.5), pytest.raises(EtcdUnavailable):
+                reading()
+        with at_most(0.5), pytest.raises(OutcomeUnknown):
+            client.put("/key", b"1", timeout=0.5)
+        with at_most(0.5), pytest.raises((OutcomeUnknown, EtcdUnavailable)):
+            fresh.put("/key", b"2", timeout=0.5)
+        fragile.resume()
+        assert client.put("/key", b"3", timeout=DEADLINE).succeeded
+
+
+def test_a_refused_write_never_left_and_is_sent_when_etcd_comes(fragile: EtcdServer) -> None:
+    with fragile.get_client() as client:
+        fragile.kill()
+        began = time.monotonic()
+        with at_most(1), pytest.raises(EtcdUnavailable, match="is etcd running there"):
+            client.put("/key", b"1", timeout=1)
+        assert time.monotonic() - began > 0.8, "it did not try until the deadline"
+        back = threading.Timer(0.5, fragile.restart)
+        back.start()
+        written = client.put("/key", b"1", timeout=DEADLINE)
+        back.join()
+        stored = client.get("/key").one
+        assert stored is not None
+        assert (stored.version, stored.mod_revision) == (1, written.revision)
+
+
+def test_an_exact_counter_while_etcd_is_killed(fragile: EtcdServer) -> None:
+    """Each increment comes with a receipt; acknowledged or not, it is counted exactly once."""
+    stop = threading.Event()
+    totals = [0, 0, 0]
+
+    def increment(client: EtcdClient, writer: int, number: int) -> bool:
+        now = client.get("/counter", timeout=2).one
+        count, revision = (int(now.value.split()[0]), now.mod_revision) if now else (0, 0)
+        receipt = Put(f"/receipt/{writer}", str(number).encode())
+        value = f"{count + 1} {writer} {number}".encode()
+        reads = (Get(Span(receipt.key)),)
+        done = write_once(client, Put("/counter", value), revision, also=(receipt,), reads=reads, timeout=2)
+        mine = done.reads[0].one
+        return mine is not None and mine.value == receipt.value
+
+    def work(writer: int) -> None:
+        with connect(fragile.get_endpoint()) as client:
+            while not stop.is_set():
+                number = totals[writer] + 1
+                happened = False
+                while not happened:
+                    try:
+                        receipt = client.get(f"/receipt/{writer}", timeout=2).one
+                        happened = receipt is not None and receipt.value == str(number).encode()
+                        happened = happened or increment(client, writer, number)
+                    except (EtcdUnavailable, OutcomeUnknown):
+                        continue
+                totals[writer] = number
+
+    with futures.ThreadPoolExecutor(len(totals)) as pool:
+        workers = [pool.submit(work, writer) for writer in range(len(totals))]
+        try:
+            for _ in range(6):
+                before = sum(totals)
+                eventually(lambda before=before: sum(totals) > before + 20, what="increments")
+                fragile.kill()
+                fragile.restart()
+        finally:
+            stop.set()
+        for worker in workers:
+            worker.result(DEADLINE)
+    with fragile.get_client() as client:
+        counter = client.get("/counter").one
+        assert counter is not None
+        assert int(counter.value.split()[0]) == counter.version == sum(totals)
+
+
+@pytest.fixture
+def unfriendly() -> Iterator[tuple[EtcdClient, list[str], dict[str, Callable[[Any], Any]]]]:
+    """A server that does as it is told: a client of it, the calls that it got, and its answers by method."""
+    calls: list[str] = []
+    answers: dict[str, Callable[[Any], Any]] = {}
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+                calls.append(details.method.rpartition("/")[2])
+                return bytes(answers[calls[-1]](context))
+
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    server = grpc.server(futures.ThreadPoolExecutor(4), handlers=(Handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with connect(f"127.0.0.1:{port}") as client:
+        yield client, calls, answers
+    server.stop(0)
+
+
+def aborting(code: grpc.StatusCode, details: str) -> Callable[[grpc.ServicerContext], bytes]:
+    def abort(context: grpc.ServicerContext) -> bytes:
+        context.abort(code, details)
+        raise AssertionError
+
+    return abort
+
+
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out"),
+        (grpc.StatusCode.UNAVAILABLE, "etcdserver: leader changed"),
+        (grpc.StatusCode.UNAVAILABLE, "transport is closing"),
+        (grpc.StatusCode.UNKNOWN, "context canceled"),
+        (grpc.StatusCode.INTERNAL, "stream terminated by RST_STREAM"),
+        (grpc.StatusCode.CANCELLED, "etcdserver: server stopped"),
+    ],
+)
+def test_a_write_that_may_have_happened_is_not_sent_again(unfriendly: Any, code: Any, details: str) -> None:
+    client, calls, answers = unfriendly
+    answers["Txn"] = aborting(code, details)
+    with pytest.raises(OutcomeUnknown, match=details):
+        client.put("/key", b"")
+    assert calls == ["Txn"]
+
+
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: too many requests"),
+    ],
+)
+def test_a_write_that_etcd_did_not_propose_is_sent_again(unfriendly: Any, code: Any, details: str) -> None:
+    client, calls, answers = unfriendly
+    attempts = itertools.count(1)
+    answers["Txn"] = lambda context: aborting(code, details)(context) if next(attempts) < 3 else b"\x10\x01"
+    assert client.put("/key", b"", timeout=DEADLINE).succeeded
+    assert calls == ["Txn"] * 3
+    answers["Txn"] = aborting(code, details)
+    with pytest.raises(EtcdUnavailable, match=details):
+        client.put("/key", b"", timeout=0.5)
+
+
+def test_reads_are_repeated(unfriendly: Any) -> None:
+    client, calls, answers = unfriendly
+    attempts = itertools.count(1)
+    fail = aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")
+    answers["Range"] = lambda context: fail(context) if next(attempts) < 4 else b""
+    assert client.get("/key", timeout=DEADLINE).kvs == ()
+    assert calls == ["Range"] * 4
+
+
+def test_a_write_whose_second_answer_is_lost_too_stays_unknown(unfriendly: Any) -> None:
+    """Also where the second try provably never left: nothing is known of the first."""
+    client, calls, answers = unfriendly
+    attempts = itertools.count(1)
+    lost = aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")
+    refused = aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
+    answers["Txn"] = lambda context: lost(context) if next(attempts) == 1 else refused(context)
+    with pytest.raises(OutcomeUnknown):
+        write_once(client, Put("/key", b"1"), 0, timeout=0.5)
+    assert len(calls) > 2
+
+
+def test_failover_when_the_member_in_use_is_killed(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
+    cluster_client.put("/key", b"before")
+    cluster.kill(0)
+    stored = cluster_client.get("/key", timeout=DEADLINE).one
+    assert stored is not None
+    after = eventually(lambda: settled(cluster_client, "/key", stored.mod_revision), what="a write")
+    cluster.restart(0)
+    assert cluster_client.get("/key", timeout=DEADLINE).one == after
+
+
+def test_failover_when_the_member_in_use_hangs(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
+    revision = cluster_client.put("/key", b"before").revision
+    cluster.pause(0)
+    with at_most(20):
+        assert cluster_client.get("/key", timeout=20).one is not None
+    assert eventually(lambda: settled(cluster_client, "/key", revision), what="a write")
+    cluster.resume(0)
+    cluster.pause(1)
+    with pytest.raises(OutcomeUnknown):
+        cluster_client.put("/other", b"", timeout=1)
+    assert eventually(lambda: settled(cluster_client, "/other", 0), what="a write after one that was lost")
+
+
+def settled(client: EtcdClient, key: str, revision: int) -> Any:
+    try:
+        return write_once(client, Put(key, b"after"), revision, timeout=5).kv
+    except (EtcdUnavailable, OutcomeUnknown):
+        return None
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_is_refused_and_does_no_harm(client: EtcdClient, prefix: str) -> None:
+    watch = client.watch(Span(prefix, is_prefix=True), 1, lambda item: None)
+    lease = client.grant(60)
+    client.put(prefix, b"", lease.id)
+    refused = ForkedProcessError.__name__
+    assert in_fork(lambda: client.get(prefix)) == refused
+    assert in_fork(lambda: client.put(prefix, b"child")) == refused
+    assert in_fork(lambda: client.renew(lease.id)) == refused
+    assert in_fork(lambda: client.revoke(lease.id)) == refused
+    assert in_fork(lambda: client.watch(Span(prefix), 1, lambda item: None)) == refused
+    assert in_fork(lambda: (watch.cancel(), client.close())) == "(None, None)"
+    stored = client.get(prefix).one
+    assert stored is not None
+    assert stored.value == b""
+    assert client.put(prefix, b"parent").succeeded
+
+
+FORKING = """
+import os, sys
+from ftcoord.config import EtcdConfig
+from ftcoord.etcd.api import Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.session import Session
+client = EtcdClient(EtcdConfig.load(sys.argv[1]))
+session = Session(client, 3)
+client.put("/key", b"", session.lease_id)
+watch = client.watch(Span("/key"), 1, lambda item: None)
+children = []
+for leave in (sys.exit, os._exit):
+    child = os.fork()
+    if child == 0:
+        client.close()
+        session.close()
+        leave(0)
+    assert os.waitpid(child, 0)[1] == 0
+assert client.put("/key", b"parent", session.lease_id).succeeded
+session.close()
+assert client.get("/key").one is None
+client.close()
+print("fine", os.environ.get("GRPC_VERBOSITY"))
+"""
+
+
+def test_a_child_that_exits_like_any_program_does_no_harm(etcd: EtcdServer) -> None:
+    with python("-c", FORKING, etcd.get_endpoint()) as process:
+        answer, _ = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, answer) == (0, "fine None\n")
+
+
+OUT_OF_REACH = """
+import os, sys, time
+from ftcoord.config import EtcdConfig, Tls
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.etcd.api import Span
+from ftcoord.etcd.client import EtcdClient
+assert "GRPC_VERBOSITY" not in os.environ
+for endpoint in sys.argv[1:]:
+    client = EtcdClient(EtcdConfig.load(endpoint, request_timeout=1))
+    client.watch(Span("/key"), 1, lambda item: None)
+    for use in (lambda: client.get("/key"), lambda: client.put("/key", b"")):
+        try:
+            use()
+            raise SystemExit("there is an etcd")
+        except (EtcdUnavailable, OutcomeUnknown):
+            pass
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+    client.close()
+assert "GRPC_VERBOSITY" not in os.environ
+"""
+
+
+def test_nothing_is_printed_when_etcd_cannot_be_reached(fragile: EtcdServer, capfd: pytest.CaptureFixture[str]) -> None:
+    port = fragile.get_port()
+    fragile.kill()
+    endpoints = [f"127.0.0.1:{port}", f"https://127.0.0.1:{port}", "http://no-such-host.invalid"]
+    with python("-c", OUT_OF_REACH, *endpoints) as process:
+        printed, _ = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, printed, *capfd.readouterr()) == (0, "", "", "")
+
+
+def test_the_users_own_grpc_verbosity_is_left_alone(etcd: EtcdServer) -> None:
+    program = "import os, ftcoord.etcd.client; print(os.environ['GRPC_VERBOSITY'])"
+    with python("-c", program, env={"GRPC_VERBOSITY": "ERROR"}) as process:
+        assert process.communicate(timeout=DEADLINE)[0] == "ERROR\n"
+
+
+def test_secrets_are_not_shown(fragile: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    config = EtcdConfig.load(fragile.get_endpoint(), user="somebody", password="swordfish", env={})
+    assert config.credentials == Credentials("somebody", "swordfish")
+    with EtcdClient(config) as client:
+        client.watch(Span("/key"), 1, lambda item: None)
+        client.get("/key")
+        fragile.kill()
+        with pytest.raises(EtcdUnavailable) as caught:
+            client.put("/key", b"", timeout=0.5)
+        assert "swordfish" not in f"{client!r} {config!r} {config} {caught.value!r} {caplog.text}"
+
+
+# -- closing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_client_says_so(etcd: EtcdServer) -> None:
+    client = etcd.get_client()
+    client.get("/key")
+    client.close()
+    client.close()
+    for use in (
+        lambda: client.get("/key"),
+        lambda: client.put("/key", b""),
+        lambda: client.renew(1),
+        lambda: client.watch(Span("/key"), 1, lambda item: None),
+    ):
+        with pytest.raises(EtcdUnavailable, match="was closed"):
+            use()
+
+
+def test_closing_ends_calls_under_way(fragile: EtcdServer) -> None:
+    client = fragile.get_client()
+    client.get("/key")
+    fragile.pause()
+    with futures.ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(client.get, "/key", timeout=DEADLINE),
+            pool.submit(client.put, "/key", b"", timeout=DEADLINE),
+            pool.submit(client.renew, 1, timeout=DEADLINE),
+        ]
+        eventually(lambda: all(call.running() for call in calls))
+        with at_most(2):
+            client.close()
+            for call in calls:
+                assert isinstance(call.exception(DEADLINE), (EtcdUnavailable, OutcomeUnknown))
+    fragile.resume()
+
+
+def test_closing_while_threads_use_it(etcd: EtcdServer, prefix: str) -> None:
+    """Whatever moment it hits, the calls end with an EtcdError and not with gRPC's ValueError."""
+    for _ in range(20):
+        client = etcd.get_client()
+        seen = []
+
+        def use(client: EtcdClient = client, seen: list[str] = seen) -> None:
+            with contextlib.suppress(EtcdUnavailable, OutcomeUnknown):
+                while True:
+                    client.put(prefix, b"")
+                    client.get(prefix)
+                    seen.append("")
+
+        with futures.ThreadPoolExecutor(3) as pool:
+            users = [pool.submit(use) for _ in range(3)]
+            eventually(lambda seen=seen: len(seen) > 3, what="calls")
+            client.close()
+            for user in users:
+                assert user.exception(DEADLINE) is None
+
+
+def test_no_thread_is_left_behind(etcd: EtcdServer, prefix: str) -> None:
+    with etcd.get_client() as client:
+        client.watch(Span(prefix), 1, lambda item: None)
+        client.get(prefix)
+    eventually(lambda: not any(thread.name == "ftcoord-watch" for thread in threading.enumerate()), what="the thread")
+
+
+def test_the_messages_carry_etcds_field_numbers() -> None:
+    """As published in etcd's rpc.proto, spot-checked where a mistake would go unnoticed by other tests."""
+    txn = wire.message("TxnRequest")(compare=[{"result": 3, "target": 4, "key": b"k", "lease": 7}])
+    assert txn.SerializeToString() == b"\x0a\x09\x08\x03\x10\x04\x1a\x01k\x40\x07"
+    assert wire.message("RangeRequest")(max_create_revision=5).SerializeToString() == b"\x68\x05"
+
+
+def test_ipv6_is_part_of_this_machine() -> None:
+    """test_names_and_addresses needs it; said here in words."""
+    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+        probe.bind(("::1", 0))

@@ -1,0 +1,525 @@
+"""Watches and mirrors: nothing missed and nothing twice, whatever becomes of the server."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import DEADLINE, Seen, eventually
+
+from ftcoord.config import EtcdConfig
+from ftcoord.errors import Compacted, EtcdAuthError, EtcdUnavailable, OutcomeUnknown
+from ftcoord.etcd import wire
+from ftcoord.etcd import watch as watch_module
+from ftcoord.etcd.api import Batch, Delete, Get, Put, Span, WatchItem
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.cluster import EtcdCluster
+from ftcoord.etcd.mirror import Mirror
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.etcd.settle import write_once
+from ftcoord.etcd.transport import Transport
+from ftcoord.etcd.watch import Watcher, WatchHub
+
+FAST = {"TICK": 0.1, "QUIET": 0.5, "PATIENCE": 0.5}
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that get suspicious ten times sooner."""
+    for name, seconds in FAST.items():
+        monkeypatch.setattr(watch_module, name, seconds)
+
+
+def watch_from_now(client: EtcdClient, span: Span, seen: Seen) -> Watcher:
+    return client.watch(span, client.get("/").revision + 1, seen)
+
+
+class Writer:
+    """Writes 1, 2, 3 ... to a key, each exactly once, whatever happens, until it is stopped."""
+
+    def __init__(self, endpoints: str, key: str) -> None:
+        self.count = 0
+        self._key = key
+        self._client = EtcdClient(EtcdConfig.load(endpoints, request_timeout=2, env={}))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Writer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.close()
+
+    def finish(self) -> list[bytes]:
+        """Stop; all that was written."""
+        self._stop.set()
+        self._thread.join(DEADLINE)
+        assert not self._thread.is_alive()
+        return [str(i + 1).encode() for i in range(self.count)]
+
+    def more(self, count: int = 20) -> None:
+        """Wait for more writes."""
+        wanted = self.count + count
+        eventually(lambda: self.count >= wanted, what=f"{wanted} writes")
+
+    def _run(self) -> None:
+        revision = 0
+        while not self._stop.wait(0.002):
+            revision = self._write(str(self.count + 1).encode(), revision)
+            self.count += 1
+
+    def _write(self, value: bytes, revision: int) -> int:
+        while True:
+            try:
+                kv = write_once(self._client, Put(self._key, value), revision).kv
+            except (EtcdUnavailable, OutcomeUnknown):
+                continue
+            assert kv is not None
+            assert kv.value == value
+            return kv.mod_revision
+
+
+def values(seen: Seen, count: int) -> list[bytes]:
+    return [event.kv.value for event in seen.events(count)]
+
+
+# -- what a watch tells ---------------------------------------------------------------------------------------------
+
+
+def test_events_tell_what_was_written(client: EtcdClient, prefix: str) -> None:
+    seen = Seen()
+    watch_from_now(client, Span(prefix, is_prefix=True), seen)
+    lease = client.grant(60)
+    first = client.put(f"{prefix}/a", b"1", lease.id).revision
+    second = client.put(f"{prefix}/a", b"2").revision
+    client.put(f"{prefix[:-1]}", b"not in the span")
+    third = client.delete(Span(f"{prefix}/a"))
+    events = seen.events(3)
+    assert [(event.kind, event.kv.value, event.kv.lease) for event in events] == [
+        ("put", b"1", lease.id),
+        ("put", b"2", 0),
+        ("delete", b"", 0),
+    ]
+    assert [(event.kv.create_revision, event.kv.mod_revision, event.kv.version) for event in events[:2]] == [
+        (first, first, 1),
+        (first, second, 2),
+    ]
+    assert third == 1
+    assert events[2].kv.mod_revision > second
+    client.revoke(lease.id)
+
+
+def test_the_changes_of_a_revision_come_together(client: EtcdClient, prefix: str) -> None:
+    seen = Seen()
+    watch_from_now(client, Span(prefix, is_prefix=True), seen)
+    for _ in range(20):
+        client.txn((), [Put(f"{prefix}/{i}", b"") for i in range(100)])
+    client.delete(Span(prefix, is_prefix=True))
+    seen.events(2100)
+    for batch in seen.batches:
+        assert len(batch.events) % 100 == 0
+
+
+def test_a_watch_begins_in_the_past(client: EtcdClient, prefix: str) -> None:
+    revisions = [client.put(prefix, str(i).encode()).revision for i in range(5)]
+    seen = Seen()
+    client.watch(Span(prefix), revisions[2], seen)
+    assert values(seen, 3) == [b"2", b"3", b"4"]
+
+
+def test_many_watches_share_a_stream_and_are_told_apart(client: EtcdClient, prefix: str) -> None:
+    watched = [Seen() for _ in range(200)]
+    watches = [watch_from_now(client, Span(f"{prefix}/{i}"), seen) for i, seen in enumerate(watched)]
+    everything = Seen()
+    watch_from_now(client, Span(prefix, is_prefix=True), everything)
+    for i in range(200):
+        client.put(f"{prefix}/{i}", str(i).encode())
+    for i, seen in enumerate(watched):
+        assert values(seen, 1) == [str(i).encode()]
+    everything.events(200)
+    for watch in watches[::2]:
+        watch.cancel()
+    client.txn((), [Put(f"{prefix}/{i}", b"again") for i in range(100)])
+    client.txn((), [Put(f"{prefix}/{i}", b"again") for i in range(100, 200)])
+    everything.events(400)
+    for seen in watched[1::2]:
+        seen.events(2)
+    assert all(seen.is_quiet() for seen in watched[::2])
+    assert sum(thread.name == "ftcoord-watch" for thread in threading.enumerate()) == 1
+
+
+def test_cancel_is_idempotent_and_final(client: EtcdClient, prefix: str) -> None:
+    seen, other = Seen(), Seen()
+    watch = watch_from_now(client, Span(prefix), seen)
+    watch_from_now(client, Span(prefix), other)
+    client.put(prefix, b"1")
+    seen.events(1)
+    watch.cancel()
+    watch.cancel()
+    client.put(prefix, b"2")
+    other.events(2)
+    assert seen.is_quiet()
+
+
+def test_watches_begin_and_end_while_events_come(client: EtcdClient, prefix: str) -> None:
+    everything = Seen()
+    watch_from_now(client, Span(prefix), everything)
+    for i in range(100):
+        revision = client.put(prefix, str(i).encode()).revision
+        seen = Seen()
+        watch = client.watch(Span(prefix), revision, seen)
+        if i % 2:
+            assert values(seen, 1) == [str(i).encode()]
+        watch.cancel()
+    assert values(everything, 100) == [str(i).encode() for i in range(100)]
+
+
+def test_a_new_watch_after_all_others_ended(client: EtcdClient, prefix: str) -> None:
+    for i in range(5):
+        seen = Seen()
+        watch = watch_from_now(client, Span(prefix), seen)
+        client.put(prefix, str(i).encode())
+        assert values(seen, 1) == [str(i).encode()]
+        watch.cancel()
+
+
+# -- a server that fails --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_missed_while_the_server_is_killed(fragile: EtcdServer) -> None:
+    seen = Seen()
+    with fragile.get_client() as client, Writer(fragile.get_endpoint(), "/key") as writer:
+        watch_from_now(client, Span("/key"), seen)
+        first = client.watch(Span("/key"), 1, Seen())
+        for _ in range(5):
+            writer.more()
+            fragile.kill()
+            fragile.restart()
+        first.cancel()
+        writer.more()
+        written = writer.finish()
+        begun_at = int(values(seen, len(written) - missing(seen, written))[0])
+        assert begun_at < 20
+        assert [event.kv.value for event in seen.events(len(written) - begun_at + 1)] == written[begun_at - 1 :]
+
+
+def missing(seen: Seen, written: list[bytes]) -> int:
+    """How many were written before the watch began: known with its first event."""
+    return int(seen_first(seen)) - 1 if written else 0
+
+
+def seen_first(seen: Seen) -> bytes:
+    if not seen.batches:
+        item = seen.next()
+        assert isinstance(item, Batch)
+        seen.batches.append(item)
+    return seen.batches[0].events[0].kv.value
+
+
+def test_nothing_is_missed_while_the_server_hangs(fragile: EtcdServer, fast: None) -> None:
+    seen = Seen()
+    with fragile.get_client() as client, Writer(fragile.get_endpoint(), "/key") as writer:
+        client.watch(Span("/key"), 1, seen)
+        for _ in range(3):
+            writer.more()
+            fragile.pause()
+            threading.Event().wait(1.5)  # longer than a stream's patience
+            fragile.resume()
+        writer.more()
+        written = writer.finish()
+        assert values(seen, len(written)) == written
+
+
+def test_nothing_is_missed_when_members_fail_in_turn(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
+    seen = Seen()
+    cluster_client.watch(Span("/key"), 1, seen)
+    with Writer(cluster.endpoints, "/key") as writer:
+        for i in range(3):
+            writer.more()
+            cluster.kill(i)
+            writer.more()
+            cluster.restart(i)
+            cluster.wait_healthy()
+        written = writer.finish()
+    assert values(seen, len(written)) == written
+
+
+def test_a_member_that_hangs_is_noticed_with_nothing_else_going_on(cluster: EtcdCluster) -> None:
+    """The events of other members arrive while it still hangs; the time that takes is that of the real settings."""
+    seen = Seen()
+    healthy = f"{cluster.members[1].get_endpoint()},{cluster.members[2].get_endpoint()}"
+    with (
+        EtcdClient(EtcdConfig.load(cluster.endpoints, env={})) as client,
+        EtcdClient(EtcdConfig.load(healthy, env={})) as other,
+    ):
+        watch_from_now(client, Span("/key"), seen)
+        other.put("/key", b"before")
+        seen.events(1)
+        cluster.pause(0)
+        written = eventually(lambda: attempt(lambda: other.put("/key", b"while it hangs")), what="a write")
+        assert written.succeeded
+        seen.events(2, timeout=30)
+        assert cluster.members[0].is_paused()
+        cluster.resume(0)
+        other.put("/key", b"after")
+        assert values(seen, 3) == [b"before", b"while it hangs", b"after"]
+
+
+def attempt(write: Callable[[], Any]) -> Any:
+    try:
+        return write()
+    except (EtcdUnavailable, OutcomeUnknown):
+        return None
+
+
+def test_a_quiet_stream_is_asked_and_kept(client: EtcdClient, prefix: str, fast: None) -> None:
+    """Also where nothing was written since the watch began: newer servers do not answer progress requests then."""
+    seen = Seen()
+    watch_from_now(client, Span(prefix), seen)
+    stream = eventually(lambda: client._watches._stream, what="a stream")
+    eventually(lambda: stream.heard, what="its first answer")
+    asked = []
+    original = stream.send
+    stream.send = lambda request: (asked.append(request), original(request))
+    eventually(lambda: len(asked) >= 6, what="three probes")
+    assert client._watches._stream is stream
+    assert not stream.ended
+    client.put(prefix, b"1")
+    seen.events(1)
+
+
+def test_watches_outlive_an_etcd_that_is_not_there_at_first(fragile: EtcdServer) -> None:
+    seen = Seen()
+    fragile.kill()
+    with fragile.get_client() as client:
+        client.watch(Span("/key"), 1, seen)
+        fragile.restart()
+        client.put("/key", b"1", timeout=DEADLINE)
+        assert values(seen, 1) == [b"1"]
+
+
+# -- compaction -----------------------------------------------------------------------------------------------------
+
+
+def test_a_compacted_start_ends_the_watch(client: EtcdClient, prefix: str) -> None:
+    revisions = [client.put(prefix, str(i).encode()).revision for i in range(5)]
+    client.compact(revisions[3])
+    seen, other = Seen(), Seen()
+    client.watch(Span(prefix), revisions[0], seen)
+    error = seen.error()
+    assert isinstance(error, Compacted)
+    assert error.compact_revision == revisions[3]
+    client.watch(Span(prefix), error.compact_revision, other)
+    assert values(other, 2) == [b"3", b"4"]
+    assert seen.is_quiet()
+
+
+class Owner:
+    """Keeps a mirror as its owner should: items are applied, and it is read again when it lost its place."""
+
+    def __init__(self, client: EtcdClient, span: Span) -> None:
+        self.applied: list[WatchItem] = []
+        self.lists = 0
+        self.mirror = Mirror(client, span, self._post)
+        self._lock = threading.Lock()
+        self._list()
+
+    def _list(self) -> None:
+        self.mirror.sync()
+        self.lists += 1
+
+    def _post(self, mirror: Mirror, item: WatchItem) -> None:
+        with self._lock:
+            mirror.apply(item)
+            self.applied.append(item)
+
+    def current(self) -> dict[str, bytes]:
+        with self._lock:
+            if not self.mirror.synced:
+                self._list()
+            return {key: kv.value for key, kv in self.mirror.kvs.items()}
+
+
+def test_a_mirror_lists_again_after_a_compaction_while_it_was_cut_off(fragile: EtcdServer) -> None:
+    with fragile.get_client() as client, fragile.get_client() as other:
+        for i in range(5):
+            client.put(f"/m/{i}", b"old")
+        owner = Owner(client, Span("/m/", is_prefix=True))
+        stream = eventually(lambda: client._watches._stream, what="a stream")
+        eventually(lambda: stream.heard, what="its first answer")
+        with hold(client):
+            stream.cancel()
+            eventually(lambda: client._watches._stream is None, what="the end of the stream")
+            other.delete(Span("/m/0"))
+            revision = [other.put("/m/new", str(i).encode()).revision for i in range(5)][-1]
+            other.compact(revision)
+        expected = {f"/m/{i}": b"old" for i in range(1, 5)} | {"/m/new": b"4"}
+        eventually(lambda: owner.current() == expected, what="the mirror to be true again")
+        assert owner.lists == 2
+        other.put("/m/1", b"new")
+        eventually(lambda: owner.current()["/m/1"] == b"new", what="events after that")
+
+
+class hold:  # noqa: N801 - reads like the function it stands for
+    """No watch stream can be opened meanwhile, as if the client were cut off."""
+
+    def __init__(self, client: EtcdClient) -> None:
+        self._transport: Any = client._transport
+
+    def __enter__(self) -> None:
+        def refuse(*_: object) -> None:
+            raise EtcdUnavailable("cut off by the test")
+
+        self._transport.stream = refuse
+
+    def __exit__(self, *_: object) -> None:
+        del self._transport.stream
+
+
+def test_a_mirror_takes_all_changes_of_a_revision(client: EtcdClient, prefix: str) -> None:
+    owner = Owner(client, Span(prefix, is_prefix=True))
+    client.txn((), [Put(f"{prefix}/{i}", b"1") for i in range(10)])
+    eventually(lambda: len(owner.current()) == 10, what="ten keys at one revision")
+    client.txn((), (Delete(Span(f"{prefix}/1")), Delete(Span(f"{prefix}/2")), Put(f"{prefix}/3", b"2")))
+    expected = {f"{prefix}/{i}": b"1" for i in (0, *range(4, 10))} | {f"{prefix}/3": b"2"}
+    eventually(lambda: owner.current() == expected, what="three changes at one revision")
+    client.delete(Span(prefix, is_prefix=True))
+    eventually(lambda: owner.current() == {}, what="a deletion of all")
+    assert owner.lists == 1
+
+
+def test_a_mirror_ignores_what_it_has_read_already(client: EtcdClient, prefix: str) -> None:
+    mirror = Mirror(client, Span(prefix), lambda mirror, item: None)
+    first = client.put(prefix, b"1").revision
+    client.put(prefix, b"2")
+    mirror.sync()
+    stale = Seen()
+    client.watch(Span(prefix), first, stale)
+    for event in stale.events(2):
+        mirror.apply(Batch((event,)))
+    assert mirror.one is not None
+    assert mirror.one.value == b"2"
+    mirror.close()
+    assert not mirror.synced
+
+
+# -- what etcd refuses ----------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A transport whose stream answers what the test says; newer etcds say things that the one at hand does not."""
+
+    def __init__(self, etcd: EtcdServer, token: str | None) -> None:
+        self.answers: Iterator[Any] = iter(())
+        self.forgotten: list[str | None] = []
+        self._real = Transport(EtcdConfig.load(etcd.get_endpoint(), env={}))
+        self._tokens = itertools.count(1)
+        self._token = token
+        self.closed = self._real.closed
+        self.opened = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def token(self) -> str | None:
+        return None if self._token is None else f"{self._token}{next(self._tokens)}"
+
+    def forget_token(self, stale: str | None) -> None:
+        self.forgotten.append(stale)
+
+    def stream(self, method: wire.Method, requests: Iterator[Any], member: Any, token: str | None) -> Any:
+        self.opened += 1
+        return ScriptedCall(self, requests)
+
+
+class ScriptedCall:
+    def __init__(self, transport: Scripted, requests: Iterator[Any]) -> None:
+        self._transport, self._requests = transport, requests
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def __iter__(self) -> Iterator[Any]:
+        for request in self._requests:
+            if self.cancelled.is_set():
+                return
+            if request.HasField("create_request"):
+                answer = next(self._transport.answers, None)
+                if answer is None:
+                    answer = {"watch_id": request.create_request.watch_id, "created": True}
+                yield wire.message("WatchResponse")(**answer)
+
+
+def refusal(reason: str) -> dict[str, Any]:
+    """How etcd 3.5.5 and newer refuse a watch: without its id."""
+    return {"watch_id": -1, "created": True, "canceled": True, "cancel_reason": reason}
+
+
+@pytest.fixture
+def scripted(etcd: EtcdServer) -> Iterator[Callable[[str | None], Any]]:
+    made = []
+
+    def make(token: str | None) -> Any:
+        transport = Scripted(etcd, token)
+        hub = WatchHub(transport)  # type: ignore[arg-type]
+        made.append((transport, hub))
+        return SimpleNamespace(transport=transport, hub=hub)
+
+    yield make
+    for transport, hub in made:
+        transport.close()
+        hub.close()
+
+
+def test_a_refusal_without_an_id_reaches_the_right_watch(scripted: Callable[[str | None], Any]) -> None:
+    it = scripted(None)
+    it.transport.answers = iter([None, refusal("etcdserver: permission denied"), None])
+    seen = [Seen(), Seen(), Seen()]
+    for i in range(3):
+        it.hub.add(Span(f"/{i}"), 1, seen[i])
+    error = seen[1].error()
+    assert isinstance(error, EtcdAuthError)
+    assert "'/1'" in str(error)
+    assert seen[0].is_quiet()
+    assert seen[2].is_quiet()
+
+
+@pytest.mark.parametrize(
+    "reason", ["etcdserver: invalid auth token", "etcdserver: permission denied", "etcdserver: user name is empty"]
+)
+def test_a_refusal_for_an_old_token_leads_to_a_new_login(scripted: Callable[[str | None], Any], reason: str) -> None:
+    it = scripted("token")
+    it.transport.answers = iter([refusal(reason)])
+    seen = Seen()
+    watcher = it.hub.add(Span("/key"), 1, seen)
+    eventually(lambda: it.transport.opened == 2, what="a second stream")
+    assert it.transport.forgotten == ["token1"]
+    assert seen.is_quiet()
+    assert not eventually(lambda: it.hub._stream, what="the stream").ended
+    watcher.cancel()
+
+
+def test_a_permission_that_is_missing_with_a_new_token_too_is_an_error(scripted: Callable[[str | None], Any]) -> None:
+    it = scripted("token")
+    it.transport.answers = iter([refusal("etcdserver: permission denied")] * 2)
+    seen = Seen()
+    it.hub.add(Span("/key"), 1, seen)
+    assert isinstance(seen.error(), EtcdAuthError)
+    assert it.transport.opened == 2
+
+
+@pytest.mark.parametrize("read", [Get(Span("/key")), Get(Span("/", is_prefix=True))])
+def test_a_read_tells_from_where_to_watch(client: EtcdClient, read: Get) -> None:
+    """The revision of a read, in a transaction or not, is that of the store, not that of the key."""
+    client.put("/key", b"")
+    revision = client.put("/other", b"").revision
+    assert client.range(read).revision == revision
+    assert client.txn((), (read,)).range(0).revision == revision
