@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import socket
 import threading
@@ -114,6 +115,7 @@ def endpoint_for(backend: str) -> Iterator[str]:
 
 
 def _serve(pipe: Connection, backend: str, endpoint: str, count: int, nodes: Sequence[int]) -> None:
+    logging.disable(logging.WARNING)
     handlers = [_create(backend, endpoint, count, node) for node in nodes]
     with ThreadPoolExecutor(len(handlers)) as pool:
         pipe.send("created")

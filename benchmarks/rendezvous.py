@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -46,7 +47,7 @@ def measure_rounds(plan: Plan) -> list[Trial]:
         for count in plan.sizes:
             for place in range(len(BACKENDS)):
                 trial = measure_round(BACKENDS[(repetition + place) % len(BACKENDS)], count)
-                print(f"{trial.backend} N={count}: {trial.first.seconds:.3f} s, {trial.again.seconds:.3f} s", flush=True)
+                _say(f"{trial.backend} N={count}: {trial.first.seconds:.3f} s, {trial.again.seconds:.3f} s")
                 trials.append(trial)
     return trials
 
@@ -88,21 +89,24 @@ def _recoveries(plan: Plan, case: Case, backend: str) -> Recoveries:
     found = []
     for phase in spread(plan.failover_repeat if backend == OURS else plan.rival_repeat):
         recovery = recover(backend, case, phase)
-        print(f"{backend}, {case.title}: {recovery.first_start:.1f} s, {recovery.all_running:.1f} s", flush=True)
+        _say(f"{backend}, {case.title}: {recovery.first_start:.1f} s, {recovery.all_running:.1f} s")
         found.append(recovery)
     return Recoveries(backend, case, found)
 
 
-def run(plan: Plan) -> str:
-    """Measure, and tell it in Markdown."""
-    sections = [report.head(plan.parts)]
+def run(plan: Plan) -> Iterator[str]:
+    """Measure, and tell it in Markdown, section by section."""
+    yield report.head(plan.parts)
     if "rounds" in plan.parts:
-        sections += report.rounds(measure_rounds(plan))
+        yield from report.rounds(measure_rounds(plan))
     if "idle" in plan.parts:
-        sections.append(report.idle(measure_idle(8, plan.idle)))
+        yield report.idle(measure_idle(8, plan.idle))
     if "failover" in plan.parts:
-        sections.append(report.failover(measure_failover(plan)))
-    return "\n".join(sections)
+        yield report.failover(measure_failover(plan))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -118,11 +122,13 @@ def main() -> None:
     options = vars(parser.parse_args())
     target: Path | None = options.pop("write")
     logging.disable(logging.WARNING)
-    text = run(Plan(**options))
+    sections = []
+    for section in run(Plan(**options)):
+        sections.append(section)
+        if target is not None:  # what there is survives a measurement that fails
+            target.write_text("\n".join(sections))
     if target is None:
-        print(text)
-    else:
-        target.write_text(text)
+        print("\n".join(sections))
 
 
 if __name__ == "__main__":

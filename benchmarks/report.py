@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -62,14 +63,14 @@ def head(parts: Sequence[str]) -> str:
 Written by `make benchmark`, that is `python -m benchmarks.rendezvous --write docs/benchmarks.md` ({", ".join(parts)}).
 Claims are ratios within one run; the seconds are those of one small machine.
 
-Python {platform.python_version()}, torch {torch.__version__}, etcd {etcd}, {os.cpu_count()} cores ({platform.machine()}), \
-load average before {os.getloadavg()[0]:.1f}.
+Python {platform.python_version()}, torch {torch.__version__}, etcd {etcd}; {os.cpu_count()} cores
+({platform.machine()}), load average before the start {os.getloadavg()[0]:.1f}.
 """
 
 
 def rounds(trials: Sequence[Trial]) -> list[str]:
     """The sections on rounds: how long they take, and what they cost."""
-    repeats = len({id(trial) for trial in trials if trial.backend == OURS and trial.count == trials[0].count})
+    repeats = sum((trial.backend, trial.count) == (OURS, trials[0].count) for trial in trials)
     return [
         f"""## Time of a round
 
@@ -96,8 +97,10 @@ def _speed(title: str, trials: Sequence[Trial], of: Callable[[Trial], Joined]) -
         rows.append([str(count), *cells, *(f"{ratio:.1f}x" for ratio in ratios[count])])
     header = ["N", *(f"{backend}, s" for backend in BACKENDS), *(f"{rival} / {OURS}" for rival in RIVALS)]
     large = [ratio for count, of_count in ratios.items() if count >= 8 for ratio in of_count]
-    verdict = _verdict(f"smallest ratio at N >= 8: {min(large):.1f}", min(large) >= TARGET_RATIO, f"{TARGET_RATIO}")
-    return f"### {title}\n\n{_table(header, rows)}\n{verdict}\n" if large else _table(header, rows)
+    verdict = ""
+    if large:
+        verdict = _verdict(f"smallest ratio at N >= 8: {min(large):.1f}", min(large) >= TARGET_RATIO, f"{TARGET_RATIO}")
+    return f"### {title}\n\n{_table(header, rows)}\n{verdict}\n"
 
 
 def _cost(trials: Sequence[Trial]) -> str:
@@ -105,20 +108,13 @@ def _cost(trials: Sequence[Trial]) -> str:
     for count in sorted({trial.count for trial in trials}):
         for backend in BACKENDS:
             chosen = [trial for trial in trials if (trial.backend, trial.count) == (backend, count)]
-            rows.append([str(count), backend])
-            for joined, loads in (
-                ([trial.first for trial in chosen], [trial.first_load for trial in chosen]),
-                ([trial.again for trial in chosen], [trial.again_load for trial in chosen]),
-            ):
-                known = [load for load in loads if load is not None]
-                writes = median(load.writes for load in known) / count if known else None
-                if backend == OURS and writes is not None:
-                    most = max(most, writes)
-                rows[-1] += [
-                    f"{1000 * median(one.cpu for one in joined) / count:.1f}",
-                    "-" if writes is None else f"{writes:.2f}",
-                    _per_node(known[-1], count) if known else "-",
-                ]
+            costs = [
+                _Cost.of([(trial.first, trial.first_load) for trial in chosen], count),
+                _Cost.of([(trial.again, trial.again_load) for trial in chosen], count),
+            ]
+            rows.append([str(count), backend, *(cell for cost in costs for cell in cost.cells())])
+            if backend == OURS:
+                most = max(most, *(cost.writes for cost in costs))
     header = ["N", "backend"]
     for which in ("first", "again"):
         header += [f"{which}: CPU, ms", f"{which}: etcd writes", f"{which}: requests"]
@@ -126,27 +122,44 @@ def _cost(trials: Sequence[Trial]) -> str:
     return f"""## Cost of a round, for each node
 
 Writes are etcd's own count of raft proposals: puts, transactions that write, leases granted. Requests are gRPC messages
-that etcd received, by method. CPU is that of the nodes' processes, not of etcd.
+that etcd received, by method (etcd-v2 sends none: it speaks HTTP). CPU is that of the nodes' processes, not of etcd.
 
 {_table(header, rows)}
 {verdict}
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What one node costs: CPU in ms, writes (NaN without an etcd), messages by method."""
+
+    cpu: float
+    writes: float
+    requests: Mapping[str, float]
+
+    @classmethod
+    def of(cls, rounds: Sequence[tuple[Joined, Load | None]], count: int) -> _Cost:
+        loads = [load for _, load in rounds if load is not None]
+        writes = median(load.writes for load in loads) / count if loads else math.nan
+        requests = {method: number / count for method, number in loads[-1].requests.items()} if loads else {}
+        return cls(1000 * median(joined.cpu for joined, _ in rounds) / count, writes, requests)
+
+    def cells(self) -> list[str]:
+        requests = ", ".join(f"{method} {number:.2f}" for method, number in self.requests.items() if number)
+        return [f"{self.cpu:.1f}", "-" if math.isnan(self.writes) else f"{self.writes:.2f}", requests or "-"]
+
+
 def idle(measured: Idle) -> str:
     """The section on the steady state."""
-    rows = [
-        [method, f"{number}", f"{number / measured.count / measured.seconds:.4f}"]
-        for method, number in sorted(measured.load.requests.items())
-        if number
-    ]
-    rows.append(["(writes)", f"{measured.load.writes:g}", f"{measured.load.writes / measured.count / measured.seconds:.4f}"])
+    numbers = {**dict(sorted(measured.load.requests.items())), "(writes)": measured.load.writes}
+    total = measured.count * measured.seconds
+    rows = [[method, f"{number:g}", f"{number / total:.3f}"] for method, number in numbers.items()]
     return f"""## Steady state
 
 What etcd received in {measured.seconds:g} s from {measured.count} nodes in a running round, each asked for
 `num_nodes_waiting()` ten times a second as by torchrun's agent. Lease TTL 10 s.
 
-{_table(["request", "number", "a node and second"], rows)}"""
+{_table(["request", "number", "a node and second"], [row for row in rows if row[1] != "0" or row[0] == "(writes)"])}"""
 
 
 def failover(measured: Sequence[Recoveries]) -> str:
@@ -181,11 +194,7 @@ def _fate(trial: Recovery, case: Case) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return "never" if seconds == float("inf") else f"{seconds:.1f}"
-
-
-def _per_node(load: Load, count: int) -> str:
-    return ", ".join(f"{method} {number / count:.2f}" for method, number in load.requests.most_common() if number) or "-"
+    return "never" if seconds == math.inf else f"{seconds:.1f}"
 
 
 def _verdict(found: str, reached: bool, target: str) -> str:

@@ -55,6 +55,8 @@ CHUNK: Final = 100
 """Keys in one transaction; etcd allows 128 operations."""
 CHUNK_BYTES: Final = 2**20
 """Values in one transaction; etcd allows 1.5 MiB a request, keys included."""
+PATIENCE: Final = 2.0
+"""Seconds that etcd itself may take at the least: a short time-out is about the keys, not about the network."""
 
 _in_use: set[EtcdStore] = set()
 # C++ (PrefixStore, process groups) holds only the C++ half of a store; this keeps the Python half until close().
@@ -215,10 +217,10 @@ class EtcdStore(Store):
 
     def _read(self, attempt: Callable[[float], T], deadline: float) -> T:
         """Make `attempt(seconds left)` until etcd answers it."""
-        left = max(deadline - time.monotonic(), 0.1)
+        deadline = max(deadline, time.monotonic() + PATIENCE)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((EtcdUnavailable, OutcomeUnknown)),
-            stop=tenacity.stop_after_delay(left) | tenacity.stop_when_event_set(self._closed),
+            stop=tenacity.stop_after_delay(deadline - time.monotonic()) | tenacity.stop_when_event_set(self._closed),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
             sleep=tenacity.sleep_using_event(self._closed),
             reraise=True,

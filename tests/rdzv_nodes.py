@@ -6,7 +6,7 @@ Run as a script this is such a process: see `NodeProcess`.
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
+from grpc import _channel
 from helpers import DEADLINE, eventually
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
@@ -230,6 +232,13 @@ class NodeProcess:
         self._process.kill()
         self._process.wait()
 
+    def pause(self) -> None:
+        """Stop it with SIGSTOP, until `resume()`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def terminate(self) -> int:
         """End it with SIGTERM, on which torchrun's agent skips shutdown(); the exit code."""
         self._process.terminate()
@@ -238,6 +247,15 @@ class NodeProcess:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+def all_join(*nodes: NodeProcess) -> list[Seat]:
+    """One round of exactly these; the seats in the order of `nodes`."""
+    for node in nodes:
+        node.send("join")
+    seats = [node.seat() for node in nodes]
+    check_round(sorted(seats, key=lambda seat: seat.rank))
+    return seats
 
 
 @contextmanager
@@ -251,9 +269,9 @@ def processes(*nodes: NodeProcess) -> Iterator[tuple[NodeProcess, ...]]:
 
 
 def _serve(endpoint: str, run_id: str, nodes: tuple[int, int], clock_offset: float, conf: dict[str, Any]) -> None:
-    import signal
-
     true_time = time.time
+    _channel.time = ModuleType("time")  # it reckons deadlines by a clock that its C half must agree with
+    _channel.time.__dict__.update(vars(time))
     time.time = lambda: true_time() + clock_offset
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as torchrun: an exception, then the exit handlers
     node = Node(endpoint, run_id, nodes, **conf)
@@ -262,7 +280,7 @@ def _serve(endpoint: str, run_id: str, nodes: tuple[int, int], clock_offset: flo
         "waiting": node.handler.num_nodes_waiting,
         "closed": node.handler.is_closed,
         "shutdown": node.finish,
-        "pid": os.getpid,
+        "time": lambda: time.time(),
         "exit": sys.exit,
     }
     for line in sys.stdin:

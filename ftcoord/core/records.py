@@ -50,6 +50,14 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
+class Away:
+    """A live member that a round was formed without: it had its last seat in `round`, and has not come back since."""
+
+    member: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """The decided record: one membership, and what became of it.
 
@@ -57,6 +65,7 @@ class Round:
         number: 1, 2, ...; never used twice in a run.
         seats: the participants in rank order.
         address, port: the bootstrap address of the round (MASTER_ADDR and MASTER_PORT), at rank 0's host.
+        away: the live members that had not come back in time; what they asked before that does not count.
         recalled: why the participants should come back for the next round; empty while they should not.
         waiting: how many members waited for a seat when the round was recalled.
         closed: why the run is over; empty while it is not.
@@ -67,6 +76,7 @@ class Round:
     seats: tuple[Seat, ...]
     address: str
     port: int
+    away: tuple[Away, ...] = ()
     recalled: str = ""
     waiting: int = 0
     closed: str = ""
@@ -75,6 +85,14 @@ class Round:
     def rank_of(self, member: str) -> int | None:
         """The rank of a member, by its member id."""
         return next((rank for rank, seat in enumerate(self.seats) if seat.member == member), None)
+
+    def last_seat_of(self, member: str) -> int:
+        """The last round that a member is known to have had a seat in; 0 for none."""
+        return (
+            self.number
+            if self.rank_of(member) is not None
+            else next((away.round for away in self.away if away.member == member), 0)
+        )
 
 
 NO_ROUND: Final = Round(0, (), "", 0)
@@ -106,14 +124,11 @@ def parse_ask(key: str, value: bytes) -> Ask:
 def parse_round(key: str, value: bytes) -> Round:
     """Raises StateError."""
     raw = _object(key, value)
-    seats = raw.pop("seats", None)
-    if not isinstance(seats, list) or not all(isinstance(seat, dict) for seat in seats):
-        raise StateError(key, "has no list of seats")
-    return _build(Round, key, {**raw, "seats": tuple(_build(Seat, key, seat) for seat in seats)})
+    return _build(Round, key, {**raw, "seats": _list(Seat, key, raw, "seats"), "away": _list(Away, key, raw, "away")})
 
 
-Record = TypeVar("Record", Ask, Seat, Round)
-_TYPES: Final = {"str": str, "int": int, "tuple[Seat, ...]": tuple}
+Record = TypeVar("Record", Ask, Seat, Away, Round)
+_TYPES: Final = {"str": str, "int": int, "tuple[Seat, ...]": tuple, "tuple[Away, ...]": tuple}
 
 
 def _object(key: str, value: bytes) -> dict[str, Any]:
@@ -124,15 +139,22 @@ def _object(key: str, value: bytes) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise StateError(key, "does not hold a JSON object, so it is not ftcoord's")
     version = raw.pop("v", None)
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise StateError(
             key, f"has layout version {version!r}, and this ftcoord reads {VERSION}: use one release in all of a job"
         )
     return raw
 
 
+def _list(kind: type[Record], key: str, raw: dict[str, Any], name: str) -> tuple[Record, ...]:
+    items = raw.get(name)
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise StateError(key, f"has no list of {name}")
+    return tuple(_build(kind, key, item) for item in items)
+
+
 def _build(kind: type[Record], key: str, raw: dict[str, Any]) -> Record:
-    wanted = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
+    wanted = {one.name: _TYPES[str(one.type)] for one in fields(kind)}
     if raw.keys() != wanted.keys():
         odd = ", ".join(sorted(raw.keys() ^ wanted.keys()))
         raise StateError(key, f"does not have the fields of a {kind.__name__} (differing: {odd})")

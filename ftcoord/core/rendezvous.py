@@ -8,7 +8,8 @@ Rules
        - at once, when every seat is taken and no participant of the last round is still to come back;
        - when the settle time-out has passed without change and all live participants of the last round are back;
        - when the last call, which starts as soon as there are `min_nodes`, is over.
-     Seats of participants that are still to come back are kept free until then.
+     Seats of participants that are still to come back are kept free until then. Who is not back by the end of the last
+     call is away: it has no seat, and asks for none before it comes back.
   4. Participants of the last round go before newcomers. They keep their ranks where the new size allows, and
      rank 0 is one of them: newcomers fill the gaps.
   5. A closed run stays closed.
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ftcoord.core.records import Ask, Round, Seat
+from ftcoord.core.records import Ask, Away, Round, Seat
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +86,20 @@ def decide(situation: Situation, options: Options, now: float) -> Verdict:
     """What to do now. Depends on nothing but its arguments."""
     previous = situation.previous
     if previous is None:
-        return _form(situation, options, now, list(situation.members), still_out=0)
+        return _form(situation, options, now, list(situation.members), [])
     if previous.closed and not situation.vanished:
         return Waiting("the run is closed")
     if situation.vanished:
         return _recall(previous, "its record vanished from etcd", 0)
-    running = [member for member in situation.members if _is_running(member, previous)]
-    asking = [member for member in situation.members if not _is_running(member, previous)]
+    asking = [member for member in situation.members if member.ask.after >= previous.last_seat_of(member.id)]
+    busy = [member for member in situation.members if member.ask.after < previous.last_seat_of(member.id)]
     if not previous.recalled:
-        return _judge_running(previous, running, asking, options)
-    return _form(situation, options, now, asking, still_out=len(running))
+        return _judge_running(previous, busy, asking, options)
+    return _form(situation, options, now, asking, busy)
 
 
-def _is_running(member: Member, previous: Round) -> bool:
-    return previous.rank_of(member.id) is not None and member.ask.after < previous.number
-
-
-def _judge_running(previous: Round, running: Sequence[Member], asking: Sequence[Member], options: Options) -> Verdict:
+def _judge_running(previous: Round, busy: Sequence[Member], asking: Sequence[Member], options: Options) -> Verdict:
+    running = [member for member in busy if previous.rank_of(member.id) is not None]
     back = [member for member in asking if previous.rank_of(member.id) is not None]
     new = len(asking) - len(back)
     live = {member.id for member in (*running, *back)}
@@ -119,20 +117,24 @@ def _recall(previous: Round, reason: str, waiting: int) -> Decision:
     return Decision(replace(previous, recalled=reason, waiting=waiting), f"round {previous.number} recalled: {reason}")
 
 
-def _form(situation: Situation, options: Options, now: float, asking: Sequence[Member], still_out: int) -> Verdict:
+def _form(
+    situation: Situation, options: Options, now: float, asking: Sequence[Member], busy: Sequence[Member]
+) -> Verdict:
+    """The next round, or why not yet; `busy` are the members that still have an earlier one to end."""
     previous = situation.previous
     nodes_before = [seat.node for seat in previous.seats] if previous else []
     back = [member for member in asking if member.ask.node in nodes_before]
     if len(asking) < options.min_nodes:
         return Waiting(f"{len(asking)} of at least {options.min_nodes} nodes are there")
+    still_out = sum(1 for member in busy if previous and previous.rank_of(member.id) is not None)
     full = len(asking) >= options.max_nodes
     if full and not still_out:
-        return _complete(situation, options, asking, nodes_before)
+        return _complete(situation, options, asking, busy)
     until, why = _last_call_end(situation, options, asking), "the last call"
     if back and not still_out:
         until, why = min(until, situation.changed_at + options.settle_timeout), "the settle time-out"
     if now >= until:
-        return _complete(situation, options, asking, nodes_before)
+        return _complete(situation, options, asking, busy)
     return Waiting(f"{len(asking)} nodes are there, {still_out} still to come back; {why} runs", until)
 
 
@@ -143,9 +145,9 @@ def _last_call_end(situation: Situation, options: Options, asking: Sequence[Memb
     return max(enough_at, recalled_at) + options.last_call_timeout
 
 
-def _complete(
-    situation: Situation, options: Options, asking: Sequence[Member], nodes_before: Sequence[str]
-) -> Decision:
+def _complete(situation: Situation, options: Options, asking: Sequence[Member], busy: Sequence[Member]) -> Decision:
+    previous = situation.previous
+    nodes_before = [seat.node for seat in previous.seats] if previous else []
     back = sorted(
         (member for member in asking if member.ask.node in nodes_before),
         key=lambda member: nodes_before.index(member.ask.node),
@@ -154,10 +156,11 @@ def _complete(
     chosen = (back + new)[: options.max_nodes]
     ranked = _rank(chosen, nodes_before)
     latest = max([member.ask.after for member in situation.members], default=0)
-    number = max(latest, situation.previous.number if situation.previous else 0) + 1
+    number = max(latest, previous.number if previous else 0) + 1
+    away = tuple(Away(member.id, previous.last_seat_of(member.id)) for member in busy) if previous else ()
     first = ranked[0].ask
     seats = tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked)
-    return Decision(Round(number, seats, first.address, first.port), f"round {number} on {len(seats)} nodes")
+    return Decision(Round(number, seats, first.address, first.port, away), f"round {number} on {len(seats)} nodes")
 
 
 def _rank(chosen: Sequence[Member], nodes_before: Sequence[str]) -> list[Member]:

@@ -48,6 +48,7 @@ from ftcoord.etcd.settle import amend
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
 from ftcoord.rendezvous.membership import Membership
 from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.rendezvous.signals import raised_as_exceptions
 from ftcoord.store import EtcdStore
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._tcp_store: TCPStore | None = None
         self._left = False
         self._told = True
+        self._called_back = 0
         self._pid = os.getpid()
         atexit.register(self._leave)
 
@@ -113,7 +115,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: etcd was out of reach for all that time, or refused.
             RendezvousStateError: the run's record in etcd is not one that this ftcoord can read.
         """
-        with self._recorded("next_rendezvous"):
+        with self._recorded("next_rendezvous"), raised_as_exceptions():
             round_, rank = self._join()
         self._record(
             "next_rendezvous", f"{self._host} is rank {rank} of {len(round_.seats)} in round {round_.number}", rank
@@ -127,14 +129,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         member, mine = self._member, self._round
         if member is None or mine is None:
             return 0
-        if member.lost:
-            return 1
-        now = member.round
-        if now is None or now.closed:
-            return 0
-        if now.number != mine.number:
-            return 1
-        return max(1, now.waiting) if now.recalled else 0
+        count, reason = _call_back(member, mine)
+        if count and self._called_back != mine.number:
+            self._called_back = mine.number
+            log.warning("run %r, round %d: restarting the workers: %s", self._settings.run_id, mine.number, reason)
+        return count
 
     def is_closed(self) -> bool:
         """Whether the run is over; from memory once this node has joined."""
@@ -335,3 +334,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
             pid=self._pid,
             rank=rank,
         )
+
+
+def _call_back(member: Membership, mine: Round) -> tuple[int, str]:
+    """How many nodes wait for a participant of `mine` to come back for another round, and why; 0 if none."""
+    now = member.round
+    if member.lost:
+        return 1, "this node's lease expired"
+    if now is None or now.closed:
+        return 0, ""
+    if now.number != mine.number:
+        return 1, f"round {now.number} was formed without this node"
+    return (max(1, now.waiting), now.recalled) if now.recalled else (0, "")

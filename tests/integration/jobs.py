@@ -1,4 +1,4 @@
-"""Elastic jobs for tests: real torchrun agents as processes of their own, the events of their workers, and the end of all."""
+"""Elastic jobs for tests: real torchrun agents as processes of their own, and the events of their workers."""
 
 from __future__ import annotations
 

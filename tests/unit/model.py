@@ -30,7 +30,7 @@ class Broken(AssertionError):
 
 
 class Pending(NamedTuple):
-    """A decision that is computed, but not yet published; `fresh` while the record is still that which it was computed on."""
+    """A decision that is not yet published; `fresh` while the record is still that which it was computed on."""
 
     decider: str
     decision: Decision
@@ -83,11 +83,12 @@ def check(view: Situation, running: frozenset[str], options: Options, verdict: V
 
 
 def _check_recall(view: Situation, running: frozenset[str], options: Options, old: Round, new: Round) -> None:
-    _hold("S1 a recall changes no membership", replace(new, recalled="", waiting=0) == replace(old, recalled="", waiting=0))
+    same = replace(old, recalled=new.recalled, waiting=new.waiting)
+    at_work = running.intersection(participants(view))
+    _hold("S1 a recall changes no membership", new == same)
     _hold("a recall says why", bool(new.recalled))
     _hold("a round is recalled once", view.vanished or not old.recalled)
-    complete = len(participants(view)) == len(old.seats) == options.max_nodes
-    _hold("L2 a surplus node recalls nothing", view.vanished or not (complete and running.issuperset(participants(view))))
+    _hold("L2 a surplus node recalls nothing", view.vanished or len(at_work) < options.max_nodes)
 
 
 def _check_round(view: Situation, running: frozenset[str], options: Options, old: Round | None, new: Round) -> None:
@@ -105,7 +106,8 @@ def _check_round(view: Situation, running: frozenset[str], options: Options, old
     _hold("a running round is recalled before it is replaced", old is None or bool(old.recalled))
     _hold("rank 0 serves the bootstrap address", new.address == members[chosen[0]].ask.address)
     _hold("rank 0 is a survivor", not back or new.seats[0].node in before)
-    _hold("survivors go before newcomers", {m.id for m in back} <= set(chosen) or all(s.node in before for s in new.seats))
+    new_nodes = {seat.node for seat in new.seats}.difference(before)
+    _hold("survivors go before newcomers", not new_nodes or {m.id for m in back} <= set(chosen))
     _hold("participants have the last call to come back", not out or view.previous_at <= -LAST_CALL)
     _hold("only those that ask are seated", running.isdisjoint(chosen))
 
@@ -148,7 +150,7 @@ class World:
         return state
 
     def explore(self, depth: int, start: State = START) -> int:
-        """Every order of events up to this depth: the number of states. Raises Broken, with the events that led there."""
+        """Every order of events up to this depth: the number of states. Broken says which events led there."""
         self.parents = {start: None}
         queue = deque([(start, 0)])
         while queue:
@@ -213,8 +215,12 @@ class World:
     def _lose(self, state: State, member: str) -> State:
         view = state.view
         left = tuple(other for other in view.members if other.id != member)
-        after = state._replace(view=replace(view, members=left, changed_at=0.0), running=state.running - {member})
-        after = after._replace(blind=state.blind - {member}, pending=tuple(p for p in state.pending if p.decider != member))
+        after = State(
+            replace(view, members=left, changed_at=0.0),
+            state.running - {member},
+            state.blind - {member},
+            tuple(p for p in state.pending if p.decider != member),
+        )
         if left and view.members[0].id == member:
             after = _restart_timers(after, view.previous_at)
         if view.vanished and state.blind.issuperset(live(after.view)):
@@ -258,7 +264,8 @@ class World:
 
     def _race(self, state: State) -> Iterator[Step]:
         for member in live(state.view)[: self.deciders]:
-            if all(p.decider != member for p in state.pending) and isinstance(verdict := self._verdict(state), Decision):
+            verdict = self._verdict(state)
+            if isinstance(verdict, Decision) and all(p.decider != member for p in state.pending):
                 pending = tuple(sorted((*state.pending, Pending(member, replace(verdict, reason=""), True))))
                 yield f"{member} decides", state._replace(pending=pending)
         for p in state.pending:

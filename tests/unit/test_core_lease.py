@@ -51,7 +51,7 @@ def test_only_etcd_can_say_that_it_is_lost(times: LeaseTimes) -> None:
 
 @given(leases, delays, delays)
 def test_a_late_answer_buys_no_time(times: LeaseTimes, granted_after: float, later: float) -> None:
-    """etcd granted it at some time after it was sent, and keeps it for a TTL from then: it is never trusted for longer."""
+    """etcd granted it at some time after it was sent, and keeps it for a TTL from then: nobody trusts it for longer."""
     now, granted_at = times.sent_at + later, times.sent_at + granted_after
     assert times.state(now) is SessionState.SUSPENDED or now < granted_at + times.ttl
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -163,11 +164,8 @@ def mangled(draw: st.DrawFn) -> bytes:
 @given(st.binary(max_size=64) | json_values.map(lambda raw: json.dumps(raw).encode()) | mangled())
 def test_whatever_is_there_is_a_record_or_a_state_error(value: bytes) -> None:
     for parse in (parse_ask, parse_round):
-        try:
+        with contextlib.suppress(StateError):
             record = parse(KEY, value)
-        except StateError as error:
-            assert error.key == KEY
-        else:
             assert parse(KEY, encode(record)) == record
 
 

@@ -5,8 +5,9 @@ Members are written as they are spoken of: `B` is node B's first incarnation, `B
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,18 +31,18 @@ def all_ask(names: str, after: int = 0, seen: float = 0.0) -> list[Member]:
     return [asks(name, after, seen) for name in names.split()]
 
 
-def a_round(names: str, number: int = 1, **more: object) -> Round:
+def a_round(names: str, number: int = 1, **more: Any) -> Round:
     seats = tuple(Seat(name, name[0], f"host{name[0]}") for name in names.split())
     first = names[0]
-    return replace(Round(number, seats, f"{first}.example", PORTS[first]), **more)  # type: ignore[arg-type]
+    return replace(Round(number, seats, f"{first}.example", PORTS[first]), **more)
 
 
 def recalled(names: str, number: int = 1) -> Round:
     return a_round(names, number, recalled="somebody is gone")
 
 
-def options(min_nodes: int, max_nodes: int, **more: object) -> Options:
-    return replace(Options(min_nodes, max_nodes, LAST_CALL, SETTLE), **more)  # type: ignore[arg-type]
+def options(min_nodes: int, max_nodes: int, **more: Any) -> Options:
+    return replace(Options(min_nodes, max_nodes, LAST_CALL, SETTLE), **more)
 
 
 def judge(
@@ -52,7 +53,7 @@ def judge(
     changed_at: float = 0.0,
     previous_at: float = AGO,
     vanished: bool = False,
-    **more: object,
+    **more: Any,
 ) -> Verdict:
     return decide(Situation(members, changed_at, previous, previous_at, vanished), options(*limits, **more), 0.0)
 
@@ -85,16 +86,10 @@ def test_too_few_wait_for_others_without_a_limit() -> None:
     assert waits(judge(all_ask("A", seen=AGO)), None)
 
 
-def test_a_full_round_is_decided_at_once() -> None:
-    verdict = judge(all_ask("A B C"))
-    assert seats(verdict) == "A B C"
-    assert isinstance(verdict, Decision)
-    assert verdict.round == a_round("A B C")
-    assert verdict.reason == "round 1 on 3 nodes"
-
-
-def test_one_node_alone_is_a_full_round_of_one() -> None:
-    assert seats(judge(all_ask("A"), limits=(1, 1))) == "A"
+@pytest.mark.parametrize("names", ["A", "A B", "A B C"])
+def test_a_full_round_is_decided_at_once(names: str) -> None:
+    nodes = len(names.split())
+    assert judge(all_ask(names), limits=(1, nodes)) == Decision(a_round(names), f"round 1 on {nodes} nodes")
 
 
 def test_beyond_max_the_oldest_are_seated() -> None:
@@ -150,7 +145,8 @@ def test_a_seat_that_a_loss_left_free_is_room_for_a_newcomer() -> None:
 
 
 def test_when_all_are_gone_there_is_nobody_to_leave_it_to() -> None:
-    assert is_recall(judge(all_ask("C"), RUNNING, (2, 2), recall_on_loss=False), RUNNING, "hostA, hostB is gone", waiting=1)
+    verdict = judge(all_ask("C"), RUNNING, (2, 2), recall_on_loss=False)
+    assert is_recall(verdict, RUNNING, "hostA, hostB is gone", waiting=1)
 
 
 @pytest.mark.parametrize("recall_on_loss", [True, False])
@@ -272,23 +268,19 @@ def test_survivors_go_before_older_newcomers() -> None:
 # -- numbers, the end, and a record that is gone ----------------------------------------------------------------
 
 
-def number(verdict: Verdict) -> int:
-    assert isinstance(verdict, Decision), verdict
-    return verdict.round.number
-
-
-def test_numbers_grow() -> None:
-    assert number(judge(all_ask("A B", after=7), recalled("A B", 7), (2, 2))) == 8
-
-
-def test_numbers_grow_from_what_members_know_when_no_record_is_left() -> None:
-    assert number(judge([asks("A", after=41), asks("B")], None, (2, 2))) == 42
-
-
-def test_numbers_grow_from_what_any_member_knows_also_without_a_seat() -> None:
-    members = [asks("A", after=1), asks("B", after=1), asks("C", after=9)]
-    assert seats(judge(members, recalled("A B"), (2, 2))) == "A B"
-    assert number(judge(members, recalled("A B"), (2, 2))) == 10
+@pytest.mark.parametrize(
+    ("members", "previous", "number"),
+    [
+        pytest.param(all_ask("A B", after=7), recalled("A B", 7), 8, id="from the last round"),
+        pytest.param([asks("A", after=41), asks("B")], None, 42, id="from what members know when no record is left"),
+        pytest.param([*all_ask("A B", after=1), asks("C", after=9)], recalled("A B"), 10, id="also without a seat"),
+    ],
+)
+def test_numbers_grow(members: list[Member], previous: Round | None, number: int) -> None:
+    verdict = judge(members, previous, (2, 2))
+    assert seats(verdict) == "A B"
+    assert isinstance(verdict, Decision)
+    assert verdict.round.number == number
 
 
 @pytest.mark.parametrize("record", [a_round("A B", closed="done"), replace(NO_ROUND, closed="done")])
@@ -334,10 +326,6 @@ def cases(draw: st.DrawFn) -> Case:
     vanished = previous is not None and draw(st.integers(0, 9)) == 0
     chosen = options(low, high, recall_on_loss=draw(st.booleans()))
     return Case(Situation(members, draw(times), previous, draw(times), vanished), chosen, 0.0)
-
-
-def nodes_of(members: Iterable[Seat]) -> list[str]:
-    return [seat.node for seat in members]
 
 
 @given(cases())
@@ -390,7 +378,7 @@ def test_survivors_keep_their_ranks(case: Case) -> None:
     verdict, before = case.verdict, case.situation.previous
     if not isinstance(verdict, Decision) or verdict.round.recalled or before is None:
         return
-    old, new = nodes_of(before.seats), nodes_of(verdict.round.seats)
+    old, new = ([seat.node for seat in record.seats] for record in (before, verdict.round))
     survivors = [node for node in old if node in new]
     assert new[0] in survivors or not survivors
     assert all(new[rank] == node for rank, node in enumerate(old) if node in survivors[1:] and 0 < rank < len(new))

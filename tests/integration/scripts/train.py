@@ -1,7 +1,7 @@
 """A worker that does what training does: gloo, an all_reduce each step, and a crash when a peer is gone.
 
-Its orders are files in FTCOORD_JOB/orders: `stop` ends the job on all ranks at the same step; `crash-<global rank>` makes
-that rank exit 1, once.
+Its orders are files in FTCOORD_JOB/orders: `stop` ends the job on all ranks at the same step; `crash-<global rank>`
+makes that rank exit 1, once.
 """
 
 from __future__ import annotations

@@ -1,0 +1,41 @@
+"""Signals that come while an agent waits for its first round."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Final
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+_TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+@contextlib.contextmanager
+def raised_as_exceptions() -> Iterator[None]:
+    """Within this block the signals that torchrun handles raise its SignalException, where nobody else handles them.
+
+    torch installs its handlers when it starts the first workers. Until then a SIGTERM would end the agent at once,
+    and the others would count on it until its lease expires.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _TORCHS_DEFAULT).split(",")
+    known = [signal.Signals[name.strip()] for name in names if name.strip() in signal.Signals.__members__]
+    ours = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))

@@ -1,0 +1,231 @@
+"""The handler when leases end, etcd is away, processes are killed and clocks differ; and what a run leaves behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from helpers import DEADLINE, eventually
+from rdzv_nodes import MakeNodes, Node, NodeProcess, all_join, all_signalled, join_all, keys_under, processes
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+
+LONG_TTL = 600
+"""Seconds; a lease that outlives the test, so that only giving it up can end it."""
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_node_is_noticed_when_its_lease_ends(make_nodes: MakeNodes) -> None:
+    run = make_nodes(2, 3)
+    nodes = run.add(3)
+    join_all(nodes)
+    nodes[1].crash()
+    survivors = [nodes[0], nodes[2]]
+    all_signalled(survivors)
+    assert {seat.world for seat in join_all(survivors)} == {2}
+
+
+def test_member_loss_can_be_left_to_the_workers(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    nodes = make_nodes(1, 3, on_member_loss="ignore").add(3)
+    join_all(nodes)
+    lost = nodes[1].lease()
+    nodes[1].crash()
+    key = f"/ftcoord/v1/{nodes[0].handler.get_run_id()}/members/{lost:016x}"
+    eventually(lambda: client.get(key).one is None, what="the lease ends")
+    threading.Event().wait(1)
+    assert not nodes[0].signalled()
+    assert not nodes[2].signalled()
+    back = nodes[0].join()  # its workers crashed
+    all_signalled(nodes[2:])
+    assert nodes[2].join().result(DEADLINE).world == back.result(DEADLINE).world == 2
+
+
+def test_a_node_that_lost_its_lease_comes_back(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    nodes = make_nodes(3, 3).add(3)
+    before = join_all(nodes)
+    client.revoke(nodes[1].lease())
+    all_signalled(nodes)
+    after = join_all(nodes)
+    assert [seat.rank for seat in after] == [seat.rank for seat in before]
+    assert not any(node.signalled() for node in nodes)
+
+
+def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    run = make_nodes(2, 2)
+    waiting = run.one()
+    join = waiting.join()
+    for _ in range(2):
+        member = eventually(lambda: waiting.handler._member, what="the node has a lease")
+        eventually(lambda member=member: client.get(member._group.key).one, what="the node waits")
+        client.revoke(waiting.lease())
+        eventually(lambda member=member: waiting.handler._member is not member, what="the node takes a new lease")
+    other = run.one()
+    assert other.join().result(DEADLINE).world == join.result(DEADLINE).world == 2
+
+
+def test_the_lease_of_the_record_may_be_lost(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    """Somebody deletes the run's keys: rounds go on with the next number."""
+    nodes = make_nodes(2, 2, run_id="erased").add(2)
+    join_all(nodes)
+    record = client.get("/ftcoord/v1/erased/decided").one
+    assert record is not None
+    client.revoke(record.lease)
+    all_signalled(nodes)
+    assert {seat.round for seat in join_all(nodes)} == {2}
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+TWO = (2, 2)
+
+
+def test_kill_9_and_sigterm_are_noticed(etcd: EtcdServer) -> None:
+    """After -9 the lease has to end; SIGTERM skips shutdown(), and yet the node gives its lease up."""
+    endpoint = etcd.get_endpoint()
+    first, killed = NodeProcess(endpoint, "signals", TWO), NodeProcess(endpoint, "signals", TWO)
+    second, third = (NodeProcess(endpoint, "signals", TWO, lease_ttl=LONG_TTL, run_ttl=3600) for _ in range(2))
+    with processes(first, killed, second, third):
+        assert {seat.round for seat in all_join(first, killed)} == {1}
+        killed.kill()
+        eventually(lambda: first.ask("waiting"), what="the survivor is signalled")
+        assert {seat.round for seat in all_join(first, second)} == {2}
+        assert second.terminate() == 143
+        eventually(lambda: first.ask("waiting"), what="the survivor is signalled")
+        assert {seat.round for seat in all_join(first, third)} == {3}
+        assert first.ask("shutdown")
+        eventually(lambda: third.ask("closed"), what="the run is closed")
+
+
+def test_wall_clocks_that_differ_by_an_hour(etcd: EtcdServer) -> None:
+    ahead, behind = (
+        NodeProcess(etcd.get_endpoint(), "clocks", (1, 2), clock_offset=offset, last_call_timeout=600)
+        for offset in (1800.0, -1800.0)
+    )
+    with processes(ahead, behind):
+        assert abs(ahead.ask("time") - behind.ask("time")) > 3000
+        for number in (1, 2):
+            assert {(seat.world, seat.round) for seat in all_join(ahead, behind)} == {(2, number)}
+            assert ahead.ask("waiting") == behind.ask("waiting") == 0
+        threading.Event().wait(3)  # longer than a lease
+        assert ahead.ask("waiting") == behind.ask("waiting") == 0
+        ahead.kill()
+        eventually(lambda: behind.ask("waiting"), what="the survivor is signalled")
+
+
+# -- an etcd that is away ---------------------------------------------------------------------------------------------
+
+
+class AgentLoop:
+    """Calls num_nodes_waiting() as often as an agent does, and notes the slowest call and all answers."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._stop = threading.Event()
+        self.answers: set[int] = set()
+        self.slowest = 0.0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            start = time.thread_time()
+            self.answers.add(self._node.handler.num_nodes_waiting())
+            self.slowest = max(self.slowest, time.thread_time() - start)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("trouble", ["kill", "pause"])
+def test_an_outage_does_not_touch_running_workers(make_nodes: MakeNodes, fragile: EtcdServer, trouble: str) -> None:
+    run = make_nodes(2, 3, on=fragile, last_call_timeout=0.5)
+    nodes = run.add(2)
+    late = run.one()
+    join_all(nodes)
+    loops = [AgentLoop(node) for node in nodes]
+    getattr(fragile, trouble)()
+    threading.Event().wait(5)  # longer than the leases
+    for loop in loops:
+        loop.stop()
+        assert loop.answers == {0}
+        assert loop.slowest < 0.1  # of its own CPU time: it computes next to nothing and waits for nobody
+    if trouble == "kill":
+        fragile.restart()
+    else:
+        fragile.resume()
+    assert {seat.world for seat in join_all([*nodes, late])} == {3}
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "run_id",
+    ["a/b", "a/", "/", "..", "a b ", "l\u00e4uft \u4f60\u597d", "x" * 200, "\u4f60" * 200, "%2F", "decided", "'\"\n"],
+)
+def test_run_ids(make_nodes: MakeNodes, client: EtcdClient, run_id: str) -> None:
+    nodes = make_nodes(2, 2, run_id=run_id, key_prefix="/ids").add(2)
+    assert {seat.world for seat in join_all(nodes)} == {2}
+    assert {node.handler.get_run_id() for node in nodes} == {run_id}
+    for node in nodes:
+        assert node.info is not None
+        node.info.store.add("n", 1)
+    assert nodes[0].finish()
+    eventually(nodes[1].handler.is_closed, what="the run is closed")
+    assert {key.split("/")[1] for key in keys_under(client, "/ids")} == {"ids"}
+
+
+def test_two_runs_side_by_side(make_nodes: MakeNodes) -> None:
+    """One's id is the start of the other's."""
+    runs = [make_nodes(2, 2, run_id=run_id).add(2) for run_id in ("job", "job/1", "job1")]
+    for nodes in runs:
+        assert {seat.world for seat in join_all(nodes)} == {2}
+        for node in nodes:
+            assert node.info is not None
+            node.info.store.set("key", node.handler.get_run_id())
+    runs[0][0].finish()
+    eventually(runs[0][1].handler.is_closed, what="the run is closed")
+    for nodes in runs[1:]:
+        assert not any(node.handler.is_closed() or node.signalled() for node in nodes)
+        assert nodes[0].info is not None
+        assert nodes[0].info.store.get("key") == nodes[0].handler.get_run_id().encode()
+        assert {seat.round for seat in join_all(nodes)} == {2}
+
+
+def test_a_long_run_keeps_its_state_and_leaves_nothing(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    """Longer than every TTL; afterwards all that is left has a lease, and goes with it."""
+    ttls = {"lease_ttl": 2, "run_ttl": 9}
+    prefix = "/long-run"
+    run = make_nodes(2, 2, key_prefix=prefix, **ttls)
+    nodes = run.add(2)
+    join_all(nodes)
+    assert nodes[0].info is not None
+    nodes[0].info.store.set("key", b"1")
+    loops = [AgentLoop(node) for node in nodes]
+    threading.Event().wait(12)
+    for loop in loops:
+        loop.stop()
+        assert loop.answers == {0}
+    assert nodes[0].info.store.get("key") == b"1"
+    nodes[0].fail()
+    new = run.one()
+    all_signalled([nodes[1]])
+    assert {seat.round for seat in join_all([nodes[1], new])} == {2}
+    assert new.info is not None
+    new.info.store.set("key", b"1")
+    assert new.finish()
+    eventually(nodes[1].handler.is_closed, what="the run is closed")
+    assert nodes[1].finish()
+    for late in run.add(2):  # they do not keep a closed run alive
+        with pytest.raises(RendezvousClosedError):
+            late.join().result(DEADLINE)
+    left = keys_under(client, prefix)
+    assert any(key.endswith("/decided") for key in left)
+    assert all(kv.lease for kv in left.values())
+    eventually(lambda: not keys_under(client, prefix), what="nothing is left")

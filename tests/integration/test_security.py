@@ -1,0 +1,466 @@
+"""TLS, client certificates, users and passwords, and the environment they come from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import DEADLINE, Seen, eventually
+
+from ftcoord.config import EtcdConfig
+from ftcoord.core.lease import SessionState
+from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
+from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.ports import LOOPBACK, ReservedPort
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.etcd.session import Session
+
+TOKEN_TTL = 2
+
+
+# -- certificates ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Issued:
+    """The paths of a certificate and its key."""
+
+    cert: str
+    key: str
+
+
+class Authority:
+    """A certificate authority, by the openssl program."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory / name
+        self._directory.mkdir()
+        self._own = self._request("ca")
+        extensions = "basicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign,cRLSign\n"
+        self._sign("ca", extensions, "-signkey", self._own.key)
+        self.cert = self._own.cert
+
+    def issue(self, name: str, *alternatives: str) -> Issued:
+        """A certificate for a server (with its alternative names) or a client."""
+        issued = self._request(name)
+        extensions = "basicConstraints=CA:FALSE\nkeyUsage=critical,digitalSignature\n"
+        extensions += "extendedKeyUsage=serverAuth,clientAuth\n"
+        if alternatives:
+            extensions += f"subjectAltName={','.join(alternatives)}\n"
+        self._sign(name, extensions, "-CA", self.cert, "-CAkey", self._own.key, "-CAcreateserial")
+        return issued
+
+    def _request(self, name: str) -> Issued:
+        (self._directory / "request.cnf").write_text(f"[req]\nprompt=no\ndistinguished_name=dn\n[dn]\nCN={name}\n")
+        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+        self._openssl("req", "-new", "-config", "request.cnf", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        return Issued(str(self._directory / f"{name}.pem"), str(self._directory / f"{name}.key"))
+
+    def _sign(self, name: str, extensions: str, *signer: str) -> None:
+        (self._directory / "extensions.cnf").write_text(extensions)
+        request = ("-req", "-in", f"{name}.csr", "-out", f"{name}.pem", "-days", "2", "-extfile", "extensions.cnf")
+        self._openssl("x509", *request, *signer)
+
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self._directory, check=True, capture_output=True)
+
+
+class SecureServer(EtcdServer):
+    """An etcd with a second client address, for TLS with client certificates; the first one is for its health."""
+
+    def __init__(self, authority: Authority, *extra_args: str) -> None:
+        server = authority.issue("server", "DNS:localhost", "DNS:etcd.example")
+        tls = (f"--cert-file={server.cert}", f"--key-file={server.key}", f"--trusted-ca-file={authority.cert}")
+        super().__init__(extra_args=[*tls, "--client-cert-auth", *extra_args])
+        self.secure_port = ReservedPort(LOOPBACK)
+
+    def _arguments(self, data_dir: str, initial_cluster: str) -> list[str]:
+        both = f"http://{self.get_endpoint()},https://{LOOPBACK}:{self.secure_port.number}"
+        return [*super()._arguments(data_dir, initial_cluster), f"--listen-client-urls={both}"]
+
+    def stop(self) -> None:
+        super().stop()
+        self.secure_port.release()
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"), "authority")
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """An authority that nobody trusts."""
+    return Authority(tmp_path_factory.mktemp("tls"), "stranger")
+
+
+@pytest.fixture(scope="module")
+def node(authority: Authority) -> Issued:
+    """A client certificate."""
+    return authority.issue("node")
+
+
+@pytest.fixture(scope="module")
+def secure(authority: Authority) -> Iterator[SecureServer]:
+    with SecureServer(authority) as server:
+        yield server
+
+
+def url(server: SecureServer, scheme: str = "https", host: str = "localhost") -> str:
+    return f"{scheme}://{host}:{server.secure_port.number}"
+
+
+def connect(endpoint: str, **settings: Any) -> EtcdClient:
+    return EtcdClient(EtcdConfig.load(endpoint, env={}, **settings))
+
+
+def test_mutual_tls(secure: SecureServer, authority: Authority, node: Issued, prefix: str) -> None:
+    seen = Seen()
+    with connect(url(secure), ca_cert=authority.cert, cert=node.cert, key=node.key) as client:
+        client.watch(Span(prefix), client.get(prefix).revision + 1, seen)
+        with Session(client, 5) as session:
+            client.put(prefix, b"1", session.lease_id)
+            assert seen.events(1)[0].kv.value == b"1"
+
+
+def test_the_server_name_stands_in_for_the_host(
+    secure: SecureServer, authority: Authority, node: Issued, prefix: str
+) -> None:
+    tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
+    with connect(url(secure, host=LOOPBACK), **tls, server_name="etcd.example") as client:
+        assert client.put(prefix, b"").succeeded
+
+
+@pytest.mark.parametrize(
+    ("scheme", "host", "settings"),
+    [
+        ("https", "localhost", {"ca_cert": "stranger", "cert": "node", "key": "node"}),
+        ("https", "localhost", {"ca_cert": "authority"}),
+        ("https", "localhost", {"ca_cert": "authority", "cert": "strange node", "key": "strange node"}),
+        ("https", LOOPBACK, {"ca_cert": "authority", "cert": "node", "key": "node"}),
+        (
+            "https",
+            "localhost",
+            {"ca_cert": "authority", "cert": "node", "key": "node", "server_name": "other.example"},
+        ),
+        ("http", "localhost", {}),
+    ],
+    ids=["wrong CA", "no client certificate", "unknown client", "wrong host", "wrong server name", "http to https"],
+)
+def test_a_connection_that_cannot_be_secured_is_a_clear_error(
+    secure: SecureServer,
+    authority: Authority,
+    stranger: Authority,
+    node: Issued,
+    scheme: str,
+    host: str,
+    settings: dict[str, str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    strange = stranger.issue("node")
+    files = {"authority": authority.cert, "stranger": stranger.cert}
+    certificates = {"node": node, "strange node": strange}
+    actual = {
+        name: getattr(certificates[value], name) if value in certificates else files.get(value, value)
+        for name, value in settings.items()
+    }
+    refused_in_time(connect(url(secure, scheme, host), **actual))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_https_to_a_server_without_tls_is_a_clear_error(
+    etcd: EtcdServer, authority: Authority, node: Issued, capfd: pytest.CaptureFixture[str]
+) -> None:
+    endpoint = f"https://localhost:{etcd.get_port()}"
+    refused_in_time(connect(endpoint, ca_cert=authority.cert, cert=node.cert, key=node.key))
+    assert capfd.readouterr() == ("", "")
+
+
+def refused_in_time(client: EtcdClient) -> None:
+    """Neither reads nor writes work, nor do they hang, and the error tells where to look. Nothing was sent."""
+    with client:
+        client.watch(Span("/key"), 1, Seen())
+        for use in (lambda: client.get("/key", timeout=1), lambda: client.put("/key", b"", timeout=1)):
+            began = time.monotonic()
+            with pytest.raises(EtcdUnavailable, match="the TLS settings"):
+                use()
+            assert time.monotonic() - began < 11  # 1 s, and 10 for a slow machine
+
+
+def test_a_file_that_went_missing_is_named_before_any_connection(
+    secure: SecureServer, authority: Authority, node: Issued, tmp_path: Path
+) -> None:
+    copy = tmp_path / "ca.pem"
+    copy.write_bytes(Path(authority.cert).read_bytes())
+    config = EtcdConfig.load(url(secure), ca_cert=copy, cert=node.cert, key=node.key, env={})
+    copy.unlink()
+    with pytest.raises(ConfigError, match=r"ca\.pem"):
+        EtcdClient(config)
+
+
+def test_tls_and_a_restart(authority: Authority, node: Issued) -> None:
+    seen = Seen()
+    tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
+    with SecureServer(authority) as server, connect(url(server), **tls) as client, Session(client, 10) as session:
+        client.put("/key", b"1", session.lease_id)
+        client.watch(Span("/key"), 1, seen)
+        server.kill()
+        server.restart()
+        client.put("/key", b"2", session.lease_id, timeout=DEADLINE)
+        assert [event.kv.value for event in seen.events(2)] == [b"1", b"2"]
+        assert session.state is not SessionState.LOST
+
+
+# -- users ----------------------------------------------------------------------------------------------------------
+
+
+def add_users(server: EtcdServer) -> None:
+    """root may do all, trainer what begins with /job/."""
+    for name, password in (("root", "rootpass"), ("trainer", "swordfish")):
+        ask(server, "user/add", name=name, password=password)
+        ask(server, "role/add", name=name)
+    ask(server, "role/grant", name="trainer", perm={"permType": 2, "key": "L2pvYi8=", "range_end": "L2pvYjA="})
+    for name in ("root", "trainer"):
+        ask(server, "user/grant", user=name, role=name)
+
+
+def ask(server: EtcdServer, what: str, **body: object) -> None:
+    """Through etcd's HTTP gateway."""
+    assert server.http("POST", f"/v3/auth/{what}", body, timeout=DEADLINE) is not None, what
+
+
+@pytest.fixture
+def guarded() -> Iterator[EtcdServer]:
+    """An etcd with users, whose tokens live for 2 s, and may be killed."""
+    with EtcdServer(extra_args=[f"--auth-token-ttl={TOKEN_TTL}"]) as server:
+        add_users(server)
+        ask(server, "enable")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def guarded_for_all() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        add_users(server)
+        ask(server, "enable")
+        yield server
+
+
+def trainer(server: EtcdServer) -> EtcdClient:
+    return connect(server.get_endpoint(), user="trainer", password="swordfish")
+
+
+def outlive_a_token() -> None:
+    threading.Event().wait(2.5 * TOKEN_TTL)
+
+
+def test_a_user_may_do_what_the_role_says(guarded_for_all: EtcdServer) -> None:
+    seen = Seen()
+    with trainer(guarded_for_all) as client, Session(client, 5) as session:
+        client.put("/job/key", b"", session.lease_id)
+        client.watch(Span("/job/", is_prefix=True), 1, seen)
+        seen.events(1)
+        denied = Seen()
+        client.watch(Span("/other/", is_prefix=True), 1, denied)
+        assert isinstance(denied.error(), EtcdAuthError)
+        for use in (
+            lambda: client.get("/other"),
+            lambda: client.put("/other", b""),
+            lambda: client.range(Get(Span("/", is_prefix=True))),
+            lambda: client.delete(Span("/job", is_prefix=True)),
+        ):
+            with pytest.raises(EtcdAuthError, match="permission denied"):
+                use()
+        client.put("/job/key", b"", session.lease_id)
+        seen.events(2)
+
+
+@pytest.mark.parametrize(
+    ("login", "why"),
+    [
+        ({"user": "trainer", "password": "wrong"}, "authentication failed"),
+        ({"user": "nobody", "password": "swordfish"}, "authentication failed"),
+        ({}, "user name is empty"),
+    ],
+)
+def test_wrong_logins(guarded_for_all: EtcdServer, login: dict[str, str], why: str) -> None:
+    with connect(guarded_for_all.get_endpoint(), **login) as client:
+        seen = Seen()
+        client.watch(Span("/job/key"), 1, seen)
+        assert isinstance(seen.error(), EtcdAuthError)
+        for use in (lambda: client.get("/job/key"), lambda: client.put("/job/key", b"")):
+            with pytest.raises(EtcdAuthError, match=why) as caught:
+                use()
+            assert "swordfish" not in str(caught.value)
+
+
+def test_a_login_that_was_wrong_is_not_repeated_for_ever(guarded_for_all: EtcdServer) -> None:
+    with connect(guarded_for_all.get_endpoint(), user="trainer", password="wrong") as client:
+        seen = Seen()
+        client.watch(Span("/job/key"), 1, seen)
+        assert isinstance(seen.error(), EtcdAuthError)
+        eventually(lambda: not any(thread.name == "ftcoord-watch" for thread in threading.enumerate()))
+
+
+def test_tokens_that_run_out_are_renewed(guarded: EtcdServer) -> None:
+    """Of a client that calls, of one that only watches, and of one that keeps a session."""
+    first, second = Seen(), Seen()
+    with trainer(guarded) as calling, trainer(guarded) as watching, trainer(guarded) as keeping:
+        calling.put("/job/key", b"1")
+        watching.watch(Span("/job/key"), 1, first)
+        first.events(1)
+        with Session(keeping, 5) as session:
+            keeping.put("/job/lease", b"", session.lease_id)
+            outlive_a_token()
+            assert calling.put("/job/key", b"2").succeeded
+            first.events(2)
+            watching.watch(Span("/job/", is_prefix=True), 1, second)  # on the stream that the old token opened
+            second.events(3)
+            outlive_a_token()
+            calling.put("/job/key", b"3")
+            assert [event.kv.value for event in first.events(3)] == [b"1", b"2", b"3"]
+            second.events(4)
+            assert session.state is not SessionState.LOST
+            assert keeping.get("/job/lease").one is not None
+
+
+def test_logins_survive_a_restart(guarded: EtcdServer) -> None:
+    """The server has forgotten all tokens then."""
+    seen = Seen()
+    with trainer(guarded) as client, Session(client, 10) as session:
+        client.put("/job/key", b"1", session.lease_id)
+        client.watch(Span("/job/key"), 1, seen)
+        seen.events(1)
+        for i in (2, 3):
+            guarded.kill()
+            guarded.restart()
+            client.put("/job/key", str(i).encode(), session.lease_id, timeout=DEADLINE)
+            assert [event.kv.value for event in seen.events(i)] == [b"1", b"2", b"3"][:i]
+        assert session.state is not SessionState.LOST
+
+
+def test_many_threads_log_in_once(guarded: EtcdServer) -> None:
+    with trainer(guarded) as client:
+        logins: queue.SimpleQueue[str] = queue.SimpleQueue()
+        transport: Any = client._transport
+        log_in = transport._log_in
+
+        def count(deadline: float) -> str:
+            logins.put("")
+            return str(log_in(deadline))
+
+        transport._log_in = count
+        threads = [threading.Thread(target=client.get, args=("/job/key",)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert logins.qsize() == 1
+
+
+def test_a_user_where_authentication_is_off_and_then_switched_on() -> None:
+    seen = Seen()
+    with EtcdServer() as server, trainer(server) as client, Session(client, 10) as session:
+        client.put("/job/key", b"1", session.lease_id)
+        client.watch(Span("/job/key"), 1, seen)
+        seen.events(1)
+        add_users(server)
+        ask(server, "enable")
+        client.put("/job/key", b"2", session.lease_id)
+        other = Seen()
+        client.watch(Span("/job/key"), 1, other)
+        for each in (seen, other):
+            assert [event.kv.value for event in each.events(2)] == [b"1", b"2"]
+
+
+def test_a_login_takes_no_longer_than_the_call_may(guarded: EtcdServer) -> None:
+    with connect(guarded.get_endpoint(), user="trainer", password="swordfish", request_timeout=60) as client:
+        guarded.pause()
+        threads = [threading.Thread(target=lambda: refused(client)) for _ in range(3)]
+        began = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - began < 15  # not 60, nor three times anything
+        guarded.resume()
+
+
+def refused(client: EtcdClient) -> None:
+    with contextlib.suppress(EtcdUnavailable):
+        client.get("/job/key", timeout=0.5)
+        pytest.fail("etcd hangs")
+
+
+# -- the environment ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in list(os.environ):
+        if name.startswith(("FTCOORD_", "ETCDCTL_")) and name != "FTCOORD_ETCD_BINARY":
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def fortress(authority: Authority) -> Iterator[SecureServer]:
+    """TLS, client certificates and users."""
+    with SecureServer(authority) as server:
+        add_users(server)
+        ask(server, "enable")
+        yield server
+
+
+@pytest.mark.parametrize("style", ["FTCOORD", "FTCOORD file", "ETCDCTL", "ETCDCTL password", "both"])
+def test_everything_comes_from_the_environment(
+    fortress: SecureServer,
+    authority: Authority,
+    node: Issued,
+    tmp_path: Path,
+    clean_environment: pytest.MonkeyPatch,
+    style: str,
+) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("swordfish\n")
+    endpoint = url(fortress, host=LOOPBACK)
+    name = {"FTCOORD_SERVER_NAME": "etcd.example"}
+    ours = {
+        "FTCOORD_ENDPOINTS": endpoint,
+        "FTCOORD_CA_CERT": authority.cert,
+        "FTCOORD_CERT": node.cert,
+        "FTCOORD_KEY": node.key,
+        "FTCOORD_USER": "trainer",
+    }
+    etcdctls = {
+        "ETCDCTL_ENDPOINTS": endpoint,
+        "ETCDCTL_CACERT": authority.cert,
+        "ETCDCTL_CERT": node.cert,
+        "ETCDCTL_KEY": node.key,
+    }
+    variables = {
+        "FTCOORD": ours | {"FTCOORD_PASSWORD": "swordfish"},
+        "FTCOORD file": ours | {"FTCOORD_PASSWORD_FILE": str(secret)},
+        "ETCDCTL": etcdctls | {"ETCDCTL_USER": "trainer:swordfish"},
+        "ETCDCTL password": etcdctls | {"ETCDCTL_USER": "trainer", "ETCDCTL_PASSWORD": "swordfish"},
+        "both": etcdctls
+        | {"ETCDCTL_ENDPOINTS": "https://192.0.2.1:1", "ETCDCTL_USER": "root:wrong"}
+        | {"FTCOORD_ENDPOINTS": endpoint, "FTCOORD_USER": "trainer", "FTCOORD_PASSWORD": "swordfish"},
+    }[style]
+    for variable, value in (variables | name).items():
+        clean_environment.setenv(variable, value)
+    with EtcdClient() as client:
+        assert client.put("/job/key", b"").succeeded
+        assert "swordfish" not in repr(client)
+        with pytest.raises(EtcdAuthError):
+            client.get("/other")

@@ -1,0 +1,314 @@
+"""Sessions: a lease that is kept alive, and an owner who is told the truth about it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from helpers import DEADLINE, eventually, in_fork, python
+
+from ftcoord.config import EtcdConfig
+from ftcoord.core.lease import SessionState
+from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError
+from ftcoord.etcd.api import Lease
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.cluster import EtcdCluster
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.etcd.session import Keeper, KeptLease, Session
+
+CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
+TTL = 2
+
+
+class Told:
+    """What a session told its owner; use it as listener."""
+
+    def __init__(self) -> None:
+        self._states: queue.SimpleQueue[SessionState] = queue.SimpleQueue()
+
+    def __call__(self, state: SessionState) -> None:
+        self._states.put(state)
+
+    def next(self) -> SessionState:
+        return self._states.get(timeout=DEADLINE)
+
+    def is_quiet(self) -> bool:
+        return self._states.empty()
+
+
+def keeper_threads() -> int:
+    return sum(thread.name == "ftcoord-leases" for thread in threading.enumerate())
+
+
+def wait_a_while(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    yield
+    eventually(lambda: keeper_threads() == 0, what="the end of the keep-alive thread")
+
+
+def test_it_is_kept_alive_through_many_ttls(client: EtcdClient, prefix: str) -> None:
+    told = Told()
+    with Session(client, TTL, told) as session:
+        assert session.ttl == TTL
+        client.put(prefix, b"", session.lease_id)
+        for _ in range(5):
+            wait_a_while(TTL)
+            assert client.get(prefix).one is not None
+        assert session.state in (CONNECTED, SUSPENDED)  # suspended for a moment, on a machine that is very slow
+    assert client.get(prefix).one is None
+
+
+def test_the_ttl_is_what_etcd_granted(client: EtcdClient) -> None:
+    with Session(client, 1) as session:
+        assert session.ttl == 2
+
+
+def test_close_revokes_at_once_and_says_no_more(client: EtcdClient, prefix: str) -> None:
+    told = Told()
+    session = Session(client, 3600, told)
+    client.put(prefix, b"", session.lease_id)
+    session.close()
+    assert client.get(prefix).one is None
+    assert session.state is LOST
+    session.close()
+    assert told.is_quiet()
+
+
+def test_close_says_when_etcd_is_not_there(fragile: EtcdServer) -> None:
+    with fragile.get_client() as client:
+        session = Session(client, 60)
+        fragile.kill()
+        with pytest.raises(EtcdUnavailable):
+            session.close(timeout=0.3)
+        session.close()
+
+
+def test_an_orphan_lives_until_its_ttl_is_over(client: EtcdClient, prefix: str) -> None:
+    session = Session(client, TTL)
+    client.put(prefix, b"", session.lease_id)
+    session.orphan()
+    session.orphan()
+    assert client.get(prefix).one is not None
+    eventually(lambda: client.get(prefix).one is None, what="the expiry")
+    assert session.state is not CONNECTED
+    session.close()
+
+
+def test_no_session_without_etcd(fragile: EtcdServer) -> None:
+    fragile.kill()
+    with EtcdClient(EtcdConfig.load(fragile.get_endpoint(), request_timeout=0.5, env={})) as client:
+        with pytest.raises(EtcdUnavailable):
+            Session(client, TTL)
+
+
+def test_suspended_and_connected_again(fragile: EtcdServer) -> None:
+    told = Told()
+    with fragile.get_client() as client, Session(client, 3, told) as session:
+        client.put("/key", b"", session.lease_id)
+        fragile.kill()
+        assert told.next() is SUSPENDED
+        assert session.state is SUSPENDED
+        fragile.restart()
+        assert told.next() is CONNECTED
+        assert client.get("/key").one is not None
+
+
+def test_suspended_when_etcd_hangs(fragile: EtcdServer) -> None:
+    told = Told()
+    with fragile.get_client() as client:
+        session = Session(client, 3, told)
+        fragile.pause()
+        assert told.next() is SUSPENDED
+        fragile.resume()
+        assert told.next() in (CONNECTED, LOST)
+        session.close()
+
+
+def test_lost_when_the_lease_was_revoked_behind_its_back(client: EtcdClient, prefix: str) -> None:
+    told = Told()
+    with Session(client, TTL, told) as session:
+        client.revoke(session.lease_id)
+        assert told.next() is LOST
+        assert session.state is LOST
+        wait_a_while(TTL)
+        assert told.is_quiet()
+
+
+def test_a_member_that_fails_costs_no_session(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
+    told = Told()
+    with Session(cluster_client, 6, told) as session:
+        cluster_client.put("/key", b"", session.lease_id)
+        cluster.pause(0)
+        wait_a_while(6)
+        cluster.resume(0)
+        cluster.kill(1)
+        wait_a_while(3)
+        assert cluster_client.get("/key", timeout=DEADLINE).one is not None
+        assert session.state is not LOST
+
+
+def test_one_thread_keeps_many_sessions_and_ends_with_the_last(client: EtcdClient) -> None:
+    sessions = [Session(client, 60) for _ in range(20)]
+    assert keeper_threads() == 1
+    for session in sessions[1:]:
+        session.close()
+    assert keeper_threads() == 1
+    sessions[0].close()
+    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
+    with Session(client, 60):
+        assert keeper_threads() == 1
+
+
+def test_sessions_are_independent(client: EtcdClient, fragile: EtcdServer) -> None:
+    """One whose etcd hangs does not cost the other its lease, nor does one that is lost."""
+    told, others_told = Told(), Told()
+    with fragile.get_client() as other_client:
+        lost = Session(client, TTL)
+        stuck = [Session(other_client, ttl, others_told) for ttl in (6, 3600)]
+        with Session(client, TTL, told) as session:
+            client.revoke(lost.lease_id)
+            fragile.pause()
+            assert others_told.next() is SUSPENDED
+            wait_a_while(2 * TTL)
+            assert client.renew(session.lease_id) == TTL
+            fragile.resume()
+        for one in stuck:
+            one.close()
+        while not told.is_quiet():
+            assert told.next() is not LOST
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_listener_that_raises_ends_its_own_session_only(client: EtcdClient) -> None:
+    def broken(state: SessionState) -> None:
+        raise RuntimeError(f"the owner cannot take {state}")
+
+    with Session(client, 6, broken) as first, Session(client, TTL) as second:
+        client.revoke(first.lease_id)
+        eventually(lambda: first.state is LOST, what="the loss")
+        wait_a_while(2 * TTL)
+        assert client.renew(second.lease_id) == TTL
+
+
+def test_closing_the_client_does_not_end_the_keep_alive_thread(client: EtcdClient, etcd: EtcdServer) -> None:
+    clients = [etcd.get_client() for _ in range(5)]
+    orphans = [Session(one, TTL) for one in clients]
+    with Session(client, TTL) as session:
+        for one in clients:
+            wait_a_while(0.2)
+            one.close()
+        wait_a_while(2 * TTL)
+        assert client.renew(session.lease_id) == TTL
+    for orphan in orphans:
+        orphan.orphan()
+
+
+def test_a_stopped_lease_is_never_renewed_again(client: EtcdClient) -> None:
+    """Also where a renewal is under way when its owner stops it."""
+    under_way, go_on = threading.Event(), threading.Event()
+    renewals = []
+
+    class Slow:
+        def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+            renewals.append(lease_id)
+            under_way.set()
+            assert go_on.wait(DEADLINE)
+            return 1
+
+    kept = KeptLease(Slow(), Lease(1, 1), time.monotonic())  # type: ignore[arg-type]
+    assert under_way.wait(DEADLINE)
+    kept.stop()
+    go_on.set()
+    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
+    assert renewals == [1]
+
+
+def test_a_forked_child_has_no_part_in_it(client: EtcdClient, prefix: str) -> None:
+    with Session(client, 60) as session:
+        client.put(prefix, b"", session.lease_id)
+        refused = ForkedProcessError.__name__
+        assert in_fork(lambda: session.lease_id) == refused
+        assert in_fork(lambda: Session(client, 60)) == refused
+        assert in_fork(session.close) == "None"
+        assert in_fork(session.orphan) == "None"
+        assert in_fork(lambda: Keeper.of_process() is not session._kept._keeper) == "True"
+        assert client.get(prefix).one is not None
+        assert session.state is CONNECTED
+        assert keeper_threads() == 1
+
+
+def test_a_forked_child_may_have_its_own(client: EtcdClient, etcd: EtcdServer) -> None:
+    with Session(client, 60):
+        assert in_fork(lambda: own_session(etcd.get_endpoint())) == "'connected'"
+
+
+def own_session(endpoint: str) -> str:
+    with EtcdClient(EtcdConfig.load(endpoint, env={})) as client, Session(client, TTL) as session:
+        wait_a_while(2 * TTL)
+        assert client.renew(session.lease_id) == TTL
+        return session.state.value
+
+
+STATES = """
+import sys
+from ftcoord.config import EtcdConfig
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.session import Session
+client = EtcdClient(EtcdConfig.load(sys.argv[1]))
+session = Session(client, 2, lambda state: None)
+client.put("/paused", b"", session.lease_id)
+print("ready", flush=True)
+while line := sys.stdin.readline():
+    print(session.state.value, flush=True)
+"""
+
+
+def test_a_process_that_was_stopped_knows_better_at_once(etcd: EtcdServer, client: EtcdClient) -> None:
+    """Asked in the first moment after SIGCONT, it no longer trusts a lease that is gone."""
+    with python("-c", STATES, etcd.get_endpoint()) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        eventually(lambda: client.get("/paused").one is None, what="the expiry")
+        process.stdin.write("state?\n")
+        process.stdin.flush()
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.stdout.readline() in ("suspended\n", "lost\n")
+
+        def lost() -> bool:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("state?\n")
+            process.stdin.flush()
+            return process.stdout.readline() == "lost\n"
+
+        eventually(lost, what="the loss")
+
+
+def test_renewals_ask_for_no_more_time_than_the_shortest_lease_can_spare(client: EtcdClient) -> None:
+    timeouts: dict[int, list[float]] = {1: [], 2: []}
+
+    class Etcd:
+        def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+            assert timeout is not None
+            timeouts[lease_id].append(timeout)
+            raise EtcdError("no")
+
+    keeper = Keeper()
+    long = KeptLease(Etcd(), Lease(1, 3600), time.monotonic() - 3600, keeper=keeper)  # type: ignore[arg-type]
+    short = KeptLease(Etcd(), Lease(2, 3), time.monotonic(), keeper=keeper)  # type: ignore[arg-type]
+    eventually(lambda: len(timeouts[1]) > 2 and len(timeouts[2]) > 2, what="renewals")
+    short.stop()
+    long.stop()
+    assert max(timeouts[1][1:]) <= 1.01  # the first one may have been alone
+    assert max(timeouts[2]) <= 1.01
