@@ -179,7 +179,7 @@ class WatchHub:
         reason = response.cancel_reason
         if response.compact_revision:
             self._fail(watcher, Compacted(response.compact_revision))
-        elif "permission denied" in reason and stream.token and not watcher.denied:
+        elif "permission denied" in reason and stream.token is not None and not watcher.denied:
             watcher.denied = True  # etcd before 3.5.5 says the same of a token that has run out
             self._log_in_again(stream)
         elif faults.is_stale_token(reason) or "permission denied" in reason:
