@@ -21,7 +21,7 @@ RECORD_TTL = 4
 
 
 class Roll:
-    """Publishes {"number": n, "members": {id: what it asks}, "by": id} whenever the members are others than last time."""
+    """Publishes {"number": n, "members": {id: what it asks}, "by": id} when the members are others than last time."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -77,7 +77,7 @@ class Door:
 
 
 class Lossy(Door):
-    """Loses half of the transactions: the request (known or unknown to the caller) or, after it was done, the answer."""
+    """Loses half of the transactions: the request (the caller may know) or, after it was done, the answer."""
 
     def __init__(self, real: Etcd, seed: int) -> None:
         super().__init__(real)

@@ -79,8 +79,6 @@ def is_worker_in(folder: Path, pid: int) -> bool:
 
 
 def test_wrong_use_is_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ftcoord.cli", "train"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "ftcoord.cli", "train"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "demo" in done.stderr

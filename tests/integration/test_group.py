@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -72,7 +73,7 @@ def test_members_come_and_go(join: Join, history: Any) -> None:
     for node in (first, third):
         node.sees(first, third)
     rolls = history(first.rolls[-1]["number"])
-    for before, after in zip(rolls, rolls[1:], strict=False):
+    for before, after in itertools.pairwise(rolls):
         assert before["members"] != after["members"]
 
 
@@ -269,7 +270,7 @@ def test_lost_requests_and_answers_change_nothing(client: EtcdClient, join: Join
             lambda roll: set(roll["members"]) == expected and roll["members"][nodes[1].id].startswith("something else")
         )
     rolls = history(late.rolls[-1]["number"])
-    for before, after in zip(rolls, rolls[1:], strict=False):
+    for before, after in itertools.pairwise(rolls):
         assert before["members"] != after["members"], "decided twice"
 
 

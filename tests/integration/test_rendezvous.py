@@ -145,7 +145,7 @@ LEAST, MOST, SLOTS = 2, 6, 8
 
 
 class Storm:
-    """Agents that join, run for a while, and then fail, leave, crash or go on, all at random; and what they were told."""
+    """Agents that join, run for a while, then fail, leave, crash or go on, all at random; and what they were told."""
 
     def __init__(self, run: Nodes, seed: int) -> None:
         self._run, self._seed = run, seed

@@ -105,9 +105,9 @@ def test_an_orphan_lives_until_its_ttl_is_over(client: EtcdClient, prefix: str) 
 
 def test_no_session_without_etcd(fragile: EtcdServer) -> None:
     fragile.kill()
-    with EtcdClient(EtcdConfig.load(fragile.get_endpoint(), request_timeout=0.5, env={})) as client:
-        with pytest.raises(EtcdUnavailable):
-            Session(client, TTL)
+    config = EtcdConfig.load(fragile.get_endpoint(), request_timeout=0.5, env={})
+    with EtcdClient(config) as client, pytest.raises(EtcdUnavailable):
+        Session(client, TTL)
 
 
 def test_suspended_and_connected_again(fragile: EtcdServer) -> None:

@@ -167,7 +167,7 @@ def test_workers_of_one_agent_are_restarted_until_they_failed_too_often(
 def test_etcd_may_be_away_and_no_worker_notices(
     fragile: EtcdServer, tmp_path: Path, outage: str, lease_ttl: int
 ) -> None:
-    """Killed for longer than a lease: an etcd that starts gives leases their full time. Paused for longer than a call."""
+    """Killed for longer than a lease: a starting etcd gives leases their full time. Paused for longer than a call."""
     with Job(tmp_path, fragile.get_endpoint(), "2:3", "idle.py", conf={"lease_ttl": lease_ttl}) as job:
         job.start("ab")
         first = job.round_of("ab", kind="started")

@@ -14,8 +14,8 @@ from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import Compacted, EtcdAuthError, EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd import wire
 from ftcoord.etcd import watch as watch_module
+from ftcoord.etcd import wire
 from ftcoord.etcd.api import Batch, Delete, Get, Put, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.cluster import EtcdCluster

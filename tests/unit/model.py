@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from ftcoord.core import rendezvous
-from ftcoord.core.records import NO_ROUND, Ask, Round
+from ftcoord.core.records import NO_ROUND, Ask, Away, Round
 from ftcoord.core.rendezvous import Decision, Member, Options, Situation, Verdict
 
 SETTLE: Final = 1.0
@@ -110,6 +110,7 @@ def _check_round(view: Situation, running: frozenset[str], options: Options, old
     _hold("survivors go before newcomers", not new_nodes or {m.id for m in back} <= set(chosen))
     _hold("participants have the last call to come back", not out or view.previous_at <= -LAST_CALL)
     _hold("only those that ask are seated", running.isdisjoint(chosen))
+    _hold("who is not back is away", {away.member for away in new.away} == running.intersection(members))
 
 
 def _hold(rule: str, holds: bool) -> None:
@@ -231,10 +232,10 @@ class World:
         """A participant wants another round than that which it took part in."""
         view = state.view
         text = _written_names(state)
-        in_last = member in participants(view)
+        last_seat = view.previous.last_seat_of(member) if view.previous else 0
 
         def asking(old: Member) -> Member:
-            after = view.previous.number if in_last and view.previous else old.ask.after
+            after = max(old.ask.after, last_seat)
             return Member(old.id, _ask(old.ask.node, after, text), 0.0)
 
         members = tuple(asking(old) if old.id == member else old for old in view.members)
@@ -366,12 +367,16 @@ def _canonical(state: State) -> State:
     view, last = state.view, state.view.previous
     if last is None or last.number < BASE or not all(p.fresh for p in state.pending):
         return state
-    members = tuple(_count_from(member, last.number) for member in view.members)
-    if last.number == BASE and members == view.members:
+    members = tuple(_count_from(member, last) for member in view.members)
+    away = tuple(Away(away.member, BASE - 1) for away in last.away if away.member in live(view))
+    if last.number == BASE and members == view.members and away == last.away:
         return state
-    return state._replace(view=replace(view, members=members, previous=replace(last, number=BASE)))
+    return state._replace(view=replace(view, members=members, previous=replace(last, number=BASE, away=away)))
 
 
-def _count_from(member: Member, last: int) -> Member:
-    after = max(member.ask.after - last + BASE, 0) if member.ask.after >= last else 0
+def _count_from(member: Member, last: Round) -> Member:
+    """What is before the last round is one of two: before or not before the seat that an away member last had."""
+    seat = last.last_seat_of(member.id)
+    before = BASE - 1 if 0 < seat <= member.ask.after else 0
+    after = member.ask.after - last.number + BASE if member.ask.after >= last.number else before
     return member if after == member.ask.after else Member(member.id, replace(member.ask, after=after), member.seen)

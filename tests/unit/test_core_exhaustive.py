@@ -185,6 +185,7 @@ PLANTED: dict[str, tuple[str, Options, Decide]] = {
         options(1, 2),
         new_round(lambda s, d: replace(d, round=replace(d.round, seats=d.round.seats[::-1]))),
     ),
+    "who is away is taken to ask": ("only those that ask", options(1, 2), previous_as(away=())),
     "survivors are taken for newcomers": ("survivor", options(1, 1), seen_as(without_nodes)),
 }
 

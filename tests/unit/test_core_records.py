@@ -12,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord.core import records
-from ftcoord.core.records import Ask, Round, Seat, encode, parse_ask, parse_round
+from ftcoord.core.records import Ask, Away, Round, Seat, encode, parse_ask, parse_round
 from ftcoord.errors import StateError
 
 KEY = "/ftcoord/v1/job/decided"
 SEAT = Seat("694d8a2f1c3e5b07", "4f1c0d6e8b7a49d2a7e5c3b1f0987654", "host1 (pid 4711)")
 ASK = Ask(SEAT.node, "10.0.0.7", 29500, 3, SEAT.host, "a nonce")
-ROUND = Round(4, (SEAT,), "10.0.0.7", 29500, recalled="host2 is gone", waiting=1, closed="done", by=SEAT.member)
+AWAY = Away("694d8a2f1c3e5b08", 2)
+ROUND = Round(
+    4, (SEAT,), "10.0.0.7", 29500, (AWAY,), recalled="host2 is gone", waiting=1, closed="done", by=SEAT.member
+)
 
 Parse = Callable[[str, bytes], "Ask | Round"]
 BOTH = pytest.mark.parametrize(("parse", "record"), [(parse_ask, ASK), (parse_round, ROUND)], ids=["Ask", "Round"])
@@ -33,6 +36,7 @@ rounds = st.builds(
     seats=st.lists(seats, max_size=4).map(tuple),
     address=texts,
     port=whole,
+    away=st.lists(st.builds(Away, texts, whole), max_size=3).map(tuple),
     recalled=texts,
     waiting=whole,
     closed=texts,
@@ -135,6 +139,7 @@ def test_every_seat_is_checked() -> None:
     assert "Seat" in refused(parse_round, {**fields(ROUND), "seats": [good, {}]})
     assert "Seat" in refused(parse_round, {**fields(ROUND), "seats": [{**good, "rank": 0}]})
     assert "host" in refused(parse_round, {**fields(ROUND), "seats": [{**good, "host": 1}]})
+    assert "round" in refused(parse_round, {**fields(ROUND), "away": [{"member": SEAT.member, "round": "2"}]})
 
 
 def test_one_kind_is_not_read_as_the_other() -> None:
@@ -185,6 +190,11 @@ def test_one_rounds_store_is_no_prefix_of_anothers() -> None:
 def test_a_rank_is_the_place_among_the_seats() -> None:
     round_ = Round(1, tuple(Seat(member, "node", "host") for member in ("x", "y")), "", 0)
     assert [round_.rank_of(member) for member in ("x", "y", "z")] == [0, 1, None]
+
+
+def test_the_last_seat_is_in_this_round_or_the_one_that_the_away_never_left() -> None:
+    round_ = Round(7, (Seat("x", "node", "host"),), "", 0, (Away("y", 5),))
+    assert [round_.last_seat_of(member) for member in ("x", "y", "z")] == [7, 5, 0]
 
 
 def test_the_run_that_never_had_a_round_can_be_written_as_closed() -> None:

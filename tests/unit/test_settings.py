@@ -195,10 +195,9 @@ REFUSED: list[tuple[str, object]] = [
 
 @pytest.mark.parametrize(("key", "value"), REFUSED)
 def test_refused(key: str, value: object) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse({key: value})
     error = caught.value
-    assert isinstance(error, ConfigError)
     assert error.key == key
     if value is None or isinstance(value, (str, bool, int, float)):
         assert str(error).startswith(f"{key}={value!r} ")
@@ -233,7 +232,8 @@ def test_helpful_texts() -> None:
     assert "did you mean" not in message("zzz")
     for key in ("lease_ttl", "join_timeout", "ssl_cert_key", "etcd_prefix", "on_spare_close"):
         assert key in message("zzz")
-    assert "c10d" in message("is_host") and "c10d" in message("store_type")
+    assert "c10d" in message("is_host")
+    assert "c10d" in message("store_type")
     assert "static" in message("rank")
     assert "2 s" in message("lease_ttl")
     assert "FTCOORD_PASSWORD_FILE" in message("password")
@@ -322,7 +322,8 @@ def test_secrets_are_refused_and_not_shown(conf: dict[str, Any], arguments: dict
 
 def test_no_secret_in_any_repr() -> None:
     settings = parse({"user": "alice"}, env={"FTCOORD_PASSWORD": SECRET})
-    assert settings.etcd is not None and settings.etcd.credentials == Credentials("alice", SECRET)
+    assert settings.etcd is not None
+    assert settings.etcd.credentials == Credentials("alice", SECRET)
     assert SECRET not in repr(settings) + str(settings)
 
 
@@ -369,8 +370,10 @@ def test_a_run_stays_in_one_segment_below_the_key_prefix(run_id: str) -> None:
     prefix = parse({"key_prefix": "/team/x"}, run_id=run_id).prefix
     assert prefix.startswith("/team/x/")
     segment = prefix.removeprefix("/team/x/")
-    assert segment and "/" not in segment
-    assert segment.isascii() and segment.isprintable()
+    assert segment
+    assert "/" not in segment
+    assert segment.isascii()
+    assert segment.isprintable()
 
 
 VALUES = st.text(max_size=12) | st.integers() | st.floats() | st.none()
@@ -378,10 +381,13 @@ VALUES = st.text(max_size=12) | st.integers() | st.floats() | st.none()
 
 @given(st.dictionaries(st.sampled_from([key for key, _ in REFUSED]) | st.text(max_size=12), VALUES, max_size=3))
 def test_any_conf_is_accepted_or_a_config_error(conf: dict[str, Any]) -> None:
+    refused = ""
     try:
         settings = parse(conf)
     except ConfigError as error:
-        assert error.key in (*conf, "run_ttl")  # a valid lease_ttl may be too long for the default run_ttl
+        refused = error.key
+    if refused:
+        assert refused in (*conf, "run_ttl")  # a valid lease_ttl may be too long for the default run_ttl
         return
     assert settings.run_ttl > 4 * settings.lease_ttl
     assert settings.key_prefix.startswith("/")
