@@ -124,6 +124,15 @@ def with_the_dead(situation: Situation, back: bool) -> Situation:
     return replace(situation, members=(*situation.members, *dead))
 
 
+def with_the_away(situation: Situation) -> Situation:
+    last = situation.previous
+    if last is None:
+        return situation
+    away = {away.member: away.round for away in last.away}
+    back = [replace(m, ask=replace(m.ask, after=max(m.ask.after, away.get(m.id, 0)))) for m in situation.members]
+    return replace(situation, members=back)
+
+
 def without_nodes(situation: Situation) -> Situation:
     last = situation.previous
     if last is None or not last.recalled:
@@ -185,7 +194,7 @@ PLANTED: dict[str, tuple[str, Options, Decide]] = {
         options(1, 2),
         new_round(lambda s, d: replace(d, round=replace(d.round, seats=d.round.seats[::-1]))),
     ),
-    "who is away is taken to ask": ("only those that ask", options(1, 2), previous_as(away=())),
+    "who is away is taken to ask": ("only those that ask", options(1, 2), seen_as(with_the_away)),
     "survivors are taken for newcomers": ("survivor", options(1, 1), seen_as(without_nodes)),
 }
 
@@ -195,7 +204,7 @@ def test_planted_bug_is_found(bug: str) -> None:
     rule, options, decide = PLANTED[bug]
     world = World(options, nodes=2, decide=decide, vanishing=True, hanging=False)
     with pytest.raises(Broken, match=rule):
-        world.explore(10)
+        world.explore(11)
 
 
 def test_a_missing_guard_is_found() -> None:

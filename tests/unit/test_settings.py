@@ -381,12 +381,12 @@ VALUES = st.text(max_size=12) | st.integers() | st.floats() | st.none()
 
 @given(st.dictionaries(st.sampled_from([key for key, _ in REFUSED]) | st.text(max_size=12), VALUES, max_size=3))
 def test_any_conf_is_accepted_or_a_config_error(conf: dict[str, Any]) -> None:
-    refused = ""
+    refused: str | None = None
     try:
         settings = parse(conf)
     except ConfigError as error:
         refused = error.key
-    if refused:
+    if refused is not None:
         assert refused in (*conf, "run_ttl")  # a valid lease_ttl may be too long for the default run_ttl
         return
     assert settings.run_ttl > 4 * settings.lease_ttl
