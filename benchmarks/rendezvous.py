@@ -18,11 +18,12 @@ from typing import Final
 
 from benchmarks import report
 from benchmarks.failover import NODE_ADDED, NODE_LOST, RANK_0_LOST, Case, recover, spread
+from benchmarks.imports import measure_import
 from benchmarks.metrics import Load
 from benchmarks.nodes import BACKENDS, Joined, Nodes, endpoint_for
 from benchmarks.report import Idle, Recoveries, Trial
 
-PARTS: Final = ("rounds", "idle", "failover")
+PARTS: Final = ("rounds", "idle", "import", "failover")
 OURS, *RIVALS = BACKENDS
 SETTLE: Final = 1.0
 """Seconds between a round and the next measurement."""
@@ -101,6 +102,8 @@ def run(plan: Plan) -> Iterator[str]:
         yield from report.rounds(measure_rounds(plan))
     if "idle" in plan.parts:
         yield report.idle(measure_idle(8, plan.idle))
+    if "import" in plan.parts:
+        yield report.imports([measure_import() for _ in range(plan.repeat)])
     if "failover" in plan.parts:
         yield report.failover(measure_failover(plan))
 
@@ -114,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rendezvous", description="Measure rendezvous backends.")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--sizes", nargs="+", type=int, default=(2, 8, 32, 64), help="numbers of nodes")
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions of the rounds")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions of the rounds and imports")
     parser.add_argument("--idle", type=float, default=70, help="seconds to watch idle nodes")
     parser.add_argument("--failover-repeat", type=int, default=3, help="trials of etcd-v3 with real agents")
     parser.add_argument("--rival-repeat", type=int, default=1, help="trials of the others: up to 150 s each")

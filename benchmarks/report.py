@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from benchmarks.failover import Case, Recovery
+from benchmarks.imports import Import
 from benchmarks.metrics import Load
 from benchmarks.nodes import BACKENDS, PROCESSES, Joined
 from ftcoord.etcd.server import EtcdServer
@@ -20,6 +21,8 @@ from ftcoord.etcd.server import EtcdServer
 OURS, *RIVALS = BACKENDS
 TARGET_RATIO: Final = 10
 TARGET_WRITES: Final = 4
+TARGET_IMPORT: Final = 20
+"""Milliseconds."""
 TARGET_FAILOVER: Final = 13
 """Seconds: the default lease TTL and 3."""
 
@@ -160,6 +163,17 @@ What etcd received in {measured.seconds:g} s from {measured.count} nodes in a ru
 `num_nodes_waiting()` ten times a second as by torchrun's agent. Lease TTL 10 s.
 
 {_table(["request", "number", "a node and second"], [row for row in rows if row[1] != "0" or row[0] == "(writes)"])}"""
+
+
+def imports(measured: Sequence[Import]) -> str:
+    """The section on what being installed costs."""
+    ours, total = median(one.ours for one in measured), median(one.total for one in measured)
+    verdict = _verdict(f"median {ours:.1f} ms", ours <= TARGET_IMPORT, f"{TARGET_IMPORT} ms")
+    return f"""## Import
+
+What loading ftcoord's entry points ({measured[0].entries}) adds to the import of `torch.distributed.elastic.rendezvous`, which
+takes {total:.0f} ms in all. {verdict}
+"""
 
 
 def failover(measured: Sequence[Recoveries]) -> str:
