@@ -168,11 +168,11 @@ What etcd received in {measured.seconds:g} s from {measured.count} nodes in a ru
 def imports(measured: Sequence[Import]) -> str:
     """The section on what being installed costs."""
     ours, total = median(one.ours for one in measured), median(one.total for one in measured)
-    verdict = _verdict(f"median {ours:.1f} ms", ours <= TARGET_IMPORT, f"{TARGET_IMPORT} ms")
+    verdict = _verdict(f"{ours:.1f} ms", ours <= TARGET_IMPORT, f"{TARGET_IMPORT} ms")
     return f"""## Import
 
-What loading ftcoord's entry points ({measured[0].entries}) adds to the import of `torch.distributed.elastic.rendezvous`, which
-takes {total:.0f} ms in all. {verdict}
+Loading ftcoord's entry points ({measured[0].entries}) adds {ours:.1f} ms to the {total:.0f} ms that the import of
+`torch.distributed.elastic.rendezvous` takes (medians). {verdict}
 """
 
 
