@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 
 import pytest
+from helpers import eventually
 
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.cluster import EtcdCluster
 from ftcoord.etcd.server import EtcdServer
+
+
+@pytest.fixture(autouse=True)
+def no_lease_is_kept_alive_for_nobody() -> Iterator[None]:
+    """Every session that a test opens, it closes."""
+    yield
+    eventually(
+        lambda: not any(thread.name == "ftcoord-leases" for thread in threading.enumerate()),
+        what="the end of the keep-alive thread",
+    )
+
 
 _numbers = itertools.count(1)
 

@@ -69,6 +69,7 @@ class Membership:
 
     def _lose(self) -> None:
         self._group.close()
+        self._session.orphan()
         with self._changed:
             self.lost = True
             self._changed.notify_all()

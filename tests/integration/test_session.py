@@ -49,12 +49,6 @@ def wait_a_while(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-@pytest.fixture(autouse=True)
-def no_thread_left() -> Iterator[None]:
-    yield
-    eventually(lambda: keeper_threads() == 0, what="the end of the keep-alive thread")
-
-
 def test_it_is_kept_alive_through_many_ttls(client: EtcdClient, prefix: str) -> None:
     told = Told()
     with Session(client, TTL, told) as session:
