@@ -7,7 +7,6 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from helpers import DEADLINE, eventually, in_fork, python
