@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually, in_fork, python
+from members import Door
 from rdzv_nodes import keys_under, spawn
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RoundOver
-from ftcoord.etcd.api import Compare, Etcd, Get, Op, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.api import Etcd, Get, Op, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
@@ -196,30 +197,21 @@ def test_a_new_store_behind_a_fence_that_is_gone(make: MakeEtcdStore, prefix: st
 # -- answers that are lost --------------------------------------------------------------------------------------------
 
 
-class LossyEtcd:
+class LossyEtcd(Door):
     """An etcd whose answers to writing transactions get lost: `plan` says for each, in turn, what happens to it.
 
     o  it is answered     l  done, but the answer is lost     n  not done, and nobody knows     u  provably not done
     """
 
     def __init__(self, etcd: Etcd, plan: str) -> None:
-        self._etcd, self._plan = etcd, iter(plan)
+        super().__init__(etcd)
+        self._plan = iter(plan)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._etcd, name)
-
-    def txn(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        failure: Sequence[Op] = (),
-        *,
-        timeout: float | None = None,
-    ) -> TxnResult:
+    def txn(self, compares: Any, success: Sequence[Op], *rest: Any, **kwargs: Any) -> TxnResult:
         fate = "o" if all(isinstance(op, Get) for op in success) else next(self._plan, "o")
         if fate == "u":
             raise EtcdUnavailable("provably not done")
-        result = self._etcd.txn(compares, success, failure, timeout=timeout) if fate in "ol" else None
+        result = super().txn(compares, success, *rest, **kwargs) if fate in "ol" else None
         if result is None or fate == "l":
             raise OutcomeUnknown("the answer was lost")
         return result

@@ -8,28 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import pytest
+from helpers import eventually
 
 import ftcoord
 
-DEADLINE = 90.0
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-def eventually(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Wait until `condition` holds; the deadline is for a machine that is busy with other things."""
-    interval = threading.Event()
-    for _ in range(int(DEADLINE / 0.05)):
-        if condition():
-            return
-        interval.wait(0.05)
-    pytest.fail(f"not within {DEADLINE:g} s: {what()}")
 
 
 @dataclass(frozen=True)

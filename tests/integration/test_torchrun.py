@@ -8,7 +8,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from jobs import Job, eventually
+from helpers import eventually
+from jobs import Job
 
 from ftcoord.core.records import Round, parse_round
 from ftcoord.etcd.api import Get, KeyValue, Span
