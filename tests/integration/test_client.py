@@ -536,7 +536,7 @@ def test_closing_ends_calls_under_way(fragile: EtcdServer) -> None:
             pool.submit(client.put, "/key", b"", timeout=DEADLINE),
             pool.submit(client.renew, 1, timeout=DEADLINE),
         ]
-        eventually(lambda: all(call.running() for call in calls))
+        eventually(lambda: all(call.running() for call in calls), what="the calls are under way")
         with at_most(2):
             client.close()
             for call in calls:
