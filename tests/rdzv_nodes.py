@@ -163,6 +163,22 @@ def join_all(nodes: Sequence[Node]) -> list[Seat]:
     return [join.result() for join in joins]
 
 
+def join_as_agents(nodes: Sequence[Node], first: Sequence[Future[Seat]]) -> list[Seat]:
+    """As `join_all`, for nodes that are joining already: who is called back meanwhile comes back, as an agent does."""
+    joins = dict(zip(nodes, first, strict=True))
+
+    def agreed() -> bool:
+        for node, join in joins.items():
+            if join.done() and node.signalled():
+                joins[node] = node.join()
+        done = [join.result() for join in joins.values() if join.done()]
+        return len(done) == len(nodes) and len({seat.round for seat in done}) == 1
+
+    eventually(agreed, what="all nodes are in one round")
+    seats_of(list(joins.values()))
+    return [join.result() for join in joins.values()]
+
+
 def all_signalled(nodes: Sequence[Node]) -> None:
     """Wait until each node is asked to come back."""
     eventually(lambda: all(node.signalled() for node in nodes), what="all nodes are signalled")
