@@ -188,7 +188,9 @@ def test_the_record_outlives_its_ttl_but_not_its_deciders(
         threading.Event().wait(2 * members.RECORD_TTL)
         assert client.get(decided).one == mine
         node.leave()
-        survivor = eventually(lambda: client.get(decided).one not in (None, mine) and client.get(decided).one, what="a decision")
+        survivor = eventually(
+            lambda: client.get(decided).one not in (None, mine) and client.get(decided).one, what="a decision"
+        )
         threading.Event().wait(1.5 * members.RECORD_TTL)
         assert client.get(decided).one == survivor
         last.kill()

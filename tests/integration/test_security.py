@@ -309,7 +309,9 @@ def test_a_login_that_was_wrong_is_not_repeated_for_ever(guarded_for_all: EtcdSe
         seen = Seen()
         client.watch(Span("/job/key"), 1, seen)
         assert isinstance(seen.error(), EtcdAuthError)
-        eventually(lambda: not any(thread.name == "ftcoord-watch" for thread in threading.enumerate()), what="the watch ends")
+        eventually(
+            lambda: not any(thread.name == "ftcoord-watch" for thread in threading.enumerate()), what="the watch ends"
+        )
 
 
 def test_tokens_that_run_out_are_renewed(guarded: EtcdServer) -> None:
