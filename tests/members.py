@@ -12,7 +12,7 @@ from typing import Any
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, RangeResult, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.api import Batch, Compare, Etcd, Get, KeyValue, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.group import Group, Publish, View, Wait
 from ftcoord.etcd.session import Session
@@ -121,7 +121,7 @@ class Counting(Door):
         def count(item: WatchItem) -> None:
             if isinstance(item, Exception):
                 self.errors.append(item)
-            else:
+            elif isinstance(item, Batch):
                 self.events.extend(event.kv.key for event in item.events)
             deliver(item)
 

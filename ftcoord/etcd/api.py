@@ -159,8 +159,16 @@ class Batch:
     events: tuple[Event, ...]
 
 
-WatchItem: TypeAlias = "Batch | Exception"
-"""What a watch delivers: batches, then at most one exception (Compacted, EtcdAuthError ...), after which it is over."""
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A watch from now on stands: every change after this revision will be delivered."""
+
+    revision: int
+
+
+WatchItem: TypeAlias = "Began | Batch | Exception"
+"""What a watch delivers: Began if it is one from now on, batches, then at most one exception (Compacted,
+EtcdAuthError ...), after which it is over."""
 
 
 class Watch(Protocol):
@@ -195,6 +203,9 @@ class Etcd(Protocol):
 
     def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watch:
         """Deliver every change of `span` from `start_revision` on, each once and in order, until cancelled.
+
+        A `start_revision` of 0 is from now on. Who wants to hear of changes at once watches first and reads when that
+        watch stands: etcd serves watches that begin in its past only ten times a second.
 
         `deliver` is called on the client's own thread and must not block."""
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias, TypeVar
 
 from ftcoord.errors import EtcdError, LeaseLost, StateError
-from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, WatchItem, exists
-from ftcoord.etcd.mirror import Mirror
+from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
+from ftcoord.etcd.mirror import Mirror, Posted
 from ftcoord.etcd.session import Clock, KeptLease, Session
 from ftcoord.etcd.settle import Settled, write_once
 
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 RETRY: Final = 0.5
 """Seconds until a step that failed is tried again."""
+BEGIN_TIMEOUT: Final = 5.0
+"""Seconds that a member waits for its first watch to stand."""
 
 T = TypeVar("T")
 
@@ -113,7 +115,7 @@ class Group:
         self._etcd, self._session, self._policy = etcd, session, policy
         self._record_ttl, self._listener, self._clock = record_ttl, listener, clock
         self._members_span = Span(f"{prefix}/members/", is_prefix=True)
-        self._inbox: queue.SimpleQueue[tuple[Mirror, WatchItem] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Mirror, Posted] | None] = queue.SimpleQueue()
         self._decided = Mirror(etcd, Span(f"{prefix}/decided"), self._post)
         self._ahead: Mirror | None = None
         self._members: Mirror | None = None
@@ -140,6 +142,8 @@ class Group:
         put = Put(self.key, value, self._session.lease_id)
         newest = Get(self._members_span, keys_only=True, newest_first=True, limit=2)
         reads = () if self._mine else (Get(self._decided.span), newest)
+        if self._mine is None:
+            self._decided.begin(timeout or BEGIN_TIMEOUT)
         outcome = write_once(self._etcd, put, expected, reads=reads, timeout=timeout)
         if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
             # Ours after all: an earlier call's, whose outcome was unknown.
@@ -154,11 +158,13 @@ class Group:
         """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
         self._closing = True
         self._inbox.put(None)
+        if self._thread.ident is None:  # else it closes all when it ends
+            self._decided.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
-    def _post(self, mirror: Mirror, item: WatchItem) -> None:
-        self._inbox.put((mirror, item))
+    def _post(self, mirror: Mirror, posted: Posted) -> None:
+        self._inbox.put((mirror, posted))
 
     def _begin(self, outcome: Settled) -> None:
         decided, newest = outcome.reads
@@ -174,8 +180,8 @@ class Group:
     def _run(self) -> None:
         until: float | None = self._clock()
         while not self._closing:
-            self._take(until)
             try:
+                self._take(until)
                 until = self._step()
             except LeaseLost as error:
                 self._say(f"a lease is gone: {error}")
@@ -200,11 +206,8 @@ class Group:
         except queue.Empty:
             pass
 
-    def _apply(self, mirror: Mirror, item: WatchItem) -> None:
-        try:
-            mirror.apply(item)
-        except EtcdError as error:
-            self._say(f"a watch ended: {error}")
+    def _apply(self, mirror: Mirror, posted: Posted) -> None:
+        mirror.apply(posted)
         if mirror is self._decided:
             self._note_decided()
         elif mirror is self._members:
@@ -216,21 +219,21 @@ class Group:
             self._note_decided()
         if self._members is None:
             self._look_ahead()
-        if self._members is None:
-            return None
-        if not self._members.synced:
+        if self._members is not None and not self._members.synced:
             self._members.sync()
             self._note_members(self._members)
+        if self._members is None or not (self._members.synced and self._decided.synced):
+            return None  # what is missing is on its way to the inbox
         self._keep_record()
         return self._decide(self._members)
 
     def _look_ahead(self) -> None:
         """Make sure that the predecessor is watched; without one, become the decider."""
-        if self._ahead is not None and not self._ahead.synced:
-            self._ahead.sync()
-        if self._ahead is not None and self._ahead.one is not None:
-            return
         if self._ahead is not None:
+            if not self._ahead.synced:
+                self._ahead.sync()
+            if not self._ahead.synced or self._ahead.one is not None:
+                return
             self._ahead.close()
         assert self._mine is not None
         older = Get(self._members_span, 1, keys_only=True, newest_first=True, created_before=self._mine.create_revision)
@@ -253,6 +256,8 @@ class Group:
             self._listener(kv)
 
     def _note_members(self, members: Mirror) -> None:
+        if not members.synced:
+            return
         now = self._clock()
         seen = {}
         for key, kv in members.kvs.items():

@@ -1,4 +1,4 @@
-"""A local copy of a span of keys that stays true: one read, then a watch from the revision after it.
+"""A local copy of a span of keys that stays true: a watch, and a read of what was there when it began.
 
 A mirror has no thread and no lock: its owner is handed the watch's items (`post`) and applies them where it likes.
 """
@@ -6,22 +6,32 @@ A mirror has no thread and no lock: its owner is handed the watch's items (`post
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from ftcoord.errors import Compacted
-from ftcoord.etcd.api import Batch, Etcd, Get, KeyValue, RangeResult, Span, Watch, WatchItem
+from ftcoord.errors import Compacted, EtcdUnavailable
+from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, Watch, WatchItem
 
 log = logging.getLogger(__name__)
 
 
-class Mirror:
-    """The keys of `span` at `revision`.
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """What a watch of a mirror delivered; `source` tells it from those that the mirror had before."""
 
-    `post(mirror, item)` is called on the client's thread for all that the watch delivers; the owner then calls
-    `apply(item)` on its own thread. After a compaction `synced` is false until the owner calls `sync()` again.
+    source: object
+    item: WatchItem
+
+
+class Mirror:
+    """The keys of `span` at `revision`, once it is `synced`.
+
+    `post(mirror, posted)` is called on the client's thread for all that the watch delivers; the owner then calls
+    `apply(posted)` on its own thread, and `sync()` as long as `synced` is false, as it is again after a compaction.
     """
 
-    def __init__(self, etcd: Etcd, span: Span, post: Callable[[Mirror, WatchItem], None]) -> None:
+    def __init__(self, etcd: Etcd, span: Span, post: Callable[[Mirror, Posted], None]) -> None:
         self.span = span
         self.kvs: dict[str, KeyValue] = {}
         self.revision = 0
@@ -29,6 +39,8 @@ class Mirror:
         self._etcd = etcd
         self._post = post
         self._watch: Watch | None = None
+        self._source: object = None
+        self._stands = False
 
     @property
     def one(self) -> KeyValue | None:
@@ -36,20 +48,51 @@ class Mirror:
         return self.kvs.get(self.span.start)
 
     def sync(self) -> None:
-        """Read the span and watch from there. Raises EtcdError, and may then be called again."""
-        self.adopt(self._etcd.range(Get(self.span)))
+        """Watch from now on, or read the span if the watch stands. Raises EtcdError, and may then be called again."""
+        if self._watch is None:
+            self._start(0)
+        elif self._stands:
+            self.adopt(self._etcd.range(Get(self.span)))
+
+    def begin(self, timeout: float) -> None:
+        """Watch from now on, and wait until the watch stands; then `adopt()`. Raises EtcdError."""
+        if self._stands:
+            return
+        items: list[WatchItem] = []
+        told = threading.Event()
+
+        def listen(item: WatchItem) -> None:
+            items.append(item)
+            told.set()
+
+        self.close()
+        self._start(0, listen)
+        if not told.wait(timeout):
+            self.close()
+            raise EtcdUnavailable(f"etcd began no watch on {self.span.start!r} within {timeout:g} s: is it up?")
+        if isinstance(items[0], Exception):
+            self.close()
+            raise items[0]
+        self._stands = True
 
     def adopt(self, read: RangeResult) -> None:
-        """Start from a read of the whole span that was already made, say in a transaction."""
-        self.close()
+        """Go on from a read of the whole span, say in a transaction; made since the watch stands, if there is one."""
         self.kvs = {kv.key: kv for kv in read.kvs}
         self.revision = read.revision
         self.synced = True
-        self._watch = self._etcd.watch(self.span, read.revision + 1, lambda item: self._post(self, item))
+        if not self._stands:
+            self.close()
+            self._start(read.revision + 1)
+            self.synced = self._stands = True
 
-    def apply(self, item: WatchItem) -> None:
+    def apply(self, posted: Posted) -> None:
         """Bring the copy up to date. Raises what ended the watch, unless it was a compaction."""
-        if isinstance(item, Batch):
+        item = posted.item
+        if posted.source is not self._source:
+            return
+        if isinstance(item, Began):
+            self._stands = True
+        elif isinstance(item, Batch):
             self._apply_batch(item)
         elif isinstance(item, Compacted):
             log.debug("mirror of %r must list again: %s", self.span.start, item)
@@ -66,13 +109,24 @@ class Mirror:
 
     def close(self) -> None:
         """Stop watching; idempotent."""
-        self.synced = False
+        self.synced = self._stands = False
+        self._source = None
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
 
+    def _start(self, revision: int, listen: Callable[[WatchItem], None] | None = None) -> None:
+        source = self._source = object()
+
+        def deliver(item: WatchItem) -> None:
+            self._post(self, Posted(source, item))
+            if listen is not None:
+                listen(item)
+
+        self._watch = self._etcd.watch(self.span, revision, deliver)
+
     def _apply_batch(self, batch: Batch) -> None:
-        known = self.revision  # the watch before the last sync may have posted what was read since
+        known = self.revision  # what came before the read was delivered too
         for event in batch.events:
             if event.kv.mod_revision <= known:
                 continue

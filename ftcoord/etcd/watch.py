@@ -22,7 +22,7 @@ import tenacity
 
 from ftcoord.errors import Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError
 from ftcoord.etcd import faults, wire
-from ftcoord.etcd.api import Batch, Event, KeyValue, Span, WatchItem, decode_key, encode_key
+from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
 from ftcoord.etcd.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -161,9 +161,15 @@ class WatchHub:
         elif response.canceled:
             self._handle_cancel(stream, watcher, response)
         elif response.created:
-            watcher.denied = False
+            self._note_created(watcher, response.header.revision)
         elif response.events:
             self._hand_over(watcher, response.events)
+
+    def _note_created(self, watcher: Watcher, revision: int) -> None:
+        watcher.denied = False
+        if watcher.next_revision == 0:
+            watcher.next_revision = revision + 1
+            watcher.deliver(Began(revision))
 
     def _log_in_again(self, stream: _Stream) -> None:
         self._transport.forget_token(stream.token)

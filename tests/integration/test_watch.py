@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,10 +17,10 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import Compacted, EtcdAuthError, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd import watch as watch_module
 from ftcoord.etcd import wire
-from ftcoord.etcd.api import Batch, Delete, Get, Put, Span, WatchItem
+from ftcoord.etcd.api import Began, Delete, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.cluster import EtcdCluster
-from ftcoord.etcd.mirror import Mirror
+from ftcoord.etcd.mirror import Mirror, Posted
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.etcd.settle import write_once
 from ftcoord.etcd.transport import Transport
@@ -309,26 +310,22 @@ class Owner:
     """Keeps a mirror as its owner should: items are applied, and it is read again when it lost its place."""
 
     def __init__(self, client: EtcdClient, span: Span) -> None:
-        self.applied: list[WatchItem] = []
         self.lists = 0
         self.mirror = Mirror(client, span, self._post)
         self._lock = threading.Lock()
-        self._list()
+        eventually(lambda: self.current() is not None, what="the first list")
 
-    def _list(self) -> None:
-        self.mirror.sync()
-        self.lists += 1
-
-    def _post(self, mirror: Mirror, item: WatchItem) -> None:
+    def _post(self, mirror: Mirror, posted: Posted) -> None:
         with self._lock:
-            mirror.apply(item)
-            self.applied.append(item)
+            mirror.apply(posted)
 
-    def current(self) -> dict[str, bytes]:
+    def current(self) -> dict[str, bytes] | None:
+        """None while it has to list again."""
         with self._lock:
             if not self.mirror.synced:
-                self._list()
-            return {key: kv.value for key, kv in self.mirror.kvs.items()}
+                self.mirror.sync()
+                self.lists += self.mirror.synced
+            return {key: kv.value for key, kv in self.mirror.kvs.items()} if self.mirror.synced else None
 
 
 def test_a_mirror_lists_again_after_a_compaction_while_it_was_cut_off(fragile: EtcdServer) -> None:
@@ -336,8 +333,8 @@ def test_a_mirror_lists_again_after_a_compaction_while_it_was_cut_off(fragile: E
         for i in range(5):
             client.put(f"/m/{i}", b"old")
         owner = Owner(client, Span("/m/", is_prefix=True))
-        stream = eventually(lambda: client._watches._stream, what="a stream")
-        eventually(lambda: stream.heard, what="its first answer")
+        stream = client._watches._stream
+        assert stream is not None
         with cut_off(client):
             stream.cancel()
             eventually(lambda: client._watches._stream is None, what="the end of the stream")
@@ -348,7 +345,8 @@ def test_a_mirror_lists_again_after_a_compaction_while_it_was_cut_off(fragile: E
         eventually(lambda: owner.current() == expected, what="the mirror to be true again")
         assert owner.lists == 2
         other.put("/m/1", b"new")
-        eventually(lambda: owner.current()["/m/1"] == b"new", what="events after that")
+        expected["/m/1"] = b"new"
+        eventually(lambda: owner.current() == expected, what="events after that")
 
 
 @contextlib.contextmanager
@@ -367,7 +365,8 @@ def cut_off(client: EtcdClient) -> Iterator[None]:
 def test_a_mirror_takes_all_changes_of_a_revision(client: EtcdClient, prefix: str) -> None:
     owner = Owner(client, Span(prefix, is_prefix=True))
     client.txn((), [Put(f"{prefix}/{i}", b"1") for i in range(10)])
-    eventually(lambda: len(owner.current()) == 10, what="ten keys at one revision")
+    ten = {f"{prefix}/{i}": b"1" for i in range(10)}
+    eventually(lambda: owner.current() == ten, what="ten keys at one revision")
     client.txn((), (Delete(Span(f"{prefix}/1")), Delete(Span(f"{prefix}/2")), Put(f"{prefix}/3", b"2")))
     expected = {f"{prefix}/{i}": b"1" for i in (0, *range(4, 10))} | {f"{prefix}/3": b"2"}
     eventually(lambda: owner.current() == expected, what="three changes at one revision")
@@ -377,18 +376,64 @@ def test_a_mirror_takes_all_changes_of_a_revision(client: EtcdClient, prefix: st
 
 
 def test_a_mirror_ignores_what_it_has_read_already(client: EtcdClient, prefix: str) -> None:
-    mirror = Mirror(client, Span(prefix), lambda mirror, item: None)
-    first = client.put(prefix, b"1").revision
-    client.put(prefix, b"2")
+    """All that is written after the watch began is delivered, also what the read has seen."""
+    inbox: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+    mirror = Mirror(client, Span(prefix), lambda mirror, posted: inbox.put(posted))
+    mirror.begin(DEADLINE)
+    for value in (b"1", b"2"):
+        client.put(prefix, value)
     mirror.sync()
-    stale = Seen()
-    client.watch(Span(prefix), first, stale)
-    for event in stale.events(2):
-        mirror.apply(Batch((event,)))
-    assert mirror.one is not None
-    assert mirror.one.value == b"2"
+    assert mirror.synced
+    assert mirror.one == client.get(prefix).one
+    while mirror.one is not None:
+        client.delete(Span(prefix))
+        before = mirror.one.value
+        mirror.apply(inbox.get(timeout=DEADLINE))
+        assert before == b"2"
     mirror.close()
     assert not mirror.synced
+
+
+def test_a_mirror_ignores_what_an_earlier_watch_brought(client: EtcdClient, prefix: str) -> None:
+    inbox: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+    mirror = Mirror(client, Span(prefix), lambda mirror, posted: inbox.put(posted))
+    mirror.sync()
+    earlier = inbox.get(timeout=DEADLINE)
+    assert isinstance(earlier.item, Began)
+    mirror.close()
+    mirror.sync()
+    mirror.apply(earlier)
+    mirror.sync()
+    assert not mirror.synced, "the watch that it has now does not stand yet, for all it knows"
+    mirror.apply(inbox.get(timeout=DEADLINE))
+    mirror.sync()
+    assert mirror.synced
+    mirror.close()
+
+
+def test_a_watch_from_now_on_says_when_it_stands(client: EtcdClient, prefix: str) -> None:
+    seen = Seen()
+    before = client.put(prefix, b"1").revision
+    client.watch(Span(prefix), 0, seen)
+    began = seen.next()
+    assert isinstance(began, Began)
+    assert began.revision >= before
+    client.put(prefix, b"2")
+    (event,) = seen.events(1)
+    assert event.kv.value == b"2"
+    assert event.kv.mod_revision > began.revision
+
+
+def test_a_watch_from_now_on_goes_on_after_a_restart(fragile: EtcdServer) -> None:
+    with fragile.get_client() as client:
+        seen = Seen()
+        client.watch(Span("/key"), 0, seen)
+        assert isinstance(seen.next(), Began)
+        fragile.kill()
+        fragile.restart()
+        client.put("/key", b"1")
+        (event,) = seen.events(1)
+        assert event.kv.value == b"1"
 
 
 # -- what etcd refuses ----------------------------------------------------------------------------------------------
