@@ -129,6 +129,9 @@ def parse_round(key: str, value: bytes) -> Round:
 
 Record = TypeVar("Record", Ask, Seat, Away, Round)
 _TYPES: Final = {"str": str, "int": int, "tuple[Seat, ...]": tuple, "tuple[Away, ...]": tuple}
+_FIELDS: Final[dict[type, dict[str, type]]] = {
+    kind: {one.name: _TYPES[str(one.type)] for one in fields(kind)} for kind in (Ask, Seat, Away, Round)
+}
 
 
 def _object(key: str, value: bytes) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def _list(kind: type[Record], key: str, raw: dict[str, Any], name: str) -> tuple
 
 
 def _build(kind: type[Record], key: str, raw: dict[str, Any]) -> Record:
-    wanted = {one.name: _TYPES[str(one.type)] for one in fields(kind)}
+    wanted = _FIELDS[kind]
     if raw.keys() != wanted.keys():
         odd = ", ".join(sorted(raw.keys() ^ wanted.keys()))
         raise StateError(key, f"does not have the fields of a {kind.__name__} (differing: {odd})")
