@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +14,9 @@ from ftcoord.config import EtcdConfig
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.cluster import EtcdCluster
 from ftcoord.etcd.server import EtcdServer
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it for us
 
 
 @pytest.fixture(autouse=True)
