@@ -15,7 +15,6 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.cluster import EtcdCluster
 from ftcoord.etcd.server import EtcdServer
 
-
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it for us
 
 
