@@ -6,6 +6,8 @@ Run as a script this is such a process: see `NodeProcess`.
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -299,8 +301,22 @@ def _serve(endpoint: str, run_id: str, nodes: tuple[int, int], clock_offset: flo
         "time": lambda: time.time(),
         "exit": sys.exit,
     }
-    for line in sys.stdin:
-        print(json.dumps(commands[line.strip()]()), flush=True)
+    for line in _lines():
+        print(json.dumps(commands[line]()), flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """What comes on stdin. A signal that comes just before a read would wait for its end; it ends this select."""
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        while True:
+            select.select([stdin, woken], [], [])
+            line = stdin.readline()
+            if not line:
+                return
+            yield line.decode().strip()
 
 
 if __name__ == "__main__":
