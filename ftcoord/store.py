@@ -1,38 +1,34 @@
 """EtcdStore: a c10d Store whose keys live in etcd.
 
-    <prefix>data/<key>   the value, as it was given
-    <prefix>ops/<id>     how many changes a client made here: what makes a lost answer harmless
-
-Each change is one transaction that also counts up the client's `ops` key, guarded by its version. When an answer
-is lost the same transaction is sent again: if the first one happened the guard fails, so no change is made twice.
+<prefix>data/<key>           the value (`core/values.py` says how)
+<prefix>ops/<id>             what makes a lost answer harmless (`etcd/changes.py`)
+<prefix>queues/<key>/<id>    an item of a queue
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeAlias
+from urllib.parse import quote
 
-import tenacity
+import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import (
-    EtcdAuthError,
-    EtcdNoSpace,
-    EtcdUnavailable,
-    LeaseLost,
-    OutcomeUnknown,
-    RequestRefused,
-    RoundOver,
-)
+from ftcoord.core.values import counter, counts_by, plain, stored
+from ftcoord.errors import EtcdAuthError, EtcdNoSpace, EtcdUnavailable, OutcomeUnknown, RequestRefused
 from ftcoord.etcd.api import (
     Batch,
+    Began,
     Compare,
     Delete,
     Etcd,
@@ -40,23 +36,29 @@ from ftcoord.etcd.api import (
     KeyValue,
     Op,
     Put,
+    RangeResult,
     Span,
     TxnResult,
     WatchItem,
+    absent,
     exists,
     unchanged,
 )
+from ftcoord.etcd.changes import Changes, Made
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.session import Session
+from ftcoord.etcd.patience import persist
 
-T = TypeVar("T")
+_Items: TypeAlias = "queue.SimpleQueue[WatchItem | None]"
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 CHUNK: Final = 100
 """Keys in one transaction; etcd allows 128 operations."""
 CHUNK_BYTES: Final = 2**20
 """Values in one transaction; etcd allows 1.5 MiB a request, keys included."""
-PATIENCE: Final = 2.0
-"""Seconds that etcd itself may take at the least: a short time-out is about the keys, not about the network."""
+REMEMBERED: Final = 256
+"""Keys whose last revision and bytes are remembered, to change them again without reading them; `SMALL` bytes each."""
+SMALL: Final = 4096
+QueueEmptyError: type[Exception] = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
+"""What torch raises for an empty queue; torch 2.6 has none."""
 
 _in_use: set[EtcdStore] = set()
 # C++ (PrefixStore, process groups) holds only the C++ half of a store; this keeps the Python half until close().
@@ -73,10 +75,14 @@ class EtcdStore(Store):
         lease: put all keys under this lease instead, and never renew it.
         fence: a key; once it is gone, every change raises RoundOver.
 
-    Raises `torch.distributed.DistStoreError` when a key did not appear in time, `DistNetworkError` when etcd could not
-    be reached in time. Semantics are those of TCPStore; keys are str, values str or bytes, and bytes come back.
-    A change is made at most once, and exactly once when the call returns. `multi_set` of more than 100 keys
-    (or 1 MiB of values) is not atomic. Usable from several threads, not in a forked child.
+    Raises `torch.distributed.DistStoreError` when a key did not appear in time, or when etcd refuses a value as too
+    large (1.5 MiB by its default), `DistNetworkError` when etcd could not be reached in time. Keys are str, values str
+    or bytes, and bytes come back. A change is made at most once, and exactly once when the call returns. `multi_set`
+    of more than 100 keys (or 1 MiB of values) is not atomic. Usable from several threads, not in a forked child.
+
+    The semantics are TCPStore's (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Store), but
+    `num_keys`, `list_keys`, `check` and `wait` do not see queues, and `add` to what is no number raises DistStoreError,
+    where TCPStore closes the connection. Unlike torch's own EtcdStore, time-outs raise DistStoreError, no LookupError.
     """
 
     def __init__(
@@ -92,13 +98,11 @@ class EtcdStore(Store):
         super().__init__()
         self._client = EtcdClient(EtcdConfig.load(etcd)) if etcd is None or isinstance(etcd, (str, Sequence)) else None
         self._etcd: Etcd = self._client if self._client is not None else etcd  # type: ignore[assignment]
-        self._data, self._ops = f"{prefix}data/", f"{prefix}ops/{uuid.uuid4().hex}"
-        self._ttl, self._lease, self._fence = ttl, lease, fence
-        self._session: Session | None = None
-        self._changes = 0
-        self._lock = threading.Lock()
+        self._data, self._queues = f"{prefix}data/", f"{prefix}queues/"
         self._closed = threading.Event()
-        self._waiters: set[threading.Event] = set()
+        self._changes = Changes(self._etcd, f"{prefix}ops/", ttl, lease, fence, self._closed)
+        self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
+        self._waiters: list[_Items] = []
         self.set_timeout(timeout or DEFAULT_TIMEOUT)
         _in_use.add(self)
 
@@ -106,36 +110,29 @@ class EtcdStore(Store):
 
     def get(self, key: str) -> bytes:
         """The value of `key`; waits until there is one."""
-        return self._await(key, self._deadline()).value
+        return _value(self._await(Span(self._data + key), self._deadline()))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, in order; waits until all are there."""
-        deadline = self._deadline()
-        while True:
-            found = self._look(keys, deadline)
-            missing = next((key for key in keys if key not in found), None)
-            if missing is None:
-                return [found[key].value for key in keys]
-            self._await(missing, deadline)
+        found = self._await_all(keys, self._deadline())
+        return [_value(found[key]) for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
-        deadline = self._deadline(timeout)
-        present = self._look(keys, deadline, keys_only=True)
-        for key in keys:
-            if key not in present:
-                self._await(key, deadline)
+        self._await_all(keys, self._deadline(timeout), keys_only=True)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there now."""
         return set(keys) <= self._look(keys, self._deadline(), keys_only=True).keys()
 
     def num_keys(self) -> int:
-        """How many keys there are (unlike TCPStore there is no key of the store's own among them)."""
-        span = Span(self._data, is_prefix=True)
-        return self._read(
-            lambda left: self._etcd.range(Get(span, count_only=True), timeout=left), self._deadline()
-        ).count
+        """How many keys there are."""
+        return self._range(Get(Span(self._data, is_prefix=True), count_only=True), self._deadline()).count
+
+    def list_keys(self) -> list[str]:
+        """All keys, sorted."""
+        found = self._range(Get(Span(self._data, is_prefix=True), keys_only=True), self._deadline())
+        return [kv.key.removeprefix(self._data) for kv in found.kvs]
 
     # -- changing -----------------------------------------------------------------------------------------------
 
@@ -144,46 +141,88 @@ class EtcdStore(Store):
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set all keys; atomic up to 100 of them with 1 MiB of values."""
+        """Set all keys; atomic up to 100 of them with 1 MiB of values. Raises ValueError for unequal lengths."""
         last = dict(zip(keys, values, strict=True))
-        for puts in _requests([Put(self._data + key, _raw(value)) for key, value in last.items()]):
-            self._change(puts)
+        for puts in _requests([Put(self._data + key, stored(_raw(value))) for key, value in last.items()]):
+            self._make(puts)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the decimal number that `key` holds (0 if it is not there); the sum."""
+        """Add to the decimal number that `key` holds (0 if it is not there); the sum.
 
-        def change(old: bytes | None) -> bytes:
-            try:
-                return b"%d" % (int(old or b"0") + amount)
-            except ValueError:
-                raise DistStoreError(f"{key!r} holds no decimal number to add to; use add() alone on a key") from None
-
-        return int(self._update(key, change) or b"0")
+        Takes one request, however many others add the same amount at the same moment.
+        """
+        name = self._data + key
+        seen = self._remembered.get(name)
+        new = seen.value if seen and counts_by(seen.value, amount) else counter(amount, 0, 0)
+        guard = Compare(name, "value", "=", new)
+        if amount == 0:  # the others' counter stays theirs
+            seen = self._range(Get(Span(name)), self._deadline()).one
+            if seen is not None:
+                return _number(key, seen)
+            new, guard = counter(0, 0, 0), absent(name)
+        while not (made := self._put(name, new, guard)).done:
+            seen = made.kv
+            if seen and counts_by(seen.value, amount):
+                new, guard = seen.value, Compare(name, "value", "=", seen.value)
+            else:
+                version = seen.version + 1 if seen else 1
+                number = (_number(key, seen) if seen else 0) + amount
+                new, guard = counter(amount, number, version), unchanged(name, seen.mod_revision if seen else 0)
+        assert made.kv is not None
+        return int(plain(new, made.kv.version))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to what `key` holds."""
-        self._update(key, lambda old: (old or b"") + _raw(value))
+        name, more = self._data + key, _raw(value)
+        seen = self._remembered.get(name)
+        made = Made(False, seen)
+        while not made.done:
+            old = _value(made.kv) if made.kv else b""
+            made = self._put(name, stored(old + more), unchanged(name, made.kv.mod_revision if made.kv else 0))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set `key` to `desired` if it holds `expected`, or is not there and `expected` is empty; what it holds then.
 
         For a key that is not there and another `expected`, that is returned, as TCPStore does.
         """
-        wanted = _raw(expected)
-
-        def change(old: bytes | None) -> bytes | None:
-            return _raw(desired) if (old or b"") == wanted and (old is not None or not wanted) else None
-
-        held = self._update(key, change)
-        return wanted if held is None else held
+        name, wanted, new = self._data + key, _raw(expected), _raw(desired)
+        guard = Compare(name, "value", "=", stored(wanted)) if wanted else absent(name)
+        while not (made := self._put(name, stored(new), guard)).done:
+            if made.kv is None and wanted:
+                return wanted
+            if made.kv is not None and _value(made.kv) != wanted:
+                return _value(made.kv)
+            guard = unchanged(name, made.kv.mod_revision if made.kv else 0)
+        return new
 
     def delete_key(self, key: str) -> bool:
         """Delete `key`; whether it was there."""
-        span = Span(self._data + key)
-        while (seen := self._look([key], self._deadline()).get(key)) is not None:
-            if self._change([Delete(span)], span, seen)[0]:
-                return True
-        return False
+        name = self._data + key
+        return self._make([Delete(Span(name))], [exists(name)]).done
+
+    # -- queues -------------------------------------------------------------------------------------------------
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Put an item at the end of the queue `key`. Not through a PrefixStore: torch passes no queues on."""
+        self._make([Put(self._queue(key).start + uuid.uuid4().hex, _raw(value))])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first item of the queue; each is given to one caller only.
+
+        Waits for one if `block`, else raises `torch.distributed.QueueEmptyError` when there is none.
+        """
+        deadline = self._deadline()
+        first = Get(self._queue(key), limit=1, order="oldest")
+        while True:
+            item = self._await(first.span, deadline, first) if block else self._range(first, deadline).one
+            if item is None:
+                raise QueueEmptyError(f"queue {key!r} is empty")
+            if self._make([Delete(Span(item.key))], [exists(item.key)]).done:
+                return item.value
+
+    def queue_len(self, key: str) -> int:
+        """How many items the queue holds."""
+        return self._range(Get(self._queue(key), count_only=True), self._deadline()).count
 
     # -- the rest of the interface ------------------------------------------------------------------------------
 
@@ -201,36 +240,28 @@ class EtcdStore(Store):
     def close(self) -> None:
         """Let go of it: waiting calls fail, and keys written under its own lease expire after `ttl`. Idempotent."""
         self._closed.set()
-        for waiter in list(self._waiters):
-            waiter.set()
+        for items in list(self._waiters):
+            items.put(None)
         _in_use.discard(self)
-        if self._session is not None:
-            self._session.orphan()
+        self._changes.close()
         if self._client is not None:
             self._client.close()
 
     # -- how ----------------------------------------------------------------------------------------------------
 
+    def _queue(self, key: str) -> Span:
+        return Span(f"{self._queues}{quote(key, safe='')}/", is_prefix=True)
+
     def _deadline(self, timeout: timedelta | None = None) -> float:
         limit: timedelta = timeout or self.timeout  # type: ignore[attr-defined]  # a property of the C++ class
         return time.monotonic() + limit.total_seconds()
 
-    def _read(self, attempt: Callable[[float], T], deadline: float) -> T:
-        """Make `attempt(seconds left)` until etcd answers it."""
-        deadline = max(deadline, time.monotonic() + PATIENCE)
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((EtcdUnavailable, OutcomeUnknown)),
-            stop=tenacity.stop_after_delay(deadline - time.monotonic()) | tenacity.stop_when_event_set(self._closed),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
-            sleep=tenacity.sleep_using_event(self._closed),
-            reraise=True,
-        )
-        try:
-            return retrying(lambda: attempt(min(max(deadline - time.monotonic(), 0.1), 5.0)))
-        except (EtcdUnavailable, OutcomeUnknown) as error:
-            raise DistNetworkError(f"timeout: etcd did not answer in time: {error}") from error
-        except (EtcdAuthError, EtcdNoSpace, RequestRefused) as error:
-            raise DistStoreError(str(error)) from error
+    def _range(self, get: Get, deadline: float) -> RangeResult:
+        with _as_torch_errors():
+            return persist(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+
+    def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
+        return self._etcd.txn((), gets, timeout=left)
 
     def _look(self, keys: Sequence[str], deadline: float, keys_only: bool = False) -> dict[str, KeyValue]:
         """Those of the keys that are there now."""
@@ -238,127 +269,99 @@ class EtcdStore(Store):
         found: dict[str, KeyValue] = {}
         for start in range(0, len(unique), CHUNK):
             gets = [Get(Span(self._data + key), keys_only=keys_only) for key in unique[start : start + CHUNK]]
-            result = self._read(partial(self._read_all, gets), deadline)
+            with _as_torch_errors():
+                result = persist(partial(self._read_all, gets), deadline, self._closed)
             kvs = (result.range(index).one for index in range(len(gets)))
             found.update({kv.key.removeprefix(self._data): kv for kv in kvs if kv is not None})
         return found
 
-    def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
-        return self._etcd.txn((), gets, timeout=left)
+    def _await_all(self, keys: Sequence[str], deadline: float, keys_only: bool = False) -> dict[str, KeyValue]:
+        """All of the keys, as soon as they are there: looked at again when the first one that is missing comes."""
+        found: dict[str, KeyValue] = {}
+        while missing := [key for key in dict.fromkeys(keys) if key not in found]:
+            found |= self._look(missing, deadline, keys_only)
+            still = next((key for key in missing if key not in found), None)
+            if still is not None:
+                found[still] = self._await(Span(self._data + still), deadline)
+        return found
 
-    def _await(self, key: str, deadline: float) -> KeyValue:
-        """The key as soon as it is there: one read, then a watch from the revision after it."""
-        span = Span(self._data + key)
+    def _await(self, span: Span, deadline: float, get: Get | None = None) -> KeyValue:
+        """The key as soon as it is there (the first that `get` finds)."""
+        get = get or Get(span)
         while True:
-            read = self._read(lambda left: self._etcd.range(Get(span), timeout=left), deadline)
-            found = read.one or self._watch(span, read.revision + 1, deadline)
+            found = self._range(get, deadline).one or self._watch(get, deadline)
             if found is not None:
                 return found
+            name = span.start.removeprefix(self._data).removeprefix(self._queues)
             if self._closed.is_set():
-                raise DistStoreError(f"the store was closed while waiting for {key!r}")
+                raise DistStoreError(f"the store was closed while waiting for {name!r}")
             if time.monotonic() >= deadline:
                 raise DistStoreError(
-                    f"wait timeout: nobody set {key!r} in time; is a rank gone, or the timeout too short?"
+                    f"wait timeout: nobody set {name!r} in time; is a rank gone, or the timeout too short?"
                 )
 
-    def _watch(self, span: Span, revision: int, deadline: float) -> KeyValue | None:
-        """The first value put from `revision` on; None when the time is up or the watch broke off."""
-        done = threading.Event()
-        found: list[KeyValue] = []
-
-        def deliver(item: WatchItem) -> None:
-            if isinstance(item, Batch):
-                found.extend(event.kv for event in item.events if event.kind == "put")
-            if found or not isinstance(item, Batch):
-                done.set()
-
-        watch = self._etcd.watch(span, revision, deliver)
+    def _watch(self, get: Get, deadline: float) -> KeyValue | None:
+        """What `get` finds when a watch stands, or else the first value put later; None if the time is up first."""
+        items: _Items = queue.SimpleQueue()
+        watch = self._etcd.watch(get.span, 0, items.put)
+        self._waiters.append(items)
         try:
-            self._waiters.add(done)
-            if not self._closed.is_set():
-                done.wait(max(deadline - time.monotonic(), 0))
+            found = None
+            while found is None and not self._closed.is_set():
+                item = items.get(timeout=max(deadline - time.monotonic(), 0))
+                if isinstance(item, Began):
+                    found = self._range(get, deadline).one
+                elif isinstance(item, Batch):
+                    found = next((event.kv for event in item.events if event.kind == "put"), None)
+                else:  # the store was closed, or the watch broke off
+                    return None
+            return found
+        except queue.Empty:
+            return None
         finally:
-            self._waiters.discard(done)
+            self._waiters.remove(items)
             watch.cancel()
-        return found[0] if found else None
 
-    def _update(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
-        """Replace the value by what `change` makes of it (None: leave it), atomically; the value that is there then."""
-        span = Span(self._data + key)
-        current = self._read(lambda left: self._etcd.range(Get(span), timeout=left), self._deadline()).one
-        while True:
-            old = current.value if current else None
-            new = change(old)
-            if new is None:
-                return old
-            done, current = self._change([Put(span.start, new)], span, current)
-            if done:
-                return new
+    def _make(self, ops: Sequence[Op], guards: Sequence[Compare] = (), look: str | None = None) -> Made:
+        with _as_torch_errors():
+            return self._changes.make(ops, guards, look, self._deadline())
 
-    def _change(
-        self, ops: Sequence[Op], span: Span | None = None, seen: KeyValue | None = None
-    ) -> tuple[bool, KeyValue | None]:
-        """Make a change once, if the key `span` is still as it was `seen`: whether it was, and how it is now."""
-        guards = [] if span is None else [unchanged(span.start, seen.mod_revision if seen else 0)]
-        deadline = self._deadline()
-        with self._lock:
-            while True:
-                try:
-                    outcome = self._attempt(ops, guards, span, deadline)
-                except DistNetworkError:
-                    self._forget_changes()  # one of unknown outcome must not be taken for the next one
-                    raise
-                if outcome is not None:
-                    return outcome
+    def _put(self, name: str, value: bytes, guard: Compare) -> Made:
+        """Put a key if the guard holds, and remember what it is then: the next change will need it."""
+        made = self._make([Put(name, value)], [guard], name)
+        kv = replace(made.kv, value=value) if made.done and made.kv else made.kv
+        if kv is not None and len(kv.value) <= SMALL:
+            self._remembered[name] = kv
+            if len(self._remembered) > REMEMBERED:
+                self._remembered.popitem(last=False)
+        else:
+            self._remembered.pop(name, None)
+        return Made(made.done, kv)
 
-    def _attempt(
-        self, ops: Sequence[Op], guards: Sequence[Compare], span: Span | None, deadline: float
-    ) -> tuple[bool, KeyValue | None] | None:
-        """As `_change`, with None for "again": the store's own lease or count had to be made anew."""
-        fence = Span(self._fence or self._ops)
-        compares = [Compare(self._ops, "version", "=", self._changes), *guards]
-        if self._fence is not None:
-            compares.append(exists(self._fence))
-        try:
-            lease = self._read(lambda left: self._lease_id(), deadline)
-            leased = [replace(op, lease=lease) if isinstance(op, Put) else op for op in ops]
-            success = [*leased, Put(self._ops, b"", lease)]
-            failure = [Get(Span(self._ops)), Get(fence), *([Get(span)] if span else [])]
-            result = self._read(lambda left: self._etcd.txn(compares, success, failure, timeout=left), deadline)
-        except LeaseLost as error:
-            self._lease_is_gone(error)
-            return None
-        counted = self._changes + 1 if result.succeeded else _version(result.range(0).one)
-        if counted == self._changes + 1:
-            self._changes = counted
-            return True, None
-        if self._fence is not None and result.range(1).one is None:
-            raise RoundOver(f"the round of {self._data} is over; join the next one and use its store")
-        if counted != self._changes:
-            self._forget_changes()
-            return None
-        return False, result.range(2).one
 
-    def _lease_id(self) -> int:
-        if self._lease is not None:
-            return self._lease
-        if self._session is None:
-            self._session = Session(self._etcd, self._ttl)
-        return self._session.lease_id
-
-    def _lease_is_gone(self, error: LeaseLost) -> None:
-        if self._session is None:
-            raise RoundOver(f"the run of {self._data} is gone from etcd, and its store with it: {error}") from error
-        self._session.orphan()
-        self._session = None
-        self._forget_changes()
-
-    def _forget_changes(self) -> None:
-        self._ops, self._changes = f"{self._ops.rpartition('/')[0]}/{uuid.uuid4().hex}", 0
+@contextlib.contextmanager
+def _as_torch_errors() -> Iterator[None]:
+    try:
+        yield
+    except (EtcdUnavailable, OutcomeUnknown) as error:
+        raise DistNetworkError(f"timeout: etcd did not answer in time: {error}") from error
+    except (EtcdAuthError, EtcdNoSpace, RequestRefused) as error:
+        raise DistStoreError(str(error)) from error
 
 
 def _raw(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _value(kv: KeyValue) -> bytes:
+    return plain(kv.value, kv.version)
+
+
+def _number(key: str, kv: KeyValue) -> int:
+    try:
+        return int(_value(kv))
+    except ValueError:
+        raise DistStoreError(f"{key!r} holds no decimal number to add to; use add() alone on a key") from None
 
 
 def _requests(puts: Sequence[Put]) -> Iterator[list[Put]]:
@@ -373,7 +376,3 @@ def _requests(puts: Sequence[Put]) -> Iterator[list[Put]]:
         size += len(put.value)
     if part:
         yield part
-
-
-def _version(kv: KeyValue | None) -> int:
-    return kv.version if kv else 0

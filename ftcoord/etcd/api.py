@@ -44,14 +44,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Read a span. `newest_first` sorts by create revision, `created_before` keeps older keys only."""
+    """Read a span. `order` is that of creation, else of the keys; `created_before` keeps older keys only; `revision` is
+    a past one to read at, and RequestRefused is raised when etcd has forgotten it."""
 
     span: Span
     limit: int = 0
     keys_only: bool = False
     count_only: bool = False
-    newest_first: bool = False
+    order: Literal["keys", "oldest", "newest"] = "keys"
     created_before: int = 0
+    revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)

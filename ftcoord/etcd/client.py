@@ -154,11 +154,12 @@ def _warn_below_floor(version: str) -> None:
 
 
 def _range_request(get: Get) -> Any:
-    order = {"sort_order": wire.SORT_DESCEND, "sort_target": wire.SORT_BY_CREATE} if get.newest_first else {}
+    order = {} if get.order == "keys" else {"sort_order": wire.SORT[get.order], "sort_target": wire.SORT_BY_CREATE}
     return wire.message("RangeRequest")(
         key=encode_key(get.span.start) or b"\0",
         range_end=get.span.end,
         limit=get.limit,
+        revision=get.revision,
         keys_only=get.keys_only,
         count_only=get.count_only,
         max_create_revision=get.created_before - 1 if get.created_before else 0,

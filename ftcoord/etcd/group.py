@@ -140,7 +140,7 @@ class Group:
         """
         expected = self._mine.mod_revision if self._mine else 0
         put = Put(self.key, value, self._session.lease_id)
-        newest = Get(self._members_span, keys_only=True, newest_first=True, limit=2)
+        newest = Get(self._members_span, keys_only=True, order="newest", limit=2)
         reads = () if self._mine else (Get(self._decided.span), newest)
         if self._mine is None:
             self._decided.begin(timeout or BEGIN_TIMEOUT)
@@ -236,7 +236,7 @@ class Group:
                 return
             self._ahead.close()
         assert self._mine is not None
-        older = Get(self._members_span, 1, keys_only=True, newest_first=True, created_before=self._mine.create_revision)
+        older = Get(self._members_span, 1, keys_only=True, order="newest", created_before=self._mine.create_revision)
         found = self._etcd.range(older)
         if found.one is not None:
             self._follow(found.one, found.revision)

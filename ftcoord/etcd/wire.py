@@ -58,7 +58,7 @@ _MESSAGES: Final[dict[str, str]] = {
 }
 
 PUT_EVENT: Final = 0
-SORT_DESCEND: Final = 2
+SORT: Final = {"oldest": 1, "newest": 2}
 SORT_BY_CREATE: Final = 2
 COMPARE_RESULT: Final = {"=": 0, ">": 1, "<": 2, "!=": 3}
 COMPARE_TARGET: Final = {"version": 0, "create": 1, "mod": 2, "value": 3, "lease": 4}

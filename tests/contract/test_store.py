@@ -13,7 +13,7 @@ from rdzv_nodes import spawn
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.store import EtcdStore
+from ftcoord.store import EtcdStore, QueueEmptyError
 
 SHORT = timedelta(milliseconds=150)
 LONG = timedelta(seconds=DEADLINE)
@@ -277,3 +277,109 @@ def test_threads_share_a_store(store: Store) -> None:
     for done in [spawn(partial(work, index)) for index in range(4)]:
         done.result(DEADLINE)
     assert store.get("all") == b"x" * 40
+
+
+def test_a_counter_is_a_value_like_any_other(store: Store) -> None:
+    for _ in range(3):
+        store.add("n", 2)
+    assert store.compare_set("n", "6", "8") == b"8"
+    assert store.add("n", 2) == 10
+    assert store.add("n", 2) == 12
+    store.append("n", "5")
+    assert store.get("n") == b"125"
+    assert store.add("n", -25) == 100
+    store.set("n", "7")
+    assert store.multi_get(["n"]) == [b"7"]
+    assert store.add("n", 0) == 7
+    assert store.add("n", 2) == 9
+    assert store.delete_key("n")
+    assert store.add("n", 2) == 2
+
+
+def test_what_looks_like_a_counter_is_a_value(store: Store) -> None:
+    odd = b"\0ftcoord+5:1"
+    store.set("key", odd)
+    assert store.get("key") == odd
+    assert store.compare_set("key", odd, b"\0ftcoord=") == b"\0ftcoord="
+    store.append("key", odd)
+    assert store.get("key") == b"\0ftcoord=" + odd
+
+
+def test_clients_add_different_amounts_at_once(make_store: MakeStore) -> None:
+    stores = [make_store() for _ in range(4)]
+
+    def add(store: Store, amount: int) -> None:
+        for _ in range(10):
+            store.add("n", amount)
+
+    for done in [spawn(partial(add, store, amount)) for store, amount in zip(stores, (1, -1, 5, 10), strict=True)]:
+        done.result(DEADLINE)
+    assert stores[0].add("n", 0) == 150
+
+
+def test_every_sum_is_told_once(make_store: MakeStore) -> None:
+    """What barriers rest on: the last one to come knows it."""
+    stores = [make_store() for _ in range(4)]
+    sums = [spawn(partial(store.add, "n", 1)) for store in stores for _ in range(16)]
+    assert sorted(one.result(DEADLINE) for one in sums) == list(range(1, 65))
+
+
+# -- what torch passes on to no store in Python: only without a PrefixStore -------------------------------------------
+
+
+@pytest.fixture(params=["tcp", "etcd"])
+def bare(
+    request: pytest.FixtureRequest, client: EtcdClient, prefix: str, tcp_clients: list[TCPStore]
+) -> Iterator[list[Store]]:
+    """Three clients of one store of its own."""
+    if request.param == "tcp":
+        yield [PrefixStore(prefix, store) for store in tcp_clients[:3]]
+        return
+    stores = [EtcdStore(client, f"{prefix}/", LONG) for _ in range(3)]
+    yield list(stores)
+    for store in stores:
+        store.close()
+
+
+def test_list_keys(bare: list[Store]) -> None:
+    store = bare[0]
+    assert store.list_keys() == []
+    store.multi_set(["b", "a/c"], ["1", "2"])
+    store.add("n", 1)
+    assert sorted(store.list_keys()) == ["a/c", "b", "n"]
+    store.delete_key("b")
+    assert sorted(bare[1].list_keys()) == ["a/c", "n"]
+
+
+def test_a_queue_gives_in_the_order_in_which_it_got(bare: list[Store]) -> None:
+    writer, reader, _ = bare
+    assert reader.queue_len("q") == 0
+    for item in ("a", b"", b"\0\xff"):
+        writer.queue_push("q", item)
+    writer.queue_push("q/other", "x")
+    writer.set("q", "a key, no item")
+    assert reader.queue_len("q") == 3
+    assert [reader.queue_pop("q") for _ in range(3)] == [b"a", b"", b"\0\xff"]
+    assert reader.queue_len("q") == 0
+    assert reader.queue_pop("q/other", False) == b"x"
+    assert reader.get("q") == b"a key, no item"
+
+
+def test_an_empty_queue(bare: list[Store]) -> None:
+    store = bare[0]
+    with pytest.raises(QueueEmptyError, match="empty"):
+        store.queue_pop("q", False)
+    store.set_timeout(SHORT)
+    with pytest.raises(DistStoreError, match="timeout"):
+        store.queue_pop("q")
+    store.set_timeout(LONG)
+
+
+def test_a_queue_wakes_those_who_wait_and_gives_each_item_to_one(bare: list[Store]) -> None:
+    writer, *readers = bare
+    waiting = [spawn(partial(reader.queue_pop, "q")) for reader in readers]
+    assert not any(one.done() for one in waiting)
+    items = [b"%d" % number for number in range(2)]
+    for item in items:
+        writer.queue_push("q", item)
+    assert sorted(one.result(DEADLINE) for one in waiting) == items

@@ -62,8 +62,8 @@ def test_newest_first_and_created_before_go_by_creation_not_by_change(client: Et
     created = [client.put(f"{prefix}/{name}", b"").revision for name in "cab"]
     client.put(f"{prefix}/c", b"changed last, yet the oldest")
     everything = Span(prefix, is_prefix=True)
-    assert keys(client.range(Get(everything, newest_first=True))) == [f"{prefix}/{name}" for name in "bac"]
-    older = client.range(Get(everything, newest_first=True, limit=1, created_before=created[2]))
+    assert keys(client.range(Get(everything, order="newest"))) == [f"{prefix}/{name}" for name in "bac"]
+    older = client.range(Get(everything, order="newest", limit=1, created_before=created[2]))
     assert keys(older) == [f"{prefix}/a"]
     assert client.range(Get(everything, created_before=created[0])).kvs == ()
 
