@@ -16,20 +16,37 @@ if TYPE_CHECKING:
     from ftcoord.etcd.cluster import EtcdCluster
     from ftcoord.etcd.server import EtcdServer
     from ftcoord.etcd.session import Session
+    from ftcoord.rendezvous.backend import EtcdRendezvousBackend
     from ftcoord.rendezvous.handler import EtcdRendezvousHandler
+    from ftcoord.rendezvous.init_method import register_init_methods
+    from ftcoord.rendezvous.legacy import install_legacy_names
     from ftcoord.store import EtcdStore
 
 _HOMES = {
     "EtcdClient": "ftcoord.etcd.client",
     "EtcdCluster": "ftcoord.etcd.cluster",
     "EtcdConfig": "ftcoord.config",
+    "EtcdRendezvousBackend": "ftcoord.rendezvous.backend",
     "EtcdRendezvousHandler": "ftcoord.rendezvous.handler",
     "EtcdServer": "ftcoord.etcd.server",
     "EtcdStore": "ftcoord.store",
     "Session": "ftcoord.etcd.session",
+    "install_legacy_names": "ftcoord.rendezvous.legacy",
+    "register_init_methods": "ftcoord.rendezvous.init_method",
 }
 
-__all__ = ["EtcdClient", "EtcdCluster", "EtcdConfig", "EtcdRendezvousHandler", "EtcdServer", "EtcdStore", "Session"]
+__all__ = [
+    "EtcdClient",
+    "EtcdCluster",
+    "EtcdConfig",
+    "EtcdRendezvousBackend",
+    "EtcdRendezvousHandler",
+    "EtcdServer",
+    "EtcdStore",
+    "Session",
+    "install_legacy_names",
+    "register_init_methods",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,15 +6,34 @@ import would leave the backend unregistered with nothing but a warning.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
 def get_handler() -> Any:
-    """The creator of handlers, which torch calls with its RendezvousParameters."""
+    """The creator of `etcd-v3` handlers, which torch calls with its RendezvousParameters.
+
+    With FTCOORD_REPLACE_LEGACY=1 in the environment, also makes `etcd` and `etcd-v2` names of it.
+    """
+    if os.environ.get("FTCOORD_REPLACE_LEGACY") == "1":
+        from ftcoord.rendezvous.legacy import install_legacy_names
+
+        install_legacy_names()
     return _create
+
+
+def get_dynamic_handler() -> Any:
+    """The creator of `etcd-v3-dynamic` handlers."""
+    return _create_dynamic
 
 
 def _create(params: Any) -> Any:
     from ftcoord.rendezvous.create import create_handler
 
     return create_handler(params)
+
+
+def _create_dynamic(params: Any) -> Any:
+    from ftcoord.rendezvous.backend import create_dynamic_handler
+
+    return create_dynamic_handler(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 
@@ -16,12 +17,25 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 log = logging.getLogger(__name__)
 
 
+class Opened(NamedTuple):
+    """A run's settings, and its etcd: one that has answered, started here if `server` is not None."""
+
+    settings: RendezvousSettings
+    etcd: EtcdClient
+    server: EtcdServer | None
+
+
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """The handler that `torchrun --rdzv-backend=etcd-v3` uses.
 
     Raises ValueError (ConfigError) for bad settings before any socket is opened, and RendezvousConnectionError when
     etcd does not answer within `read_timeout` seconds (default 5).
     """
+    return EtcdRendezvousHandler(*open_run(params))
+
+
+def open_run(params: RendezvousParameters) -> Opened:
+    """Check the parameters, and connect. Raises as `create_handler`."""
     settings = RendezvousSettings.parse(
         backend=params.backend,
         endpoint=params.endpoint,
@@ -34,11 +48,11 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     if settings.run_id == "none":
         log.warning("no --rdzv-id was given: every job without one on this etcd belongs to the same run, 'none'")
     if settings.etcd is not None:
-        return EtcdRendezvousHandler(settings, connect(settings.etcd))
+        return Opened(settings, connect(settings.etcd), None)
     server = EtcdServer()
     server.start()
     config = EtcdConfig.load(server.get_endpoint(), env={}, request_timeout=settings.request_timeout)
-    return EtcdRendezvousHandler(settings, connect(config), server)
+    return Opened(settings, connect(config), server)
 
 
 def connect(config: EtcdConfig) -> EtcdClient:

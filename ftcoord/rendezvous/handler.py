@@ -75,7 +75,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._settings, self._etcd, self._server = settings, etcd, server
         self._decided_key = f"{settings.prefix}/decided"
         self._address = own_address(settings.local_addr, etcd.config)
-        self._host = f"{socket.gethostname()} (pid {os.getpid()})"
+        self.host = f"{socket.gethostname()} (pid {os.getpid()})"
         self._node = uuid.uuid4().hex
         self._changed = threading.Condition()
         self._member: Membership | None = None
@@ -118,7 +118,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         with self._recorded("next_rendezvous"), raised_as_exceptions():
             round_, rank = self._join()
         self._record(
-            "next_rendezvous", f"{self._host} is rank {rank} of {len(round_.seats)} in round {round_.number}", rank
+            "next_rendezvous", f"{self.host} is rank {rank} of {len(round_.seats)} in round {round_.number}", rank
         )
         assert self._store is not None
         bootstrap = RendezvousStoreInfo(round_.address, round_.port)
@@ -144,7 +144,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """End the run for all nodes. Raises RendezvousConnectionError after `close_timeout` seconds."""
         with self._recorded("set_closed"):
-            self._close(f"closed by {self._host}")
+            self._close(f"closed by {self.host}")
 
     def shutdown(self) -> bool:
         """Leave, and close the run if this node's workers are done or have used up their restarts.
@@ -156,7 +156,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         error = sys.exc_info()[1]
         try:
             if error is None or isinstance(error, ChildFailedError):
-                self._close(f"{self._host} {'finished' if error is None else 'failed'}")
+                self._close(f"{self.host} {'finished' if error is None else 'failed'}")
         except RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
@@ -182,7 +182,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _enter(self, port: int, after: int, deadline: float) -> Membership:
         """Ask for a round, as a new incarnation if the last one lost its lease."""
-        ask = Ask(self._node, self._address, port, after, self._host, uuid.uuid4().hex)
+        ask = Ask(self._node, self._address, port, after, self.host, uuid.uuid4().hex)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_TRANSIENT),
             stop=tenacity.stop_after_delay(max(deadline - time.monotonic(), 0)),
@@ -235,7 +235,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _give_up(self) -> NoReturn:
         self._abandon()
         raise RendezvousTimeoutError(
-            f"no round of run {self._settings.run_id!r} with a seat for {self._host} came about within "
+            f"no round of run {self._settings.run_id!r} with a seat for {self.host} came about within "
             f"{self._settings.join_timeout:g} s (join_timeout); are at least {self._settings.min_nodes} nodes started, "
             f"with the same --rdzv-id and --rdzv-endpoint?"
         )

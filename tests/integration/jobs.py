@@ -17,6 +17,7 @@ from helpers import eventually
 
 import ftcoord
 
+QUICK = {"lease_ttl": 2, "last_call_timeout": 3, "settle_timeout": 0.5}
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
@@ -85,6 +86,7 @@ class Job:
         folder: for the logs, the workers' events and the orders to them.
         endpoint: as `--rdzv-endpoint`.
         nodes: as `--nnodes`.
+        backend: as `--rdzv-backend`.
         conf: rdzv_conf of all agents. The test's defaults make it quick; no test relies on how quick.
     """
 
@@ -95,6 +97,7 @@ class Job:
         nodes: str,
         script: str = "train.py",
         *,
+        backend: str = "etcd-v3",
         run_id: str | None = None,
         workers: int = 1,
         restarts: int = 10,
@@ -103,9 +106,10 @@ class Job:
     ) -> None:
         self.folder, self.run_id = folder, run_id or folder.name
         self.agents: dict[str, Agent] = {}
+        self._backend = backend
         self._endpoint, self._nodes, self._script = endpoint, nodes, script
         self._workers, self._restarts, self._env = workers, restarts, env or {}
-        self._conf = {"lease_ttl": 2, "last_call_timeout": 3, "settle_timeout": 0.5, **(conf or {})}
+        self._conf = {**QUICK, **(conf or {})}
         for name in ("events", "orders", "terminals", "logs", "tmp"):
             (folder / name).mkdir()
 
@@ -119,7 +123,7 @@ class Job:
         for name in names:
             command = [
                 *(sys.executable, "-m", "torch.distributed.run"),
-                *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={self._endpoint}", f"--rdzv-id={self.run_id}"),
+                *(f"--rdzv-backend={self._backend}", f"--rdzv-endpoint={self._endpoint}", f"--rdzv-id={self.run_id}"),
                 f"--rdzv-conf={','.join(f'{key}={value}' for key, value in chosen.items())}",
                 *(f"--nnodes={self._nodes}", f"--nproc-per-node={self._workers}", f"--max-restarts={self._restarts}"),
                 f"--log-dir={self.folder / 'logs'}",

@@ -1,0 +1,114 @@
+"""etcd v3 behind torch's own rendezvous: for those who want torch's state machine, as with `etcd-v2`.
+
+torch keeps the whole state of a run in one key, in Python's own object format, which runs code when it is read: whoever
+can write to that key owns every node. It also keeps the bootstrap address of the first round (docs/architecture.md).
+Use `etcd-v3` unless you need just this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from typing import Final
+
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs_handler
+
+from ftcoord.errors import EtcdError, LeaseLost
+from ftcoord.etcd.api import Etcd, Get, Put, Span
+from ftcoord.etcd.settle import Settled, write_once
+from ftcoord.rendezvous.create import open_run
+from ftcoord.store import EtcdStore
+
+NAME: Final = "etcd-v3-dynamic"
+TTL: Final = 7200
+"""Seconds that a state lives after it was last written: that of torch's etcd-v2."""
+_TORCHS_OWN: Final = ("cas_backoff_max_seconds",)
+
+
+class EtcdRendezvousBackend(RendezvousBackend):
+    """Keeps the state of a run for `torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler`.
+
+    A state is bytes, written if it has not changed since (its fencing token is the key's mod revision).
+
+    Args:
+        etcd: the door to etcd.
+        key: the key that holds the state.
+        ttl: seconds that the state lives after it was last written, at least two thirds of it.
+    """
+
+    def __init__(self, etcd: Etcd, key: str, ttl: int = TTL) -> None:
+        self._etcd, self._key, self._ttl = etcd, key, ttl
+        self._lease, self._renewed_at = 0, 0.0
+
+    @property
+    def name(self) -> str:
+        """etcd-v3-dynamic."""
+        return NAME
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The state and its token. Raises RendezvousConnectionError."""
+        try:
+            kv = self._etcd.range(Get(Span(self._key))).one
+        except EtcdError as error:
+            raise RendezvousConnectionError(f"the state of the run cannot be read: {error}") from error
+        return (kv.value, kv.mod_revision) if kv else None
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Write the state if it still has this token, or if there is none yet; what is there then, and whether it did.
+
+        Raises RendezvousConnectionError.
+        """
+        expected = token if token else 0
+        if not isinstance(expected, int):
+            found = self.get_state()
+            return (*found, False) if found else None
+        try:
+            written = self._write(state, expected)
+        except EtcdError as error:
+            raise RendezvousConnectionError(f"the state of the run cannot be written: {error}") from error
+        return (written.kv.value, written.kv.mod_revision, written.done) if written.kv else None
+
+    def _write(self, state: bytes, expected: int) -> Settled:
+        try:
+            return write_once(self._etcd, Put(self._key, state, self._kept_lease()), expected)
+        except LeaseLost:
+            self._lease = 0
+            return write_once(self._etcd, Put(self._key, state, self._kept_lease()), expected)
+
+    def _kept_lease(self) -> int:
+        now = time.monotonic()
+        if not self._lease:
+            self._lease, self._renewed_at = self._etcd.grant(self._ttl).id, now
+        elif now - self._renewed_at > self._ttl / 3:
+            self._etcd.renew(self._lease)
+            self._renewed_at = now
+        return self._lease
+
+
+def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, EtcdStore]:
+    """The backend and the store for torch's handler, from torchrun's parameters.
+
+    Takes the endpoints, TLS and login settings that `etcd-v3` takes. Raises ValueError (ConfigError) for bad settings,
+    and RendezvousConnectionError when etcd does not answer.
+    """
+    conf = {key: value for key, value in params.config.items() if key not in _TORCHS_OWN}
+    checked = RendezvousParameters(
+        params.backend, params.endpoint, params.run_id, params.min_nodes, params.max_nodes, params.local_addr, **conf
+    )
+    settings, etcd, server = open_run(checked)
+    if server is not None:
+        atexit.register(server.stop)
+    prefix = f"{settings.prefix}/dynamic"
+    return EtcdRendezvousBackend(etcd, f"{prefix}/state"), EtcdStore(etcd, f"{prefix}/store/")
+
+
+def create_dynamic_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """The handler that `torchrun --rdzv-backend=etcd-v3-dynamic` uses: torch's, on etcd v3."""
+    backend, store = create_backend(params)
+    return create_torchs_handler(store, backend, params)

@@ -1,0 +1,31 @@
+"""torch's old names for etcd, on ftcoord: job templates that say `--rdzv-backend=etcd-v2` need no change."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
+
+log = logging.getLogger(__name__)
+NAMES: Final = ("etcd", "etcd-v2")
+
+
+def install_legacy_names() -> None:
+    """Make `--rdzv-backend=etcd` and `etcd-v2` run on ftcoord in this process; idempotent.
+
+    FTCOORD_REPLACE_LEGACY=1 in torchrun's environment does the same. torch lets nobody register a name twice, so this
+    replaces the entries of its registry (tried with torch 2.6 and 2.13). The old `rdzv_conf` keys keep their meaning.
+    """
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+
+    for name in NAMES:
+        rendezvous_handler_registry._registry[name] = _create
+
+
+def _create(params: RendezvousParameters) -> RendezvousHandler:
+    from ftcoord.rendezvous.create import create_handler
+
+    log.warning("--rdzv-backend=%s runs on ftcoord's etcd-v3, through etcd's v3 API", params.backend)
+    return create_handler(params)

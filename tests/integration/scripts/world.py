@@ -1,0 +1,27 @@
+"""One process of a job without torchrun: `world.py URL [RANK] [WORLD_SIZE]`. Says what it found, as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import ftcoord
+
+url, rank, world_size = (*sys.argv[1:], "-1", "-1")[:3]
+ftcoord.register_init_methods()
+dist.init_process_group(
+    "gloo", init_method=url, rank=int(rank), world_size=int(world_size), timeout=timedelta(seconds=60)
+)
+ranks = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(ranks)
+store = dist.distributed_c10d._get_default_store()
+used = store.check(["left behind"])
+dist.barrier()
+store.set("left behind", "x")
+print(json.dumps([dist.get_rank(), dist.get_world_size(), ranks.item(), used]), flush=True)
+sys.stdin.read()  # until the test lets it end, or ends it
+dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""What torchrun lets its users choose beside the backend, and other ways to start it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import QUICK, SCRIPTS, Job
+
+from ftcoord.etcd.server import EtcdServer
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}],
+    ids=["identical workers", "no shared store"],
+)
+def test_two_workers_on_each_agent(etcd: EtcdServer, tmp_path: Path, env: dict[str, str]) -> None:
+    """The agents assign ranks through the store that the rendezvous gives them, or each for itself."""
+    with Job(tmp_path, etcd.get_endpoint(), "2", workers=2, env=env) as job:
+        job.start("ab")
+        first = job.round_of("ab")
+        job.order("crash-3")
+        job.round_of("ab", after=[first])
+        job.finish("ab")
+
+
+def test_the_events_of_the_rendezvous_are_recorded(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "1") as job:
+        job.start("a", "--event-log-handler=console")
+        job.round_of("a")
+        job.finish("a")
+        text = job.agents["a"].terminal()
+        events = [json.loads(line[line.index("{") :]) for line in text.splitlines() if '"name": "torchelastic' in line]
+        assert {json.loads(json.dumps(event["metadata"]))["rdzv_backend"] for event in events} == {"etcd-v3"}
+
+
+IDS = ["a/b", "a", "a%2Fb", "two words", "größe/你好", "x" * 200]
+
+
+def test_runs_of_any_id_share_an_etcd(etcd: EtcdServer, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for number, run_id in enumerate(IDS):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            jobs.append(stack.enter_context(Job(folder, etcd.get_endpoint(), "1", "idle.py", run_id=run_id)))
+            if "/" in run_id:  # torch puts the logs into <log dir>/<run id>_...
+                (folder / "logs" / run_id.split("/")[0]).mkdir()
+            jobs[-1].start("a")
+        for job, run_id in zip(jobs, IDS, strict=True):
+            job.round_of("a", kind="started")
+            assert {event.run_id for event in job.events("started")} == {run_id}
+        jobs[0].finish("a")
+        assert all(job.agents["a"].exit_code is None for job in jobs[1:])
+        for job in jobs[1:]:
+            job.finish("a")
+
+
+def test_started_from_python(etcd: EtcdServer) -> None:
+    command = [sys.executable, str(SCRIPTS / "launch.py"), etcd.get_endpoint()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "{0: 'rank 0', 1: 'rank 1'}", done.stderr
+
+
+def test_standalone(tmp_path: Path) -> None:
+    """An etcd of the agent's own, which it takes with it."""
+    with Job(tmp_path, "embedded", "1:1", workers=2) as job:
+        job.start("a")
+        job.round_of("a")
+        assert any("etcd" in Path(f"/proc/{pid}/cmdline").read_text() for pid in job.processes("a"))
+        job.finish("a")
+
+
+def test_torch_distributed_run_from_python(etcd: EtcdServer, tmp_path: Path) -> None:
+    arguments = [
+        *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.get_endpoint()}", "--rdzv-id=run-main", "--nnodes=1"),
+        *(f"--rdzv-conf={','.join(f'{key}={value}' for key, value in QUICK.items())}", "--nproc-per-node=2"),
+        *(f"--log-dir={tmp_path}", str(SCRIPTS / "ranks.py")),
+    ]
+    code = f"from torch.distributed.run import main\nmain({arguments!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert sorted(done.stdout.split()) == ["0/2", "1/2"], done.stderr

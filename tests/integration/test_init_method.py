@@ -1,0 +1,120 @@
+"""Jobs without torchrun: real processes that meet through init_process_group(init_method="etcd://...")."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from helpers import DEADLINE, eventually
+from rdzv_nodes import keys_under
+
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.cluster import EtcdCluster
+from ftcoord.etcd.server import EtcdServer
+
+SCRIPT = Path(__file__).parent / "scripts" / "world.py"
+Process = subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def world(*arguments: Sequence[object]) -> Iterator[list[Process]]:
+    """A process for each list of arguments."""
+    commands = [[sys.executable, str(SCRIPT), *map(str, one)] for one in arguments]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = [subprocess.Popen(command, text=True, **pipes) for command in commands]  # type: ignore[call-overload]
+    try:
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def told(processes: Sequence[Process]) -> list[tuple[int, int, float, bool]]:
+    """What the processes of one world found, by rank: rank, world size, sum of ranks, whether their store was used."""
+    answers = []
+    for process in processes:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        answers.append(tuple(json.loads(line)))
+    return sorted(answers)
+
+
+def expected(size: int) -> list[tuple[int, int, float, bool]]:
+    return [(rank, size, size * (size - 1) / 2, False) for rank in range(size)]
+
+
+def end(processes: Sequence[Process]) -> None:
+    """Let them end, and check that they do so in peace."""
+    for process in processes:
+        _, complaints = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 0, complaints
+
+
+def test_ranks_from_the_arguments_the_url_or_by_arrival(etcd: EtcdServer) -> None:
+    at = f"etcd://{etcd.get_endpoint()}"
+    given = [[f"{at}/given", rank, 3] for rank in (2, 0, 1)]
+    in_url = [[f"{at}/in-url?rank={rank}&world_size=2"] for rank in (1, 0)]
+    by_arrival = [[f"{at}/by%20arrival?world_size=2"]] * 2
+    with world(*given) as one, world(*in_url) as other, world(*by_arrival) as third:
+        assert told(one) == expected(3)
+        assert told(other) == expected(2)
+        assert told(third) == expected(2)
+        end([*one, *other, *third])
+
+
+def test_a_world_of_all_that_come_during_the_last_call(etcd: EtcdServer) -> None:
+    url = f"etcd://{etcd.get_endpoint()}/open?last_call_timeout=15"
+    with world([url], [url], [url]) as processes:
+        assert told(processes) == expected(3)
+        end(processes)
+
+
+def test_a_run_that_is_started_again_meets_nothing_of_its_former_life(etcd: EtcdServer, client: EtcdClient) -> None:
+    """After an end in peace, and after kill -9."""
+    url = f"etcd://{etcd.get_endpoint()}/again?lease_ttl=2&run_ttl=9"
+    first = [[url, rank, 2] for rank in range(2)]
+    with world(*first) as processes:
+        assert told(processes) == expected(2)
+        end(processes)
+    with world(*first) as processes:
+        assert told(processes) == expected(2)
+        for process in processes:
+            process.kill()
+        with world(*first) as again:
+            assert told(again) == expected(2)
+            end(again)
+    eventually(lambda: not keys_under(client, "/ftcoord/v1/again/"), what="its keys expire")
+
+
+def test_one_rank_for_two_is_refused(etcd: EtcdServer) -> None:
+    url = f"etcd://{etcd.get_endpoint()}/twice"
+    with world([url, 0, 2], [url, 0, 2]) as processes:
+        eventually(lambda: any(process.poll() for process in processes), what="one of them ends")
+        loser = next(process for process in processes if process.poll())
+        assert "give each process a rank of its own" in loser.communicate()[1]
+
+
+def test_a_member_of_etcd_that_is_down(cluster: EtcdCluster) -> None:
+    cluster.kill(0)
+    url = f"etcd://{cluster.endpoints}/cluster"
+    with world([url, 0, 2], [url, 1, 2]) as processes:
+        assert told(processes) == expected(2)
+        end(processes)
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [("etcd://127.0.0.1:1/run?world_size=1&request_timeout=1", "no etcd at"), ("etcd://h1/run?rank=1", "world_size")],
+)
+def test_what_is_wrong_is_said(url: str, complaint: str) -> None:
+    with world([url]) as (process,):
+        _, complaints = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 1
+        assert complaint in complaints.splitlines()[-1]

@@ -1,0 +1,97 @@
+"""Job templates of torch's other etcd backends, and what else torchrun's users do with a backend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Job
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.rendezvous.create import create_handler
+from ftcoord.rendezvous.torchelastic import (
+    RendezvousClosedException,
+    RendezvousNonRetryableError,
+    RendezvousTimeoutException,
+    TorchelasticHandler,
+)
+
+REPLACE = {"FTCOORD_REPLACE_LEGACY": "1"}
+OLD_CONF = {
+    "etcd": {"protocol": "http", "etcd_prefix": "/old/p2p", "last_call_timeout": 3, "timeout": 90, "lease_ttl": 2},
+    "etcd-v2": {"protocol": "HTTP", "read_timeout": 10, "keep_alive_interval": 1, "keep_alive_max_attempt": 2},
+}
+
+
+@pytest.mark.parametrize("name", OLD_CONF)
+def test_an_old_template_runs_with_one_variable_more(etcd: EtcdServer, tmp_path: Path, name: str) -> None:
+    """The etcd has no v2 API."""
+    with Job(tmp_path, etcd.get_endpoint(), "2:3", backend=name, conf=OLD_CONF[name], env=REPLACE) as job:
+        job.start("abc")
+        job.round_of("abc")
+        job.kill("a")
+        job.round_of("bc")
+        job.finish("bc")
+        for agent in "bc":
+            assert job.agents[agent].terminal().count(f"--rdzv-backend={name} runs on ftcoord") == 1
+
+
+@pytest.mark.parametrize("name", OLD_CONF)
+def test_without_the_variable_the_old_names_stay_torchs(etcd: EtcdServer, tmp_path: Path, name: str) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "1", backend=name, conf={"lease_ttl": 2}) as job:
+        job.start("a")
+        job.expect_exit(1, "a")
+        assert "runs on ftcoord" not in job.terminals()
+
+
+def test_the_old_names_from_python(etcd: EtcdServer) -> None:
+    code = f"""
+import ftcoord
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+for _ in range(2):
+    ftcoord.install_legacy_names()
+for name in ("etcd", "etcd-v2", "etcd-v3"):
+    handler = get_rendezvous_handler(RendezvousParameters(name, "{etcd.get_endpoint()}", "python", 1, 1))
+    print(type(handler).__name__, handler.get_backend())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = ("etcd", "etcd-v2", "etcd-v3")
+    assert done.stdout.splitlines() == [f"EtcdRendezvousHandler {name}" for name in names]
+
+
+def test_torchs_own_state_machine_on_etcd_v3(etcd: EtcdServer, tmp_path: Path) -> None:
+    conf = {"keep_alive_interval": 1, "keep_alive_max_attempt": 2}
+    share_nothing = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with Job(tmp_path, etcd.get_endpoint(), "2:3", backend="etcd-v3-dynamic", conf=conf, env=share_nothing) as job:
+        job.start("abc")
+        job.round_of("abc")
+        job.kill("a")
+        job.round_of("bc")
+        job.finish("bc")
+
+
+def test_the_interface_of_torchelastic(etcd: EtcdServer) -> None:
+    def handler(run_id: str, nodes: int, **conf: object) -> TorchelasticHandler:
+        params = RendezvousParameters("etcd-v3", etcd.get_endpoint(), run_id, nodes, nodes, "127.0.0.1", **conf)
+        return TorchelasticHandler(create_handler(params))
+
+    one = handler("torchelastic", 1)
+    store, rank, world_size = one.next_rendezvous()
+    store.set("key", "value")
+    assert (store.get("key"), rank, world_size, one.get_run_id()) == (b"value", 0, 1, "torchelastic")
+    assert one.num_nodes_waiting() == 0
+    assert not one.is_closed()
+    one.set_closed()
+    late, lonely = handler("torchelastic", 1), handler("lonely", 2, join_timeout=0.5)
+    with pytest.raises(RendezvousClosedException):
+        late.next_rendezvous()
+    with pytest.raises(RendezvousTimeoutException):
+        lonely.next_rendezvous()
+    for each in (one, late, lonely):
+        assert each.shutdown()
+    with pytest.raises(RendezvousNonRetryableError):
+        one.is_closed()
