@@ -103,7 +103,7 @@ def _speed(title: str, trials: Sequence[Trial], of: Callable[[Trial], Joined]) -
     verdict = ""
     if large:
         verdict = _verdict(f"smallest ratio at N >= 8: {min(large):.1f}", min(large) >= TARGET_RATIO, f"{TARGET_RATIO}")
-    return f"### {title}\n\n{_table(header, rows)}\n{verdict}\n"
+    return f"### {title}\n\n{table(header, rows)}\n{verdict}\n"
 
 
 def _cost(trials: Sequence[Trial]) -> str:
@@ -127,7 +127,7 @@ def _cost(trials: Sequence[Trial]) -> str:
 Writes are etcd's own count of raft proposals: puts, transactions that write, leases granted. Requests are gRPC messages
 that etcd received, by method (etcd-v2 sends none: it speaks HTTP). CPU is that of the nodes' processes, not of etcd.
 
-{_table(header, rows)}
+{table(header, rows)}
 {verdict}
 """
 
@@ -162,7 +162,7 @@ def idle(measured: Idle) -> str:
 What etcd received in {measured.seconds:g} s from {measured.count} nodes in a running round, each asked for
 `num_nodes_waiting()` ten times a second as by torchrun's agent. Lease TTL 10 s.
 
-{_table(["request", "number", "a node and second"], [row for row in rows if row[1] != "0" or row[0] == "(writes)"])}"""
+{table(["request", "number", "a node and second"], [row for row in rows if row[1] != "0" or row[0] == "(writes)"])}"""
 
 
 def imports(measured: Sequence[Import]) -> str:
@@ -196,7 +196,7 @@ worker (or from the start of the new agent's command, so with its imports) until
 started, and until all workers of the new round have done an all_reduce, so with their imports. Medians. With c10d
 the killed agent never hosts the store, which no agent would survive.
 
-{_table(header, rows)}
+{table(header, rows)}
 {verdict}
 """
 
@@ -215,6 +215,7 @@ def _verdict(found: str, reached: bool, target: str) -> str:
     return f"{found[0].upper()}{found[1:]} (target {target}: {'met' if reached else 'not met'})."
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,144 @@
+"""EtcdStore beside TCPStore and torch's own EtcdStore (etcd v2), and beside one raw etcd transaction, in one run:
+
+    python -m benchmarks.store --write docs/benchmarks.md
+
+Needs `pip install python-etcd urllib3`, and an etcd 3.4 or 3.5 (3.6 has no v2 API). A few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from torch.distributed import Store
+
+from benchmarks.crowd import STORES, Crowd, make_store, serving, timed
+from benchmarks.report import table
+from ftcoord.etcd.api import Put
+from ftcoord.etcd.server import EtcdServer
+
+OURS, RIVAL, LEGACY = STORES
+TITLE: Final = "\n## The store\n"
+VALUE: Final = b"x" * 64
+ALONE: Final = ("set", "get", "add", "multi_get of 64", "wait of 64 keys")
+TOGETHER: Final = ("get of a key that arrives later", "16 adders", "64 adders", "64 wait for 64 keys", "barrier of 64")
+
+Row = dict[str, float]
+"""Seconds, by store."""
+
+
+def measure_alone(kind: str, repeat: int) -> Row:
+    """One client, nobody else: median seconds by operation."""
+    with serving(kind) as endpoint:
+        store = make_store(kind, endpoint)
+        keys = [f"many/{number}" for number in range(64)]
+        for key in keys:
+            store.set(key, VALUE)
+        calls: dict[str, Callable[[], object]] = {
+            "set": partial(store.set, "key", VALUE),
+            "get": partial(store.get, keys[0]),
+            "add": partial(store.add, "number", 1),
+            "multi_get of 64": partial(store.multi_get, keys),
+            "wait of 64 keys": partial(store.wait, keys),
+        }
+        for call in calls.values():
+            timed([call] * 3)
+        times = {name: median(timed([call] * repeat)) for name, call in calls.items()}
+        times["get of a key that arrives later"] = median(
+            late_get(store, kind, endpoint, n) for n in range(repeat // 10)
+        )
+    return times
+
+
+def late_get(store: Store, kind: str, endpoint: str, number: int) -> float:
+    """Seconds from the moment at which another client begins to set the key until it is here."""
+    begun: list[float] = []
+
+    def setter() -> None:
+        other = make_store(kind, endpoint)
+        other.set("warm", "x")
+        threading.Event().wait(0.05)  # for the reader to wait
+        begun.append(time.perf_counter())
+        other.set(f"late/{number}", VALUE)
+
+    thread = threading.Thread(target=setter)
+    thread.start()
+    store.get(f"late/{number}")
+    ended = time.perf_counter()
+    thread.join()
+    return ended - begun[0]
+
+
+def measure_together(kind: str, repeat: int) -> Row:
+    """Many clients at once: median seconds until the last one is done."""
+    times: Row = {}
+    with serving(kind) as endpoint:
+        for count in (16, 64):
+            with Crowd(kind, endpoint, count) as crowd:
+                times[f"{count} adders"] = median(crowd.do("add", f"n/{count}/{i}") for i in range(repeat))
+                if count == 64:
+                    store = make_store(kind, endpoint)
+                    for number in range(count):
+                        store.set(f"there/{number}", VALUE)
+                    times["64 wait for 64 keys"] = median(crowd.do("wait", "there") for _ in range(repeat))
+                    times["barrier of 64"] = median(crowd.do("barrier", f"b/{i}") for i in range(repeat))
+    return times
+
+
+def measure_raw(repeat: int) -> float:
+    """One transaction that puts one key, through ftcoord's client."""
+    with EtcdServer() as server, server.get_client() as client:
+        put = partial(client.txn, (), [Put("/benchmark", VALUE)])
+        timed([put] * 3)
+        return median(timed([put] * repeat))
+
+
+def run(repeat: int, crowd_repeat: int) -> str:
+    """Measure, and tell it in Markdown."""
+    raw = median([measure_raw(repeat), measure_raw(repeat), measure_raw(repeat)])
+    found = {kind: {**measure_alone(kind, repeat), **measure_together(kind, crowd_repeat)} for kind in STORES}
+    ours, legacy = found[OURS], found[LEGACY]
+    rows = []
+    for name in (*ALONE, *TOGETHER):
+        cells = [f"{1000 * found[kind][name]:.3f}" for kind in STORES]
+        rows.append([name, *cells, f"{ours[name] / raw:.2f}", f"{legacy[name] / ours[name]:.1f}x"])
+    worst = max(ours[name] for name in ("set", "get", "add")) / raw
+    contended = min(legacy[name] / ours[name] for name in ("16 adders", "64 adders", "barrier of 64"))
+    least = min(legacy[name] / ours[name] for name in ours)
+    growth = ours["64 adders"] / ours["16 adders"]
+    return f"""{TITLE}
+Written by `python -m benchmarks.store --write docs/benchmarks.md`. Medians in ms, values of 64 bytes; all on one
+host, over loopback, each store with a fresh server. A raw transaction that puts one key took {1000 * raw:.3f} ms.
+
+{table(["operation", *(f"{kind}, ms" for kind in STORES), "ours / raw", "legacy / ours"], rows)}
+- Slowest of set, get and add alone: {worst:.2f} raw transactions (target 1.3).
+- Least lead over the legacy store in any row: {least:.1f}x (target 1); in contended rows {contended:.1f}x (target 5).
+- 64 adders take {growth:.1f} times as long as 16 (4 is linear).
+"""
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description="Measure stores.")
+    parser.add_argument("--repeat", type=int, default=300, help="repetitions of what one client does")
+    parser.add_argument("--crowd-repeat", type=int, default=7, help="repetitions of what many do together")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="report whose section to replace; default: print it")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    text = run(options.repeat, options.crowd_repeat)
+    if options.write is None:
+        print(text)
+    else:
+        before = options.write.read_text().partition(TITLE)[0] if options.write.exists() else ""
+        options.write.write_text(before + text)
+
+
+if __name__ == "__main__":
+    main()
