@@ -20,7 +20,7 @@ from benchmarks import report
 from benchmarks.failover import NODE_ADDED, NODE_LOST, RANK_0_LOST, Case, recover, spread
 from benchmarks.imports import measure_import
 from benchmarks.metrics import Load
-from benchmarks.nodes import BACKENDS, Joined, Nodes, endpoint_for
+from benchmarks.nodes import BACKENDS, Nodes, endpoint_for
 from benchmarks.report import Idle, Recoveries, Trial
 
 PARTS: Final = ("rounds", "idle", "import", "failover")
@@ -55,18 +55,19 @@ def measure_rounds(plan: Plan) -> list[Trial]:
 
 def measure_round(backend: str, count: int) -> Trial:
     """A first round and a second one of `count` new nodes."""
-    with endpoint_for(backend) as endpoint, Nodes(backend, endpoint, count) as nodes:
-        first, first_load = _joined(nodes, backend, endpoint)
-        threading.Event().wait(SETTLE)
-        again, again_load = _joined(nodes, backend, endpoint)
-    return Trial(backend, count, first, again, first_load, again_load)
+    with endpoint_for(backend) as endpoint:
+        before = _load(backend, endpoint)
+        with Nodes(backend, endpoint, count) as nodes:
+            first, between = nodes.join(), _load(backend, endpoint)
+            threading.Event().wait(SETTLE)
+            again, after = nodes.join(), _load(backend, endpoint)
+    if before is None or between is None or after is None:
+        return Trial(backend, count, first, again, None, None)
+    return Trial(backend, count, first, again, between.since(before), after.since(between))
 
 
-def _joined(nodes: Nodes, backend: str, endpoint: str) -> tuple[Joined, Load | None]:
-    if backend == "c10d":
-        return nodes.join(), None
-    before = Load.read(endpoint)
-    return nodes.join(), Load.read(endpoint).since(before)
+def _load(backend: str, endpoint: str) -> Load | None:
+    return None if backend == "c10d" else Load.read(endpoint)
 
 
 def measure_idle(count: int, seconds: float) -> Idle:

@@ -79,7 +79,8 @@ def rounds(trials: Sequence[Trial]) -> list[str]:
 
 `N` nodes (min = max = `N`) in {PROCESSES} processes on one host call `next_rendezvous` together; seconds until the last
 one has left it. "First" is a new run, "again" is all of them a second time. All handlers are made through torch's
-registry, and are connected, before the clock starts; each trial has a fresh etcd. Median of {repeats} (least to most).
+registry, and are connected (etcd-v3's have their lease and their first watch), before the clock starts; each trial has
+a fresh etcd. Median of {repeats} (least to most).
 """,
         _speed("First", trials, lambda trial: trial.first),
         _speed("Again", trials, lambda trial: trial.again),
@@ -125,7 +126,8 @@ def _cost(trials: Sequence[Trial]) -> str:
     return f"""## Cost of a round, for each node
 
 Writes are etcd's own count of raft proposals: puts, transactions that write, leases granted. Requests are gRPC messages
-that etcd received, by method (etcd-v2 sends none: it speaks HTTP). CPU is that of the nodes' processes, not of etcd.
+that etcd received, by method (etcd-v2 sends none: it speaks HTTP). Those of the first round count from before the
+handlers were made. CPU is that of the nodes' processes in the round, without etcd's.
 
 {table(header, rows)}
 {verdict}

@@ -17,6 +17,7 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.group import Group, Publish, View, Wait
 from ftcoord.etcd.session import Session
 
+CALL_TIMEOUT = 5.0
 RECORD_TTL = 4
 
 
@@ -154,7 +155,7 @@ class Node:
         while True:
             attempt += 1
             try:
-                return self.group.enter(f"{ask}/{attempt}".encode())
+                return self.group.enter(f"{ask}/{attempt}".encode(), CALL_TIMEOUT)
             except (EtcdUnavailable, OutcomeUnknown):
                 continue
 

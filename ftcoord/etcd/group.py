@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 RETRY: Final = 0.5
 """Seconds until a step that failed is tried again."""
-BEGIN_TIMEOUT: Final = 5.0
-"""Seconds that a member waits for its first watch to stand."""
 
 T = TypeVar("T")
 
@@ -133,8 +131,14 @@ class Group:
         """The last decided record that is known here."""
         return self._known
 
-    def enter(self, value: bytes, timeout: float | None = None) -> None:
+    def prepare(self, timeout: float) -> None:
+        """Begin the watch that `enter()` needs, in `timeout` seconds. Raises EtcdError, and may then be repeated."""
+        self._decided.begin(timeout)
+
+    def enter(self, value: bytes, timeout: float) -> None:
         """Join, or change what this member asks for. `value` must be unlike all that it asked before.
+
+        Takes `timeout` seconds for each request.
 
         Raises LeaseLost when the session is over, and EtcdError when etcd cannot be reached; it may then be repeated.
         """
@@ -143,7 +147,7 @@ class Group:
         newest = Get(self._members_span, keys_only=True, order="newest", limit=2)
         reads = () if self._mine else (Get(self._decided.span), newest)
         if self._mine is None:
-            self._decided.begin(timeout or BEGIN_TIMEOUT)
+            self.prepare(timeout)
         outcome = write_once(self._etcd, put, expected, reads=reads, timeout=timeout)
         if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
             # Ours after all: an earlier call's, whose outcome was unknown.

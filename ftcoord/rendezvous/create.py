@@ -31,7 +31,9 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     Raises ValueError (ConfigError) for bad settings before any socket is opened, and RendezvousConnectionError when
     etcd does not answer within `read_timeout` seconds (default 5).
     """
-    return EtcdRendezvousHandler(*open_run(params))
+    handler = EtcdRendezvousHandler(*open_run(params))
+    handler.prepare()
+    return handler
 
 
 def open_run(params: RendezvousParameters) -> Opened:

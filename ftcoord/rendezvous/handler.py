@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import tenacity
 from torch.distributed import TCPStore
@@ -53,6 +53,8 @@ from ftcoord.store import EtcdStore
 
 log = logging.getLogger(__name__)
 
+HEED: Final = 1.0
+"""Seconds until a signal is heeded that came in the moment before a wait: Python looks for those when a wait ends."""
 _TRANSIENT = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
 
 
@@ -136,9 +138,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return count
 
     def is_closed(self) -> bool:
-        """Whether the run is over; from memory once this node has joined."""
+        """Whether the run is over; from memory once this node knows of a round."""
         with self._recorded("is_closed"):
-            known = self._member.round if self._member else self._read_round()
+            known = (self._member.round if self._member else None) or self._read_round()
         return known is not None and bool(known.closed)
 
     def set_closed(self) -> None:
@@ -164,6 +166,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return self._told
 
     # -- joining ------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Take the lease and begin the watch that the first round needs. Raises RendezvousConnectionError."""
+        try:
+            self._new_member()
+        except EtcdError as error:
+            self._leave()
+            raise RendezvousConnectionError(f"could not prepare for run {self._settings.run_id!r}: {error}") from error
 
     def _join(self) -> tuple[Round, int]:
         self._end_round()
@@ -196,9 +206,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"could not join run {self._settings.run_id!r}: {error}") from error
 
     def _try_to_enter(self, ask: Ask) -> Membership:
-        if self._member is None or self._member.lost:
-            self._member = Membership(self._etcd, self._settings, self._changed)
-        self._member.ask(ask)
+        member = self._new_member() if self._member is None or self._member.lost else self._member
+        member.ask(ask)
+        return member
+
+    def _new_member(self) -> Membership:
+        self._member = Membership(self._etcd, self._settings, self._changed)
         return self._member
 
     def _await_round(self, member: Membership, after: int, deadline: float) -> Round | None:
@@ -211,10 +224,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
                     return found
                 first_look = False
                 if self._is_spare(member):
-                    self._changed.wait()
                     deadline = time.monotonic() + self._settings.join_timeout
-                elif not self._changed.wait(max(deadline - time.monotonic(), 0)):
+                elif time.monotonic() >= deadline:
                     self._give_up()
+                self._changed.wait(min(max(deadline - time.monotonic(), 0), HEED))
         return None
 
     def _judge(self, member: Membership, after: int, late: bool) -> Round | None:

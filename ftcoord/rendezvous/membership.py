@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """Takes a lease at once; joins the group with the first `ask()`.
+    """Takes a lease and begins to watch at once; joins the group with the first `ask()`.
 
     Args:
         changed: notified whenever `round`, `problem` or `lost` may have changed.
 
-    Raises EtcdError when no lease can be had.
+    Raises EtcdError when it can have no lease or no watch.
     """
 
     def __init__(self, etcd: Etcd, settings: RendezvousSettings, changed: threading.Condition) -> None:
@@ -34,6 +34,7 @@ class Membership:
         self.problem: StateError | None = None
         self.lost = False
         self._changed = changed
+        self._timeout = settings.request_timeout
         self._session = Session(etcd, settings.lease_ttl, self._on_state)
         options = Options(
             settings.min_nodes,
@@ -45,11 +46,16 @@ class Membership:
         policy = RendezvousPolicy(settings.prefix, options)
         self._group = Group(etcd, self._session, settings.prefix, policy, settings.run_ttl, self._on_decided)
         self.id = self._group.id
+        try:
+            self._group.prepare(self._timeout)
+        except EtcdError:
+            self.leave(self._timeout)
+            raise
 
     def ask(self, ask: Ask) -> None:
         """Join, or ask for another round. Raises EtcdError; after LeaseLost, make a new membership."""
         try:
-            self._group.enter(records.encode(ask))
+            self._group.enter(records.encode(ask), self._timeout)
         except LeaseLost:
             self._lose()
             raise

@@ -13,7 +13,7 @@ from typing import Any
 import members
 import pytest
 from helpers import DEADLINE, Seen, eventually, python
-from members import Blind, Counting, Lossy, Node, read
+from members import CALL_TIMEOUT, Blind, Counting, Lossy, Node, read
 
 from ftcoord.errors import Compacted, LeaseLost
 from ftcoord.etcd.api import Batch, Etcd, Get, Span
@@ -244,7 +244,7 @@ def test_a_decider_without_a_lease_decides_no_more(client: EtcdClient, join: Joi
     third = join()
     assert third.sees(second, third)["by"] == second.id
     with pytest.raises(LeaseLost, match="join again"):
-        first.group.enter(b"as if nothing had happened")
+        first.group.enter(b"as if nothing had happened", CALL_TIMEOUT)
     rolls = history(third.rolls[-1]["number"])
     assert rolls[-1]["by"] == second.id
 
@@ -255,7 +255,7 @@ def test_a_member_key_that_was_deleted_is_noticed(client: EtcdClient, join: Join
     client.delete(Span(first.group.key))
     second.sees(second)
     with pytest.raises(LeaseLost, match="join again"):
-        first.group.enter(b"still there")
+        first.group.enter(b"still there", CALL_TIMEOUT)
 
 
 @pytest.mark.parametrize("seed", range(5))
