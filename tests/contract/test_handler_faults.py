@@ -55,6 +55,15 @@ def test_a_node_that_lost_its_lease_comes_back(make_nodes: MakeNodes, client: Et
     assert not any(node.signalled() for node in nodes)
 
 
+def test_a_lease_that_is_lost_before_the_first_round_is_replaced(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    nodes = make_nodes(2, 2).add(2)
+    lost = [node.lease() for node in nodes]
+    for lease in lost:
+        client.revoke(lease)
+    assert {seat.world for seat in join_all(nodes)} == {2}
+    assert not {node.lease() for node in nodes} & set(lost)
+
+
 def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, client: EtcdClient) -> None:
     run = make_nodes(2, 2)
     waiting = run.one()
