@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -48,6 +49,7 @@ from ftcoord.etcd.changes import Changes, Made
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.patience import persist
 
+_Look: TypeAlias = "Callable[[Sequence[str], float], dict[str, KeyValue]]"
 _Items: TypeAlias = "queue.SimpleQueue[WatchItem | None]"
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 CHUNK: Final = 100
@@ -114,16 +116,16 @@ class EtcdStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, in order; waits until all are there."""
-        found = self._await_all(keys, self._deadline())
+        found = self._await_all(keys, self._deadline(), self._look)
         return [_value(found[key]) for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
-        self._await_all(keys, self._deadline(timeout), keys_only=True)
+        self._await_all(keys, self._deadline(timeout), self._survey)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there now."""
-        return set(keys) <= self._look(keys, self._deadline(), keys_only=True).keys()
+        return set(keys) <= self._survey(keys, self._deadline()).keys()
 
     def num_keys(self) -> int:
         """How many keys there are."""
@@ -263,6 +265,20 @@ class EtcdStore(Store):
     def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
         return self._etcd.txn((), gets, timeout=left)
 
+    def _survey(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
+        """Those of the keys that are there now, without values.
+
+        One read of all that begin as they do tells, at a third of the cost, unless there are many others among them.
+        """
+        if not keys:
+            return {}
+        start = os.path.commonprefix(list(keys))  # noqa: RUF071  # characters, not path components
+        around = Span(self._data + start, is_prefix=True)
+        seen = self._range(Get(around, limit=2 * len(keys), keys_only=True), deadline)
+        found = {kv.key.removeprefix(self._data): kv for kv in seen.kvs}
+        unseen = [key for key in keys if key not in found] if seen.count > len(seen.kvs) else []
+        return found | self._look(unseen, deadline, keys_only=True)
+
     def _look(self, keys: Sequence[str], deadline: float, keys_only: bool = False) -> dict[str, KeyValue]:
         """Those of the keys that are there now."""
         unique = list(dict.fromkeys(keys))
@@ -275,11 +291,11 @@ class EtcdStore(Store):
             found.update({kv.key.removeprefix(self._data): kv for kv in kvs if kv is not None})
         return found
 
-    def _await_all(self, keys: Sequence[str], deadline: float, keys_only: bool = False) -> dict[str, KeyValue]:
+    def _await_all(self, keys: Sequence[str], deadline: float, look: _Look) -> dict[str, KeyValue]:
         """All of the keys, as soon as they are there: looked at again when the first one that is missing comes."""
         found: dict[str, KeyValue] = {}
         while missing := [key for key in dict.fromkeys(keys) if key not in found]:
-            found |= self._look(missing, deadline, keys_only)
+            found |= look(missing, deadline)
             still = next((key for key in missing if key not in found), None)
             if still is not None:
                 found[still] = self._await(Span(self._data + still), deadline)

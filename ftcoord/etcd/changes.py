@@ -78,7 +78,7 @@ class Changes:
         fences = [] if self._fence is None else [exists(self._fence)]
         compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]
         try:
-            lease = persist(lambda left: self._lease_id(), deadline, self._closed)
+            lease = self._lease_id(deadline)
             leased = [replace(op, lease=lease) if isinstance(op, Put) else op for op in ops]
             success = [*leased, Put(self._count, b"", lease), *_gets(look, keys_only=True)]
             failure = [Get(Span(self._count)), Get(Span(self._fence or self._count)), *_gets(look)]
@@ -118,11 +118,11 @@ class Changes:
     def _read(self, get: Get, left: float) -> RangeResult:
         return self._etcd.range(get, timeout=left)
 
-    def _lease_id(self) -> int:
+    def _lease_id(self, deadline: float) -> int:
         if self._lease is not None:
             return self._lease
         if self._session is None:
-            self._session = Session(self._etcd, self._ttl)
+            self._session = persist(lambda left: Session(self._etcd, self._ttl), deadline, self._closed)
         return self._session.lease_id
 
     def _lease_is_gone(self, error: LeaseLost) -> None:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import tenacity
-
 from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError
 from ftcoord.etcd import wire
@@ -35,6 +33,7 @@ with _quiet_grpc():
     import grpc
 
 from ftcoord.etcd import faults
+from ftcoord.etcd.patience import repeat
 
 log = logging.getLogger(__name__)
 
@@ -168,17 +167,8 @@ class Transport:
             member.channel.close()
 
     def _retry(self, attempt: Callable[[float], Any], timeout: float | None) -> Any:
-        limit = self.config.request_timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit
-        pause = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(EtcdUnavailable),
-            stop=tenacity.stop_after_delay(limit) | tenacity.stop_when_event_set(self.closed),
-            wait=lambda state: min(pause(state), _left(deadline) / 2),
-            sleep=tenacity.sleep_using_event(self.closed),
-            reraise=True,
-        )
-        return retrying(attempt, deadline)
+        deadline = time.monotonic() + (self.config.request_timeout if timeout is None else timeout)
+        return repeat(lambda: attempt(deadline), (EtcdUnavailable,), deadline, self.closed)
 
     def _unary(self, method: wire.Method, request: Any, deadline: float, write: bool) -> Any:
         member = self.member()
