@@ -14,8 +14,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Final, TypeAlias
@@ -49,7 +48,6 @@ from ftcoord.etcd.changes import Changes, Made
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.patience import persist
 
-_Look: TypeAlias = "Callable[[Sequence[str], float], dict[str, KeyValue]]"
 _Items: TypeAlias = "queue.SimpleQueue[WatchItem | None]"
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 CHUNK: Final = 100
@@ -116,16 +114,23 @@ class EtcdStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, in order; waits until all are there."""
-        found = self._await_all(keys, self._deadline(), self._look)
+        deadline, found = self._deadline(), dict[str, KeyValue]()
+        while missing := [key for key in dict.fromkeys(keys) if key not in found]:
+            found |= self._look(missing, deadline)
+            still = next((key for key in missing if key not in found), None)
+            if still is not None:
+                found[still] = self._await(Span(self._data + still), deadline)
         return [_value(found[key]) for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
-        self._await_all(keys, self._deadline(timeout), self._survey)
+        deadline = self._deadline(timeout)
+        while missing := self._missing(keys, deadline):
+            self._await(Span(self._data + missing[0]), deadline)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there now."""
-        return set(keys) <= self._survey(keys, self._deadline()).keys()
+        return not self._missing(keys, self._deadline())
 
     def num_keys(self) -> int:
         """How many keys there are."""
@@ -265,19 +270,21 @@ class EtcdStore(Store):
     def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
         return self._etcd.txn((), gets, timeout=left)
 
-    def _survey(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
-        """Those of the keys that are there now, without values.
+    def _missing(self, keys: Sequence[str], deadline: float) -> list[str]:
+        """Those of the keys that are not there now.
 
         One read of all that begin as they do tells, at a third of the cost, unless there are many others among them.
         """
         if not keys:
-            return {}
-        start = os.path.commonprefix(list(keys))  # noqa: RUF071  # characters, not path components
-        around = Span(self._data + start, is_prefix=True)
-        seen = self._range(Get(around, limit=2 * len(keys), keys_only=True), deadline)
-        found = {kv.key.removeprefix(self._data): kv for kv in seen.kvs}
-        unseen = [key for key in keys if key not in found] if seen.count > len(seen.kvs) else []
-        return found | self._look(unseen, deadline, keys_only=True)
+            return []
+        start = self._data + os.path.commonprefix(list(keys))  # noqa: RUF071  # characters, not path components
+        seen = self._range(Get(Span(start, is_prefix=True), limit=2 * len(keys), keys_only=True), deadline)
+        names = {kv.key for kv in seen.kvs}
+        unseen = [key for key in keys if self._data + key not in names]
+        if seen.count == len(seen.kvs):
+            return unseen
+        found = self._look(unseen, deadline, keys_only=True)
+        return [key for key in unseen if key not in found]
 
     def _look(self, keys: Sequence[str], deadline: float, keys_only: bool = False) -> dict[str, KeyValue]:
         """Those of the keys that are there now."""
@@ -289,16 +296,6 @@ class EtcdStore(Store):
                 result = persist(partial(self._read_all, gets), deadline, self._closed)
             kvs = (result.range(index).one for index in range(len(gets)))
             found.update({kv.key.removeprefix(self._data): kv for kv in kvs if kv is not None})
-        return found
-
-    def _await_all(self, keys: Sequence[str], deadline: float, look: _Look) -> dict[str, KeyValue]:
-        """All of the keys, as soon as they are there: looked at again when the first one that is missing comes."""
-        found: dict[str, KeyValue] = {}
-        while missing := [key for key in dict.fromkeys(keys) if key not in found]:
-            found |= look(missing, deadline)
-            still = next((key for key in missing if key not in found), None)
-            if still is not None:
-                found[still] = self._await(Span(self._data + still), deadline)
         return found
 
     def _await(self, span: Span, deadline: float, get: Get | None = None) -> KeyValue:
@@ -345,7 +342,7 @@ class EtcdStore(Store):
     def _put(self, name: str, value: bytes, guard: Compare) -> Made:
         """Put a key if the guard holds, and remember what it is then: the next change will need it."""
         made = self._make([Put(name, value)], [guard], name)
-        kv = replace(made.kv, value=value) if made.done and made.kv else made.kv
+        kv = made.kv._replace(value=value) if made.done and made.kv else made.kv
         if kv is not None and len(kv.value) <= SMALL:
             self._remembered[name] = kv
             if len(self._remembered) > REMEMBERED:
