@@ -123,6 +123,7 @@ class Group:
         self._seen: dict[str, tuple[int, float]] = {}
         self._record_lease: KeptLease | None = None
         self._said = ""
+        self._hurried = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftcoord-group", daemon=True)
 
@@ -130,6 +131,17 @@ class Group:
     def decided(self) -> KeyValue | None:
         """The last decided record that is known here."""
         return self._known
+
+    @property
+    def entered(self) -> bool:
+        """Whether this member has its key."""
+        return self._mine is not None
+
+    def hurry(self, on: bool) -> None:
+        """Decide too, though an older member lives, until told otherwise: that one may be stuck. Harmless."""
+        if self._hurried != on:
+            self._hurried = on
+            self._inbox.put(None)
 
     def prepare(self, timeout: float) -> None:
         """Begin the watch that `enter()` needs, in `timeout` seconds. Raises EtcdError, and may then be repeated."""
@@ -221,6 +233,7 @@ class Group:
         if not self._decided.synced:
             self._decided.sync()
             self._note_decided()
+        self._see_to_hurry()
         if self._members is None:
             self._look_ahead()
         if self._members is not None and not self._members.synced:
@@ -230,6 +243,14 @@ class Group:
             return None  # what is missing is on its way to the inbox
         self._keep_record()
         return self._decide(self._members)
+
+    def _see_to_hurry(self) -> None:
+        if self._hurried and self._members is None:
+            self._members = Mirror(self._etcd, self._members_span, self._post)
+        elif not self._hurried and self._members is not None and self._ahead is not None:
+            self._members.close()
+            self._members = None
+            self._drop_record_lease()
 
     def _look_ahead(self) -> None:
         """Make sure that the predecessor is watched; without one, become the decider."""

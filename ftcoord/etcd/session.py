@@ -45,9 +45,10 @@ class Keeper:
             return cls._instance
 
     def schedule(self, lease: KeptLease, due: float) -> None:
-        """Call `lease.beat()` at `due`, unless it was stopped."""
+        """Call `lease.beat()` next at `due`, unless it was stopped."""
         with self._wake:
             if lease.kept:
+                self._forget(lease)
                 heapq.heappush(self._due, (due, next(self._order), lease))
                 self._start()
                 self._wake.notify()
@@ -55,9 +56,12 @@ class Keeper:
     def cancel(self, lease: KeptLease) -> None:
         """Forget a lease that was stopped; a beat under way is its last."""
         with self._wake:
-            self._due = [entry for entry in self._due if entry[2] is not lease]
-            heapq.heapify(self._due)
+            self._forget(lease)
             self._wake.notify()
+
+    def _forget(self, lease: KeptLease) -> None:
+        self._due = [entry for entry in self._due if entry[2] is not lease]
+        heapq.heapify(self._due)
 
     def _start(self) -> None:
         if self._thread is None and self._due:
@@ -123,6 +127,17 @@ class KeptLease:
     def ttl(self) -> float:
         """The TTL that was granted last, in seconds."""
         return self._times.ttl
+
+    def resume(self) -> None:
+        """Renew again after `stop()`, the first time at once."""
+        if not self.kept:
+            self.kept = True
+            self._keeper.schedule(self, self._keeper.clock())
+
+    def renew(self, timeout: float) -> None:
+        """Renew once now, whether it is kept or not. Raises LeaseLost and EtcdError."""
+        sent_at = self._keeper.clock()
+        self._times = LeaseTimes(sent_at, self._etcd.renew(self.id, timeout=timeout))
 
     def revoked(self) -> None:
         """Note that the owner has given the lease up."""
@@ -200,10 +215,23 @@ class Session:
     def state(self) -> SessionState:
         return self._kept.state
 
+    def rest(self) -> None:
+        """Stop renewing; the keys live on until the TTL is over, unless it is woken up before."""
+        self._kept.stop()
+
+    def wake(self) -> None:
+        """Renew again after `rest()`."""
+        if not self._closed:
+            self._kept.resume()
+
+    def renew(self, timeout: float) -> None:
+        """Renew once now. Raises LeaseLost when it is too late, and EtcdError."""
+        self._kept.renew(timeout)
+
     def orphan(self) -> None:
         """Stop renewing without revoking: the keys live on until the TTL is over. Idempotent."""
         self._closed = True
-        self._kept.stop()
+        self.rest()
 
     def close(self, timeout: float | None = None) -> None:
         """Revoke the lease at once, and its keys with it. Idempotent; does nothing in a forked child.

@@ -70,7 +70,7 @@ def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, c
     join = waiting.join()
     for _ in range(2):
         member = eventually(lambda: waiting.handler._member, what="the node has a lease")
-        eventually(lambda member=member: client.get(member._group.key).one, what="the node waits")
+        eventually(lambda member=member: client.get(member.group.key).one, what="the node waits")
         client.revoke(waiting.lease())
         eventually(lambda member=member: waiting.handler._member is not member, what="the node takes a new lease")
     other = run.one()

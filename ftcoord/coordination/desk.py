@@ -1,0 +1,226 @@
+"""Calls that one process makes and another answers, with etcd between them.
+
+<prefix>/server            as long as the one who answers lives
+<prefix>/in/<line>         the last call on a line, under the caller's lease; gone when the caller gives up or dies
+<prefix>/out/<line>        the last answer on it, under the lease of the one who answers
+<prefix>/metadata/<rank>   what a rank last told its manager
+
+A line carries one call at a time. Calls and answers carry an id, so that a repeated write
+or a second reading is harmless.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ftcoord.errors import EtcdError, LeaseLost
+from ftcoord.etcd.api import Compare, Delete, Etcd, KeyValue, Op, Put, Span
+from ftcoord.etcd.mirror import Mirror, Posted
+from ftcoord.etcd.patience import persist
+from ftcoord.etcd.session import Session
+
+log = logging.getLogger(__name__)
+
+RETRY: Final = 0.5
+"""Seconds until a mirror that failed is tried again."""
+CALLER_TTL: Final = 10
+"""Seconds that a call outlives a caller that died."""
+CHUNK: Final = 100
+GIVE_UP: Final = 0.5
+"""Seconds for taking back a call that nobody waits for any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What was asked on a line; `deadline` on the clock of the one who answers."""
+
+    line: str
+    id: str
+    body: Mapping[str, Any]
+    deadline: float
+
+
+class Desk:
+    """Hears the calls under a prefix, on a thread of its own.
+
+    Args:
+        etcd: the door to etcd.
+        prefix: of the desk.
+        hear: called with each call, once; and with the line of a caller that gave up or died, and None. Must not block.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str, hear: Callable[[str, Call | None], None]) -> None:
+        self._etcd, self._prefix, self._hear = etcd, prefix, hear
+        self._inbox: queue.SimpleQueue[tuple[Mirror, Posted] | None] = queue.SimpleQueue()
+        self._calls = Mirror(etcd, Span(f"{prefix}/in/", is_prefix=True), lambda *item: self._inbox.put(item))
+        self._heard: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._run, name="ftcoord-desk", daemon=True)
+        self._thread.start()
+
+    def answer(self, lease: int, bodies: Mapping[str, Mapping[str, Any]], ids: Mapping[str, str]) -> None:
+        """Answer the calls on some lines, under a lease. Raises EtcdError."""
+        puts = [
+            Put(f"{self._prefix}/out/{line}", json.dumps({"id": ids[line], **body}).encode(), lease)
+            for line, body in bodies.items()
+        ]
+        for start in range(0, len(puts), CHUNK):
+            put_all(self._etcd, puts[start : start + CHUNK], time.monotonic() + 10)
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._inbox.put(None)
+
+    def _run(self) -> None:
+        timeout: float | None = 0.0
+        while True:
+            try:
+                item = self._inbox.get(timeout=timeout)
+                if item is None:
+                    break
+                self._calls.apply(item[1])
+            except queue.Empty:
+                pass
+            except EtcdError as error:
+                log.debug("the desk of %s: %s", self._prefix, error)
+            timeout = self._settle()
+        self._calls.close()
+
+    def _settle(self) -> float | None:
+        """Bring the mirror up to date, and tell what is new; seconds until that must be tried again."""
+        try:
+            if not self._calls.synced:
+                self._calls.sync()
+        except EtcdError as error:
+            log.debug("the desk of %s cannot listen: %s", self._prefix, error)
+            return RETRY
+        if self._calls.synced:
+            self._tell()
+        return None
+
+    def _tell(self) -> None:
+        calls = {kv.key.rpartition("/")[2]: kv for kv in self._calls.kvs.values()}
+        for line in self._heard.keys() - calls.keys():
+            del self._heard[line]
+            self._hear(line, None)
+        for line, kv in calls.items():
+            call = _parse(line, kv)
+            if call is not None and self._heard.get(line) != call.id:
+                self._heard[line] = call.id
+                self._hear(line, call)
+
+
+def _parse(line: str, kv: KeyValue) -> Call | None:
+    try:
+        body = json.loads(kv.value)
+        return Call(line, str(body["id"]), body, time.monotonic() + float(body["timeout"]))
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("etcd key %r is no call of ftcoord's and is ignored: %r", kv.key, error)
+        return None
+
+
+class Caller:
+    """Makes calls to a desk, one at a time on each line.
+
+    Args:
+        etcd: the door to etcd.
+        prefix: of the desk.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str) -> None:
+        self._etcd, self._prefix = etcd, prefix
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._lines: dict[str, threading.Lock] = {}
+
+    def call(self, line: str, body: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
+        """The answer. Raises TimeoutError after the monotonic `deadline`, EtcdError, and ConnectionResetError when the
+        one who answers is gone."""
+        with self._lock:
+            turn = self._lines.setdefault(line, threading.Lock())
+        if not turn.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            raise TimeoutError("another call on this line was not answered")
+        try:
+            return _Wait(self._etcd, self._prefix, line).run(body, self._lease(), deadline)
+        except LeaseLost:
+            with self._lock:
+                self._session = None
+            raise
+        finally:
+            turn.release()
+
+    def close(self) -> None:
+        """Take back all calls. Idempotent."""
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None:
+            session.orphan()
+
+    def _lease(self) -> int:
+        with self._lock:
+            if self._session is None:
+                self._session = Session(self._etcd, CALLER_TTL)
+            return self._session.lease_id
+
+
+class _Wait:
+    """One call: written, then waited for."""
+
+    def __init__(self, etcd: Etcd, prefix: str, line: str) -> None:
+        self._etcd, self._key = etcd, f"{prefix}/in/{line}"
+        self._inbox: queue.SimpleQueue[tuple[Mirror, Posted]] = queue.SimpleQueue()
+        post = lambda *item: self._inbox.put(item)  # noqa: E731
+        self._answer = Mirror(etcd, Span(f"{prefix}/out/{line}"), post)
+        self._server = Mirror(etcd, Span(f"{prefix}/server"), post)
+
+    def run(self, body: Mapping[str, Any], lease: int, deadline: float) -> Mapping[str, Any]:
+        call_id = uuid.uuid4().hex
+        left = max(deadline - time.monotonic(), 0.0)
+        value = json.dumps({**body, "id": call_id, "timeout": left}).encode()
+        try:
+            for mirror in (self._answer, self._server):
+                mirror.sync()
+            put_all(self._etcd, [Put(self._key, value, lease)], deadline)
+            return self._await(call_id, deadline)
+        finally:
+            self._answer.close()
+            self._server.close()
+            self._take_back(value)
+
+    def _await(self, call_id: str, deadline: float) -> Mapping[str, Any]:
+        while True:
+            for mirror in (self._answer, self._server):
+                if not mirror.synced:
+                    mirror.sync()
+            found = self._answer.one
+            if found is not None:
+                answer = json.loads(found.value)
+                if answer.get("id") == call_id:
+                    return dict(answer)
+            if self._server.synced and self._server.one is None:
+                raise ConnectionResetError("the manager of this replica is gone")
+            try:
+                mirror, posted = self._inbox.get(timeout=max(deadline - time.monotonic(), 0))
+            except queue.Empty:
+                raise TimeoutError("the call was not answered in time") from None
+            mirror.apply(posted)
+
+    def _take_back(self, value: bytes) -> None:
+        mine: list[Compare] = [Compare(self._key, "value", "=", value)]
+        try:
+            self._etcd.txn(mine, (Delete(Span(self._key)),), timeout=GIVE_UP)
+        except EtcdError as error:
+            log.debug("a call was not taken back: %s", error)
+
+
+def put_all(etcd: Etcd, puts: list[Put], deadline: float) -> None:
+    """Make the same writes until etcd answers. Raises EtcdError after the monotonic `deadline`."""
+    ops: list[Op] = list(puts)
+    persist(lambda left: etcd.txn((), ops, timeout=left), deadline, threading.Event())

@@ -1,0 +1,71 @@
+"""Joins the pure decisions of `core.quorum` to the group: who lives, who asks since when, what was decided."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from ftcoord.core.quorum import Decision, Options, Replica, decide
+from ftcoord.core.quorum_records import Petition, encode, parse_petition, parse_quorum
+from ftcoord.etcd.api import KeyValue
+from ftcoord.etcd.group import Publish, View, Wait
+from ftcoord.etcd.readings import Readings
+
+log = logging.getLogger(__name__)
+
+LEASE_FLOOR: Final = 3.0
+"""Seconds. A shorter heartbeat time-out is judged by beats: etcd's leases do not end that soon (2 s at the least)."""
+
+
+class QuorumPolicy:
+    """Decides the quorums of one job. Implements `ftcoord.etcd.group.Policy`.
+
+    A member lives as long as its lease. With a `heartbeat_timeout` below `LEASE_FLOOR` it must also have written its
+    record within that many seconds, on the decider's clock.
+    """
+
+    def __init__(self, options: Options, heartbeat_timeout: float, wall_clock: Callable[[], float] = time.time) -> None:
+        self._options, self._wall_clock = options, wall_clock
+        self._patience = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
+        self._readings = Readings(parse_petition)
+        self._joined: dict[str, tuple[int, int, float]] = {}
+        self._said = ""
+        self._said = ""
+
+    def decide(self, view: View, me: str, now: float) -> Publish | Wait:
+        """Raises StateError when the decided record is not ours to read."""
+        previous = parse_quorum(view.decided.key, view.decided.value) if view.decided else None
+        number = previous.number if previous else 0
+        said = self._readings.of(view.members)
+        self._joined = {kv.key: self._since(kv, one, number, view, now) for kv, one in said}
+        alive, silent, next_death = [], [], None
+        for kv, one in said:
+            replica = Replica(kv.key.rpartition("/")[2], one.request, one.asked, one.after, self._joined[kv.key][2])
+            dies_at = None if self._patience is None else view.seen[kv.key] + self._patience
+            if dies_at is not None and dies_at <= now:
+                silent.append(replica)
+                continue
+            alive.append(replica)
+            if dies_at is not None and (next_death is None or dies_at < next_death):
+                next_death = dies_at
+        verdict = decide(alive, previous, self._options, now, self._wall_clock(), silent=silent)
+        self._say(verdict.reason)
+        if isinstance(verdict, Decision):
+            return Publish(encode(replace(verdict.quorum, by=me)), verdict.reason)
+        times = [at for at in (verdict.until, next_death) if at is not None]
+        return Wait(verdict.reason, min(times, default=None))
+
+    def _since(self, kv: KeyValue, one: Petition, number: int, view: View, now: float) -> tuple[int, int, float]:
+        """What it asks, of which quorum, and since when: anew when one was decided without it."""
+        asked, of, since = self._joined.get(kv.key, (0, 0, 0.0))
+        if asked != one.asked:
+            return one.asked, number, view.seen[kv.key]
+        return asked, number, since if of == number else now
+
+    def _say(self, reason: str) -> None:
+        if reason != self._said:
+            self._said = reason
+            log.info("%s", reason)

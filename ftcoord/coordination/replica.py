@@ -1,0 +1,207 @@
+"""One replica's part in the quorums of a job: its beats, its requests, and what was decided."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from ftcoord.coordination.address import Job
+from ftcoord.coordination.policy import LEASE_FLOOR, QuorumPolicy
+from ftcoord.core.quorum import Quorum, Request
+from ftcoord.core.quorum_records import Petition, encode, parse_quorum
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.membership import Membership
+from ftcoord.etcd.patience import repeat
+
+log = logging.getLogger(__name__)
+
+RECORD_TTL: Final = 7 * 24 * 3600
+"""Seconds that the last quorum is remembered when all replicas are gone, so that its id does not come again."""
+WITHDRAW_TIMEOUT: Final = 0.5
+"""Seconds that a caller whose time is over waits for its request to be taken back."""
+IMPATIENCE: Final = 5.0
+"""Seconds without a decision until a replica that waits decides too: the decider's interpreter may be stuck."""
+_TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
+
+
+class Replica:
+    """A replica in a job. Thread-safe; nothing is written before the first beat or request.
+
+    Args:
+        etcd: the door to etcd.
+        job: the job and its rules.
+        replica_id: its name; of several members with one name only the newest counts.
+        kept: whether its lease is kept alive between calls too. If not, each call is one beat.
+    """
+
+    def __init__(self, etcd: Etcd, job: Job, replica_id: str, *, kept: bool, timeout: float = 5.0) -> None:
+        self.replica_id = replica_id
+        self._etcd, self._job, self._kept, self._timeout = etcd, job, kept, timeout
+        self._by_beats = job.heartbeat_timeout < LEASE_FLOOR
+        self._writing = threading.Lock()
+        self._changed = threading.Condition()
+        self._member: Membership[Quorum] | None = None
+        self._ids: set[str] = set()
+        self._petition = Petition(Request(replica_id, "", "", 0, 0, False, "", 0, ()), 0, 0, 0)
+        self._asked = 0
+        self._waiting = 0
+
+    @property
+    def quorum(self) -> Quorum | None:
+        """The last quorum of the job that is known here, whoever is in it."""
+        member = self._member
+        return member.record if member else None
+
+    @property
+    def lease(self) -> int:
+        """The lease that it lives under now; 0 before its first beat. Keys of its own go under it too."""
+        member = self._member
+        return member.session.lease_id if member else 0
+
+    def ask(self, request: Request, deadline: float) -> Quorum:
+        """The next quorum with this replica in it, decided after it asked.
+
+        Raises TimeoutError after the monotonic `deadline`, and takes the request back; EtcdError if etcd refuses; and
+        StateError when what was decided is not ours to read.
+        """
+        with self._changed:
+            self._waiting += 1
+        try:
+            asked = self._put(request, deadline)
+            return self._await(asked, deadline)
+        except TimeoutError:
+            self._withdraw()
+            raise
+        finally:
+            self._rest()
+
+    def beat(self, deadline: float) -> None:
+        """Show that it lives. Raises TimeoutError after the monotonic `deadline`, and EtcdError if etcd refuses."""
+        with self._writing:
+            self._insist(self._beat, deadline)
+
+    def leave(self, timeout: float) -> None:
+        """Be gone at once, for all. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
+        with self._changed:
+            member, self._member = self._member, None
+            self._changed.notify_all()
+        if member is not None:
+            member.leave(timeout)
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def _put(self, request: Request, deadline: float) -> int:
+        with self._writing:
+            self._asked += 1
+            self._petition = Petition(request, self._asked, self._knows(), self._petition.beat)
+            self._insist(self._write, deadline)
+            return self._asked
+
+    def _insist(self, attempt: Callable[[], None], deadline: float) -> None:
+        """Until etcd answers. A lost lease is replaced by a new one."""
+        try:
+            repeat(attempt, _TRANSIENT, deadline, threading.Event())
+        except (EtcdUnavailable, OutcomeUnknown) as error:
+            raise TimeoutError(str(error)) from error
+
+    def _beat(self) -> None:
+        member = self._live()
+        self._petition = replace(self._petition, beat=self._petition.beat + 1)
+        if self._by_beats or not member.entered:
+            member.enter(encode(self._petition))
+        else:
+            try:
+                member.session.renew(self._timeout)
+            except LeaseLost:
+                member.lose()
+                raise
+
+    def _write(self) -> None:
+        member = self._live()
+        member.enter(encode(self._petition))
+
+    def _live(self) -> Membership[Quorum]:
+        """This replica's membership, with its lease kept if somebody waits: a new one if the last is lost."""
+        member = self._member
+        if member is None or member.lost:
+            job = self._job
+            member = Membership(
+                self._etcd,
+                job.prefix,
+                QuorumPolicy(job.options, job.heartbeat_timeout),
+                parse_quorum,
+                self._changed,
+                ttl=max(math.ceil(job.heartbeat_timeout), 1),
+                record_ttl=RECORD_TTL,
+                timeout=self._timeout,
+            )
+            self._member = member
+            self._ids.add(member.id)
+            if not self._kept and not self._waiting:
+                member.session.rest()
+        elif self._kept or self._waiting:
+            member.session.wake()
+        return member
+
+    def _withdraw(self) -> None:
+        """A caller that gave up does not ask any more."""
+        member = self._member
+        if member is None or member.lost or not self._writing.acquire(timeout=WITHDRAW_TIMEOUT):
+            return
+        try:
+            if self._waiting > 1:  # another caller of the same replica still asks
+                return
+            self._petition = replace(self._petition, asked=0, beat=self._petition.beat + 1)
+            with contextlib.suppress(EtcdError):
+                member.enter(encode(self._petition), WITHDRAW_TIMEOUT)
+        finally:
+            self._writing.release()
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._waiting -= 1
+            member = self._member
+            if member is None or self._waiting:
+                return
+            member.group.hurry(False)
+            if not self._kept:
+                member.session.rest()
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def _knows(self) -> int:
+        """The highest quorum id that this replica knows of."""
+        quorum = self.quorum
+        return max(self._petition.after, quorum.id if quorum else 0)
+
+    def _await(self, asked: int, deadline: float) -> Quorum:
+        hurry_at = time.monotonic() + IMPATIENCE
+        while True:
+            with self._changed:
+                member = self._member
+                if member is None:
+                    raise TimeoutError("the replica left")
+                if member.problem is not None:
+                    raise member.problem
+                if member.record is not None and self._is_answered(member.record, asked):
+                    return member.record
+                now = time.monotonic()
+                if now >= deadline:
+                    raise TimeoutError("no quorum was decided in time")
+                if not member.lost:
+                    self._changed.wait(min(deadline, max(hurry_at, now + 1)) - now)
+            if member.lost:
+                with self._writing:
+                    self._insist(self._write, deadline)
+            elif time.monotonic() >= hurry_at:
+                member.group.hurry(True)
+
+    def _is_answered(self, quorum: Quorum, asked: int) -> bool:
+        return any(seat.member in self._ids and seat.asked >= asked for seat in quorum.seats)
