@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import queue
 import threading
 import time
@@ -34,6 +35,8 @@ RETRY: Final = 0.5
 CALLER_TTL: Final = 10
 """Seconds that a call outlives a caller that died."""
 CHUNK: Final = 100
+GRACE: Final = 5.0
+"""Seconds that the one who answers may be away: it may have lost its lease, and then comes back under another."""
 GIVE_UP: Final = 0.5
 """Seconds for taking back a call that nobody waits for any more."""
 
@@ -148,11 +151,12 @@ class Caller:
         if not turn.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError("another call on this line was not answered")
         try:
-            return _Wait(self._etcd, self._prefix, line).run(body, self._lease(), deadline)
-        except LeaseLost:
-            with self._lock:
-                self._session = None
-            raise
+            while True:
+                try:
+                    return _Wait(self._etcd, self._prefix, line).run(body, self._lease(), deadline)
+                except LeaseLost as error:
+                    log.debug("a call is made again: %s", error)
+                    self.close()
         finally:
             turn.release()
 
@@ -179,24 +183,25 @@ class _Wait:
         post = lambda *item: self._inbox.put(item)  # noqa: E731
         self._answer = Mirror(etcd, Span(f"{prefix}/out/{line}"), post)
         self._server = Mirror(etcd, Span(f"{prefix}/server"), post)
+        self._mine = Mirror(etcd, Span(self._key), post)
+        self._mirrors = (self._answer, self._server, self._mine)
+        self._server_until: float | None = None
 
     def run(self, body: Mapping[str, Any], lease: int, deadline: float) -> Mapping[str, Any]:
         call_id = uuid.uuid4().hex
         left = max(deadline - time.monotonic(), 0.0)
         value = json.dumps({**body, "id": call_id, "timeout": left}).encode()
         try:
-            for mirror in (self._answer, self._server):
-                mirror.sync()
             put_all(self._etcd, [Put(self._key, value, lease)], deadline)
             return self._await(call_id, deadline)
         finally:
-            self._answer.close()
-            self._server.close()
+            for mirror in self._mirrors:
+                mirror.close()
             self._take_back(value)
 
     def _await(self, call_id: str, deadline: float) -> Mapping[str, Any]:
         while True:
-            for mirror in (self._answer, self._server):
+            for mirror in self._mirrors:
                 if not mirror.synced:
                     mirror.sync()
             found = self._answer.one
@@ -204,13 +209,25 @@ class _Wait:
                 answer = json.loads(found.value)
                 if answer.get("id") == call_id:
                     return dict(answer)
-            if self._server.synced and self._server.one is None:
-                raise ConnectionResetError("the manager of this replica is gone")
+            if self._mine.synced and self._mine.one is None:
+                raise LeaseLost("the call vanished from etcd before it was answered")
+            until = min(deadline, self._patience())
             try:
-                mirror, posted = self._inbox.get(timeout=max(deadline - time.monotonic(), 0))
+                mirror, posted = self._inbox.get(timeout=max(until - time.monotonic(), 0))
             except queue.Empty:
+                if until < deadline:
+                    raise ConnectionResetError("the manager of this replica is gone") from None
                 raise TimeoutError("the call was not answered in time") from None
             mirror.apply(posted)
+
+    def _patience(self) -> float:
+        """Until when to wait for the one who answers."""
+        if not self._server.synced or self._server.one is not None:
+            self._server_until = None
+            return math.inf
+        if self._server_until is None:
+            self._server_until = time.monotonic() + GRACE
+        return self._server_until
 
     def _take_back(self, value: bytes) -> None:
         mine: list[Compare] = [Compare(self._key, "value", "=", value)]

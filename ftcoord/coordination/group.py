@@ -85,6 +85,7 @@ class Polling:
             ballot = next_ballot(self._votes, rank, step, self._decided)
             self._votes[rank] = Vote(ballot.step, ballot.attempt, yes)
             self._waiting[rank] = (ballot, future)
+            self._recast(ballot)
             outcome = decide_vote(self._votes, self._world_size)
             if outcome is None:
                 return future
@@ -94,6 +95,13 @@ class Polling:
         for one in told:
             one.set_result(outcome.yes)
         return future
+
+    def _recast(self, newest: Ballot) -> None:
+        """Who waits in an earlier attempt at the same step votes again in this one."""
+        for rank, (ballot, future) in self._waiting.items():
+            if ballot.step == newest.step and ballot < newest:
+                self._waiting[rank] = (newest, future)
+                self._votes[rank] = Vote(newest.step, newest.attempt, self._votes[rank].yes)
 
     def leave(self, rank: int, future: Future[bool]) -> None:
         """A rank gave up: its vote does not count any more."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from ftcoord.coordination.convert import json_text, quorum_reply
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import Quorum
 from ftcoord.core.quorum import Request
+from ftcoord.etcd.client import EtcdClient
 
 PROBE: Final = timedelta(seconds=10)
 """How long a new LighthouseServer looks for etcd."""
@@ -86,6 +88,7 @@ class LighthouseClient:
         self._job, self._etcd = connect(checks.string("addr", addr), checks.seconds("connect_timeout", connect_timeout))
         self._lock = threading.Lock()
         self._replicas: dict[str, Replica] = {}
+        weakref.finalize(self, _forget, self._replicas, self._etcd)
 
     def quorum(
         self,
@@ -162,6 +165,13 @@ class LighthouseClient:
             if replica_id not in self._replicas:
                 self._replicas[replica_id] = Replica(self._etcd, self._job, replica_id, kept=False)
             return self._replicas[replica_id]
+
+
+def _forget(replicas: dict[str, Replica], etcd: EtcdClient) -> None:
+    """Of a client that nobody holds any more: its replicas' leases expire by themselves."""
+    for replica in replicas.values():
+        replica.abandon()
+    etcd.close()
 
 
 def _check_bind(bind: str) -> None:

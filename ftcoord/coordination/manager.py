@@ -31,12 +31,15 @@ from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import encode, parse_quorum
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import Get, Put, Span
+from ftcoord.etcd.understudy import Understudy
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LEAVE_TIMEOUT: Final = 2.0
 """Seconds that a manager tries to tell the others that it goes."""
+STAY: Final = 1.0
+"""Seconds between two looks at whether the lease was lost."""
 LOOK_AGAIN: Final = 0.1
 """Seconds between two looks for a manager that is not there yet."""
 QUORUM, COMMIT, KILL = "quorum", "commit", "kill"
@@ -85,14 +88,16 @@ class ManagerServer:
         job, self._etcd = connect(checks.string("lighthouse_addr", lighthouse_addr), patience)
         self._job = replace(job.at(self._etcd.config), manager=replica_id)
         self._prefix = desk_prefix(self._job)
-        self._replica = Replica(self._etcd, job, replica_id, kept=True)
+        understudy = Understudy.of_process(self._etcd.config)
+        self._replica = Replica(self._etcd, job, replica_id, kept=True, understudy=understudy)
         self._closed = threading.Event()
+        self._announced = 0
         self._gathering = Gathering(self._world_size, self._ask)
         self._polling = Polling(self._world_size)
         self._metadata: dict[int, tuple[int, str]] = {}
         self._remote: dict[str, Future[Any]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-manager")
-        self._begin(patience, interval if job.heartbeat_timeout < LEASE_FLOOR else None)
+        self._begin(patience, interval if job.heartbeat_timeout < LEASE_FLOOR else STAY)
         _here[self.address()] = self
 
     def address(self) -> str:
@@ -126,30 +131,31 @@ class ManagerServer:
 
     # -- how ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, patience: float, beat_interval: float | None) -> None:
+    def _begin(self, patience: float, interval: float) -> None:
         try:
             with torchft_errors():
-                self._beat(patience)
+                self._replica.beat(time.monotonic() + patience)
                 self._announce(time.monotonic() + patience)
         except (TimeoutError, RuntimeError) as error:
             self._etcd.close()
             raise RuntimeError(f"failed to join the job at {self._job}: {error}") from error
         self._desk = Desk(self._etcd, self._prefix, self._hear)
-        if beat_interval is not None:
-            threading.Thread(target=self._beat_on, args=(beat_interval,), name="ftcoord-beats", daemon=True).start()
+        threading.Thread(target=self._stay, args=(interval,), name="ftcoord-beats", daemon=True).start()
 
-    def _beat(self, timeout: float) -> None:
-        self._replica.beat(time.monotonic() + timeout)
-
-    def _beat_on(self, interval: float) -> None:
+    def _stay(self, interval: float) -> None:
         while not self._closed.wait(interval):
             try:
-                self._beat(interval)
+                self._replica.stay(time.monotonic() + interval)
+                self._announce(time.monotonic() + interval)
             except (TimeoutError, EtcdError) as error:
                 log.info("a heartbeat was not sent: %s", error)
 
     def _announce(self, deadline: float) -> None:
-        put_all(self._etcd, [Put(f"{self._prefix}/server", b"", self._replica.lease)], deadline)
+        """Let ranks in other processes see that it is there, under the lease it lives under now."""
+        lease = self._replica.lease
+        if lease != self._announced:
+            put_all(self._etcd, [Put(f"{self._prefix}/server", b"", lease)], deadline)
+            self._announced = lease
 
     def _ask(self, asks: Mapping[int, Ask], last: Ask) -> Quorum:
         deadline = time.monotonic() + last.timeout
@@ -174,7 +180,7 @@ class ManagerServer:
         changed = {rank: said for rank, said in new.items() if self._metadata.get(rank) != said}
         if changed:
             puts = [Put(f"{self._prefix}/metadata/{rank}", text.encode(), lease) for rank, (_, text) in changed.items()]
-            put_all(self._etcd, [*puts, Put(f"{self._prefix}/server", b"", lease)], deadline)
+            put_all(self._etcd, puts, deadline)
             self._metadata.update(changed)
 
     # -- ranks in other processes -------------------------------------------------------------------------------

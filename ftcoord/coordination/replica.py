@@ -19,6 +19,7 @@ from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.membership import Membership
 from ftcoord.etcd.patience import repeat
+from ftcoord.etcd.understudy import Understudy
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +40,22 @@ class Replica:
         job: the job and its rules.
         replica_id: its name; of several members with one name only the newest counts.
         kept: whether its lease is kept alive between calls too. If not, each call is one beat.
+        understudy: what keeps its leases alive while this interpreter is stuck.
     """
 
-    def __init__(self, etcd: Etcd, job: Job, replica_id: str, *, kept: bool, timeout: float = 5.0) -> None:
+    def __init__(
+        self,
+        etcd: Etcd,
+        job: Job,
+        replica_id: str,
+        *,
+        kept: bool,
+        understudy: Understudy | None = None,
+        timeout: float = 5.0,
+    ) -> None:
         self.replica_id = replica_id
         self._etcd, self._job, self._kept, self._timeout = etcd, job, kept, timeout
+        self._understudy = understudy
         self._by_beats = job.heartbeat_timeout < LEASE_FLOOR
         self._writing = threading.Lock()
         self._changed = threading.Condition()
@@ -87,13 +99,29 @@ class Replica:
         with self._writing:
             self._insist(self._beat, deadline)
 
+    def stay(self, deadline: float) -> None:
+        """As `beat`, but only where that is needed: its lease was lost, or beats are all that counts."""
+        member = self._member
+        if self._by_beats or member is None or member.lost:
+            self.beat(deadline)
+
     def leave(self, timeout: float) -> None:
         """Be gone at once, for all. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
         with self._changed:
             member, self._member = self._member, None
             self._changed.notify_all()
         if member is not None:
+            self._forget(member)
             member.leave(timeout)
+
+    def abandon(self) -> None:
+        """Take part no more, and let the lease expire by itself. Idempotent."""
+        with self._changed:
+            member, self._member = self._member, None
+            self._changed.notify_all()
+        if member is not None:
+            self._forget(member)
+            member.lose()
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -142,13 +170,21 @@ class Replica:
                 record_ttl=RECORD_TTL,
                 timeout=self._timeout,
             )
-            self._member = member
+            before, self._member = self._member, member
             self._ids.add(member.id)
+            if self._understudy is not None:
+                self._understudy.keep(member.session.lease_id, member.session.ttl)
+            if before is not None:
+                self._forget(before)
             if not self._kept and not self._waiting:
                 member.session.rest()
         elif self._kept or self._waiting:
             member.session.wake()
         return member
+
+    def _forget(self, member: Membership[Quorum]) -> None:
+        if self._understudy is not None:
+            self._understudy.drop(int(member.id, 16))
 
     def _withdraw(self) -> None:
         """A caller that gave up does not ask any more."""
@@ -192,12 +228,15 @@ class Replica:
                     raise member.problem
                 if member.record is not None and self._is_answered(member.record, asked):
                     return member.record
+                missed = member.record is not None and self._was_missed(member.record, asked)
                 now = time.monotonic()
                 if now >= deadline:
                     raise TimeoutError("no quorum was decided in time")
-                if not member.lost:
+                if not (member.lost or missed):
                     self._changed.wait(min(deadline, max(hurry_at, now + 1)) - now)
-            if member.lost:
+            if missed:
+                asked = self._put(self._petition.request, deadline)
+            elif member.lost:
                 with self._writing:
                     self._insist(self._write, deadline)
             elif time.monotonic() >= hurry_at:
@@ -205,3 +244,7 @@ class Replica:
 
     def _is_answered(self, quorum: Quorum, asked: int) -> bool:
         return any(seat.member in self._ids and seat.asked >= asked for seat in quorum.seats)
+
+    def _was_missed(self, quorum: Quorum, asked: int) -> bool:
+        """Whether the quorum that answered this was replaced before it was seen here."""
+        return any(one.member in self._ids and one.asked >= asked for one in quorum.idle)

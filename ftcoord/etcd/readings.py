@@ -1,4 +1,4 @@
-"""The members' values, each parsed once."""
+"""Values of keys, each parsed once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from ftcoord.etcd.api import KeyValue
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Reading(Generic[T]):
+    """What one key says, as `parse(key, value)` reads it."""
+
+    def __init__(self, parse: Callable[[str, bytes], T]) -> None:
+        self._parse = parse
+        self._known: tuple[int, T] | None = None
+
+    def of(self, kv: KeyValue) -> T:
+        """Raises what `parse` raises."""
+        if self._known is None or self._known[0] != kv.mod_revision:
+            self._known = (kv.mod_revision, self._parse(kv.key, kv.value))
+        return self._known[1]
 
 
 class Readings(Generic[T]):

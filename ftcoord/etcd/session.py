@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
 from ftcoord.errors import EtcdError, ForkedProcessError, LeaseLost
-from ftcoord.etcd.api import Etcd, Lease
+from ftcoord.etcd.api import Etcd, Lease, Renews
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +100,13 @@ class KeptLease:
     """A lease that is renewed until `stop()`, with what is known of it.
 
     Args:
-        etcd: the door to etcd.
+        etcd: what renews it.
         lease: the lease; `sent_at` is when its grant or last renewal was sent, on the keeper's clock.
         listener: called on the keeper's thread at each change of state; must not block.
     """
 
     def __init__(
-        self, etcd: Etcd, lease: Lease, sent_at: float, listener: Listener | None = None, keeper: Keeper | None = None
+        self, etcd: Renews, lease: Lease, sent_at: float, listener: Listener | None = None, keeper: Keeper | None = None
     ) -> None:
         self.id = lease.id
         self.kept = True

@@ -8,7 +8,7 @@ from ftcoord.core import records
 from ftcoord.core.rendezvous import Decision, Member, Options, Situation, decide
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.group import Publish, View, Wait
-from ftcoord.etcd.readings import Readings
+from ftcoord.etcd.readings import Reading, Readings
 
 
 class RendezvousPolicy:
@@ -18,10 +18,11 @@ class RendezvousPolicy:
         self._prefix = prefix
         self._options = options
         self._readings = Readings(records.parse_ask)
+        self._decided = Reading(records.parse_round)
 
     def decide(self, view: View, me: str, now: float) -> Publish | Wait:
         """Raises StateError when the decided record is not ours to read."""
-        previous = records.parse_round(view.decided.key, view.decided.value) if view.decided else None
+        previous = self._decided.of(view.decided) if view.decided else None
         members = [
             Member(kv.key.rpartition("/")[2], ask, view.seen[kv.key]) for kv, ask in self._readings.of(view.members)
         ]
