@@ -2,6 +2,7 @@
 
 from ftcoord.coordination.lighthouse import LighthouseClient, LighthouseServer
 from ftcoord.coordination.manager import ManagerClient, ManagerServer
+from ftcoord.coordination.observer import Observer
 from ftcoord.coordination.types import Quorum, QuorumMember, QuorumResult, Timestamp
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "LighthouseServer",
     "ManagerClient",
     "ManagerServer",
+    "Observer",
     "Quorum",
     "QuorumMember",
     "QuorumResult",

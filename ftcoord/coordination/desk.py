@@ -24,14 +24,13 @@ from typing import Any, Final
 
 from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Compare, Delete, Etcd, KeyValue, Op, Put, Span
+from ftcoord.etcd.follower import Follower
 from ftcoord.etcd.mirror import Mirror, Posted
 from ftcoord.etcd.patience import persist
 from ftcoord.etcd.session import Session
 
 log = logging.getLogger(__name__)
 
-RETRY: Final = 0.5
-"""Seconds until a mirror that failed is tried again."""
 CALLER_TTL: Final = 10
 """Seconds that a call outlives a caller that died."""
 CHUNK: Final = 100
@@ -62,11 +61,8 @@ class Desk:
 
     def __init__(self, etcd: Etcd, prefix: str, hear: Callable[[str, Call | None], None]) -> None:
         self._etcd, self._prefix, self._hear = etcd, prefix, hear
-        self._inbox: queue.SimpleQueue[tuple[Mirror, Posted] | None] = queue.SimpleQueue()
-        self._calls = Mirror(etcd, Span(f"{prefix}/in/", is_prefix=True), lambda *item: self._inbox.put(item))
         self._heard: dict[str, str] = {}
-        self._thread = threading.Thread(target=self._run, name="ftcoord-desk", daemon=True)
-        self._thread.start()
+        self._follower = Follower(etcd, [Span(f"{prefix}/in/", is_prefix=True)], self._tell, "ftcoord-desk")
 
     def answer(self, lease: int, bodies: Mapping[str, Mapping[str, Any]], ids: Mapping[str, str]) -> None:
         """Answer the calls on some lines, under a lease. Raises EtcdError."""
@@ -79,37 +75,10 @@ class Desk:
 
     def close(self) -> None:
         """Hear no more."""
-        self._inbox.put(None)
-
-    def _run(self) -> None:
-        timeout: float | None = 0.0
-        while True:
-            try:
-                item = self._inbox.get(timeout=timeout)
-                if item is None:
-                    break
-                self._calls.apply(item[1])
-            except queue.Empty:
-                pass
-            except EtcdError as error:
-                log.debug("the desk of %s: %s", self._prefix, error)
-            timeout = self._settle()
-        self._calls.close()
-
-    def _settle(self) -> float | None:
-        """Bring the mirror up to date, and tell what is new; seconds until that must be tried again."""
-        try:
-            if not self._calls.synced:
-                self._calls.sync()
-        except EtcdError as error:
-            log.debug("the desk of %s cannot listen: %s", self._prefix, error)
-            return RETRY
-        if self._calls.synced:
-            self._tell()
-        return None
+        self._follower.close()
 
     def _tell(self) -> None:
-        calls = {kv.key.rpartition("/")[2]: kv for kv in self._calls.kvs.values()}
+        calls = {kv.key.rpartition("/")[2]: kv for kv in self._follower.mirrors[0].kvs.values()}
         for line in self._heard.keys() - calls.keys():
             del self._heard[line]
             self._hear(line, None)
