@@ -77,8 +77,8 @@ class Desk:
         """Hear no more."""
         self._follower.close()
 
-    def _tell(self) -> None:
-        calls = {kv.key.rpartition("/")[2]: kv for kv in self._follower.mirrors[0].kvs.values()}
+    def _tell(self, there: Mirror) -> None:
+        calls = {kv.key.rpartition("/")[2]: kv for kv in there.kvs.values()}
         for line in self._heard.keys() - calls.keys():
             del self._heard[line]
             self._hear(line, None)

@@ -16,6 +16,7 @@ from ftcoord.core.quorum_records import parse_quorum
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Get, KeyValue, RangeResult, Span
 from ftcoord.etcd.follower import Follower
+from ftcoord.etcd.mirror import Mirror
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +54,8 @@ class Observer:
         self._told_config: dict[str, int] = {}
         self._follower: Follower | None = None
         if any((on_quorum, on_lost, on_config)):
-            spans = [
-                Span(self._decided_key),
-                *(Span(start, is_prefix=True) for start in (self._members, self._configs)),
-            ]
+            prefixes = [Span(start, is_prefix=True) for start in (self._members, self._configs)]
+            spans = [Span(self._decided_key), *prefixes]
             self._follower = Follower(self._etcd, spans, self._tell, "ftcoord-observer")
 
     def quorum(self) -> QuorumReply | None:
@@ -114,9 +113,7 @@ class Observer:
             return None
         return found.one
 
-    def _tell(self) -> None:
-        assert self._follower is not None
-        decided_key, alive, config = self._follower.mirrors
+    def _tell(self, decided_key: Mirror, alive: Mirror, config: Mirror) -> None:
         kv = decided_key.one
         if kv is not None:
             decided = parse_quorum(kv.key, kv.value)
