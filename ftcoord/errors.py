@@ -81,6 +81,23 @@ class Compacted(EtcdError):
         self.compact_revision = compact_revision
 
 
+class Rewound(Compacted):
+    """etcd's history is shorter than it was; list the keys again.
+
+    Args:
+        revision: where etcd is now.
+        seen: where it was before.
+    """
+
+    def __init__(self, revision: int, seen: int) -> None:
+        EtcdError.__init__(
+            self,
+            f"etcd is at revision {revision} and was at {seen} before: it lost writes, or another etcd has its address;"
+            f" list the keys again",
+        )
+        self.compact_revision = revision
+
+
 class LeaseLost(EtcdError):
     """The lease is gone, and with it every key put under it. Take a new lease and join again."""
 

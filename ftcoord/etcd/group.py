@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias, TypeVar
 
 from ftcoord.errors import EtcdError, LeaseLost, StateError
-from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
+from ftcoord.etcd.api import Began, Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
 from ftcoord.etcd.mirror import Mirror, Posted
 from ftcoord.etcd.session import Clock, KeptLease, Session
 from ftcoord.etcd.settle import Settled, write_once
@@ -123,6 +123,9 @@ class Group:
         self._seen: dict[str, tuple[int, float]] = {}
         self._record_lease: KeptLease | None = None
         self._said = ""
+        self._writing = threading.Lock()
+        self._begun = 0
+        self._checked = 1
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftcoord-group", daemon=True)
 
@@ -142,6 +145,13 @@ class Group:
 
         Raises LeaseLost when the session is over, and EtcdError when etcd cannot be reached; it may then be repeated.
         """
+        with self._writing:
+            first, outcome = self._mine is None, self._put(value, timeout)
+            self._mine = outcome.kv
+        if first:
+            self._begin(outcome)
+
+    def _put(self, value: bytes, timeout: float) -> Settled:
         expected = self._mine.mod_revision if self._mine else 0
         put = Put(self.key, value, self._session.lease_id)
         newest = Get(self._members_span, keys_only=True, order="newest", limit=2)
@@ -154,9 +164,7 @@ class Group:
             outcome = write_once(self._etcd, put, outcome.kv.mod_revision, reads=reads, timeout=timeout)
         if not outcome.done:
             raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
-        first, self._mine = self._mine is None, outcome.kv
-        if first:
-            self._begin(outcome)
+        return outcome
 
     def close(self) -> None:
         """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
@@ -214,6 +222,7 @@ class Group:
         mirror.apply(posted)
         if mirror is self._decided:
             self._note_decided()
+            self._begun += isinstance(posted.item, Began)
         elif mirror is self._members:
             self._note_members(mirror)
 
@@ -221,6 +230,8 @@ class Group:
         if not self._decided.synced:
             self._decided.sync()
             self._note_decided()
+        if self._checked < self._begun:
+            self._check_mine()
         if self._members is None:
             self._look_ahead()
         if self._members is not None and not self._members.synced:
@@ -230,6 +241,17 @@ class Group:
             return None  # what is missing is on its way to the inbox
         self._keep_record()
         return self._decide(self._members)
+
+    def _check_mine(self) -> None:
+        """Whenever the watch had to begin again: put this member's key back if etcd has lost it meanwhile."""
+        with self._writing:
+            assert self._mine is not None
+            begun, now = self._begun, self._etcd.range(Get(Span(self.key))).one
+            if now is None or now.mod_revision != self._mine.mod_revision:
+                log.warning("etcd lost what member %s asked for: asking again", self.id)
+                put = Put(self.key, self._mine.value, self._session.lease_id)
+                self._mine = write_once(self._etcd, put, now.mod_revision if now else 0).kv or self._mine
+        self._checked = begun
 
     def _look_ahead(self) -> None:
         """Make sure that the predecessor is watched; without one, become the decider."""

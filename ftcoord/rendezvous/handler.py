@@ -168,9 +168,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- joining ------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Take the lease and begin the watch that the first round needs. Raises RendezvousConnectionError."""
+        """Take the lease and begin the watch that the first round needs; if etcd is away for now, that does so itself.
+
+        Raises RendezvousConnectionError when etcd refuses.
+        """
         try:
             self._new_member()
+        except _TRANSIENT as error:
+            log.debug("nothing could be prepared: %s", error)
         except EtcdError as error:
             self._leave()
             raise RendezvousConnectionError(f"could not prepare for run {self._settings.run_id!r}: {error}") from error
