@@ -53,6 +53,10 @@ class EtcdUnavailable(EtcdError, ConnectionError):
     """No member answered in time. The call had no effect: it is safe to make it again."""
 
 
+class ClientClosed(EtcdUnavailable):
+    """The client was closed: nothing will be answered any more. Make a new one."""
+
+
 class OutcomeUnknown(EtcdError):
     """A write was sent but not answered: it may or may not have happened. Re-read before writing again."""
 

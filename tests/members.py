@@ -163,13 +163,16 @@ class Node:
         self.group.close()
         self.session.close()
 
-    def _listen(self, kv: KeyValue) -> None:
+    def _listen(self, kv: KeyValue | None) -> None:
         with self._heard:
             try:
-                self.rolls.append(read(kv))
+                if kv is not None:
+                    self.rolls.append(read(kv))
             except StateError as error:
                 self.errors.append(error)
-            self._heard.notify_all()
+                raise
+            finally:
+                self._heard.notify_all()
 
     def sees(self, *nodes: Node | str) -> dict[str, Any]:
         """Wait until the roll has exactly these members, and return it."""

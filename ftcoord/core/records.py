@@ -17,6 +17,8 @@ from typing import Any, Final, TypeVar
 from ftcoord.errors import StateError
 
 VERSION: Final = 1
+LARGEST: Final = 2**63 - 1
+"""Of the numbers in a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,6 @@ def _build(kind: type[Record], key: str, raw: dict[str, Any]) -> Record:
         odd = ", ".join(sorted(raw.keys() ^ wanted.keys()))
         raise StateError(key, f"does not have the fields of a {kind.__name__} (differing: {odd})")
     for name, value in raw.items():
-        if type(value) is not wanted[name]:
+        if type(value) is not wanted[name] or (type(value) is int and abs(value) > LARGEST):
             raise StateError(key, f"has a {name} that is no {wanted[name].__name__}")
     return kind(**raw)

@@ -83,7 +83,7 @@ class Policy(Protocol):
     def decide(self, view: View, me: str, now: float) -> Publish | Wait: ...
 
 
-Listener: TypeAlias = Callable[[KeyValue], None]
+Listener: TypeAlias = Callable[[KeyValue | None], None]
 
 
 class Group:
@@ -95,7 +95,9 @@ class Group:
         prefix: the group's keys are `<prefix>/members/...` and `<prefix>/decided`.
         policy: what to decide when this member is the decider.
         record_ttl: seconds that the decided record outlives the last decider.
-        listener: called on the group's thread with the decided record whenever it changed; must not block.
+        listener: called on the group's thread with the decided record whenever it changed; must not block. Raises
+            StateError when it cannot be read: nothing is decided then until it is replaced or deleted, of which the
+            latter is told with None.
     """
 
     def __init__(
@@ -119,7 +121,9 @@ class Group:
         self._members: Mirror | None = None
         self._mine: KeyValue | None = None
         self._known: KeyValue | None = None
+        self._unreadable: StateError | None = None
         self._known_at = self._changed_at = clock()
+        self._noted = 0
         self._seen: dict[str, tuple[int, float]] = {}
         self._record_lease: KeptLease | None = None
         self._said = ""
@@ -166,6 +170,11 @@ class Group:
             raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
         return outcome
 
+    def check(self) -> None:
+        """Have this member's key put back if it is gone, though its lease is not."""
+        self._begun += 1
+        self._inbox.put(None)
+
     def close(self) -> None:
         """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
         self._closing = True
@@ -183,13 +192,24 @@ class Group:
         self._decided.adopt(decided)
         self._note_decided()
         older = [kv for kv in newest.kvs if kv.key != self.key]
-        if older:
+        if older and _is_member(older[0]):
             self._follow(older[0], newest.revision)
-        else:
+        elif not older:
             self._members = Mirror(self._etcd, self._members_span, self._post)
         self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._run_until_closed()
+        finally:
+            for mirror in (self._decided, self._ahead, self._members):
+                if mirror is not None:
+                    mirror.close()
+            self._drop_record_lease()
+            if not self._closing:  # an error of ours: better no member than one that does nothing
+                self._session.orphan()
+
+    def _run_until_closed(self) -> None:
         until: float | None = self._clock()
         while not self._closing:
             try:
@@ -202,10 +222,6 @@ class Group:
             except (EtcdError, StateError) as error:
                 self._say(f"cannot go on for now: {error}")
                 until = self._clock() + RETRY
-        for mirror in (self._decided, self._ahead, self._members):
-            if mirror is not None:
-                mirror.close()
-        self._drop_record_lease()
 
     def _take(self, until: float | None) -> None:
         """Wait for something to happen, at most until then, and apply all that did."""
@@ -243,7 +259,7 @@ class Group:
         return self._decide(self._members)
 
     def _check_mine(self) -> None:
-        """Whenever the watch had to begin again: put this member's key back if etcd has lost it meanwhile."""
+        """Put this member's key back if etcd has lost it: while it was away, or because somebody deleted it."""
         with self._writing:
             assert self._mine is not None
             begun, now = self._begun, self._etcd.range(Get(Span(self.key))).one
@@ -258,12 +274,17 @@ class Group:
         if self._ahead is not None:
             if not self._ahead.synced:
                 self._ahead.sync()
-            if not self._ahead.synced or self._ahead.one is not None:
+            if not self._ahead.synced or (self._ahead.one is not None and _is_member(self._ahead.one)):
                 return
             self._ahead.close()
         assert self._mine is not None
-        older = Get(self._members_span, 1, keys_only=True, order="newest", created_before=self._mine.create_revision)
-        found = self._etcd.range(older)
+        before = self._mine.create_revision
+        while True:
+            older = Get(self._members_span, 1, keys_only=True, order="newest", created_before=before)
+            found = self._etcd.range(older)
+            if found.one is None or _is_member(found.one):
+                break
+            before = found.one.create_revision
         if found.one is not None:
             self._follow(found.one, found.revision)
         else:
@@ -277,9 +298,19 @@ class Group:
 
     def _note_decided(self) -> None:
         kv = self._decided.one
-        if kv is not None and (self._known is None or kv.mod_revision != self._known.mod_revision):
-            self._known, self._known_at = kv, self._clock()
+        if kv is None and self._unreadable is None:
+            return
+        if kv is not None and kv.mod_revision == self._noted:
+            return
+        self._noted = kv.mod_revision if kv else 0
+        try:
             self._listener(kv)
+        except StateError as error:
+            self._unreadable = error
+            return
+        self._unreadable = None
+        if kv is not None:
+            self._known, self._known_at = kv, self._clock()
 
     def _note_members(self, members: Mirror) -> None:
         if not members.synced:
@@ -305,9 +336,12 @@ class Group:
 
     def _decide(self, members: Mirror) -> float | None:
         assert self._mine is not None
-        if self.key not in members.kvs:
-            raise LeaseLost(f"this member's key {self.key} is gone: join again")
-        in_order = tuple(sorted(members.kvs.values(), key=lambda kv: kv.create_revision))
+        if self._unreadable is not None:
+            raise self._unreadable
+        in_order = tuple(sorted(filter(_is_member, members.kvs.values()), key=lambda kv: kv.create_revision))
+        if all(kv.key != self.key for kv in in_order):
+            self.check()
+            return self._clock() + RETRY
         seen = {key: at for key, (_, at) in self._seen.items()}
         vanished = self._known is not None and self._decided.one is None
         view = View(in_order, seen, self._changed_at, self._known, self._known_at, vanished)
@@ -352,3 +386,8 @@ class Group:
         if reason != self._said:
             self._said = reason
             log.debug("%s: %s", self.id, reason)
+
+
+def _is_member(kv: KeyValue) -> bool:
+    """Whether the key is a member's, which lies under the lease that it is named for and so will go one day."""
+    return kv.lease != 0 and kv.key.endswith(f"/{kv.lease:016x}")

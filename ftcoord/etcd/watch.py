@@ -20,10 +20,10 @@ from typing import Any, Final
 import grpc
 import tenacity
 
-from ftcoord.errors import Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
+from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
 from ftcoord.etcd import faults, wire
 from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
-from ftcoord.etcd.transport import Transport
+from ftcoord.etcd.transport import CLOSED, Transport
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +91,11 @@ class WatchHub:
         if not self._transport.is_owner():
             return
         with self._lock:
+            watchers = list(self._watchers.values())
             self._watchers.clear()
             stream, thread = self._stream, self._thread
+        for watcher in watchers:
+            watcher.deliver(ClientClosed(CLOSED))
         if stream is not None:
             stream.cancel()
         if thread is not None and thread is not threading.current_thread():

@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ftcoord.core import records
 from ftcoord.core.records import Ask, Round
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
+from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 HEED: Final = 1.0
 """Seconds until a signal is heeded that came in the moment before a wait: Python looks for those when a wait ends."""
+CHECK: Final = 10.0
+"""Seconds between two looks of a node that waits at whether its key is still there."""
 _TRANSIENT = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
 
 
@@ -181,6 +183,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"could not prepare for run {self._settings.run_id!r}: {error}") from error
 
     def _join(self) -> tuple[Round, int]:
+        self._refuse_when_left()
         self._end_round()
         after = self._round.number if self._round else 0
         deadline = time.monotonic() + self._settings.join_timeout
@@ -199,7 +202,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Ask for a round, as a new incarnation if the last one lost its lease."""
         ask = Ask(self._node, self._address, port, after, self.host, uuid.uuid4().hex)
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_TRANSIENT),
+            retry=tenacity.retry_if_exception_type(_TRANSIENT) & tenacity.retry_if_not_exception_type(ClientClosed),
             stop=tenacity.stop_after_delay(max(deadline - time.monotonic(), 0)),
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=2.0),
             reraise=True,
@@ -223,7 +226,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """The next round that has a seat for us; None when the lease was lost meanwhile."""
         with self._changed:
             first_look = True
+            check_at = time.monotonic() + CHECK
             while not member.lost:
+                self._refuse_when_left()
                 found = self._judge(member, after, late=first_look)
                 if found is not None:
                     return found
@@ -232,8 +237,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
                     deadline = time.monotonic() + self._settings.join_timeout
                 elif time.monotonic() >= deadline:
                     self._give_up()
+                if time.monotonic() >= check_at:
+                    check_at += CHECK
+                    member.check()
                 self._changed.wait(min(max(deadline - time.monotonic(), 0), HEED))
         return None
+
+    def _refuse_when_left(self) -> None:
+        if self._left:
+            raise RendezvousClosedError("this handler was shut down; make a new one")
 
     def _judge(self, member: Membership, after: int, late: bool) -> Round | None:
         if member.problem is not None:
@@ -323,7 +335,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Give everything up: at the end, and when the process ends on a signal, which skips `shutdown()`."""
         if self._left or os.getpid() != self._pid:
             return
-        self._left = True
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
         atexit.unregister(self._leave)
         self._abandon()
         self._end_round()

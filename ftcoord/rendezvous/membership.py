@@ -80,13 +80,20 @@ class Membership:
             self.lost = True
             self._changed.notify_all()
 
-    def _on_decided(self, kv: KeyValue) -> None:
-        round_, problem = self.round, None
+    def check(self) -> None:
+        """Have this member's key put back if it is gone, though its lease is not."""
+        self._group.check()
+
+    def _on_decided(self, kv: KeyValue | None) -> None:
         try:
-            round_ = records.parse_round(kv.key, kv.value)
+            round_, problem = (records.parse_round(kv.key, kv.value) if kv else self.round), None
         except StateError as error:
             log.warning("%s", error)
-            problem = error
+            self._note(self.round, error, 0)
+            raise
+        self._note(round_, problem, kv.lease if kv else 0)
+
+    def _note(self, round_: Round | None, problem: StateError | None, lease: int) -> None:
         with self._changed:
-            self.round, self.problem, self.round_lease = round_, problem, kv.lease
+            self.round, self.problem, self.round_lease = round_, problem, lease
             self._changed.notify_all()

@@ -249,13 +249,38 @@ def test_a_decider_without_a_lease_decides_no_more(client: EtcdClient, join: Joi
     assert rolls[-1]["by"] == second.id
 
 
-def test_a_member_key_that_was_deleted_is_noticed(client: EtcdClient, join: Join) -> None:
+@pytest.mark.parametrize("mine", [0, 1], ids=["the decider's", "another's"])
+def test_a_member_key_that_was_deleted_comes_back(client: EtcdClient, join: Join, mine: int) -> None:
+    nodes = join(ask="one"), join(ask="two")
+    nodes[1].sees(*nodes)
+    key = nodes[mine].group.key
+    client.delete(Span(key))
+    nodes[mine].group.check()
+    kv = eventually(lambda: client.get(key).one, what="the key is back")
+    assert kv.value.startswith((b"one", b"two")[mine])
+    third = join()
+    assert set(nodes[mine].sees(*nodes, third)["members"]) == {*(node.id for node in nodes), third.id}
+
+
+@pytest.mark.parametrize("mine", [0, 1], ids=["the decider's", "another's"])
+def test_a_member_key_that_was_overwritten_is_put_right(client: EtcdClient, join: Join, mine: int) -> None:
+    nodes = join(), join()
+    nodes[1].sees(*nodes)
+    client.put(nodes[mine].group.key, b"by somebody else, and under no lease")
+    nodes[mine].group.check()
+    third = join()
+    third.hears(lambda roll: len(roll["members"]) == 3 and not any("else" in ask for ask in roll["members"].values()))
+
+
+@pytest.mark.parametrize("name", ["0123456789abcdef", "junk", "a/b"])
+def test_a_key_among_the_members_that_is_none(client: EtcdClient, prefix: str, join: Join, name: str) -> None:
+    """Older than all members, and never to go: it is not followed, and not counted."""
+    client.put(f"{prefix}/members/{name}", b"junk")
     first, second = join(), join()
     second.sees(first, second)
-    client.delete(Span(first.group.key))
+    first.leave()
     second.sees(second)
-    with pytest.raises(LeaseLost, match="join again"):
-        first.group.enter(b"still there", CALL_TIMEOUT)
+    assert client.get(f"{prefix}/members/{name}").one is not None
 
 
 def test_a_member_whose_key_etcd_lost_asks_again(fragile: EtcdServer, prefix: str) -> None:
