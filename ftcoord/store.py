@@ -71,7 +71,7 @@ class EtcdStore(Store):
 
     Args:
         etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and friends.
-        prefix: all keys start with it; stores with the same prefix on the same etcd are one store.
+        prefix: all keys start with it, so end it with a slash; stores with one prefix on one etcd are one store.
         timeout: how long operations wait (default 300 s), also through an outage of etcd.
         ttl: seconds that the keys written here outlive this store; it is kept up as long as the store is open.
         lease: put all keys under this lease instead, and never renew it.
