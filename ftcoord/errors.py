@@ -53,6 +53,10 @@ class EtcdUnavailable(EtcdError, ConnectionError):
     """No member answered in time. The call had no effect: it is safe to make it again."""
 
 
+class ClientClosed(EtcdUnavailable):
+    """The client was closed: nothing will be answered any more. Make a new one."""
+
+
 class OutcomeUnknown(EtcdError):
     """A write was sent but not answered: it may or may not have happened. Re-read before writing again."""
 
@@ -79,6 +83,23 @@ class Compacted(EtcdError):
     def __init__(self, compact_revision: int) -> None:
         super().__init__(f"etcd has compacted its history up to revision {compact_revision}; list the keys again")
         self.compact_revision = compact_revision
+
+
+class Rewound(Compacted):
+    """etcd's history is shorter than it was; list the keys again.
+
+    Args:
+        revision: where etcd is now.
+        seen: where it was before.
+    """
+
+    def __init__(self, revision: int, seen: int) -> None:
+        EtcdError.__init__(
+            self,
+            f"etcd is at revision {revision} and was at {seen} before: it lost writes, or another etcd has its address;"
+            f" list the keys again",
+        )
+        self.compact_revision = revision
 
 
 class LeaseLost(EtcdError):

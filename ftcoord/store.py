@@ -24,7 +24,7 @@ import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from ftcoord.config import EtcdConfig
-from ftcoord.core.values import counter, counts_by, plain, stored
+from ftcoord.core.values import as_bytes, counter, counts_by, plain, stored
 from ftcoord.errors import EtcdAuthError, EtcdNoSpace, EtcdUnavailable, OutcomeUnknown, RequestRefused
 from ftcoord.etcd.api import (
     Batch,
@@ -44,7 +44,7 @@ from ftcoord.etcd.api import (
     exists,
     unchanged,
 )
-from ftcoord.etcd.changes import Changes, Made
+from ftcoord.etcd.changes import CLOSED, Changes, Made
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.patience import persist
 
@@ -57,6 +57,8 @@ CHUNK_BYTES: Final = 2**20
 REMEMBERED: Final = 256
 """Keys whose last revision and bytes are remembered, to change them again without reading them; `SMALL` bytes each."""
 SMALL: Final = 4096
+FOREVER: Final = 1e9
+"""Seconds; no wait is longer."""
 QueueEmptyError: type[Exception] = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
 """What torch raises for an empty queue; torch 2.6 has none."""
 
@@ -69,7 +71,7 @@ class EtcdStore(Store):
 
     Args:
         etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and friends.
-        prefix: all keys start with it; stores with the same prefix on the same etcd are one store.
+        prefix: all keys start with it, so end it with a slash; stores with one prefix on one etcd are one store.
         timeout: how long operations wait (default 300 s), also through an outage of etcd.
         ttl: seconds that the keys written here outlive this store; it is kept up as long as the store is open.
         lease: put all keys under this lease instead, and never renew it.
@@ -103,7 +105,7 @@ class EtcdStore(Store):
         self._changes = Changes(self._etcd, f"{prefix}ops/", ttl, lease, fence, self._closed)
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
         self._waiters: list[_Items] = []
-        self.set_timeout(timeout or DEFAULT_TIMEOUT)
+        self.set_timeout(DEFAULT_TIMEOUT if timeout is None else timeout)
         _in_use.add(self)
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class EtcdStore(Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set all keys; atomic up to 100 of them with 1 MiB of values. Raises ValueError for unequal lengths."""
         last = dict(zip(keys, values, strict=True))
-        for puts in _requests([Put(self._data + key, stored(_raw(value))) for key, value in last.items()]):
+        for puts in _requests([Put(self._data + key, stored(as_bytes(value))) for key, value in last.items()]):
             self._make(puts)
 
     def add(self, key: str, amount: int) -> int:
@@ -175,12 +177,13 @@ class EtcdStore(Store):
                 version = seen.version + 1 if seen else 1
                 number = (_number(key, seen) if seen else 0) + amount
                 new, guard = counter(amount, number, version), unchanged(name, seen.mod_revision if seen else 0)
-        assert made.kv is not None
+        if made.kv is None:
+            raise DistStoreError(f"{amount} was added to {key!r}, but etcd forgot to what: it was compacted since")
         return int(plain(new, made.kv.version))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to what `key` holds."""
-        name, more = self._data + key, _raw(value)
+        name, more = self._data + key, as_bytes(value)
         seen = self._remembered.get(name)
         made = Made(False, seen)
         while not made.done:
@@ -192,7 +195,7 @@ class EtcdStore(Store):
 
         For a key that is not there and another `expected`, that is returned, as TCPStore does.
         """
-        name, wanted, new = self._data + key, _raw(expected), _raw(desired)
+        name, wanted, new = self._data + key, as_bytes(expected), as_bytes(desired)
         guard = Compare(name, "value", "=", stored(wanted)) if wanted else absent(name)
         while not (made := self._put(name, stored(new), guard)).done:
             if made.kv is None and wanted:
@@ -211,7 +214,7 @@ class EtcdStore(Store):
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Put an item at the end of the queue `key`. Not through a PrefixStore: torch passes no queues on."""
-        self._make([Put(self._queue(key).start + uuid.uuid4().hex, _raw(value))])
+        self._make([Put(self._queue(key).start + uuid.uuid4().hex, as_bytes(value))])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the first item of the queue; each is given to one caller only.
@@ -260,8 +263,11 @@ class EtcdStore(Store):
         return Span(f"{self._queues}{quote(key, safe='')}/", is_prefix=True)
 
     def _deadline(self, timeout: timedelta | None = None) -> float:
-        limit: timedelta = timeout or self.timeout  # type: ignore[attr-defined]  # a property of the C++ class
-        return time.monotonic() + limit.total_seconds()
+        """When an operation that begins now must end, on the monotonic clock. Refuses it when the store is closed."""
+        if self._closed.is_set():
+            raise DistStoreError(CLOSED)
+        limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # C++ property
+        return time.monotonic() + min(limit.total_seconds(), FOREVER)
 
     def _range(self, get: Get, deadline: float) -> RangeResult:
         with _as_torch_errors():
@@ -277,6 +283,8 @@ class EtcdStore(Store):
         """
         if not keys:
             return []
+        for key in keys:
+            key.encode()  # refuses half characters: etcd would give back another key
         start = self._data + os.path.commonprefix(list(keys))  # noqa: RUF071  # characters, not path components
         seen = self._range(Get(Span(start, is_prefix=True), limit=2 * len(keys), keys_only=True), deadline)
         names = {kv.key for kv in seen.kvs}
@@ -316,7 +324,8 @@ class EtcdStore(Store):
     def _watch(self, get: Get, deadline: float) -> KeyValue | None:
         """What `get` finds when a watch stands, or else the first value put later; None if the time is up first."""
         items: _Items = queue.SimpleQueue()
-        watch = self._etcd.watch(get.span, 0, items.put)
+        with _as_torch_errors():
+            watch = self._etcd.watch(get.span, 0, items.put)
         self._waiters.append(items)
         try:
             found = None
@@ -362,12 +371,11 @@ def _as_torch_errors() -> Iterator[None]:
         raise DistStoreError(str(error)) from error
 
 
-def _raw(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
-
-
 def _value(kv: KeyValue) -> bytes:
-    return plain(kv.value, kv.version)
+    try:
+        return plain(kv.value, kv.version)
+    except ValueError:
+        raise DistStoreError(f"etcd key {kv.key!r} holds a broken counter: delete it") from None
 
 
 def _number(key: str, kv: KeyValue) -> int:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from ftcoord.etcd.api import Batch, Event, WatchItem
+from ftcoord.etcd.api import Batch, Began, Event, WatchItem
 
 DEADLINE = 90.0
 """Seconds; for a machine that is busy with other things. Nothing that works comes near it."""
@@ -50,20 +50,24 @@ class Seen:
         """Wait until `count` events came in all, and return them; fails when there are more, or an error."""
         while sum(len(batch.events) for batch in self.batches) < count:
             item = self.next(timeout)
-            assert isinstance(item, Batch), item
-            self.batches.append(item)
+            assert isinstance(item, (Batch, Began)), item
+            if isinstance(item, Batch):
+                self.batches.append(item)
         events = [event for batch in self.batches for event in batch.events]
         assert len(events) == count, events
         return events
 
     def error(self, timeout: float = DEADLINE) -> Exception:
         """Wait for the exception that ends the watch."""
-        while isinstance(item := self.next(timeout), Batch):
-            self.batches.append(item)
+        while not isinstance(item := self.next(timeout), Exception):
+            if isinstance(item, Batch):
+                self.batches.append(item)
         return item
 
     def is_quiet(self) -> bool:
-        return self._items.empty()
+        """Whether nothing came that was not asked for, but that the watch stands."""
+        items = [self._items.get_nowait() for _ in range(self._items.qsize())]
+        return all(isinstance(item, Began) for item in items)
 
 
 def in_fork(action: Callable[[], object], timeout: float = DEADLINE) -> str:

@@ -14,7 +14,8 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Compare, Etcd, Get, KeyValue, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.group import Group, Publish, View, Wait
+from ftcoord.etcd.deciding import Publish, View, Wait
+from ftcoord.etcd.group import Group
 from ftcoord.etcd.session import Session
 
 CALL_TIMEOUT = 5.0
@@ -163,13 +164,16 @@ class Node:
         self.group.close()
         self.session.close()
 
-    def _listen(self, kv: KeyValue) -> None:
+    def _listen(self, kv: KeyValue | None) -> None:
         with self._heard:
             try:
-                self.rolls.append(read(kv))
+                if kv is not None:
+                    self.rolls.append(read(kv))
             except StateError as error:
                 self.errors.append(error)
-            self._heard.notify_all()
+                raise
+            finally:
+                self._heard.notify_all()
 
     def sees(self, *nodes: Node | str) -> dict[str, Any]:
         """Wait until the roll has exactly these members, and return it."""

@@ -11,7 +11,7 @@ from typing import Final
 from ftcoord.core.quorum import Decision, Options, Replica, decide
 from ftcoord.core.quorum_records import Petition, encode, parse_petition, parse_quorum
 from ftcoord.etcd.api import KeyValue
-from ftcoord.etcd.group import Publish, View, Wait
+from ftcoord.etcd.deciding import Publish, View, Wait
 from ftcoord.etcd.readings import Reading, Readings
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ LEASE_FLOOR: Final = 3.0
 
 
 class QuorumPolicy:
-    """Decides the quorums of one job. Implements `ftcoord.etcd.group.Policy`.
+    """Decides the quorums of one job. Implements `ftcoord.etcd.deciding.Policy`.
 
     A member lives as long as its lease. With a `heartbeat_timeout` below `LEASE_FLOOR` it must also have written its
     record within that many seconds, on the decider's clock.

@@ -14,6 +14,8 @@ from ftcoord.errors import StateError
 
 VERSION: Final = 1
 """Of the layout: in every record that has a key of its own."""
+LARGEST: Final = 2**63 - 1
+"""Of the numbers in a record."""
 
 Record = TypeVar("Record")
 Raw = Mapping[str, Any]
@@ -49,7 +51,7 @@ def build(kind: type[Record], key: str, raw: Raw) -> Record:
         odd = ", ".join(sorted(raw.keys() ^ wanted.keys()))
         raise StateError(key, f"does not have the fields of a {kind.__name__} (differing: {odd})")
     for name, value in raw.items():
-        if type(value) is not wanted[name]:
+        if type(value) is not wanted[name] or (type(value) is int and abs(value) > LARGEST):
             raise StateError(key, f"has a {name} that is no {wanted[name].__name__}")
     return kind(**raw)
 

@@ -17,6 +17,15 @@ _PLAIN: Final = _MARK + b"="
 _COUNTER: Final = _MARK + b"+"
 
 
+def as_bytes(value: str | bytes) -> bytes:
+    """What a user gave as a value. Raises TypeError, also for a number: bytes(5) would be five zeros."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise TypeError(f"a value is str or bytes, not {type(value).__name__}")
+
+
 def stored(value: bytes) -> bytes:
     """The bytes to put for a value."""
     return _PLAIN + value if value.startswith(_MARK) else value
@@ -33,7 +42,7 @@ def counts_by(value: bytes, step: int) -> bool:
 
 
 def plain(value: bytes, version: int) -> bytes:
-    """The value that these bytes stand for at that version of their key."""
+    """The value that these bytes stand for at that version of their key. Raises ValueError for a broken counter."""
     if value.startswith(_PLAIN):
         return value.removeprefix(_PLAIN)
     if value.startswith(_COUNTER):

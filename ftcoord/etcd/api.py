@@ -162,13 +162,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A watch from now on stands: every change after this revision will be delivered."""
+    """A watch stands, for the first time or, after an interruption, once more; nothing was missed.
+
+    Args:
+        revision: where etcd is. A watch from now on delivers all that changes after this.
+    """
 
     revision: int
 
 
 WatchItem: TypeAlias = "Began | Batch | Exception"
-"""What a watch delivers: Began if it is one from now on, batches, then at most one exception (Compacted,
+"""What a watch delivers: Began whenever it stands, batches, then at most one exception (Compacted, Rewound,
 EtcdAuthError ...), after which it is over."""
 
 

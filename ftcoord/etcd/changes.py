@@ -4,27 +4,44 @@
 
 Each change is one transaction that also puts the writer's count, guarded by the count's version. When an answer
 is lost the same transaction is sent again: if the first one happened the guard fails, so no change is made twice.
+A change that was not made, because its own guards failed, but had gone without an answer once could still arrive. Its
+count is then *spent*: put with a value, so that nothing else can take it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
-from ftcoord.errors import EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, RoundOver
+from ftcoord.errors import (
+    ClientClosed,
+    EtcdUnavailable,
+    ForkedProcessError,
+    LeaseLost,
+    OutcomeUnknown,
+    RequestRefused,
+    RoundOver,
+)
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, exists
 from ftcoord.etcd.patience import persist
 from ftcoord.etcd.session import Session
+
+SPENT: Final = b"spent"
+CLOSED: Final = "the store was closed; make a new one"
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
     """Whether the guards held, so that the change was made; and the key that was asked for.
 
-    When it was made, `kv` is the key right after it, without its value; else as it is.
+    When it was made, `kv` is the key right after it, without its value (None if etcd forgot that); else as it is.
     """
 
     done: bool
@@ -49,7 +66,10 @@ class Changes:
         self._etcd, self._prefix, self._ttl, self._lease, self._fence = etcd, prefix, ttl, lease, fence
         self._closed = closed
         self._session: Session | None = None
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # a signal handler may make a change in the middle of another
+        self._changing = False
+        self._unanswered = False
         self._count, self._made = "", 0
         self._begin_count()
 
@@ -58,20 +78,41 @@ class Changes:
 
         Raises EtcdUnavailable or OutcomeUnknown after the deadline, RoundOver, and what etcd refuses it with.
         """
-        with self._lock:
-            while True:
-                try:
+        with self._turn(deadline):
+            made = None
+            try:
+                while made is None:
                     made = self._attempt(ops, guards, look, deadline)
-                except (EtcdUnavailable, OutcomeUnknown):
+            finally:
+                if made is None:
                     self._begin_count()  # one of unknown outcome must not be taken for the next one
-                    raise
-                if made is not None:
-                    return made
+            return made
 
     def close(self) -> None:
-        """The keys expire after `ttl` from now on."""
+        """The keys expire after `ttl` from now on; `closed` must be set before."""
         if self._session is not None:
             self._session.orphan()
+
+    @contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        """One change at a time; one within another, in a signal handler, counts by itself."""
+        if os.getpid() != self._pid:
+            raise ForkedProcessError("this store belongs to the parent process; make a new one in the child")
+        if not self._lock.acquire(timeout=min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)):
+            raise EtcdUnavailable("other changes of this store were not answered in time")
+        outer = (self._count, self._made, self._unanswered) if self._changing else None
+        if outer is not None:
+            self._begin_count()
+        self._changing, self._unanswered = True, False
+        try:
+            if self._closed.is_set():
+                raise ClientClosed(CLOSED)
+            yield
+        finally:
+            if outer is not None:
+                self._count, self._made, self._unanswered = outer
+            self._changing = outer is not None
+            self._lock.release()
 
     def _attempt(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made | None:
         """As `make`, with None for "again": the lease or the count had to be made anew."""
@@ -82,16 +123,45 @@ class Changes:
             leased = [replace(op, lease=lease) if isinstance(op, Put) else op for op in ops]
             success = [*leased, Put(self._count, b"", lease), *_gets(look, keys_only=True)]
             failure = [Get(Span(self._count)), Get(Span(self._fence or self._count)), *_gets(look)]
-            result = persist(
-                lambda left: self._etcd.txn(compares, success, failure, timeout=left), deadline, self._closed
-            )
+            result = persist(lambda left: self._send(compares, success, failure, left), deadline, self._closed)
         except LeaseLost as error:
             self._lease_is_gone(error)
             return None
         if result.succeeded:
             self._made += 1
             return Made(True, result.range(len(success) - 1).one if look else None)
-        return self._judge(result, look, deadline)
+        judged = self._judge(result, look, deadline)
+        if judged is None or judged.done or not self._unanswered:
+            return judged
+        try:
+            return self._spend(judged, look, deadline)
+        except LeaseLost as error:
+            self._lease_is_gone(error)
+            return None
+
+    def _send(self, guards: Sequence[Compare], ops: Sequence[Op], failure: Sequence[Op], left: float) -> TxnResult:
+        """`Etcd.txn`; notes when it was not answered."""
+        try:
+            return self._etcd.txn(guards, ops, failure, timeout=left)
+        except OutcomeUnknown:
+            self._unanswered = True
+            raise
+
+    def _spend(self, judged: Made, look: str | None, deadline: float) -> Made | None:
+        """See to it that a change which was not made is not made later either."""
+        guard = [Compare(self._count, "version", "=", self._made)]
+        put, read = Put(self._count, SPENT, self._lease_id(deadline)), Get(Span(self._count))
+        result = persist(lambda left: self._etcd.txn(guard, (put,), (read,), timeout=left), deadline, self._closed)
+        if not result.succeeded:
+            count = result.range(0).one
+            if count is None or count.version != self._made + 1:
+                self._begin_count()
+                return None
+            if count.value != SPENT:  # it arrived after all, before this
+                self._made += 1
+                return Made(True, self._look_back(look, count.mod_revision, deadline))
+        self._made += 1
+        return judged
 
     def _judge(self, result: TxnResult, look: str | None, deadline: float) -> Made | None:
         count = result.range(0).one
@@ -102,6 +172,8 @@ class Changes:
         if self._fence is not None and result.range(1).one is None:
             raise RoundOver(f"the round of {self._fence} is over; join the next one and use its store")
         if made != self._made:
+            if self._unanswered:
+                raise OutcomeUnknown(f"a change was not answered, and then etcd key {self._count!r} was gone")
             self._begin_count()
             return None
         return Made(False, result.range(2).one if look else None)
@@ -111,8 +183,8 @@ class Changes:
         for get in _gets(look, keys_only=True, revision=revision):
             try:
                 return persist(partial(self._read, get), deadline, self._closed).one
-            except RequestRefused as error:
-                raise OutcomeUnknown(f"the change was made, but etcd forgot what it made of {look}: {error}") from error
+            except RequestRefused:
+                return None  # compacted
         return None
 
     def _read(self, get: Get, left: float) -> RangeResult:
@@ -123,6 +195,8 @@ class Changes:
             return self._lease
         if self._session is None:
             self._session = persist(lambda left: Session(self._etcd, self._ttl), deadline, self._closed)
+            if self._closed.is_set():  # since then
+                self._session.orphan()
         return self._session.lease_id
 
     def _lease_is_gone(self, error: LeaseLost) -> None:
@@ -130,6 +204,8 @@ class Changes:
             raise RoundOver(f"the run of {self._prefix} is gone from etcd, and its store with it: {error}") from error
         self._session.orphan()
         self._session = None
+        if self._unanswered:  # what tells whether it happened went with the lease
+            raise OutcomeUnknown(f"a change was not answered, and then its lease was gone: {error}") from error
         self._begin_count()
 
     def _begin_count(self) -> None:

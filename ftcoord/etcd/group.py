@@ -18,12 +18,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 from ftcoord.errors import EtcdError, LeaseLost, StateError
-from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
+from ftcoord.etcd.api import Began, Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
+from ftcoord.etcd.deciding import Policy, Publish, View, Wait
 from ftcoord.etcd.mirror import Mirror, Posted
 from ftcoord.etcd.session import Clock, KeptLease, Session
 from ftcoord.etcd.settle import Settled, write_once
@@ -33,57 +33,7 @@ log = logging.getLogger(__name__)
 RETRY: Final = 0.5
 """Seconds until a step that failed is tried again."""
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """A decision: the new record, and what to write and delete in the same transaction.
-
-    `value` must differ from every value that was ever published before in this group.
-    """
-
-    value: bytes
-    reason: str
-    puts: Mapping[str, bytes] = field(default_factory=dict)
-    deletes: Sequence[Span] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing to decide yet: why, and the time (on the group's clock) at which to ask again whatever happens."""
-
-    reason: str
-    until: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the decider sees. All times are on its own clock, from when it saw the thing, never from another host.
-
-    Args:
-        members: the live members' keys, oldest first.
-        seen: for each key, when its present value was first seen.
-        changed_at: when any member last came, changed or went.
-        decided: the decided record, also when its key has `vanished` from etcd since.
-        decided_at: when it was first seen.
-    """
-
-    members: tuple[KeyValue, ...]
-    seen: Mapping[str, float]
-    changed_at: float
-    decided: KeyValue | None
-    decided_at: float
-    vanished: bool
-
-
-class Policy(Protocol):
-    """The pure part: what to decide."""
-
-    def decide(self, view: View, me: str, now: float) -> Publish | Wait: ...
-
-
-Listener: TypeAlias = Callable[[KeyValue], None]
+Listener: TypeAlias = Callable[[KeyValue | None], None]
 
 
 class Group:
@@ -95,7 +45,9 @@ class Group:
         prefix: the group's keys are `<prefix>/members/...` and `<prefix>/decided`.
         policy: what to decide when this member is the decider.
         record_ttl: seconds that the decided record outlives the last decider.
-        listener: called on the group's thread with the decided record whenever it changed; must not block.
+        listener: called on the group's thread with the decided record whenever it changed; must not block. Raises
+            StateError when it cannot be read: nothing is decided then until it is replaced or deleted, of which the
+            latter is told with None.
     """
 
     def __init__(
@@ -119,11 +71,16 @@ class Group:
         self._members: Mirror | None = None
         self._mine: KeyValue | None = None
         self._known: KeyValue | None = None
+        self._unreadable: StateError | None = None
         self._known_at = self._changed_at = clock()
+        self._noted = 0
         self._seen: dict[str, tuple[int, float]] = {}
         self._record_lease: KeptLease | None = None
         self._said = ""
         self._hurried = False
+        self._writing = threading.Lock()
+        self._begun = 0
+        self._checked = 1
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftcoord-group", daemon=True)
 
@@ -154,6 +111,13 @@ class Group:
 
         Raises LeaseLost when the session is over, and EtcdError when etcd cannot be reached; it may then be repeated.
         """
+        with self._writing:
+            first, outcome = self._mine is None, self._put(value, timeout)
+            self._mine = outcome.kv
+        if first:
+            self._begin(outcome)
+
+    def _put(self, value: bytes, timeout: float) -> Settled:
         expected = self._mine.mod_revision if self._mine else 0
         put = Put(self.key, value, self._session.lease_id)
         newest = Get(self._members_span, keys_only=True, order="newest", limit=2)
@@ -166,9 +130,12 @@ class Group:
             outcome = write_once(self._etcd, put, outcome.kv.mod_revision, reads=reads, timeout=timeout)
         if not outcome.done:
             raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
-        first, self._mine = self._mine is None, outcome.kv
-        if first:
-            self._begin(outcome)
+        return outcome
+
+    def check(self) -> None:
+        """Have this member's key put back if it is gone, though its lease is not."""
+        self._begun += 1
+        self._inbox.put(None)
 
     def close(self) -> None:
         """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
@@ -187,13 +154,24 @@ class Group:
         self._decided.adopt(decided)
         self._note_decided()
         older = [kv for kv in newest.kvs if kv.key != self.key]
-        if older:
+        if older and _is_member(older[0]):
             self._follow(older[0], newest.revision)
-        else:
+        elif not older:
             self._members = Mirror(self._etcd, self._members_span, self._post)
         self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._run_until_closed()
+        finally:
+            for mirror in (self._decided, self._ahead, self._members):
+                if mirror is not None:
+                    mirror.close()
+            self._drop_record_lease()
+            if not self._closing:  # an error of ours: better no member than one that does nothing
+                self._session.orphan()
+
+    def _run_until_closed(self) -> None:
         until: float | None = self._clock()
         while not self._closing:
             try:
@@ -206,10 +184,6 @@ class Group:
             except (EtcdError, StateError) as error:
                 self._say(f"cannot go on for now: {error}")
                 until = self._clock() + RETRY
-        for mirror in (self._decided, self._ahead, self._members):
-            if mirror is not None:
-                mirror.close()
-        self._drop_record_lease()
 
     def _take(self, until: float | None) -> None:
         """Wait for something to happen, at most until then, and apply all that did."""
@@ -226,6 +200,7 @@ class Group:
         mirror.apply(posted)
         if mirror is self._decided:
             self._note_decided()
+            self._begun += isinstance(posted.item, Began)
         elif mirror is self._members:
             self._note_members(mirror)
 
@@ -233,6 +208,8 @@ class Group:
         if not self._decided.synced:
             self._decided.sync()
             self._note_decided()
+        if self._checked < self._begun:
+            self._check_mine()
         self._see_to_hurry()
         if self._members is None:
             self._look_ahead()
@@ -252,17 +229,33 @@ class Group:
             self._members = None
             self._drop_record_lease()
 
+    def _check_mine(self) -> None:
+        """Put this member's key back if etcd has lost it: while it was away, or because somebody deleted it."""
+        with self._writing:
+            assert self._mine is not None
+            begun, now = self._begun, self._etcd.range(Get(Span(self.key))).one
+            if now is None or now.mod_revision != self._mine.mod_revision:
+                log.warning("etcd lost what member %s asked for: asking again", self.id)
+                put = Put(self.key, self._mine.value, self._session.lease_id)
+                self._mine = write_once(self._etcd, put, now.mod_revision if now else 0).kv or self._mine
+        self._checked = begun
+
     def _look_ahead(self) -> None:
         """Make sure that the predecessor is watched; without one, become the decider."""
         if self._ahead is not None:
             if not self._ahead.synced:
                 self._ahead.sync()
-            if not self._ahead.synced or self._ahead.one is not None:
+            if not self._ahead.synced or (self._ahead.one is not None and _is_member(self._ahead.one)):
                 return
             self._ahead.close()
         assert self._mine is not None
-        older = Get(self._members_span, 1, keys_only=True, order="newest", created_before=self._mine.create_revision)
-        found = self._etcd.range(older)
+        before = self._mine.create_revision
+        while True:
+            older = Get(self._members_span, 1, keys_only=True, order="newest", created_before=before)
+            found = self._etcd.range(older)
+            if found.one is None or _is_member(found.one):
+                break
+            before = found.one.create_revision
         if found.one is not None:
             self._follow(found.one, found.revision)
         else:
@@ -276,9 +269,19 @@ class Group:
 
     def _note_decided(self) -> None:
         kv = self._decided.one
-        if kv is not None and (self._known is None or kv.mod_revision != self._known.mod_revision):
-            self._known, self._known_at = kv, self._clock()
+        if kv is None and self._unreadable is None:
+            return
+        if kv is not None and kv.mod_revision == self._noted:
+            return
+        self._noted = kv.mod_revision if kv else 0
+        try:
             self._listener(kv)
+        except StateError as error:
+            self._unreadable = error
+            return
+        self._unreadable = None
+        if kv is not None:
+            self._known, self._known_at = kv, self._clock()
 
     def _note_members(self, members: Mirror) -> None:
         if not members.synced:
@@ -304,9 +307,12 @@ class Group:
 
     def _decide(self, members: Mirror) -> float | None:
         assert self._mine is not None
-        if self.key not in members.kvs:
-            raise LeaseLost(f"this member's key {self.key} is gone: join again")
-        in_order = tuple(sorted(members.kvs.values(), key=lambda kv: kv.create_revision))
+        if self._unreadable is not None:
+            raise self._unreadable
+        in_order = tuple(sorted(filter(_is_member, members.kvs.values()), key=lambda kv: kv.create_revision))
+        if all(kv.key != self.key for kv in in_order):
+            self.check()
+            return self._clock() + RETRY
         seen = {key: at for key, (_, at) in self._seen.items()}
         vanished = self._known is not None and self._decided.one is None
         view = View(in_order, seen, self._changed_at, self._known, self._known_at, vanished)
@@ -351,3 +357,8 @@ class Group:
         if reason != self._said:
             self._said = reason
             log.debug("%s: %s", self.id, reason)
+
+
+def _is_member(kv: KeyValue) -> bool:
+    """Whether the key is a member's, which lies under the lease that it is named for and so will go one day."""
+    return kv.lease != 0 and kv.key.endswith(f"/{kv.lease:016x}")

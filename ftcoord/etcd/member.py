@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ftcoord.errors import ConfigError, ServerError
-from ftcoord.etcd.binary import find_etcd
+from ftcoord.etcd.binary import COMMIT_WHOLE, find_etcd, loses_writes
 from ftcoord.etcd.ports import LOOPBACK, PortLost, ReservedPort, join, listen_address, local_address
 from ftcoord.etcd.process import SupervisedProcess
 
@@ -181,7 +181,7 @@ class EtcdMember:
                     self._log = Path(self._wanted_log or os.path.join(scratch or data, "etcd.log"))
                     stderr = files.enter_context(open(self._log, "ab"))
                 self._process = SupervisedProcess(
-                    [binary, *self._arguments(data, initial_cluster)],
+                    [binary, *self._arguments(data, initial_cluster, loses_writes(binary))],
                     output=stderr,
                     environment=_environment(),
                     scratch=scratch,
@@ -271,7 +271,7 @@ class EtcdMember:
         assert self._peer_port is not None
         return f"http://{join(LOOPBACK, self._peer_port.number)}"
 
-    def _arguments(self, data_dir: str, initial_cluster: str) -> list[str]:
+    def _arguments(self, data_dir: str, initial_cluster: str, loses_writes: bool) -> list[str]:
         """Only flags that every etcd from 3.4 to 3.6 has."""
         return [
             f"--name={self.name}",
@@ -284,6 +284,7 @@ class EtcdMember:
             "--logger=zap",
             "--log-level=warn",
             "--log-outputs=stderr",
+            *(COMMIT_WHOLE if loses_writes else ()),
             *self._flags,
         ]
 

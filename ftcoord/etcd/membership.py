@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import EtcdError, LeaseLost, StateError
 from ftcoord.etcd.api import Etcd, KeyValue
-from ftcoord.etcd.group import Group, Policy
+from ftcoord.etcd.deciding import Policy
+from ftcoord.etcd.group import Group
 from ftcoord.etcd.session import Session
 
 log = logging.getLogger(__name__)
@@ -94,13 +95,20 @@ class Membership(Generic[T]):
         if state is SessionState.LOST:
             self.lose()
 
-    def _on_decided(self, kv: KeyValue) -> None:
-        record, problem = self.record, None
+    def check(self) -> None:
+        """Have this member's key put back if it is gone, though its lease is not."""
+        self.group.check()
+
+    def _on_decided(self, kv: KeyValue | None) -> None:
         try:
-            record = self._parse(kv.key, kv.value)
+            record = self._parse(kv.key, kv.value) if kv else self.record
         except StateError as error:
             log.warning("%s", error)
-            problem = error
+            self._note(self.record, error, 0)
+            raise
+        self._note(record, None, kv.lease if kv else 0)
+
+    def _note(self, record: T | None, problem: StateError | None, lease: int) -> None:
         with self._changed:
-            self.record, self.problem, self.record_lease = record, problem, kv.lease
+            self.record, self.problem, self.record_lease = record, problem, lease
             self._changed.notify_all()

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import tenacity
 
-from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
 
 T = TypeVar("T")
 LEAST: Final = 2.0
@@ -52,7 +52,7 @@ def repeat(
 
     pause = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
     retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(transient),
+        retry=tenacity.retry_if_exception_type(transient) & tenacity.retry_if_not_exception_type(ClientClosed),
         stop=tenacity.stop_after_delay(max(deadline - time.monotonic(), 0)) | tenacity.stop_when_event_set(closed),
         wait=lambda state: min(pause(state), max(deadline - time.monotonic(), 0) / 2),
         sleep=tenacity.sleep_using_event(closed),

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
-from ftcoord.errors import EtcdError, ForkedProcessError, LeaseLost
+from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost
 from ftcoord.etcd.api import Etcd, Lease, Renews
 
 log = logging.getLogger(__name__)
@@ -92,8 +92,9 @@ class Keeper:
     def _patience(self, lease: KeptLease) -> float:
         """Seconds that a beat may take: one lease whose etcd hangs must not cost the others theirs."""
         with self._wake:
-            others = [other.ttl for _, _, other in self._due]
-        return min([lease.ttl, *others]) * RENEW_AFTER
+            others = [other for _, _, other in self._due]
+        hanging = sum(other.fails for other in others)
+        return min([lease.ttl, *(other.ttl for other in others)]) * RENEW_AFTER / (1 + hanging)
 
 
 class KeptLease:
@@ -110,6 +111,7 @@ class KeptLease:
     ) -> None:
         self.id = lease.id
         self.kept = True
+        self.fails = False
         self._etcd = etcd
         self._keeper = keeper or Keeper.of_process()
         self._times = LeaseTimes(sent_at, lease.ttl)
@@ -155,12 +157,18 @@ class KeptLease:
         try:
             ttl = self._etcd.renew(self.id, timeout=min(patience, self._times.patience(sent_at)))
             self._times = LeaseTimes(sent_at, ttl)
+            self.fails = False
             due = self._times.renew_at()
+        except ClientClosed as error:
+            log.debug("lease %x is left to expire: %s", self.id, error)
+            self.kept = False
+            return None
         except LeaseLost as error:
             log.debug("lease %x: %s", self.id, error)
             self._lost = True
         except EtcdError as error:
             log.debug("lease %x was not renewed: %s", self.id, error)
+            self.fails = True
             due = self._times.renew_at(self._keeper.clock())
         if not self.kept:  # its owner stopped it meanwhile
             return None

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ftcoord.config import Endpoint, EtcdConfig, Tls
-from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError
+from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError
 from ftcoord.etcd import wire
 
 
@@ -46,9 +46,10 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 10_000),  # etcd tolerates pings 5 s apart and rarer
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # what newer grpcio goes by instead
 )
 
-_CLOSED = "this etcd client was closed; make a new one"
+CLOSED = "this etcd client was closed; make a new one"
 
 
 class Member:
@@ -93,7 +94,7 @@ class Transport:
         self.check_process()
         with self._lock:
             if self.closed.is_set():
-                raise EtcdUnavailable(_CLOSED)
+                raise ClientClosed(CLOSED)
             if self._index not in self._members:
                 self._members[self._index] = self._new_member(self._index)
             return self._members[self._index]
@@ -212,7 +213,7 @@ class Transport:
         except ValueError as error:  # what gRPC raises when close() was faster than the call: nothing was sent
             if not self.closed.is_set():
                 raise
-            raise EtcdUnavailable(_CLOSED) from error
+            raise ClientClosed(CLOSED) from error
 
     def _log_in(self, deadline: float) -> str:
         """A token, or '' where etcd has no authentication switched on."""

@@ -20,10 +20,10 @@ from typing import Any, Final
 import grpc
 import tenacity
 
-from ftcoord.errors import Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError
+from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
 from ftcoord.etcd import faults, wire
 from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
-from ftcoord.etcd.transport import Transport
+from ftcoord.etcd.transport import CLOSED, Transport
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +91,11 @@ class WatchHub:
         if not self._transport.is_owner():
             return
         with self._lock:
+            watchers = list(self._watchers.values())
             self._watchers.clear()
             stream, thread = self._stream, self._thread
+        for watcher in watchers:
+            watcher.deliver(ClientClosed(CLOSED))
         if stream is not None:
             stream.cancel()
         if thread is not None and thread is not threading.current_thread():
@@ -161,15 +164,18 @@ class WatchHub:
         elif response.canceled:
             self._handle_cancel(stream, watcher, response)
         elif response.created:
-            self._note_created(watcher, response.header.revision)
+            self._note_created(stream, watcher, response.header.revision)
         elif response.events:
             self._hand_over(watcher, response.events)
 
-    def _note_created(self, watcher: Watcher, revision: int) -> None:
+    def _note_created(self, stream: _Stream, watcher: Watcher, revision: int) -> None:
         watcher.denied = False
-        if watcher.next_revision == 0:
-            watcher.next_revision = revision + 1
-            watcher.deliver(Began(revision))
+        if revision + 1 < watcher.next_revision:  # perhaps only a member that lags: listing again tells
+            stream.send(_cancel(watcher.id))
+            self._fail(watcher, Rewound(revision, watcher.next_revision - 1))
+            return
+        watcher.next_revision = watcher.next_revision or revision + 1
+        watcher.deliver(Began(revision))
 
     def _log_in_again(self, stream: _Stream) -> None:
         self._transport.forget_token(stream.token)

@@ -54,7 +54,11 @@ def open_run(params: RendezvousParameters) -> Opened:
     server = EtcdServer()
     server.start()
     config = EtcdConfig.load(server.get_endpoint(), env={}, request_timeout=settings.request_timeout)
-    return Opened(settings, connect(config), server)
+    try:
+        return Opened(settings, connect(config), server)
+    except RendezvousConnectionError:
+        server.stop()
+        raise
 
 
 def connect(config: EtcdConfig) -> EtcdClient:

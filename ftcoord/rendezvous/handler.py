@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from ftcoord.core import records
 from ftcoord.core.records import Ask, Round
 from ftcoord.core.rendezvous import Options
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
+from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.membership import Membership
@@ -57,6 +57,8 @@ log = logging.getLogger(__name__)
 
 HEED: Final = 1.0
 """Seconds until a signal is heeded that came in the moment before a wait: Python looks for those when a wait ends."""
+CHECK: Final = 10.0
+"""Seconds between two looks of a node that waits at whether its key is still there."""
 _TRANSIENT = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
 
 
@@ -170,14 +172,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- joining ------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Take the lease and begin the watch that the first round needs. Raises RendezvousConnectionError."""
+        """Take the lease and begin the watch that the first round needs; if etcd is away for now, that does so itself.
+
+        Raises RendezvousConnectionError when etcd refuses.
+        """
         try:
             self._new_member()
+        except _TRANSIENT as error:
+            log.debug("nothing could be prepared: %s", error)
         except EtcdError as error:
             self._leave()
             raise RendezvousConnectionError(f"could not prepare for run {self._settings.run_id!r}: {error}") from error
 
     def _join(self) -> tuple[Round, int]:
+        self._refuse_when_left()
         self._end_round()
         after = self._round.number if self._round else 0
         deadline = time.monotonic() + self._settings.join_timeout
@@ -196,7 +204,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Ask for a round, as a new incarnation if the last one lost its lease."""
         ask = Ask(self._node, self._address, port, after, self.host, uuid.uuid4().hex)
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_TRANSIENT),
+            retry=tenacity.retry_if_exception_type(_TRANSIENT) & tenacity.retry_if_not_exception_type(ClientClosed),
             stop=tenacity.stop_after_delay(max(deadline - time.monotonic(), 0)),
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=2.0),
             reraise=True,
@@ -237,7 +245,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """The next round that has a seat for us; None when the lease was lost meanwhile."""
         with self._changed:
             first_look = True
+            check_at = time.monotonic() + CHECK
             while not member.lost:
+                self._refuse_when_left()
                 found = self._judge(member, after, late=first_look)
                 if found is not None:
                     return found
@@ -246,8 +256,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
                     deadline = time.monotonic() + self._settings.join_timeout
                 elif time.monotonic() >= deadline:
                     self._give_up()
+                if time.monotonic() >= check_at:
+                    check_at += CHECK
+                    member.check()
                 self._changed.wait(min(max(deadline - time.monotonic(), 0), HEED))
         return None
+
+    def _refuse_when_left(self) -> None:
+        if self._left:
+            raise RendezvousClosedError("this handler was shut down; make a new one")
 
     def _judge(self, member: Membership[Round], after: int, late: bool) -> Round | None:
         if member.problem is not None:
@@ -337,7 +354,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Give everything up: at the end, and when the process ends on a signal, which skips `shutdown()`."""
         if self._left or os.getpid() != self._pid:
             return
-        self._left = True
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
         atexit.unregister(self._leave)
         self._abandon()
         self._end_round()

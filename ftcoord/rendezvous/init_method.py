@@ -48,7 +48,11 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
     info.store.set_timeout(timeout)
     rank = info.rank if asked.rank is None else asked.rank
     if asked.rank is not None:
-        _claim(info.store, asked.rank, handler.host)
+        try:
+            _claim(info.store, asked.rank, handler.host)
+        except RendezvousStateError:
+            handler.shutdown()
+            raise
     yield info.store, rank, info.world_size
     raise RendezvousStateError("this world is decided for good: start the process again to take part in another one")
 

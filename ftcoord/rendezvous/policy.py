@@ -7,12 +7,12 @@ from dataclasses import replace
 from ftcoord.core import records
 from ftcoord.core.rendezvous import Decision, Member, Options, Situation, decide
 from ftcoord.etcd.api import Span
-from ftcoord.etcd.group import Publish, View, Wait
+from ftcoord.etcd.deciding import Publish, View, Wait
 from ftcoord.etcd.readings import Reading, Readings
 
 
 class RendezvousPolicy:
-    """Decides the rounds of one run. Implements `ftcoord.etcd.group.Policy`."""
+    """Decides the rounds of one run. Implements `ftcoord.etcd.deciding.Policy`."""
 
     def __init__(self, prefix: str, options: Options) -> None:
         self._prefix = prefix

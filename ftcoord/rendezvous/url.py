@@ -35,7 +35,12 @@ def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) ->
 
     Raises ConfigError.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError("init_method", redacted(url), f"{error}; write an IPv6 address as [::1]:2379") from None
+    if parts.fragment:
+        raise ConfigError("init_method", redacted(url), "write a # in the run id as %23")
     if parts.scheme not in SCHEMES:
         raise ConfigError(
             "init_method", redacted(url), f"begin it with {' or '.join(f'{name}://' for name in SCHEMES)}"

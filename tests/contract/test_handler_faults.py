@@ -7,11 +7,13 @@ import time
 
 import pytest
 from helpers import DEADLINE, eventually
-from rdzv_nodes import MakeNodes, Node, NodeProcess, all_join, all_signalled, join_all, keys_under, processes
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from rdzv_nodes import MakeNodes, Node, NodeProcess, all_join, all_signalled, join_all, keys_under, processes, seats_of
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
+from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
+from ftcoord.rendezvous import handler as handler_module
 
 LONG_TTL = 600
 """Seconds; a lease that outlives the test, so that only giving it up can end it."""
@@ -86,6 +88,49 @@ def test_the_lease_of_the_record_may_be_lost(make_nodes: MakeNodes, client: Etcd
     client.revoke(record.lease)
     all_signalled(nodes)
     assert {seat.round for seat in join_all(nodes)} == {2}
+
+
+# -- what others do to a run's keys -----------------------------------------------------------------------------------
+
+
+def test_a_record_that_is_not_ours_is_in_the_way_until_it_is_deleted(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    nodes = make_nodes(2, 2, run_id="in-the-way").add(2)
+    key = "/ftcoord/v1/in-the-way/decided"
+    before = join_all(nodes)
+    client.put(key, b"not ours")
+    with pytest.raises(RendezvousStateError, match=key):
+        nodes[0].handler.next_rendezvous()
+    client.delete(Span(key))
+    all_signalled(nodes)
+    assert join_all(nodes)[0].round > before[0].round
+    nodes[1].crash()
+    eventually(nodes[0].signalled, what="the loss is noticed")
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["the decider", "another"])
+def test_a_waiting_node_whose_key_is_deleted_is_not_forgotten(
+    make_nodes: MakeNodes, client: EtcdClient, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handler_module, "CHECK", 0.2)
+    run, joins = make_nodes(3, 3), []
+    nodes = run.add(2)
+    for node in nodes:
+        joins.append(node.join())
+        eventually(lambda node=node: client.get(node.handler._member.group.key).one, what="the node waits")
+    client.delete(Span(nodes[victim].handler._member.group.key))
+    joins.append(run.one().join())
+    assert {seat.world for seat in seats_of(joins)} == {3}
+
+
+def test_shutdown_ends_a_rendezvous_under_way(make_nodes: MakeNodes) -> None:
+    node = make_nodes(2, 2).one()
+    join = node.join()
+    eventually(lambda: node.handler._member, what="the node waits")
+    node.handler.shutdown()
+    with pytest.raises(RendezvousClosedError, match=r"shut down|is over"):
+        join.result(DEADLINE)
+    with pytest.raises(RendezvousClosedError, match="shut down"):
+        node.handler.next_rendezvous()
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

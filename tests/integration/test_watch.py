@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import Compacted, EtcdAuthError, EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import Compacted, EtcdAuthError, EtcdUnavailable, OutcomeUnknown, Rewound
 from ftcoord.etcd import watch as watch_module
 from ftcoord.etcd import wire
 from ftcoord.etcd.api import Began, Delete, Get, Put, Span
@@ -434,6 +436,37 @@ def test_a_watch_from_now_on_goes_on_after_a_restart(fragile: EtcdServer) -> Non
         client.put("/key", b"1")
         (event,) = seen.events(1)
         assert event.kv.value == b"1"
+
+
+def test_an_etcd_that_lost_its_history_is_noticed(tmp_path: Path) -> None:
+    """Its data is gone: the mirror says so, and shows what the etcd has that is there now."""
+    data = tmp_path / "data"
+    with EtcdServer(data) as server, server.get_client() as client:
+        inbox: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+        mirror = Mirror(client, Span("/", is_prefix=True), lambda mirror, posted: inbox.put(posted))
+        for number in range(5):
+            client.put(f"/{number}", b"before")
+        settle(mirror, inbox)
+        assert len(mirror.kvs) == 5
+        server.kill()
+        shutil.rmtree(data / "member")
+        server.restart()
+        while not isinstance((posted := inbox.get(timeout=DEADLINE)).item, Rewound):
+            mirror.apply(posted)
+        assert "lost writes" in str(posted.item)
+        mirror.apply(posted)
+        client.put("/new", b"after")
+        settle(mirror, inbox)
+        assert [kv.key for kv in mirror.kvs.values()] == ["/new"]
+        mirror.close()
+
+
+def settle(mirror: Mirror, inbox: queue.SimpleQueue[Posted]) -> None:
+    """Do what the owner of a mirror does until it is in sync."""
+    while not mirror.synced:
+        mirror.sync()
+        if not mirror.synced:
+            mirror.apply(inbox.get(timeout=DEADLINE))
 
 
 # -- what etcd refuses ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcoord.core import strict
 from ftcoord.core.quorum import Answered, Quorum, Request, Seat
 from ftcoord.core.quorum_records import Petition, encode, parse_petition, parse_quorum
 from ftcoord.core.records import Ask
@@ -28,7 +29,7 @@ BOTH = pytest.mark.parametrize(
 )
 
 texts = st.text(st.characters(), max_size=20)
-whole = st.integers(-(2**70), 2**70)
+whole = st.integers(-strict.LARGEST, strict.LARGEST)
 handles = st.lists(texts, max_size=3).map(tuple)
 requests = st.builds(Request, texts, texts, texts, whole, whole, st.booleans(), texts, whole, handles)
 petitions = st.builds(Petition, requests, whole, whole, whole)

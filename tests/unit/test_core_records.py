@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core import records
+from ftcoord.core import records, strict
 from ftcoord.core.records import Ask, Away, Round, Seat, encode, parse_ask, parse_round
 from ftcoord.errors import StateError
 
@@ -27,7 +27,7 @@ Parse = Callable[[str, bytes], "Ask | Round"]
 BOTH = pytest.mark.parametrize(("parse", "record"), [(parse_ask, ASK), (parse_round, ROUND)], ids=["Ask", "Round"])
 
 texts = st.text(st.characters(), max_size=20)
-whole = st.integers(-(2**70), 2**70)
+whole = st.integers(-strict.LARGEST, strict.LARGEST)
 asks = st.builds(Ask, texts, texts, whole, whole, texts, texts)
 seats = st.builds(Seat, texts, texts, texts)
 rounds = st.builds(
@@ -125,6 +125,14 @@ def test_every_field_must_have_its_type(parse: Parse, record: Ask | Round, wrong
     for name, value in fields(record).items():
         if not (isinstance(value, list) and isinstance(wrong, list)):
             assert name in refused(parse, {**fields(record), name: wrong}).replace("version", "v")
+
+
+@BOTH
+@pytest.mark.parametrize("number", [2**63, -(2**63), 10**4300 - 1], ids=["2**63", "-2**63", "4300 digits"])
+def test_a_number_is_bounded(parse: Parse, record: Ask | Round, number: int) -> None:
+    for name, value in fields(record).items():
+        if type(value) is int and name != "v":
+            assert name in refused(parse, {**fields(record), name: number})
 
 
 @BOTH

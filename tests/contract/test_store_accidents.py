@@ -1,0 +1,263 @@
+"""What interrupts a change of an EtcdStore: late requests, signals, forks, a close, values that are none."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from helpers import DEADLINE, in_fork
+from members import Door
+from rdzv_nodes import spawn
+from torch.distributed import DistNetworkError, DistStoreError
+
+from ftcoord.errors import EtcdNoSpace, OutcomeUnknown
+from ftcoord.etcd.api import Etcd, Lease, TxnResult
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.store import EtcdStore
+
+LONG = timedelta(seconds=DEADLINE)
+
+
+class Scripted(Door):
+    """Does once, at the next transaction, what it was told: `accident(send)` with the call that sends it."""
+
+    def __init__(self, real: Etcd) -> None:
+        super().__init__(real)
+        self.accident: Callable[[Callable[[], TxnResult]], TxnResult] | None = None
+        self.granted: list[Lease] = []
+
+    def txn(self, *args: Any, **kwargs: Any) -> TxnResult:
+        accident, self.accident = self.accident, None
+        send = lambda: self.real.txn(*args, **kwargs)  # noqa: E731
+        return send() if accident is None else accident(send)
+
+    def grant(self, ttl: int) -> Lease:
+        self.granted.append(self.real.grant(ttl))
+        return self.granted[-1]
+
+
+@pytest.fixture
+def door(client: EtcdClient) -> Scripted:
+    return Scripted(client)
+
+
+@pytest.fixture
+def store(door: Scripted, prefix: str) -> Iterator[EtcdStore]:
+    store = EtcdStore(door, f"{prefix}/", LONG)
+    store.set("warm", b"")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def other(client: EtcdClient, prefix: str) -> Iterator[EtcdStore]:
+    other = EtcdStore(client, f"{prefix}/", LONG)
+    yield other
+    other.close()
+
+
+CHANGES: dict[str, Callable[[EtcdStore], Any]] = {
+    "compare_set": lambda store: store.compare_set("key", b"a", b"ghost"),
+    "delete_key": lambda store: store.delete_key("key"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_that_was_not_made_is_not_made_later(
+    door: Scripted, store: EtcdStore, other: EtcdStore, change: Callable[[EtcdStore], Any]
+) -> None:
+    """Its request is under way for so long that it is sent again, refused, and then arrives."""
+    under_way: list[Callable[[], TxnResult]] = []
+
+    def delayed(send: Callable[[], TxnResult]) -> TxnResult:
+        under_way.append(send)
+        other.delete_key("key")
+        raise OutcomeUnknown("the request is still under way")
+
+    other.set("key", b"a")
+    door.accident = delayed
+    assert change(store) in (False, b"a")
+    other.set("key", b"a")
+    under_way[0]()
+    assert other.get("key") == b"a"
+    store.set("after", b"1")
+    assert other.get("after") == b"1"
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_that_arrives_just_before_it_is_given_up_was_made(
+    door: Scripted, store: EtcdStore, other: EtcdStore, change: Callable[[EtcdStore], Any]
+) -> None:
+    """The second request is refused; the first one is made before the third, which sees to it that it is not."""
+
+    def delayed(send: Callable[[], TxnResult]) -> TxnResult:
+        other.delete_key("key")
+        door.accident = lambda again: refused(again, send)
+        raise OutcomeUnknown("the request is still under way")
+
+    def refused(again: Callable[[], TxnResult], first: Callable[[], TxnResult]) -> TxnResult:
+        answer = again()
+        assert not answer.succeeded
+        other.set("key", b"a")
+        assert first().succeeded
+        return answer
+
+    other.set("key", b"a")
+    door.accident = delayed
+    assert change(store) in (True, b"ghost")
+    store.set("after", b"1")
+    assert other.get("after") == b"1"
+
+
+def test_a_change_after_one_that_was_refused_is_made(door: Scripted, store: EtcdStore, other: EtcdStore) -> None:
+    def lost(send: Callable[[], TxnResult]) -> TxnResult:
+        send()
+        door.accident = full
+        raise OutcomeUnknown("the test lost the answer")
+
+    def full(send: Callable[[], TxnResult]) -> TxnResult:
+        raise EtcdNoSpace("no space, says the test")
+
+    door.accident = lost
+    with pytest.raises(DistStoreError, match="no space"):
+        store.set("a", b"1")
+    store.set("b", b"2")
+    assert store.add("n", 1) == 1
+    assert other.get("b") == b"2"
+
+
+def test_a_change_after_one_that_was_interrupted_is_made(door: Scripted, store: EtcdStore, other: EtcdStore) -> None:
+    def interrupted(send: Callable[[], TxnResult]) -> TxnResult:
+        send()
+        raise KeyboardInterrupt
+
+    door.accident = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        store.set("a", b"1")
+    store.set("b", b"2")
+    assert other.get("b") == b"2"
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_signal_handler_may_use_the_store(door: Scripted, store: EtcdStore, before: bool) -> None:
+    def handler(*_: object) -> None:
+        store.add("signals", 1)
+
+    def signalled(send: Callable[[], TxnResult]) -> TxnResult:
+        if before:
+            signal.raise_signal(signal.SIGUSR1)
+        result = send()
+        if not before:
+            signal.raise_signal(signal.SIGUSR1)
+        return result
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for number in range(1, 4):
+            door.accident = signalled
+            assert store.add("n", 1) == number
+            assert store.get("signals") == b"%d" % number
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_an_add_whose_lease_ended_before_it_was_answered_is_not_made_twice(
+    door: Scripted, store: EtcdStore, other: EtcdStore
+) -> None:
+    def lost(send: Callable[[], TxnResult]) -> TxnResult:
+        send()
+        other.add("n", 5)
+        door.revoke(door.granted[-1].id)
+        raise OutcomeUnknown("the test lost the answer")
+
+    assert store.add("n", 1) == 1
+    door.accident = lost
+    with pytest.raises(DistNetworkError, match="not answered"):
+        store.add("n", 1)
+    assert other.get("n") == b"7"
+    assert store.add("n", 1) == 8
+
+
+def test_a_child_is_refused_also_while_another_thread_changes_something(door: Scripted, store: EtcdStore) -> None:
+    changing, go_on = threading.Event(), threading.Event()
+
+    def slow(send: Callable[[], TxnResult]) -> TxnResult:
+        changing.set()
+        assert go_on.wait(DEADLINE)
+        return send()
+
+    door.accident = slow
+    done = spawn(lambda: store.set("a", b"1"))
+    assert changing.wait(DEADLINE)
+    assert "ForkedProcessError" in in_fork(lambda: store.set("b", b"2"))
+    go_on.set()
+    done.result(DEADLINE)
+
+
+USES: dict[str, Callable[[EtcdStore], object]] = {
+    "get": lambda store: store.get("warm"),
+    "check": lambda store: store.check(["warm"]),
+    "wait": lambda store: store.wait(["warm"]),
+    "set": lambda store: store.set("a", b"1"),
+    "add": lambda store: store.add("n", 1),
+    "queue_pop": lambda store: store.queue_pop("q", block=False),
+    "list_keys": lambda store: store.list_keys(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_closed_store_says_so(client: EtcdClient, store: EtcdStore, use: Callable[[EtcdStore], object]) -> None:
+    store.close()
+    store.close()
+    with pytest.raises(DistStoreError, match="closed"):
+        use(store)
+    assert client.get("/").kvs == (), "the client is not the store's"
+
+
+def test_a_client_that_is_closed_ends_what_waits(etcd: EtcdServer, prefix: str) -> None:
+    client = etcd.get_client()
+    store = EtcdStore(client, prefix, LONG)
+    waiting = spawn(lambda: store.get("never"))
+    assert not waiting.done()
+    client.close()
+    with pytest.raises((DistNetworkError, DistStoreError), match="closed"):
+        waiting.result(DEADLINE)
+    store.close()
+
+
+def test_no_time_at_all(client: EtcdClient, prefix: str) -> None:
+    store = EtcdStore(client, prefix, timedelta(0))
+    store.set("there", b"1")
+    assert store.get("there") == b"1"
+    for wait in (lambda: store.get("missing"), lambda: store.wait(["missing"], timedelta(0))):
+        with pytest.raises(DistStoreError, match="wait timeout"):
+            wait()
+    store.set_timeout(timedelta.max)
+    assert store.get("there") == b"1"
+    store.close()
+
+
+@pytest.mark.parametrize("value", [5, True, None, ["a"]], ids=repr)
+def test_a_value_is_text_or_bytes(store: EtcdStore, value: Any) -> None:
+    for change in (store.set, store.append, store.queue_push):
+        with pytest.raises(TypeError, match="str or bytes"):
+            change("a", value)
+    assert not store.check(["a"])
+
+
+def test_a_key_with_half_a_character_is_refused(store: EtcdStore) -> None:
+    with pytest.raises(ValueError, match="surrogates"):
+        store.wait(["\udcc3\udca9"], timedelta(seconds=1))
+
+
+def test_a_broken_counter_is_named(client: EtcdClient, store: EtcdStore, prefix: str) -> None:
+    client.put(f"{prefix}/data/a", b"\0ftcoord+nonsense")
+    with pytest.raises(DistStoreError, match=r"data/a.*delete it"):
+        store.get("a")
+    store.set("a", b"1")
+    assert store.get("a") == b"1"
