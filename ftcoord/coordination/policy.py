@@ -33,7 +33,6 @@ class QuorumPolicy:
         self._readings = Readings(parse_petition)
         self._joined: dict[str, tuple[int, int, float]] = {}
         self._said = ""
-        self._said = ""
 
     def decide(self, view: View, me: str, now: float) -> Publish | Wait:
         """Raises StateError when the decided record is not ours to read."""
