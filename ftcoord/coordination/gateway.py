@@ -38,6 +38,8 @@ THREADS: Final = 1024
 """Every quorum call that waits holds a thread, and so does a beat while etcd is away; else beats take no time. They are
 made as they are needed, so this is no cost but a limit: some 500 replicas at once, whose calls must not wait in line
 behind each other, since none is answered before all have asked."""
+EARLY: Final = 0.1
+"""Seconds before the end of a call's time to say that it is over. At the end gRPC itself does, in other words."""
 FOREVER: Final = 10.0 * 365 * 24 * 3600
 """Seconds; gRPC gives a time like this to a call without a time-out."""
 
@@ -153,9 +155,11 @@ def _answering(context: grpc.ServicerContext) -> Iterator[None]:
 
 
 def _deadline(context: grpc.ServicerContext) -> float:
-    """On the monotonic clock; infinite for a call without a time-out."""
+    """When to answer, on the monotonic clock; infinite for a call without a time-out."""
     left = context.time_remaining()
-    return time.monotonic() + left if left is not None and left < FOREVER else math.inf
+    if left is None or left > FOREVER:
+        return math.inf
+    return time.monotonic() + left - min(left / 10, EARLY)
 
 
 def _options(job: Job) -> list[tuple[str, int]]:
