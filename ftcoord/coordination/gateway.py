@@ -12,7 +12,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, TypeVar
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 THREADS: Final = 1024
 """Every quorum call that waits holds a thread, and so does a beat while etcd is away; else beats take no time. They are
 made as they are needed, so this is no cost but a limit: some 500 replicas at once, whose calls must not wait in line
-behind each other, since none is answered before all have asked."""
+behind each other, since none is answered before all have asked. As many again speak with etcd for the quorum calls,
+which are answered in time also while etcd does not answer."""
 EARLY: Final = 0.1
 """Seconds before the end of a call's time to say that it is over. At the end gRPC itself does, in other words."""
 FOREVER: Final = 10.0 * 365 * 24 * 3600
@@ -67,6 +68,7 @@ class Gateway:
         self._patience = min(job.heartbeat_timeout, ATTEMPT)
         self._told: tuple[Quorum, bytes] | None = None
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ftcoord-gateway")
+        self._asks = ThreadPoolExecutor(THREADS, thread_name_prefix="ftcoord-asks")
         self._etcd = EtcdClient(replace(job.config(), request_timeout=ATTEMPT))
         try:
             self._server, port = self._bind(host, port, job)
@@ -88,7 +90,8 @@ class Gateway:
     def shutdown(self) -> None:
         """Serve no more, within some seconds. Idempotent. Replicas count as alive for a heartbeat time-out more."""
         self._server.stop(None)
-        self._pool.shutdown()  # calls under way are cancelled, and taken back
+        self._pool.shutdown()  # calls under way are cancelled,
+        self._asks.shutdown()  # and taken back
         self._guests.close()
         self._etcd.close()
 
@@ -122,7 +125,9 @@ class Gateway:
             caller = Caller()
             if not context.add_callback(caller.leave):
                 raise TimeoutError("the caller went away")
-            return self._response(self._guests.ask(request, _deadline(context), caller))
+            deadline = _deadline(context)
+            quorum = self._asks.submit(self._guests.ask, request, deadline, caller)
+            return self._response(_in_time(quorum, deadline, caller))
 
     def _heartbeat(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with _answering(context):
@@ -152,6 +157,15 @@ def _answering(context: grpc.ServicerContext) -> Iterator[None]:
         context.abort(grpc.StatusCode.INTERNAL, str(error))
     except EtcdError as error:
         context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+
+def _in_time(quorum: Future[Quorum], deadline: float, caller: Caller) -> Quorum:
+    """Raises TimeoutError after the monotonic `deadline`, and has the request taken back meanwhile."""
+    left = deadline - time.monotonic()
+    if not wait((quorum,), None if math.isinf(left) else max(left, 0)).done:
+        caller.leave()
+        raise TimeoutError("no quorum in time")
+    return quorum.result()
 
 
 def _deadline(context: grpc.ServicerContext) -> float:

@@ -304,6 +304,21 @@ def test_without_etcd_calls_wait_and_time_out(natives: Natives, fragile: EtcdSer
     assert time.monotonic() - began < 15, "it ends all the same"
 
 
+def test_with_a_hanging_etcd_calls_time_out(natives: Natives, fragile: EtcdServer) -> None:
+    job = job_of(fragile)
+    with Gateway(job) as gateway:
+        natives.do("beat", lighthouse=gateway.address(), name="x").result(DEADLINE)
+        fragile.pause()
+        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=2.0)
+        os.kill(natives.pid, signal.SIGSTOP)
+        threading.Event().wait(2.5)
+        os.kill(natives.pid, signal.SIGCONT)
+        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+            call.result(DEADLINE)
+        fragile.resume()
+        eventually(lambda: not asked(job), "the request is taken back")
+
+
 def test_heartbeats_write_nothing(natives: Natives, fragile: EtcdServer) -> None:
     names = ("a", "b", "c", "d")
     with Gateway(job_of(fragile, min_replicas=4)) as gateway:
