@@ -55,7 +55,8 @@ class Guests:
         self._guests: dict[str, _Guest] = {}
         self._closed = threading.Event()
         self._farewells = ThreadPoolExecutor(4, thread_name_prefix="ftcoord-farewell")
-        threading.Thread(target=self._sweep, name="ftcoord-guests", daemon=True).start()
+        self._sweeper = threading.Thread(target=self._sweep, name="ftcoord-guests", daemon=True)
+        self._sweeper.start()
 
     def beat(self, replica_id: str, deadline: float) -> None:
         """A replica lives. Raises what `Replica.beat` does."""
@@ -76,6 +77,7 @@ class Guests:
         """Forget them all, once no calls are under way. Their leases expire by themselves: until then they count as
         alive, and may come back through another gateway."""
         self._closed.set()
+        self._sweeper.join()
         with self._lock:
             guests, self._guests = list(self._guests.values()), {}
         for guest in guests:
