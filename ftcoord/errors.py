@@ -42,7 +42,7 @@ class StateError(FtcoordError):
 
 
 class ServerError(FtcoordError, RuntimeError):
-    """An embedded etcd could not be found, started or reached."""
+    """A server of ours (an embedded etcd, a gateway) could not be found, started or reached."""
 
 
 class EtcdError(FtcoordError):

@@ -87,6 +87,7 @@ class LighthouseClient:
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._job, self._etcd = connect(checks.string("addr", addr), checks.seconds("connect_timeout", connect_timeout))
         self._lock = threading.Lock()
+        self._impatience = threading.Lock()
         self._replicas: dict[str, Replica] = {}
         weakref.finalize(self, _forget, self._replicas, self._etcd)
 
@@ -163,7 +164,9 @@ class LighthouseClient:
     def _replica(self, replica_id: str) -> Replica:
         with self._lock:
             if replica_id not in self._replicas:
-                self._replicas[replica_id] = Replica(self._etcd, self._job, replica_id, kept=False)
+                self._replicas[replica_id] = Replica(
+                    self._etcd, self._job, replica_id, kept=False, impatience=self._impatience
+                )
             return self._replicas[replica_id]
 
 

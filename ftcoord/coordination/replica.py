@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -31,6 +32,9 @@ IMPATIENCE: Final = 5.0
 """Seconds without a decision until a replica that waits decides too: the decider's interpreter may be stuck."""
 _TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
 
+_parse_quorum = functools.lru_cache(maxsize=4)(parse_quorum)
+# One process may represent many replicas, and each is told of every quorum.
+
 
 class Replica:
     """A replica in a job. Thread-safe; nothing is written before the first beat or request.
@@ -41,6 +45,9 @@ class Replica:
         replica_id: its name; of several members with one name only the newest counts.
         kept: whether its lease is kept alive between calls too. If not, each call is one beat.
         understudy: what keeps its leases alive while this interpreter is stuck.
+        roams: whether it may be represented elsewhere at the same time; it is then the newest where it last asked.
+        impatience: held by the one that has become impatient, of all replicas in this process: one is enough, and
+            each costs a mirror of all members.
     """
 
     def __init__(
@@ -51,11 +58,15 @@ class Replica:
         *,
         kept: bool,
         understudy: Understudy | None = None,
+        roams: bool = False,
+        impatience: threading.Lock | None = None,
         timeout: float = 5.0,
     ) -> None:
         self.replica_id = replica_id
         self._etcd, self._job, self._kept, self._timeout = etcd, job, kept, timeout
         self._understudy = understudy
+        self._roams, self._impatience = roams, impatience or threading.Lock()
+        self._impatient = False
         self._by_beats = job.heartbeat_timeout < LEASE_FLOOR
         self._writing = threading.Lock()
         self._changed = threading.Condition()
@@ -63,6 +74,8 @@ class Replica:
         self._ids: set[str] = set()
         self._petition = Petition(Request(replica_id, "", "", 0, 0, False, "", 0, ()), 0, 0, 0)
         self._asked = 0
+        self._entered_after = 0
+        self._left = False
         self._waiting = 0
 
     @property
@@ -77,17 +90,24 @@ class Replica:
         member = self._member
         return member.session.lease_id if member else 0
 
-    def ask(self, request: Request, deadline: float) -> Quorum:
+    @property
+    def joined(self) -> bool:
+        """Whether it is a member of the job, as far as is known here."""
+        member = self._member
+        return member is not None and member.entered and not member.lost
+
+    def ask(self, request: Request, deadline: float, gone: threading.Event | None = None) -> Quorum:
         """The next quorum with this replica in it, decided after it asked.
 
-        Raises TimeoutError after the monotonic `deadline`, and takes the request back; EtcdError if etcd refuses; and
-        StateError when what was decided is not ours to read.
+        Raises TimeoutError after the monotonic `deadline`, or when the caller is `gone` (see `nudge`), and takes the
+        request back; EtcdError if etcd refuses; and StateError when what was decided is not ours to read.
         """
+        gone = gone or threading.Event()
         with self._changed:
             self._waiting += 1
         try:
-            asked = self._put(request, deadline)
-            return self._await(asked, deadline)
+            asked = self._put(request, deadline, gone)
+            return self._await(asked, deadline, gone)
         except TimeoutError:
             self._withdraw()
             raise
@@ -96,8 +116,13 @@ class Replica:
 
     def beat(self, deadline: float) -> None:
         """Show that it lives. Raises TimeoutError after the monotonic `deadline`, and EtcdError if etcd refuses."""
-        with self._writing:
-            self._insist(self._beat, deadline)
+        with self._turn(deadline):
+            self._insist(self._beat, deadline, threading.Event())
+
+    def nudge(self) -> None:
+        """Have those that wait look at once whether they are `gone`."""
+        with self._changed:
+            self._changed.notify_all()
 
     def stay(self, deadline: float) -> None:
         """As `beat`, but only where that is needed: its lease was lost, or beats are all that counts."""
@@ -106,36 +131,64 @@ class Replica:
             self.beat(deadline)
 
     def leave(self, timeout: float) -> None:
-        """Be gone at once, for all. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
-        with self._changed:
-            member, self._member = self._member, None
-            self._changed.notify_all()
+        """Be gone at once, for all and for good. Idempotent; never raises for an etcd that is away for `timeout`
+        seconds."""
+        member = self._part()
         if member is not None:
             self._forget(member)
             member.leave(timeout)
 
     def abandon(self) -> None:
-        """Take part no more, and let the lease expire by itself. Idempotent."""
-        with self._changed:
-            member, self._member = self._member, None
-            self._changed.notify_all()
+        """Take part no more, for good, but live on for others until the lease expires by itself. Idempotent."""
+        member = self._part()
         if member is not None:
             self._forget(member)
             member.lose()
 
+    def _part(self) -> Membership[Quorum] | None:
+        with self._changed:
+            self._left = True
+            member, self._member = self._member, None
+            self._changed.notify_all()
+        return member
+
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def _put(self, request: Request, deadline: float) -> int:
-        with self._writing:
+    @contextlib.contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        """One writes at a time, and others wait no longer than they want to."""
+        left = max(deadline - time.monotonic(), 0)
+        if not self._writing.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+            raise TimeoutError("another call of this replica was not done in time")
+        try:
+            yield
+        finally:
+            self._writing.release()
+
+    def _put(self, request: Request, deadline: float, gone: threading.Event) -> int:
+        with self._turn(deadline):
             self._asked += 1
             self._petition = Petition(request, self._asked, self._knows(), self._petition.beat)
-            self._insist(self._write, deadline)
+            self._renew_rank()
+            self._insist(self._write, deadline, gone)
             return self._asked
 
-    def _insist(self, attempt: Callable[[], None], deadline: float) -> None:
+    def _renew_rank(self) -> None:
+        """Of several members with one name only the newest counts: become it, if another one was in a quorum since."""
+        member = self._member
+        if not self._roams or member is None or member.lost:
+            return
+        quorum = member.record
+        if quorum is None or quorum.number <= self._entered_after:
+            return
+        if any(seat.request.replica_id == self.replica_id and seat.member not in self._ids for seat in quorum.seats):
+            member.leave(WITHDRAW_TIMEOUT)
+            member.lose()
+
+    def _insist(self, attempt: Callable[[], None], deadline: float, gone: threading.Event) -> None:
         """Until etcd answers. A lost lease is replaced by a new one."""
         try:
-            repeat(attempt, _TRANSIENT, deadline, threading.Event())
+            repeat(attempt, _TRANSIENT, deadline, gone)
         except (EtcdUnavailable, OutcomeUnknown) as error:
             raise TimeoutError(str(error)) from error
 
@@ -143,7 +196,7 @@ class Replica:
         member = self._live()
         self._petition = replace(self._petition, beat=self._petition.beat + 1)
         if self._by_beats or not member.entered:
-            member.enter(encode(self._petition))
+            self._enter(member)
         else:
             try:
                 member.session.renew(self._timeout)
@@ -152,8 +205,13 @@ class Replica:
                 raise
 
     def _write(self) -> None:
-        member = self._live()
+        self._enter(self._live())
+
+    def _enter(self, member: Membership[Quorum]) -> None:
+        first = not member.entered
         member.enter(encode(self._petition))
+        if first:
+            self._entered_after = member.record.number if member.record else 0
 
     def _live(self) -> Membership[Quorum]:
         """This replica's membership, with its lease kept if somebody waits: a new one if the last is lost."""
@@ -164,23 +222,33 @@ class Replica:
                 self._etcd,
                 job.prefix,
                 QuorumPolicy(job.options, job.heartbeat_timeout),
-                parse_quorum,
+                _parse_quorum,
                 self._changed,
                 ttl=max(math.ceil(job.heartbeat_timeout), 1),
                 record_ttl=RECORD_TTL,
                 timeout=self._timeout,
             )
-            before, self._member = self._member, member
-            self._ids.add(member.id)
-            if self._understudy is not None:
-                self._understudy.keep(member.session.lease_id, member.session.ttl)
-            if before is not None:
-                self._forget(before)
+            self._adopt(member)
             if not self._kept and not self._waiting:
                 member.session.rest()
         elif self._kept or self._waiting:
             member.session.wake()
         return member
+
+    def _adopt(self, member: Membership[Quorum]) -> None:
+        """Raises TimeoutError if the replica left meanwhile: nobody would end this membership."""
+        with self._changed:
+            before, left = self._member, self._left
+            if not left:
+                self._member = member
+                self._ids.add(member.id)
+        if left:
+            member.leave(WITHDRAW_TIMEOUT)
+            raise TimeoutError("the replica left")
+        if self._understudy is not None:
+            self._understudy.keep(int(member.id, 16), member.session.ttl)
+        if before is not None:
+            self._forget(before)
 
     def _forget(self, member: Membership[Quorum]) -> None:
         if self._understudy is not None:
@@ -204,7 +272,12 @@ class Replica:
         with self._changed:
             self._waiting -= 1
             member = self._member
-            if member is None or self._waiting:
+            if self._waiting:
+                return
+            if self._impatient:
+                self._impatient = False
+                self._impatience.release()
+            if member is None:
                 return
             member.group.hurry(False)
             if not self._kept:
@@ -217,7 +290,7 @@ class Replica:
         quorum = self.quorum
         return max(self._petition.after, quorum.id if quorum else 0)
 
-    def _await(self, asked: int, deadline: float) -> Quorum:
+    def _await(self, asked: int, deadline: float, gone: threading.Event) -> Quorum:
         hurry_at = time.monotonic() + IMPATIENCE
         while True:
             with self._changed:
@@ -230,17 +303,22 @@ class Replica:
                     return member.record
                 missed = member.record is not None and self._was_missed(member.record, asked)
                 now = time.monotonic()
-                if now >= deadline:
+                if now >= deadline or gone.is_set():
                     raise TimeoutError("no quorum was decided in time")
                 if not (member.lost or missed):
                     self._changed.wait(min(deadline, max(hurry_at, now + 1)) - now)
             if missed:
-                asked = self._put(self._petition.request, deadline)
+                asked = self._put(self._petition.request, deadline, gone)
             elif member.lost:
-                with self._writing:
-                    self._insist(self._write, deadline)
+                with self._turn(deadline):
+                    self._insist(self._write, deadline, gone)
             elif time.monotonic() >= hurry_at:
-                member.group.hurry(True)
+                self._hurry(member)
+
+    def _hurry(self, member: Membership[Quorum]) -> None:
+        with self._changed:
+            self._impatient = self._impatient or self._impatience.acquire(blocking=False)
+            member.group.hurry(self._impatient)
 
     def _is_answered(self, quorum: Quorum, asked: int) -> bool:
         return any(seat.member in self._ids and seat.asked >= asked for seat in quorum.seats)

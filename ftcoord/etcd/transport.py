@@ -12,28 +12,9 @@ from typing import Any
 
 from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError
-from ftcoord.etcd import wire
-
-
-@contextmanager
-def _quiet_grpc() -> Iterator[None]:
-    """gRPC writes log lines of its own to the user's terminal unless this variable tells it not to. It reads it when
-    it is loaded (or, in older releases, with the first channel); nobody else shall find it in the environment."""
-    if "GRPC_VERBOSITY" in os.environ:
-        yield
-        return
-    os.environ["GRPC_VERBOSITY"] = "NONE"
-    try:
-        yield
-    finally:
-        os.environ.pop("GRPC_VERBOSITY", None)
-
-
-with _quiet_grpc():
-    import grpc
-
-from ftcoord.etcd import faults
+from ftcoord.etcd import faults, wire
 from ftcoord.etcd.patience import repeat
+from ftcoord.etcd.quiet import grpc, quiet_grpc
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +64,7 @@ class Transport:
         # Read now: a failover must not fail because a file has gone meanwhile.
         self._tls_credentials = _credentials(config.tls) if config.tls else None
         self._index = 0
-        with _quiet_grpc():
+        with quiet_grpc():
             self._members = {0: self._new_member(0)}
         self._token: str | None = None
         self._token_lock = threading.Lock()
