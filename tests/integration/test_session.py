@@ -149,6 +149,39 @@ def test_a_member_that_fails_costs_no_session(cluster: EtcdCluster, cluster_clie
         assert session.state is not LOST
 
 
+class Hanging:
+    """An etcd that never answers a renewal."""
+
+    def renew(self, lease_id: int, *, timeout: float) -> int:
+        wait_a_while(timeout)
+        raise EtcdUnavailable("nothing was heard, says the test")
+
+
+class Answering:
+    """An etcd that answers at once."""
+
+    def __init__(self) -> None:
+        self.renewed: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def renew(self, lease_id: int, *, timeout: float) -> int:
+        self.renewed.put(lease_id)
+        return 3
+
+
+def test_many_that_hang_cost_the_others_no_lease() -> None:
+    keeper, told, etcd = Keeper(), Told(), Answering()
+    hanging = [KeptLease(Hanging(), Lease(number, 3), time.monotonic(), keeper=keeper) for number in range(1, 7)]
+    healthy = KeptLease(etcd, Lease(9, 3), time.monotonic(), told, keeper)
+    states = set()
+    for _ in range(6):
+        assert etcd.renewed.get(timeout=DEADLINE) == 9
+        states.add(healthy.state)
+    assert LOST not in states
+    for lease in (*hanging, healthy):
+        lease.stop()
+    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
+
+
 def test_one_thread_keeps_many_sessions_and_ends_with_the_last(client: EtcdClient) -> None:
     sessions = [Session(client, 60) for _ in range(20)]
     assert keeper_threads() == 1
