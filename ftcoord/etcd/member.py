@@ -181,7 +181,7 @@ class EtcdMember:
                     self._log = Path(self._wanted_log or os.path.join(scratch or data, "etcd.log"))
                     stderr = files.enter_context(open(self._log, "ab"))
                 self._process = SupervisedProcess(
-                    [binary, *self._arguments(data, initial_cluster, loses_writes(binary))],
+                    [binary, *(COMMIT_WHOLE if loses_writes(binary) else ()), *self._arguments(data, initial_cluster)],
                     output=stderr,
                     environment=_environment(),
                     scratch=scratch,
@@ -271,7 +271,7 @@ class EtcdMember:
         assert self._peer_port is not None
         return f"http://{join(LOOPBACK, self._peer_port.number)}"
 
-    def _arguments(self, data_dir: str, initial_cluster: str, loses_writes: bool) -> list[str]:
+    def _arguments(self, data_dir: str, initial_cluster: str) -> list[str]:
         """Only flags that every etcd from 3.4 to 3.6 has."""
         return [
             f"--name={self.name}",
@@ -284,7 +284,6 @@ class EtcdMember:
             "--logger=zap",
             "--log-level=warn",
             "--log-outputs=stderr",
-            *(COMMIT_WHOLE if loses_writes else ()),
             *self._flags,
         ]
 

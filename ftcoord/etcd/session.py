@@ -18,6 +18,9 @@ from ftcoord.etcd.api import Etcd, Lease, Renews
 
 log = logging.getLogger(__name__)
 
+LEAST_PATIENCE = 0.25
+"""Seconds that a renewal may take in any case, however many wait behind it."""
+
 Clock: TypeAlias = Callable[[], float]
 Listener: TypeAlias = Callable[[SessionState], None]
 
@@ -90,11 +93,12 @@ class Keeper:
             return None
 
     def _patience(self, lease: KeptLease) -> float:
-        """Seconds that a beat may take: one lease whose etcd hangs must not cost the others theirs."""
+        """Seconds that a beat may take: leases whose etcd hangs must not cost those that wait behind them theirs."""
         with self._wake:
-            others = [other for _, _, other in self._due]
-        hanging = sum(other.fails for other in others)
-        return min([lease.ttl, *(other.ttl for other in others)]) * RENEW_AFTER / (1 + hanging)
+            ttls = [lease.ttl, *(other.ttl for _, _, other in self._due)]
+            waiting = sum(due <= self.clock() for due, _, _ in self._due)
+        whole = min(ttls) * RENEW_AFTER
+        return max(whole / (1 + waiting), min(whole, LEAST_PATIENCE))
 
 
 class KeptLease:
@@ -111,7 +115,6 @@ class KeptLease:
     ) -> None:
         self.id = lease.id
         self.kept = True
-        self.fails = False
         self._etcd = etcd
         self._keeper = keeper or Keeper.of_process()
         self._times = LeaseTimes(sent_at, lease.ttl)
@@ -157,7 +160,6 @@ class KeptLease:
         try:
             ttl = self._etcd.renew(self.id, timeout=min(patience, self._times.patience(sent_at)))
             self._times = LeaseTimes(sent_at, ttl)
-            self.fails = False
             due = self._times.renew_at()
         except ClientClosed as error:
             log.debug("lease %x is left to expire: %s", self.id, error)
@@ -168,7 +170,6 @@ class KeptLease:
             self._lost = True
         except EtcdError as error:
             log.debug("lease %x was not renewed: %s", self.id, error)
-            self.fails = True
             due = self._times.renew_at(self._keeper.clock())
         if not self.kept:  # its owner stopped it meanwhile
             return None

@@ -26,7 +26,7 @@ from rdzv_nodes import (
     processes,
     spawn,
 )
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
@@ -159,12 +159,15 @@ class Storm:
         dice = random.Random(self._seed * 100 + slot)
         while not self.over.is_set():
             try:
-                self._incarnation(slot, dice)
+                node = self._run.one()
+            except RendezvousConnectionError:  # etcd is away: whoever started this agent starts it again
+                continue
+            try:
+                self._incarnation(node, slot, dice)
             except (RendezvousClosedError, SystemExit):
                 assert self.over.is_set()
 
-    def _incarnation(self, slot: int, dice: random.Random) -> None:
-        node = self._run.one()
+    def _incarnation(self, node: Node, slot: int, dice: random.Random) -> None:
         self.told.append([])
         mine = self.told[-1]
         while True:

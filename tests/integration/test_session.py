@@ -13,7 +13,7 @@ from helpers import DEADLINE, eventually, in_fork, python
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
-from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError
+from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError, LeaseLost
 from ftcoord.etcd.api import Lease
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.cluster import EtcdCluster
@@ -158,25 +158,26 @@ class Hanging:
 
 
 class Answering:
-    """An etcd that answers at once."""
+    """An etcd that answers at once: what the lease's TTL is, or that it was renewed too late."""
 
-    def __init__(self) -> None:
-        self.renewed: queue.SimpleQueue[int] = queue.SimpleQueue()
+    def __init__(self, ttl: int) -> None:
+        self.answers: queue.SimpleQueue[int | LeaseLost] = queue.SimpleQueue()
+        self._ttl, self._renewed_at = ttl, time.monotonic()
 
     def renew(self, lease_id: int, *, timeout: float) -> int:
-        self.renewed.put(lease_id)
-        return 3
+        late = time.monotonic() - self._renewed_at > self._ttl
+        self._renewed_at = time.monotonic()
+        self.answers.put(LeaseLost("too late, says the test") if late else self._ttl)
+        if late:
+            raise LeaseLost("too late, says the test")
+        return self._ttl
 
 
 def test_many_that_hang_cost_the_others_no_lease() -> None:
-    keeper, told, etcd = Keeper(), Told(), Answering()
-    hanging = [KeptLease(Hanging(), Lease(number, 3), time.monotonic(), keeper=keeper) for number in range(1, 7)]
-    healthy = KeptLease(etcd, Lease(9, 3), time.monotonic(), told, keeper)
-    states = set()
-    for _ in range(6):
-        assert etcd.renewed.get(timeout=DEADLINE) == 9
-        states.add(healthy.state)
-    assert LOST not in states
+    keeper, etcd, ttl = Keeper(), Answering(6), 6
+    hanging = [KeptLease(Hanging(), Lease(number, ttl), time.monotonic(), keeper=keeper) for number in range(1, 5)]
+    healthy = KeptLease(etcd, Lease(9, ttl), time.monotonic(), keeper=keeper)
+    assert [etcd.answers.get(timeout=DEADLINE) for _ in range(4)] == [ttl] * 4
     for lease in (*hanging, healthy):
         lease.stop()
     eventually(lambda: keeper_threads() == 0, what="the end of the thread")

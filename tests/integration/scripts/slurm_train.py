@@ -1,6 +1,7 @@
 """What docs/recipes/srun.sbatch says a script does; says who it is, and ends."""
 
 import os
+import sys
 
 from torch.distributed import barrier, destroy_process_group, get_rank, get_world_size, init_process_group
 
@@ -14,5 +15,5 @@ init_process_group(
     world_size=int(os.environ["SLURM_NTASKS"]),
 )
 barrier()
-print(f"{get_rank()}/{get_world_size()}", flush=True)
+sys.stdout.write(f"{get_rank()}/{get_world_size()}\n")  # in one piece: others write beside it
 destroy_process_group()

@@ -22,6 +22,7 @@ store = dist.distributed_c10d._get_default_store()
 used = store.check(["left behind"])
 dist.barrier()
 store.set("left behind", "x")
-print(json.dumps([dist.get_rank(), dist.get_world_size(), ranks.item(), used]), flush=True)
+sys.stdout.write(json.dumps([dist.get_rank(), dist.get_world_size(), ranks.item(), used]) + "\n")
+sys.stdout.flush()
 sys.stdin.read()  # until the test lets it end, or ends it
 dist.destroy_process_group()
