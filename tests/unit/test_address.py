@@ -10,7 +10,8 @@ from ftcoord.errors import ConfigError
 
 def test_all_of_it() -> None:
     job = parse_address(
-        "etcds://h1:2379,h2:3000/team%2Fjob 7?min_replicas=3&join_timeout_ms=10&heartbeat_timeout_ms=1500&manager=a:b%2F"
+        "etcds://h1:2379,h2:3000/team%2Fjob 7"
+        "?min_replicas=3&join_timeout_ms=10&heartbeat_timeout_ms=1500&manager=a:b%2F"
     )
     assert job == Job("etcds", "h1:2379,h2:3000", "team/job 7", 3, 10, 1500, "a:b/")
     assert (job.options.min_replicas, job.options.join_timeout, job.heartbeat_timeout) == (3, 0.01, 1.5)
