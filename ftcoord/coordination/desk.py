@@ -11,6 +11,7 @@ or a second reading is harmless.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -19,9 +20,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
-from ftcoord.errors import EtcdError, LeaseLost
+from ftcoord.core.lease import SessionState
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Delete, Etcd, KeyValue, Op, Put, Span
 from ftcoord.etcd.mirror import Mirror, Posted
 from ftcoord.etcd.patience import persist
@@ -33,9 +36,9 @@ RETRY: Final = 0.5
 """Seconds until a mirror that failed is tried again."""
 CALLER_TTL: Final = 10
 """Seconds that a call outlives a caller that died."""
-CHUNK: Final = 100
 GIVE_UP: Final = 0.5
 """Seconds for taking back a call that nobody waits for any more."""
+_TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +68,10 @@ class Desk:
         self._thread = threading.Thread(target=self._run, name="ftcoord-desk", daemon=True)
         self._thread.start()
 
-    def answer(self, lease: int, bodies: Mapping[str, Mapping[str, Any]], ids: Mapping[str, str]) -> None:
-        """Answer the calls on some lines, under a lease. Raises EtcdError."""
-        puts = [
-            Put(f"{self._prefix}/out/{line}", json.dumps({"id": ids[line], **body}).encode(), lease)
-            for line, body in bodies.items()
-        ]
-        for start in range(0, len(puts), CHUNK):
-            put_all(self._etcd, puts[start : start + CHUNK], time.monotonic() + 10)
+    def answer(self, call: Call, body: Mapping[str, Any], lease: int) -> None:
+        """Answer a call, under a lease, for as long as its caller waits. Raises EtcdError."""
+        value = json.dumps({**body, "id": call.id}).encode()
+        put_all(self._etcd, [Put(f"{self._prefix}/out/{call.line}", value, lease)], call.deadline)
 
     def close(self) -> None:
         """Hear no more."""
@@ -165,7 +164,7 @@ class Caller:
 
     def _lease(self) -> int:
         with self._lock:
-            if self._session is None:
+            if self._session is None or self._session.state is SessionState.LOST:
                 self._session = Session(self._etcd, CALLER_TTL)
             return self._session.lease_id
 
@@ -185,8 +184,7 @@ class _Wait:
         left = max(deadline - time.monotonic(), 0.0)
         value = json.dumps({**body, "id": call_id, "timeout": left}).encode()
         try:
-            for mirror in (self._answer, self._server):
-                mirror.sync()
+            self._settle()
             put_all(self._etcd, [Put(self._key, value, lease)], deadline)
             return self._await(call_id, deadline)
         finally:
@@ -196,9 +194,7 @@ class _Wait:
 
     def _await(self, call_id: str, deadline: float) -> Mapping[str, Any]:
         while True:
-            for mirror in (self._answer, self._server):
-                if not mirror.synced:
-                    mirror.sync()
+            patience = self._settle()
             found = self._answer.one
             if found is not None:
                 answer = json.loads(found.value)
@@ -206,11 +202,23 @@ class _Wait:
                     return dict(answer)
             if self._server.synced and self._server.one is None:
                 raise ConnectionResetError("the manager of this replica is gone")
-            try:
-                mirror, posted = self._inbox.get(timeout=max(deadline - time.monotonic(), 0))
-            except queue.Empty:
-                raise TimeoutError("the call was not answered in time") from None
-            mirror.apply(posted)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the call was not answered in time")
+            with contextlib.suppress(queue.Empty, *_TRANSIENT):
+                mirror, posted = self._inbox.get(timeout=min(left, patience))
+                mirror.apply(posted)
+
+    def _settle(self) -> float:
+        """Bring the mirrors up to date; seconds until that must be tried again."""
+        try:
+            for mirror in (self._answer, self._server):
+                if not mirror.synced:
+                    mirror.sync()
+        except _TRANSIENT as error:
+            log.debug("a call cannot be followed for now: %s", error)
+            return RETRY
+        return inf
 
     def _take_back(self, value: bytes) -> None:
         mine: list[Compare] = [Compare(self._key, "value", "=", value)]

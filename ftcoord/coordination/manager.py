@@ -29,14 +29,17 @@ from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import encode, parse_quorum
-from ftcoord.errors import EtcdError
+from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Get, Put, Span
+from ftcoord.etcd.client import EtcdClient
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LEAVE_TIMEOUT: Final = 2.0
 """Seconds that a manager tries to tell the others that it goes."""
+PATIENCE: Final = 5.0
+"""Seconds that a manager tries to come back, and until it tries again."""
 LOOK_AGAIN: Final = 0.1
 """Seconds between two looks for a manager that is not there yet."""
 QUORUM, COMMIT, KILL = "quorum", "commit", "kill"
@@ -89,9 +92,11 @@ class ManagerServer:
         self._closed = threading.Event()
         self._gathering = Gathering(self._world_size, self._ask)
         self._polling = Polling(self._world_size)
-        self._metadata: dict[int, tuple[int, str]] = {}
+        self._publishing = threading.Lock()
+        self._published: dict[str, tuple[int, str]] = {}
         self._remote: dict[str, Future[Any]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-manager")
+        self._replies = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-replies")
         self._begin(patience, interval if job.heartbeat_timeout < LEASE_FLOOR else None)
         _here[self.address()] = self
 
@@ -108,6 +113,7 @@ class ManagerServer:
         self._desk.close()
         self._replica.leave(LEAVE_TIMEOUT)
         self._threads.shutdown(wait=False)
+        self._replies.shutdown(wait=False)
         self._etcd.close()
 
     # -- for the ranks ------------------------------------------------------------------------------------------
@@ -129,31 +135,31 @@ class ManagerServer:
     def _begin(self, patience: float, beat_interval: float | None) -> None:
         try:
             with torchft_errors():
-                self._beat(patience)
-                self._announce(time.monotonic() + patience)
+                deadline = time.monotonic() + patience
+                self._replica.beat(deadline)
+                self._publish({"server": ""}, deadline)
         except (TimeoutError, RuntimeError) as error:
             self._etcd.close()
             raise RuntimeError(f"failed to join the job at {self._job}: {error}") from error
         self._desk = Desk(self._etcd, self._prefix, self._hear)
-        if beat_interval is not None:
-            threading.Thread(target=self._beat_on, args=(beat_interval,), name="ftcoord-beats", daemon=True).start()
+        threading.Thread(target=self._stay, args=(beat_interval,), name="ftcoord-beats", daemon=True).start()
 
-    def _beat(self, timeout: float) -> None:
-        self._replica.beat(time.monotonic() + timeout)
-
-    def _beat_on(self, interval: float) -> None:
-        while not self._closed.wait(interval):
+    def _stay(self, beat_interval: float | None) -> None:
+        """Send beats, if that is how it lives; and come back when its lease is lost, also while no rank asks."""
+        timeout = PATIENCE if beat_interval is None else beat_interval
+        while not self._closed.is_set():
+            self._replica.await_loss(beat_interval)
+            deadline = time.monotonic() + timeout
             try:
-                self._beat(interval)
+                self._replica.beat(deadline)
+                self._publish({}, deadline)
             except (TimeoutError, EtcdError) as error:
                 log.info("a heartbeat was not sent: %s", error)
-
-    def _announce(self, deadline: float) -> None:
-        put_all(self._etcd, [Put(f"{self._prefix}/server", b"", self._replica.lease)], deadline)
+                self._closed.wait(timeout)
 
     def _ask(self, asks: Mapping[int, Ask], last: Ask) -> Quorum:
         deadline = time.monotonic() + last.timeout
-        self._publish(asks, deadline)
+        self._publish({f"metadata/{rank}": ask.metadata for rank, ask in asks.items()}, deadline)
         request = Request(
             self._id,
             self.address(),
@@ -167,15 +173,21 @@ class ManagerServer:
         )
         return self._replica.ask(request, deadline)
 
-    def _publish(self, asks: Mapping[int, Ask], deadline: float) -> None:
-        """What peers fetch from here; mostly the same as before, and then nothing is written."""
-        lease = self._replica.lease
-        new = {rank: (lease, ask.metadata) for rank, ask in asks.items()}
-        changed = {rank: said for rank, said in new.items() if self._metadata.get(rank) != said}
-        if changed:
-            puts = [Put(f"{self._prefix}/metadata/{rank}", text.encode(), lease) for rank, (_, text) in changed.items()]
-            put_all(self._etcd, [*puts, Put(f"{self._prefix}/server", b"", lease)], deadline)
-            self._metadata.update(changed)
+    def _publish(self, texts: Mapping[str, str], deadline: float) -> None:
+        """What others read of it, under its lease; mostly the same as before, and then nothing is written."""
+        with self._publishing:
+            while not self._closed.is_set():
+                lease = self._replica.lease
+                wanted = {key: text for key, (_, text) in self._published.items()} | dict(texts)
+                new = {key: (lease, text) for key, text in wanted.items() if self._published.get(key) != (lease, text)}
+                try:
+                    if new:
+                        puts = [Put(f"{self._prefix}/{key}", text.encode(), lease) for key, (_, text) in new.items()]
+                        put_all(self._etcd, puts, deadline)
+                    self._published.update(new)
+                    return
+                except LeaseLost:
+                    self._replica.beat(deadline)
 
     # -- ranks in other processes -------------------------------------------------------------------------------
 
@@ -196,19 +208,19 @@ class ManagerServer:
             body = call.body
             future = self._polling.cast(int(rank), body["step"], body["yes"])
             self._remote[line] = future
-            future.add_done_callback(lambda done: self._reply(line, call.id, {"yes": done.result()}))
+            future.add_done_callback(lambda done: self._replies.submit(self._reply, call, {"yes": done.result()}))
 
     def _hear_ask(self, line: str, call: Call) -> None:
         names = ("rank", "step", "metadata", "shrink_only", "commit_failures", "timeout", "handle")
         future, conclude = self._gathering.join(Ask(**{name: call.body[name] for name in names}))
         self._remote[line] = future
-        future.add_done_callback(lambda done: self._reply(line, call.id, _body(done)))
+        future.add_done_callback(lambda done: self._replies.submit(self._reply, call, _body(done)))
         if conclude is not None:
             self._threads.submit(conclude)
 
-    def _reply(self, line: str, call_id: str, body: Mapping[str, Any]) -> None:
+    def _reply(self, call: Call, body: Mapping[str, Any]) -> None:
         try:
-            self._desk.answer(self._replica.lease, {line: body}, {line: call_id})
+            self._desk.answer(call, body, self._replica.lease)
         except EtcdError as error:
             log.warning("a rank was not answered: %s", error)
 
@@ -235,7 +247,7 @@ class ManagerClient:
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
         self._prefix = desk_prefix(self._job)
         self._caller = Caller(self._etcd, self._prefix)
-        weakref.finalize(self, self._etcd.close)
+        weakref.finalize(self, _disconnect, self._caller, self._etcd)
         if self._address not in _here:
             self._find(deadline, connect_timeout)
 
@@ -376,6 +388,11 @@ def _body(done: Future[Quorum]) -> Mapping[str, Any]:
     if error is None:
         return {"quorum": encode(done.result()).decode()}
     return {"error": str(error), "timed_out": isinstance(error, TimeoutError)}
+
+
+def _disconnect(caller: Caller, etcd: EtcdClient) -> None:
+    caller.close()
+    etcd.close()
 
 
 def _exit(call: Call) -> None:

@@ -52,6 +52,7 @@ class Replica:
         self._petition = Petition(Request(replica_id, "", "", 0, 0, False, "", 0, ()), 0, 0, 0)
         self._asked = 0
         self._waiting = 0
+        self._left = False
 
     @property
     def quorum(self) -> Quorum | None:
@@ -87,9 +88,15 @@ class Replica:
         with self._writing:
             self._insist(self._beat, deadline)
 
-    def leave(self, timeout: float) -> None:
-        """Be gone at once, for all. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
+    def await_loss(self, timeout: float | None) -> None:
+        """Until its lease is lost or it left; at most for so many seconds."""
         with self._changed:
+            self._changed.wait_for(lambda: self._member is None or self._member.lost, timeout)
+
+    def leave(self, timeout: float) -> None:
+        """Be gone at once, for good. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
+        with self._changed:
+            self._left = True
             member, self._member = self._member, None
             self._changed.notify_all()
         if member is not None:
@@ -131,24 +138,32 @@ class Replica:
         """This replica's membership, with its lease kept if somebody waits: a new one if the last is lost."""
         member = self._member
         if member is None or member.lost:
-            job = self._job
-            member = Membership(
-                self._etcd,
-                job.prefix,
-                QuorumPolicy(job.options, job.heartbeat_timeout),
-                parse_quorum,
-                self._changed,
-                ttl=max(math.ceil(job.heartbeat_timeout), 1),
-                record_ttl=RECORD_TTL,
-                timeout=self._timeout,
-            )
-            self._member = member
-            self._ids.add(member.id)
+            member = self._new_member()
             if not self._kept and not self._waiting:
                 member.session.rest()
         elif self._kept or self._waiting:
             member.session.wake()
         return member
+
+    def _new_member(self) -> Membership[Quorum]:
+        job = self._job
+        member = Membership(
+            self._etcd,
+            job.prefix,
+            QuorumPolicy(job.options, job.heartbeat_timeout),
+            parse_quorum,
+            self._changed,
+            ttl=max(math.ceil(job.heartbeat_timeout), 1),
+            record_ttl=RECORD_TTL,
+            timeout=self._timeout,
+        )
+        with self._changed:
+            if not self._left:
+                self._member = member
+                self._ids.add(member.id)
+                return member
+        member.leave(self._timeout)
+        raise TimeoutError("the replica left")
 
     def _withdraw(self) -> None:
         """A caller that gave up does not ask any more."""
