@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
@@ -32,6 +32,7 @@ from ftcoord.etcd.session import Session
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 RETRY: Final = 0.5
 """Seconds until a mirror that failed is tried again."""
 CALLER_TTL: Final = 10
@@ -69,7 +70,7 @@ class Desk:
         self._thread.start()
 
     def answer(self, call: Call, body: Mapping[str, Any], lease: int) -> None:
-        """Answer a call, under a lease, for as long as its caller waits. Raises EtcdError."""
+        """Answer a call, under a lease, for as long as its caller waits. Raises TimeoutError, EtcdError."""
         value = json.dumps({**body, "id": call.id}).encode()
         put_all(self._etcd, [Put(f"{self._prefix}/out/{call.line}", value, lease)], call.deadline)
 
@@ -147,7 +148,7 @@ class Caller:
         if not turn.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError("another call on this line was not answered")
         try:
-            return _Wait(self._etcd, self._prefix, line).run(body, self._lease(), deadline)
+            return _Wait(self._etcd, self._prefix, line).run(body, self._lease(deadline), deadline)
         except LeaseLost:
             with self._lock:
                 self._session = None
@@ -162,10 +163,10 @@ class Caller:
         if session is not None:
             session.orphan()
 
-    def _lease(self) -> int:
+    def _lease(self, deadline: float) -> int:
         with self._lock:
             if self._session is None or self._session.state is SessionState.LOST:
-                self._session = Session(self._etcd, CALLER_TTL)
+                self._session = _in_time(lambda _: Session(self._etcd, CALLER_TTL), deadline)
             return self._session.lease_id
 
 
@@ -229,6 +230,13 @@ class _Wait:
 
 
 def put_all(etcd: Etcd, puts: list[Put], deadline: float) -> None:
-    """Make the same writes until etcd answers. Raises EtcdError after the monotonic `deadline`."""
+    """Make the same writes until etcd answers. Raises TimeoutError after the monotonic `deadline`, and EtcdError."""
     ops: list[Op] = list(puts)
-    persist(lambda left: etcd.txn((), ops, timeout=left), deadline, threading.Event())
+    _in_time(lambda left: etcd.txn((), ops, timeout=left), deadline)
+
+
+def _in_time(attempt: Callable[[float], T], deadline: float) -> T:
+    try:
+        return persist(attempt, deadline, threading.Event())
+    except _TRANSIENT as error:
+        raise TimeoutError(str(error)) from error

@@ -221,7 +221,7 @@ class ManagerServer:
     def _reply(self, call: Call, body: Mapping[str, Any]) -> None:
         try:
             self._desk.answer(call, body, self._replica.lease)
-        except EtcdError as error:
+        except (TimeoutError, EtcdError) as error:
             log.warning("a rank was not answered: %s", error)
 
 

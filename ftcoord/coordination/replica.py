@@ -51,8 +51,8 @@ class Replica:
         self._ids: set[str] = set()
         self._petition = Petition(Request(replica_id, "", "", 0, 0, False, "", 0, ()), 0, 0, 0)
         self._asked = 0
-        self._waiting = 0
         self._left = False
+        self._waiting = 0
 
     @property
     def quorum(self) -> Quorum | None:
@@ -138,31 +138,32 @@ class Replica:
         """This replica's membership, with its lease kept if somebody waits: a new one if the last is lost."""
         member = self._member
         if member is None or member.lost:
-            member = self._new_member()
+            job = self._job
+            member = Membership(
+                self._etcd,
+                job.prefix,
+                QuorumPolicy(job.options, job.heartbeat_timeout),
+                parse_quorum,
+                self._changed,
+                ttl=max(math.ceil(job.heartbeat_timeout), 1),
+                record_ttl=RECORD_TTL,
+                timeout=self._timeout,
+            )
+            self._adopt(member)
             if not self._kept and not self._waiting:
                 member.session.rest()
         elif self._kept or self._waiting:
             member.session.wake()
         return member
 
-    def _new_member(self) -> Membership[Quorum]:
-        job = self._job
-        member = Membership(
-            self._etcd,
-            job.prefix,
-            QuorumPolicy(job.options, job.heartbeat_timeout),
-            parse_quorum,
-            self._changed,
-            ttl=max(math.ceil(job.heartbeat_timeout), 1),
-            record_ttl=RECORD_TTL,
-            timeout=self._timeout,
-        )
+    def _adopt(self, member: Membership[Quorum]) -> None:
+        """Raises TimeoutError if the replica left meanwhile: nobody would end this membership."""
         with self._changed:
             if not self._left:
                 self._member = member
                 self._ids.add(member.id)
-                return member
-        member.leave(self._timeout)
+                return
+        member.leave(WITHDRAW_TIMEOUT)
         raise TimeoutError("the replica left")
 
     def _withdraw(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 from helpers import DEADLINE, eventually
+from rdzv_nodes import spawn
 from replicas import ReplicaProcess, replica_processes
 
 from ftcoord.coordination import ManagerClient
@@ -16,6 +18,7 @@ from ftcoord.coordination.manager import desk_prefix
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.server import EtcdServer
 
+LONG = timedelta(seconds=DEADLINE)
 WAIT = threading.Event().wait
 """For the passing of time itself, never for a condition."""
 
@@ -118,10 +121,25 @@ def test_etcd_is_killed_while_ranks_call(group: Group, fragile: EtcdServer, outa
     assert group.train(2) == 1
 
 
+def test_a_first_call_while_etcd_is_away(group: Group, fragile: EtcdServer) -> None:
+    client = ManagerClient(group.address, LONG)
+    fragile.kill()
+    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        client.should_commit(1, 0, True, timedelta(seconds=1))
+    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        client._quorum(1, 0, "", False, True, 0, timedelta(seconds=1))
+    votes = [spawn(lambda: client.should_commit(1, 0, True, LONG)), group.zero.commit(group.address, 0, 0)]
+    WAIT(1)
+    fragile.restart()
+    assert [vote.result(DEADLINE) for vote in votes] == [True, True]
+    del client, votes
+    gc.collect()  # it renews its lease no more, which is checked after every test
+
+
 def test_a_manager_that_was_stopped_for_longer_than_its_lease_comes_back(group: Group) -> None:
     group.train(0)
     group.zero.stop()
     WAIT(6)
     group.zero.resume()
-    ManagerClient(group.address, timedelta(seconds=DEADLINE))  # waits until the manager is there
+    ManagerClient(group.address, LONG)  # waits until the manager is there
     assert group.train(1) == 1
