@@ -12,10 +12,9 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import quote
 
 from ftcoord.coordination import checks
@@ -23,7 +22,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_result
 from ftcoord.coordination.desk import Call, Caller, Desk, put_all
-from ftcoord.coordination.group import Ask, Gathering, Polling
+from ftcoord.coordination.group import Ask, Gathering, Polling, outcome
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
@@ -35,9 +34,7 @@ from ftcoord.etcd.client import EtcdClient
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-LEAVE_TIMEOUT: Final = 2.0
-"""Seconds that a manager tries to tell the others that it goes."""
+LEAVE_TIMEOUT: Final = 2.0  # seconds that a manager tries to tell the others that it goes
 PATIENCE: Final = 5.0
 """Seconds that a manager tries to come back, and until it tries again."""
 LOOK_AGAIN: Final = 0.1
@@ -112,6 +109,7 @@ class ManagerServer:
         _here.pop(self.address(), None)
         self._desk.close()
         self._replica.leave(LEAVE_TIMEOUT)
+        self._beats.join(LEAVE_TIMEOUT)
         self._threads.shutdown(wait=False)
         self._replies.shutdown(wait=False)
         self._etcd.close()
@@ -123,12 +121,12 @@ class ManagerServer:
         future, conclude = self._gathering.join(ask)
         if conclude is not None:
             conclude()
-        return _wait(future, ask.timeout, lambda: self._gathering.leave(ask.rank, future))
+        return outcome(future, ask.timeout, lambda: self._gathering.leave(ask.rank, future))
 
     def commit(self, rank: int, step: int, yes: bool, timeout: float) -> bool:
         """Vote, and wait for the others. Raises TimeoutError."""
         future = self._polling.cast(rank, step, yes)
-        return _wait(future, timeout, lambda: self._polling.leave(rank, future))
+        return outcome(future, timeout, lambda: self._polling.leave(rank, future))
 
     # -- how ----------------------------------------------------------------------------------------------------
 
@@ -142,13 +140,16 @@ class ManagerServer:
             self._etcd.close()
             raise RuntimeError(f"failed to join the job at {self._job}: {error}") from error
         self._desk = Desk(self._etcd, self._prefix, self._hear)
-        threading.Thread(target=self._stay, args=(beat_interval,), name="ftcoord-beats", daemon=True).start()
+        self._beats = threading.Thread(target=self._stay, args=(beat_interval,), name="ftcoord-beats", daemon=True)
+        self._beats.start()
 
     def _stay(self, beat_interval: float | None) -> None:
         """Send beats, if that is how it lives; and come back when its lease is lost, also while no rank asks."""
         timeout = PATIENCE if beat_interval is None else beat_interval
         while not self._closed.is_set():
             self._replica.await_loss(beat_interval)
+            if self._closed.is_set():
+                return
             deadline = time.monotonic() + timeout
             try:
                 self._replica.beat(deadline)
@@ -371,16 +372,6 @@ class ManagerClient:
 def desk_prefix(job: Job) -> str:
     """Where a manager's ranks and peers find it."""
     return f"{job.prefix}/managers/{quote(job.manager, safe='')}"
-
-
-def _wait(future: Future[T], timeout: float, give_up: Any) -> T:
-    try:
-        return future.result(timeout)
-    except FutureTimeout:
-        if future.done():  # it ended with a TimeoutError of its own
-            raise
-        give_up()
-        raise TimeoutError("the other ranks did not come in time") from None
 
 
 def _body(done: Future[Quorum]) -> Mapping[str, Any]:

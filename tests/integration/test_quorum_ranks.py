@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from helpers import DEADLINE, eventually
@@ -128,7 +129,7 @@ def test_a_first_call_while_etcd_is_away(group: Group, fragile: EtcdServer) -> N
         client.should_commit(1, 0, True, timedelta(seconds=1))
     with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
         client._quorum(1, 0, "", False, True, 0, timedelta(seconds=1))
-    votes = [spawn(lambda: client.should_commit(1, 0, True, LONG)), group.zero.commit(group.address, 0, 0)]
+    votes = [spawn(partial(client.should_commit, 1, 0, True, LONG)), group.zero.commit(group.address, 0, 0)]
     WAIT(1)
     fragile.restart()
     assert [vote.result(DEADLINE) for vote in votes] == [True, True]

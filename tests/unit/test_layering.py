@@ -25,7 +25,7 @@ LAYERS = (
     {"store", "timer"},
     {"rendezvous"},
     {"coordination"},
-    {"metrics", "status"},
+    {"metrics", "status", "torchft"},
     {"dashboard", "demo", "testing"},
     {"cli", "_torchrun"},
 )
