@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint benchmark clean
+.PHONY: demo demo-torchft test lint benchmark clean
 
 demo: $(VENV)/.ready
 	$(BIN)/ftcoord demo
+
+demo-torchft: $(VENV)/.torchft
+	$(BIN)/python examples/torchft_demo.py
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q
@@ -24,6 +27,10 @@ benchmark: $(VENV)/.ready
 $(VENV)/.ready: setup.cfg pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c tests/constraints.txt -e '.[torch,test,lint]'
+	touch $@
+
+$(VENV)/.torchft: $(VENV)/.ready
+	$(BIN)/pip install -q -c tests/constraints.txt -e '.[torchft]'
 	touch $@
 
 clean:

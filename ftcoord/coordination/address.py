@@ -95,9 +95,13 @@ def parse_address(address: str) -> Job:
     if not name:
         raise ConfigError("address", redacted(address), f"it names no job; {_FORM}")
     try:
-        given = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:
         raise ConfigError("address", redacted(address), "write its query as key=value&key=value") from None
+    given = dict(pairs)
+    for key, value in pairs:
+        if value != given[key]:
+            raise ConfigError(key, redacted(value), "an address says it twice")
     manager = given.pop("manager", "")
     for key in given:
         if key not in _NUMBERS:

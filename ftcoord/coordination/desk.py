@@ -11,18 +11,20 @@ or a second reading is harmless.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import math
 import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from math import inf
+from typing import Any, Final, TypeVar
 
-from ftcoord.errors import EtcdError, LeaseLost
+from ftcoord.core.lease import SessionState
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Delete, Etcd, KeyValue, Op, Put, Span
 from ftcoord.etcd.follower import Follower
 from ftcoord.etcd.mirror import Mirror, Posted
@@ -31,13 +33,16 @@ from ftcoord.etcd.session import Session
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+RETRY: Final = 0.5
+"""Seconds until a mirror that failed is tried again."""
 CALLER_TTL: Final = 10
 """Seconds that a call outlives a caller that died."""
-CHUNK: Final = 100
 GRACE: Final = 5.0
 """Seconds that the one who answers may be away: it may have lost its lease, and then comes back under another."""
 GIVE_UP: Final = 0.5
 """Seconds for taking back a call that nobody waits for any more."""
+_TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +69,10 @@ class Desk:
         self._heard: dict[str, str] = {}
         self._follower = Follower(etcd, [Span(f"{prefix}/in/", is_prefix=True)], self._tell, "ftcoord-desk")
 
-    def answer(self, lease: int, bodies: Mapping[str, Mapping[str, Any]], ids: Mapping[str, str]) -> None:
-        """Answer the calls on some lines, under a lease. Raises EtcdError."""
-        puts = [
-            Put(f"{self._prefix}/out/{line}", json.dumps({"id": ids[line], **body}).encode(), lease)
-            for line, body in bodies.items()
-        ]
-        for start in range(0, len(puts), CHUNK):
-            put_all(self._etcd, puts[start : start + CHUNK], time.monotonic() + 10)
+    def answer(self, call: Call, body: Mapping[str, Any], lease: int) -> None:
+        """Answer a call, under a lease, for as long as its caller waits. Raises TimeoutError, EtcdError."""
+        value = json.dumps({**body, "id": call.id}).encode()
+        put_all(self._etcd, [Put(f"{self._prefix}/out/{call.line}", value, lease)], call.deadline)
 
     def close(self) -> None:
         """Hear no more."""
@@ -122,7 +123,7 @@ class Caller:
         try:
             while True:
                 try:
-                    return _Wait(self._etcd, self._prefix, line).run(body, self._lease(), deadline)
+                    return _Wait(self._etcd, self._prefix, line).run(body, self._lease(deadline), deadline)
                 except LeaseLost as error:
                     log.debug("a call is made again: %s", error)
                     self.close()
@@ -136,10 +137,10 @@ class Caller:
         if session is not None:
             session.orphan()
 
-    def _lease(self) -> int:
+    def _lease(self, deadline: float) -> int:
         with self._lock:
-            if self._session is None:
-                self._session = Session(self._etcd, CALLER_TTL)
+            if self._session is None or self._session.state is SessionState.LOST:
+                self._session = _in_time(lambda _: Session(self._etcd, CALLER_TTL), deadline)
             return self._session.lease_id
 
 
@@ -170,9 +171,7 @@ class _Wait:
 
     def _await(self, call_id: str, deadline: float) -> Mapping[str, Any]:
         while True:
-            for mirror in self._mirrors:
-                if not mirror.synced:
-                    mirror.sync()
+            patience = self._settle()
             found = self._answer.one
             if found is not None:
                 answer = json.loads(found.value)
@@ -180,20 +179,31 @@ class _Wait:
                     return dict(answer)
             if self._mine.synced and self._mine.one is None:
                 raise LeaseLost("the call vanished from etcd before it was answered")
-            until = min(deadline, self._patience())
-            try:
-                mirror, posted = self._inbox.get(timeout=max(until - time.monotonic(), 0))
-            except queue.Empty:
-                if until < deadline:
-                    raise ConnectionResetError("the manager of this replica is gone") from None
-                raise TimeoutError("the call was not answered in time") from None
-            mirror.apply(posted)
+            now = time.monotonic()
+            if now >= self._server_deadline():
+                raise ConnectionResetError("the manager of this replica is gone")
+            if now >= deadline:
+                raise TimeoutError("the call was not answered in time")
+            with contextlib.suppress(queue.Empty, *_TRANSIENT):
+                mirror, posted = self._inbox.get(timeout=min(deadline - now, patience, self._server_deadline() - now))
+                mirror.apply(posted)
 
-    def _patience(self) -> float:
+    def _settle(self) -> float:
+        """Bring the mirrors up to date; seconds until that must be tried again."""
+        try:
+            for mirror in self._mirrors:
+                if not mirror.synced:
+                    mirror.sync()
+        except _TRANSIENT as error:
+            log.debug("a call cannot be followed for now: %s", error)
+            return RETRY
+        return inf
+
+    def _server_deadline(self) -> float:
         """Until when to wait for the one who answers."""
         if not self._server.synced or self._server.one is not None:
             self._server_until = None
-            return math.inf
+            return inf
         if self._server_until is None:
             self._server_until = time.monotonic() + GRACE
         return self._server_until
@@ -207,6 +217,13 @@ class _Wait:
 
 
 def put_all(etcd: Etcd, puts: list[Put], deadline: float) -> None:
-    """Make the same writes until etcd answers. Raises EtcdError after the monotonic `deadline`."""
+    """Make the same writes until etcd answers. Raises TimeoutError after the monotonic `deadline`, and EtcdError."""
     ops: list[Op] = list(puts)
-    persist(lambda left: etcd.txn((), ops, timeout=left), deadline, threading.Event())
+    _in_time(lambda left: etcd.txn((), ops, timeout=left), deadline)
+
+
+def _in_time(attempt: Callable[[float], T], deadline: float) -> T:
+    try:
+        return persist(attempt, deadline, threading.Event())
+    except _TRANSIENT as error:
+        raise TimeoutError(str(error)) from error

@@ -8,10 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ftcoord.core.quorum import Quorum
 from ftcoord.core.vote import Ballot, Vote, decide_vote, next_ballot
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +113,14 @@ class Polling:
             waiting = self._waiting.get(rank)
             if waiting is not None and waiting[1] is future:
                 del self._waiting[rank], self._votes[rank]
+
+
+def outcome(future: Future[T], timeout: float, give_up: Callable[[], None]) -> T:
+    """What a rank is told. After `timeout` seconds it gives up, and TimeoutError is raised."""
+    try:
+        return future.result(timeout)
+    except FutureTimeout:
+        if future.done():  # it ended with a TimeoutError of its own
+            raise
+        give_up()
+        raise TimeoutError("the other ranks did not come in time") from None

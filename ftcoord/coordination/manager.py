@@ -12,10 +12,9 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import quote
 
 from ftcoord.coordination import checks
@@ -23,23 +22,22 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_result
 from ftcoord.coordination.desk import Call, Caller, Desk, put_all
-from ftcoord.coordination.group import Ask, Gathering, Polling
+from ftcoord.coordination.group import Ask, Gathering, Polling, outcome
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import encode, parse_quorum
-from ftcoord.errors import EtcdError
+from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Get, Put, Span
+from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.understudy import Understudy
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-LEAVE_TIMEOUT: Final = 2.0
-"""Seconds that a manager tries to tell the others that it goes."""
-STAY: Final = 1.0
-"""Seconds between two looks at whether the lease was lost."""
+LEAVE_TIMEOUT: Final = 2.0  # seconds that a manager tries to tell the others that it goes
+PATIENCE: Final = 5.0
+"""Seconds that a manager tries to come back, and until it tries again."""
 LOOK_AGAIN: Final = 0.1
 """Seconds between two looks for a manager that is not there yet."""
 QUORUM, COMMIT, KILL = "quorum", "commit", "kill"
@@ -94,10 +92,12 @@ class ManagerServer:
         self._announced = 0
         self._gathering = Gathering(self._world_size, self._ask)
         self._polling = Polling(self._world_size)
-        self._metadata: dict[int, tuple[int, str]] = {}
+        self._publishing = threading.Lock()
+        self._published: dict[str, tuple[int, str]] = {}
         self._remote: dict[str, Future[Any]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-manager")
-        self._begin(patience, interval if job.heartbeat_timeout < LEASE_FLOOR else STAY)
+        self._replies = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-replies")
+        self._begin(patience, interval if job.heartbeat_timeout < LEASE_FLOOR else None)
         _here[self.address()] = self
 
     def address(self) -> str:
@@ -112,7 +112,9 @@ class ManagerServer:
         _here.pop(self.address(), None)
         self._desk.close()
         self._replica.leave(LEAVE_TIMEOUT)
+        self._beats.join(LEAVE_TIMEOUT)
         self._threads.shutdown(wait=False)
+        self._replies.shutdown(wait=False)
         self._etcd.close()
 
     # -- for the ranks ------------------------------------------------------------------------------------------
@@ -122,44 +124,46 @@ class ManagerServer:
         future, conclude = self._gathering.join(ask)
         if conclude is not None:
             conclude()
-        return _wait(future, ask.timeout, lambda: self._gathering.leave(ask.rank, future))
+        return outcome(future, ask.timeout, lambda: self._gathering.leave(ask.rank, future))
 
     def commit(self, rank: int, step: int, yes: bool, timeout: float) -> bool:
         """Vote, and wait for the others. Raises TimeoutError."""
         future = self._polling.cast(rank, step, yes)
-        return _wait(future, timeout, lambda: self._polling.leave(rank, future))
+        return outcome(future, timeout, lambda: self._polling.leave(rank, future))
 
     # -- how ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, patience: float, interval: float) -> None:
+    def _begin(self, patience: float, beat_interval: float | None) -> None:
         try:
             with torchft_errors():
-                self._replica.beat(time.monotonic() + patience)
-                self._announce(time.monotonic() + patience)
+                deadline = time.monotonic() + patience
+                self._replica.beat(deadline)
+                self._publish({"server": ""}, deadline)
         except (TimeoutError, RuntimeError) as error:
             self._etcd.close()
             raise RuntimeError(f"failed to join the job at {self._job}: {error}") from error
         self._desk = Desk(self._etcd, self._prefix, self._hear)
-        threading.Thread(target=self._stay, args=(interval,), name="ftcoord-beats", daemon=True).start()
+        self._beats = threading.Thread(target=self._stay, args=(beat_interval,), name="ftcoord-beats", daemon=True)
+        self._beats.start()
 
-    def _stay(self, interval: float) -> None:
-        while not self._closed.wait(interval):
+    def _stay(self, beat_interval: float | None) -> None:
+        """Send beats, if that is how it lives; and come back when its lease is lost, also while no rank asks."""
+        timeout = PATIENCE if beat_interval is None else beat_interval
+        while not self._closed.is_set():
+            self._replica.await_loss(beat_interval)
+            if self._closed.is_set():
+                return
+            deadline = time.monotonic() + timeout
             try:
-                self._replica.stay(time.monotonic() + interval)
-                self._announce(time.monotonic() + interval)
+                self._replica.beat(deadline)
+                self._publish({}, deadline)
             except (TimeoutError, EtcdError) as error:
                 log.info("a heartbeat was not sent: %s", error)
-
-    def _announce(self, deadline: float) -> None:
-        """Let ranks in other processes see that it is there, under the lease it lives under now."""
-        lease = self._replica.lease
-        if lease != self._announced:
-            put_all(self._etcd, [Put(f"{self._prefix}/server", b"", lease)], deadline)
-            self._announced = lease
+                self._closed.wait(timeout)
 
     def _ask(self, asks: Mapping[int, Ask], last: Ask) -> Quorum:
         deadline = time.monotonic() + last.timeout
-        self._publish(asks, deadline)
+        self._publish({f"metadata/{rank}": ask.metadata for rank, ask in asks.items()}, deadline)
         request = Request(
             self._id,
             self.address(),
@@ -173,15 +177,21 @@ class ManagerServer:
         )
         return self._replica.ask(request, deadline)
 
-    def _publish(self, asks: Mapping[int, Ask], deadline: float) -> None:
-        """What peers fetch from here; mostly the same as before, and then nothing is written."""
-        lease = self._replica.lease
-        new = {rank: (lease, ask.metadata) for rank, ask in asks.items()}
-        changed = {rank: said for rank, said in new.items() if self._metadata.get(rank) != said}
-        if changed:
-            puts = [Put(f"{self._prefix}/metadata/{rank}", text.encode(), lease) for rank, (_, text) in changed.items()]
-            put_all(self._etcd, puts, deadline)
-            self._metadata.update(changed)
+    def _publish(self, texts: Mapping[str, str], deadline: float) -> None:
+        """What others read of it, under its lease; mostly the same as before, and then nothing is written."""
+        with self._publishing:
+            while not self._closed.is_set():
+                lease = self._replica.lease
+                wanted = {key: text for key, (_, text) in self._published.items()} | dict(texts)
+                new = {key: (lease, text) for key, text in wanted.items() if self._published.get(key) != (lease, text)}
+                try:
+                    if new:
+                        puts = [Put(f"{self._prefix}/{key}", text.encode(), lease) for key, (_, text) in new.items()]
+                        put_all(self._etcd, puts, deadline)
+                    self._published.update(new)
+                    return
+                except LeaseLost:
+                    self._replica.beat(deadline)
 
     # -- ranks in other processes -------------------------------------------------------------------------------
 
@@ -202,20 +212,20 @@ class ManagerServer:
             body = call.body
             future = self._polling.cast(int(rank), body["step"], body["yes"])
             self._remote[line] = future
-            future.add_done_callback(lambda done: self._reply(line, call.id, {"yes": done.result()}))
+            future.add_done_callback(lambda done: self._replies.submit(self._reply, call, {"yes": done.result()}))
 
     def _hear_ask(self, line: str, call: Call) -> None:
         names = ("rank", "step", "metadata", "shrink_only", "commit_failures", "timeout", "handle")
         future, conclude = self._gathering.join(Ask(**{name: call.body[name] for name in names}))
         self._remote[line] = future
-        future.add_done_callback(lambda done: self._reply(line, call.id, _body(done)))
+        future.add_done_callback(lambda done: self._replies.submit(self._reply, call, _body(done)))
         if conclude is not None:
             self._threads.submit(conclude)
 
-    def _reply(self, line: str, call_id: str, body: Mapping[str, Any]) -> None:
+    def _reply(self, call: Call, body: Mapping[str, Any]) -> None:
         try:
-            self._desk.answer(self._replica.lease, {line: body}, {line: call_id})
-        except EtcdError as error:
+            self._desk.answer(call, body, self._replica.lease)
+        except (TimeoutError, EtcdError) as error:
             log.warning("a rank was not answered: %s", error)
 
 
@@ -241,7 +251,7 @@ class ManagerClient:
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
         self._prefix = desk_prefix(self._job)
         self._caller = Caller(self._etcd, self._prefix)
-        weakref.finalize(self, self._etcd.close)
+        weakref.finalize(self, _disconnect, self._caller, self._etcd)
         if self._address not in _here:
             self._find(deadline, connect_timeout)
 
@@ -367,21 +377,16 @@ def desk_prefix(job: Job) -> str:
     return f"{job.prefix}/managers/{quote(job.manager, safe='')}"
 
 
-def _wait(future: Future[T], timeout: float, give_up: Any) -> T:
-    try:
-        return future.result(timeout)
-    except FutureTimeout:
-        if future.done():  # it ended with a TimeoutError of its own
-            raise
-        give_up()
-        raise TimeoutError("the other ranks did not come in time") from None
-
-
 def _body(done: Future[Quorum]) -> Mapping[str, Any]:
     error = done.exception()
     if error is None:
         return {"quorum": encode(done.result()).decode()}
     return {"error": str(error), "timed_out": isinstance(error, TimeoutError)}
+
+
+def _disconnect(caller: Caller, etcd: EtcdClient) -> None:
+    caller.close()
+    etcd.close()
 
 
 def _exit(call: Call) -> None:

@@ -124,15 +124,13 @@ class Replica:
         with self._changed:
             self._changed.notify_all()
 
-    def stay(self, deadline: float) -> None:
-        """As `beat`, but only where that is needed: its lease was lost, or beats are all that counts."""
-        member = self._member
-        if self._by_beats or member is None or member.lost:
-            self.beat(deadline)
+    def await_loss(self, timeout: float | None) -> None:
+        """Until its lease is lost or it left; at most for so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._member is None or self._member.lost, timeout)
 
     def leave(self, timeout: float) -> None:
-        """Be gone at once, for all and for good. Idempotent; never raises for an etcd that is away for `timeout`
-        seconds."""
+        """Be gone at once, for good. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
         member = self._part()
         if member is not None:
             self._forget(member)
