@@ -12,6 +12,7 @@ or a second reading is harmless.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import queue
@@ -24,6 +25,7 @@ from math import inf
 from typing import Any, Final, TypeVar
 
 from ftcoord.core.lease import SessionState
+from ftcoord.core.strict import build
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Delete, Etcd, KeyValue, Op, Put, Span
 from ftcoord.etcd.follower import Follower
@@ -53,6 +55,11 @@ class Call:
     id: str
     body: Mapping[str, Any]
     deadline: float
+
+    def read(self, kind: type[T]) -> T:
+        """Its body as a record of that kind. Raises StateError when it is none."""
+        wanted = inspect.get_annotations(kind)
+        return build(kind, self.line, {name: self.body.get(name) for name in wanted})
 
 
 class Desk:

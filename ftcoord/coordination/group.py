@@ -31,6 +31,15 @@ class Ask:
     handle: str
 
 
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """One rank's vote on a step."""
+
+    rank: int
+    step: int
+    yes: bool
+
+
 class Gathering:
     """Collects the ranks that ask for a quorum; when all are there the last one's thread asks for all.
 

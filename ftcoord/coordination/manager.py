@@ -22,7 +22,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_result
 from ftcoord.coordination.desk import Call, Caller, Desk, put_all
-from ftcoord.coordination.group import Ask, Gathering, Polling, outcome
+from ftcoord.coordination.group import Ask, Cast, Gathering, Polling, outcome
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
@@ -196,6 +196,7 @@ class ManagerServer:
     # -- ranks in other processes -------------------------------------------------------------------------------
 
     def _hear(self, line: str, call: Call | None) -> None:
+        """Raises StateError for a call that is not ours; it is then left alone."""
         kind, _, rank = line.partition("-")
         gone = self._remote.pop(line, None)
         if gone is not None and kind == QUORUM:
@@ -209,14 +210,13 @@ class ManagerServer:
         elif kind == QUORUM:
             self._hear_ask(line, call)
         else:
-            body = call.body
-            future = self._polling.cast(int(rank), body["step"], body["yes"])
+            cast = call.read(Cast)
+            future = self._polling.cast(cast.rank, cast.step, cast.yes)
             self._remote[line] = future
             future.add_done_callback(lambda done: self._replies.submit(self._reply, call, {"yes": done.result()}))
 
     def _hear_ask(self, line: str, call: Call) -> None:
-        names = ("rank", "step", "metadata", "shrink_only", "commit_failures", "timeout", "handle")
-        future, conclude = self._gathering.join(Ask(**{name: call.body[name] for name in names}))
+        future, conclude = self._gathering.join(call.read(Ask))
         self._remote[line] = future
         future.add_done_callback(lambda done: self._replies.submit(self._reply, call, _body(done)))
         if conclude is not None:
@@ -313,7 +313,7 @@ class ManagerClient:
         with torchft_errors():
             if server is not None:
                 return server.commit(rank, step, should_commit, limit)
-            return bool(self._call(COMMIT, rank, {"step": step, "yes": should_commit}, limit)["yes"])
+            return bool(self._call(COMMIT, rank, {"rank": rank, "step": step, "yes": should_commit}, limit)["yes"])
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """What a rank of the group told its manager last. Raises TimeoutError, RuntimeError.
