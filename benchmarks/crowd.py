@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Final, Generic, TypeVar
 
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.utils.store import barrier
@@ -22,14 +22,31 @@ from ftcoord.store import EtcdStore
 
 STORES: Final = ("EtcdStore", "TCPStore", "legacy EtcdStore")
 TIMEOUT: Final = timedelta(seconds=120)
-WORK: Final[dict[str, Callable[[Store, str, int], Any]]] = {
-    "add": lambda store, key, count: store.add(key, 1),
-    "wait": lambda store, key, count: store.wait([f"{key}/{number}" for number in range(count)]),
-    "barrier": lambda store, key, count: barrier(store, count, key, TIMEOUT.total_seconds()),
-}
+T = TypeVar("T")
 
 
-def make_store(kind: str, endpoint: str) -> Store:
+def add(store: Store, key: str) -> None:
+    """Add to the same number as all others."""
+    store.add(key, 1)
+
+
+def wait(store: Store, count: int) -> None:
+    """Wait for keys that are there."""
+    store.wait([f"there/{number}" for number in range(count)])
+
+
+def meet(store: Store, key: str, count: int) -> None:
+    """A barrier."""
+    barrier(store, count, key, TIMEOUT.total_seconds())
+
+
+def warm(store: Store) -> None:
+    """The first operation, which connects."""
+    store.set("warm", "x")
+    store.get("warm")
+
+
+def make_store(kind: str, endpoint: str, _number: int = 0) -> Store:
     """A client of the store."""
     if kind == "EtcdStore":
         return EtcdStore(endpoint, "/benchmark/", TIMEOUT)
@@ -55,24 +72,27 @@ def serving(kind: str) -> Iterator[str]:
             yield etcd.get_endpoint()
 
 
-class Crowd:
-    """`count` clients, each with a store and a thread of its own; context manager."""
+class Crowd(Generic[T]):
+    """`count` clients made by `make(number)`, over a few processes, each with a thread of its own; context manager.
 
-    def __init__(self, kind: str, endpoint: str, count: int) -> None:
+    `warm` is done by each once before the constructor's work is over. What is done must be picklable.
+    """
+
+    def __init__(self, make: Callable[[int], T], count: int, warm: Callable[[T], object]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pipes: list[Connection] = []
         self._processes = []
-        for number in range(min(PROCESSES, count)):
+        for first in range(min(PROCESSES, count)):
             mine, theirs = context.Pipe()
-            share = len(range(number, count, PROCESSES))
-            process = context.Process(target=_serve, args=(theirs, kind, endpoint, share, count), daemon=True)
+            numbers = range(first, count, PROCESSES)
+            process = context.Process(target=_serve, args=(theirs, make, numbers, warm), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def __enter__(self) -> Crowd:
+    def __enter__(self) -> Crowd[T]:
         self._answers()
         return self
 
@@ -81,11 +101,11 @@ class Crowd:
             process.kill()
             process.join()
 
-    def do(self, what: str, key: str) -> float:
+    def do(self, work: Callable[[T], object]) -> float:
         """All do it once, together: seconds until the last one has."""
         begin = time.monotonic()
         for pipe in self._pipes:
-            pipe.send((what, key))
+            pipe.send(work)
         return max(self._answers()) - begin
 
     def _answers(self) -> list[float]:
@@ -100,29 +120,16 @@ class Crowd:
         return answers
 
 
-def _serve(pipe: Connection, kind: str, endpoint: str, share: int, count: int) -> None:
+def _serve(pipe: Connection, make: Callable[[int], T], numbers: Sequence[int], warm: Callable[[T], object]) -> None:
     logging.disable(logging.WARNING)
-    stores = [make_store(kind, endpoint) for _ in range(share)]
-    with ThreadPoolExecutor(share) as pool:
-        list(pool.map(_warm, stores))
+    clients = [make(number) for number in numbers]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        list(pool.map(warm, clients))
         pipe.send(time.monotonic())
         while True:
-            what, key = pipe.recv()
-            list(pool.map(_Work(what, key, count), stores))
+            work = pipe.recv()
+            list(pool.map(work, clients))
             pipe.send(time.monotonic())
-
-
-def _warm(store: Store) -> None:
-    store.set("warm", "x")
-    store.get("warm")
-
-
-class _Work:
-    def __init__(self, what: str, key: str, count: int) -> None:
-        self._what, self._key, self._count = what, key, count
-
-    def __call__(self, store: Store) -> None:
-        WORK[self._what](store, self._key, self._count)
 
 
 def timed(calls: Sequence[Callable[[], object]]) -> list[float]:

@@ -19,7 +19,7 @@ from typing import Final
 
 from torch.distributed import Store
 
-from benchmarks.crowd import STORES, Crowd, make_store, serving, timed
+from benchmarks.crowd import STORES, Crowd, add, make_store, meet, serving, timed, wait, warm
 from benchmarks.report import table
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.server import EtcdServer
@@ -83,14 +83,16 @@ def measure_together(kind: str, repeat: int) -> Row:
     times: Row = {}
     with serving(kind) as endpoint:
         for count in (16, 64):
-            with Crowd(kind, endpoint, count) as crowd:
-                times[f"{count} adders"] = median(crowd.do("add", f"n/{count}/{i}") for i in range(repeat))
+            with Crowd(partial(make_store, kind, endpoint), count, warm) as crowd:
+                times[f"{count} adders"] = median(crowd.do(partial(add, key=f"n/{count}/{i}")) for i in range(repeat))
                 if count == 64:
                     store = make_store(kind, endpoint)
                     for number in range(count):
                         store.set(f"there/{number}", VALUE)
-                    times["64 wait for 64 keys"] = median(crowd.do("wait", "there") for _ in range(repeat))
-                    times["barrier of 64"] = median(crowd.do("barrier", f"b/{i}") for i in range(repeat))
+                    times["64 wait for 64 keys"] = median(crowd.do(partial(wait, count=count)) for _ in range(repeat))
+                    times["barrier of 64"] = median(
+                        crowd.do(partial(meet, key=f"b/{i}", count=count)) for i in range(repeat)
+                    )
     return times
 
 
