@@ -23,6 +23,7 @@ benchmark: $(VENV)/.ready
 	$(BIN)/pip install -q python-etcd urllib3
 	$(BIN)/python -m benchmarks.rendezvous --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.store --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.quorum --write docs/benchmarks.md
 
 $(VENV)/.ready: setup.cfg pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)

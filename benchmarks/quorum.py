@@ -103,8 +103,9 @@ def run(sizes: tuple[int, ...], repeat: int) -> str:
         )
     small, large = found[sizes[0]][OURS].seconds / raw, found[sizes[-1]]
     return f"""{TITLE}
-Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. A round: N replicas, in 4 processes, all ask at once;
-ms until the last one is answered, median of {repeat}. A raw transaction that puts one key took {1000 * raw:.3f} ms.
+Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. A round: N replicas, in 4
+processes, all ask at once; ms until the last one is answered, median of {repeat}. A raw transaction that puts one key
+took {1000 * raw:.3f} ms.
 
 {table(["N", *(f"{kind}, ms" for kind in KINDS), "ours / raw", "ours / torchft", "writes a replica"], rows)}
 - N = {sizes[0]}: {small:.1f} raw transactions (target {TARGET_SMALL:g}).
