@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ftcoord.errors import Compacted, EtcdUnavailable
+from ftcoord.errors import ClientClosed, Compacted, EtcdUnavailable
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, Watch, WatchItem
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Mirror:
             self.synced = self._stands = True
 
     def apply(self, posted: Posted) -> None:
-        """Bring the copy up to date. Raises what ended the watch, unless it was a compaction."""
+        """Bring the copy up to date. Raises what ended the watch, unless it was a compaction, or its client's end."""
         item = posted.item
         if posted.source is not self._source:
             return
@@ -94,8 +94,8 @@ class Mirror:
             self._stands = True
         elif isinstance(item, Batch):
             self._apply_batch(item)
-        elif isinstance(item, Compacted):
-            log.debug("mirror of %r must list again: %s", self.span.start, item)
+        elif isinstance(item, (Compacted, ClientClosed)):
+            log.debug("the watch of mirror %r is over: %s", self.span.start, item)
             self.close()
         else:
             self.close()

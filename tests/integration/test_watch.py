@@ -247,11 +247,12 @@ def test_a_member_that_hangs_is_noticed_with_nothing_else_going_on(cluster: Etcd
         EtcdClient(EtcdConfig.load(healthy, env={})) as other,
     ):
         watch_from_now(client, Span("/key"), seen)
-        other.put("/key", b"before")
+        before = other.put("/key", b"before").revision
         seen.events(1)
         cluster.pause(0)
-        written = eventually(lambda: attempt(lambda: other.put("/key", b"while it hangs")), what="a write")
-        assert written.succeeded
+        put = Put("/key", b"while it hangs")
+        written = eventually(lambda: attempt(lambda: write_once(other, put, before)), what="a write")
+        assert written.done
         seen.events(2, timeout=30)
         assert cluster.members[0].is_paused()
         cluster.resume(0)
