@@ -16,6 +16,7 @@ from typing import Final, Generic, TypeVar
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.utils.store import barrier
 
+from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.nodes import PROCESSES, BenchmarkError
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
@@ -68,7 +69,7 @@ def serving(kind: str) -> Iterator[str]:
         server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         yield f"127.0.0.1:{server.port}"
     else:
-        with EtcdServer(extra_args=["--enable-v2=true"]) as etcd:
+        with EtcdServer(extra_args=[*AS_ETCD_DOES, "--enable-v2=true"]) as etcd:
             yield etcd.get_endpoint()
 
 

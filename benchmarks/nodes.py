@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import ftcoord.rendezvous.create  # noqa: F401  # warm, as torch's own backends are: the registry imported those
+from benchmarks.metrics import AS_ETCD_DOES
 from ftcoord.etcd.server import EtcdServer
 
 BACKENDS: Final = ("etcd-v3", "c10d", "etcd-v2")
@@ -110,7 +111,7 @@ def endpoint_for(backend: str) -> Iterator[str]:
             port = free.getsockname()[1]
         yield f"127.0.0.1:{port}"
     else:
-        with EtcdServer(extra_args=["--enable-v2=true"]) as server:
+        with EtcdServer(extra_args=[*AS_ETCD_DOES, "--enable-v2=true"]) as server:
             yield server.get_endpoint()
 
 

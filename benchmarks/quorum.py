@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.crowd import Crowd
-from benchmarks.metrics import Load
+from benchmarks.metrics import AS_ETCD_DOES, Load
 from benchmarks.report import table
 from benchmarks.store import measure_raw
 from ftcoord.coordination import Gateway, LighthouseClient
@@ -72,7 +72,7 @@ def serving(kind: str, count: int) -> Iterator[tuple[str, str | None]]:
         yield server.address(), None
         server.shutdown()
         return
-    with EtcdServer(extra_args=["--backend-batch-limit=10000", "--backend-batch-interval=100ms"]) as etcd:
+    with EtcdServer(extra_args=AS_ETCD_DOES) as etcd:
         job = f"etcd://{etcd.get_endpoint()}/benchmark?min_replicas={count}&join_timeout_ms=60000"
         if kind == OURS:
             yield job, etcd.get_endpoint()

@@ -20,6 +20,7 @@ from typing import Final
 from torch.distributed import Store
 
 from benchmarks.crowd import STORES, Crowd, add, make_store, meet, serving, timed, wait, warm
+from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.report import table
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.server import EtcdServer
@@ -98,7 +99,7 @@ def measure_together(kind: str, repeat: int) -> Row:
 
 def measure_raw(repeat: int) -> float:
     """One transaction that puts one key, through ftcoord's client."""
-    with EtcdServer() as server, server.get_client() as client:
+    with EtcdServer(extra_args=AS_ETCD_DOES) as server, server.get_client() as client:
         put = partial(client.txn, (), [Put("/benchmark", VALUE)])
         timed([put] * 3)
         return median(timed([put] * repeat))
