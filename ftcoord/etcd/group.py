@@ -263,7 +263,9 @@ class Group:
         with self._writing:
             assert self._mine is not None
             begun, now = self._begun, self._etcd.range(Get(Span(self.key))).one
-            if now is None or now.mod_revision != self._mine.mod_revision:
+            if now is not None and _is_member(now) and now.mod_revision > self._mine.mod_revision:
+                self._mine = now  # ours, though its answer was lost
+            elif now is None or now.mod_revision != self._mine.mod_revision:
                 log.warning("etcd lost what member %s asked for: asking again", self.id)
                 put = Put(self.key, self._mine.value, self._session.lease_id)
                 self._mine = write_once(self._etcd, put, now.mod_revision if now else 0).kv or self._mine
