@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.utils.store import barrier
 
 from benchmarks.metrics import AS_ETCD_DOES
-from benchmarks.nodes import PROCESSES, BenchmarkError
+from benchmarks.processes import Processes
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
 
@@ -56,55 +55,22 @@ def serving(kind: str) -> Iterator[str]:
             yield etcd.get_endpoint()
 
 
-class Crowd:
+class Crowd(Processes):
     """`count` clients, each with a store and a thread of its own; context manager."""
 
     def __init__(self, kind: str, endpoint: str, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for number in range(min(PROCESSES, count)):
-            mine, theirs = context.Pipe()
-            share = len(range(number, count, PROCESSES))
-            process = context.Process(target=_serve, args=(theirs, kind, endpoint, share, count), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-
-    def __enter__(self) -> Crowd:
-        self._answers()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        super().__init__(count, _serve, kind, endpoint, count)
 
     def do(self, what: str, key: str) -> float:
         """All do it once, together: seconds until the last one has."""
         begin = time.monotonic()
-        for pipe in self._pipes:
-            pipe.send((what, key))
-        return max(self._answers()) - begin
-
-    def _answers(self) -> list[float]:
-        answers = []
-        for pipe in self._pipes:
-            if not pipe.poll(TIMEOUT.total_seconds()):
-                raise BenchmarkError(f"the clients did not answer within {TIMEOUT}")
-            try:
-                answers.append(pipe.recv())
-            except EOFError:
-                raise BenchmarkError("a client failed") from None
-        return answers
+        return float(max(self.ask((what, key)))) - begin
 
 
-def _serve(pipe: Connection, kind: str, endpoint: str, share: int, count: int) -> None:
+def _serve(pipe: Connection, numbers: Sequence[int], kind: str, endpoint: str, count: int) -> None:
     logging.disable(logging.WARNING)
-    stores = [make_store(kind, endpoint) for _ in range(share)]
-    with ThreadPoolExecutor(share) as pool:
+    stores = [make_store(kind, endpoint) for _ in numbers]
+    with ThreadPoolExecutor(len(stores)) as pool:
         list(pool.map(_warm, stores))
         pipe.send(time.monotonic())
         while True:
