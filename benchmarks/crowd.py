@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.utils.store import barrier
 
 from benchmarks.metrics import AS_ETCD_DOES
-from benchmarks.nodes import PROCESSES, BenchmarkError
+from benchmarks.processes import Processes
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
 
@@ -73,55 +72,22 @@ def serving(kind: str) -> Iterator[str]:
             yield etcd.get_endpoint()
 
 
-class Crowd(Generic[T]):
-    """`count` clients made by `make(number)`, over a few processes, each with a thread of its own; context manager.
+class Crowd(Processes, Generic[T]):
+    """`count` clients made by `make(number)`, each with a thread of its own; context manager.
 
     `warm` is done by each once before the constructor's work is over. What is done must be picklable.
     """
 
     def __init__(self, make: Callable[[int], T], count: int, warm: Callable[[T], object]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for first in range(min(PROCESSES, count)):
-            mine, theirs = context.Pipe()
-            numbers = range(first, count, PROCESSES)
-            process = context.Process(target=_serve, args=(theirs, make, numbers, warm), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-
-    def __enter__(self) -> Crowd[T]:
-        self._answers()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        super().__init__(count, _serve, make, warm)
 
     def do(self, work: Callable[[T], object]) -> float:
         """All do it once, together: seconds until the last one has."""
         begin = time.monotonic()
-        for pipe in self._pipes:
-            pipe.send(work)
-        return max(self._answers()) - begin
-
-    def _answers(self) -> list[float]:
-        answers = []
-        for pipe in self._pipes:
-            if not pipe.poll(TIMEOUT.total_seconds()):
-                raise BenchmarkError(f"the clients did not answer within {TIMEOUT}")
-            try:
-                answers.append(pipe.recv())
-            except EOFError:
-                raise BenchmarkError("a client failed") from None
-        return answers
+        return float(max(self.ask(work))) - begin
 
 
-def _serve(pipe: Connection, make: Callable[[int], T], numbers: Sequence[int], warm: Callable[[T], object]) -> None:
+def _serve(pipe: Connection, numbers: Sequence[int], make: Callable[[int], T], warm: Callable[[T], object]) -> None:
     logging.disable(logging.WARNING)
     clients = [make(number) for number in numbers]
     with ThreadPoolExecutor(len(clients)) as pool:
@@ -131,13 +97,3 @@ def _serve(pipe: Connection, make: Callable[[int], T], numbers: Sequence[int], w
             work = pipe.recv()
             list(pool.map(work, clients))
             pipe.send(time.monotonic())
-
-
-def timed(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds that each call takes."""
-    times = []
-    for call in calls:
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return times

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.nodes import BenchmarkError, endpoint_for
+from benchmarks.nodes import endpoint_for
+from benchmarks.processes import BenchmarkError
 from ftcoord.demo.agents import Agent
 
 PATIENCE: Final = 180.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import socket
 import threading
 import time
@@ -12,25 +11,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Final
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import ftcoord.rendezvous.create  # noqa: F401  # warm, as torch's own backends are: the registry imported those
 from benchmarks.metrics import AS_ETCD_DOES
+from benchmarks.processes import BenchmarkError, Processes
 from ftcoord.etcd.server import EtcdServer
 
 BACKENDS: Final = ("etcd-v3", "c10d", "etcd-v2")
-PROCESSES: Final = 4
-PATIENCE: Final = 300.0
-"""Seconds for any answer of the node processes."""
 MONITOR_INTERVAL: Final = 0.1
 """Seconds between two looks of an agent at `num_nodes_waiting()`: torchrun's default."""
-
-
-class BenchmarkError(Exception):
-    """A measurement did not come about; the output of the nodes or agents says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,41 +34,20 @@ class Joined:
     cpu: float
 
 
-class Nodes:
+class Nodes(Processes):
     """`count` nodes of one run, min = max = `count`, each a handler of its own; context manager.
 
-    All handlers exist, and are connected, when the constructor returns. The processes are forked from one that has
-    imported everything, so no import is measured.
+    All handlers exist, and are connected, when it is entered.
     """
 
     def __init__(self, backend: str, endpoint: str, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        super().__init__(count, _serve, backend, endpoint, count)
         self._count = count
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for first in range(min(PROCESSES, count)):
-            mine, theirs = context.Pipe()
-            nodes = range(first, count, PROCESSES)
-            process = context.Process(target=_serve, args=(theirs, backend, endpoint, count, nodes), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-
-    def __enter__(self) -> Nodes:
-        self._answers()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
 
     def join(self) -> Joined:
         """All call next_rendezvous together."""
         started_at = time.monotonic()
-        answers = self._ask("join", 0.0)
+        answers = self.ask(("join", 0.0))
         ranks = sorted(rank for _, _, seats in answers for rank, world in seats if world == self._count)
         if ranks != list(range(self._count)):
             raise BenchmarkError(f"{self._count} nodes left next_rendezvous with the ranks {ranks}")
@@ -83,24 +55,7 @@ class Nodes:
 
     def idle(self, seconds: float) -> None:
         """Do for that long what an agent does while its workers run."""
-        self._ask("idle", seconds)
-
-    def _ask(self, command: str, seconds: float) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send((command, seconds))
-        return self._answers()
-
-    def _answers(self) -> list[Any]:
-        deadline = time.monotonic() + PATIENCE
-        answers = []
-        for pipe in self._pipes:
-            if not pipe.poll(max(deadline - time.monotonic(), 0)):
-                raise BenchmarkError(f"the nodes did not answer within {PATIENCE:g} s")
-            try:
-                answers.append(pipe.recv())
-            except EOFError:
-                raise BenchmarkError("a node failed") from None
-        return answers
+        self.ask(("idle", seconds))
 
 
 @contextlib.contextmanager
@@ -115,7 +70,7 @@ def endpoint_for(backend: str) -> Iterator[str]:
             yield server.get_endpoint()
 
 
-def _serve(pipe: Connection, backend: str, endpoint: str, count: int, nodes: Sequence[int]) -> None:
+def _serve(pipe: Connection, nodes: Sequence[int], backend: str, endpoint: str, count: int) -> None:
     logging.disable(logging.WARNING)
     handlers = [_create(backend, endpoint, count, node) for node in nodes]
     with ThreadPoolExecutor(len(handlers)) as pool:

@@ -15,7 +15,8 @@ import torch
 from benchmarks.failover import Case, Recovery
 from benchmarks.imports import Import
 from benchmarks.metrics import Load
-from benchmarks.nodes import BACKENDS, PROCESSES, Joined
+from benchmarks.nodes import BACKENDS, Joined
+from benchmarks.processes import PROCESSES
 from ftcoord.etcd.server import EtcdServer
 
 OURS, *RIVALS = BACKENDS

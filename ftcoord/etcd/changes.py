@@ -35,6 +35,7 @@ from ftcoord.etcd.session import Session
 
 SPENT: Final = b"spent"
 CLOSED: Final = "the store was closed; make a new one"
+_GONE: Final = "a change was not answered, and then etcd key {!r} was gone, which tells whether it was made"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +156,7 @@ class Changes:
         if not result.succeeded:
             count = result.range(0).one
             if count is None or count.version != self._made + 1:
-                self._begin_count()
-                return None
+                raise OutcomeUnknown(_GONE.format(self._count))
             if count.value != SPENT:  # it arrived after all, before this
                 self._made += 1
                 return Made(True, self._look_back(look, count.mod_revision, deadline))
@@ -173,7 +173,7 @@ class Changes:
             raise RoundOver(f"the round of {self._fence} is over; join the next one and use its store")
         if made != self._made:
             if self._unanswered:
-                raise OutcomeUnknown(f"a change was not answered, and then etcd key {self._count!r} was gone")
+                raise OutcomeUnknown(_GONE.format(self._count))
             self._begin_count()
             return None
         return Made(False, result.range(2).one if look else None)

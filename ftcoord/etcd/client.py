@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -32,7 +34,17 @@ log = logging.getLogger(__name__)
 FLOORS: Final[dict[tuple[int, ...], tuple[int, ...]]] = {(3, 5): (3, 5, 28), (3, 6): (3, 6, 9)}
 """The oldest release of each line in which the lease, watch and stale-read bugs that matter here are fixed."""
 
+PATIENCE: Final = 2.0
+"""Seconds that `close()` waits for gRPC's threads, which have nothing left to do."""
+
 _warned_of: set[str] = set()
+_open_clients: weakref.WeakSet[EtcdClient] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_open_clients):
+        client.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +65,15 @@ class EtcdClient:
     calls that may safely happen twice, are repeated on other members until then; a transaction that writes is sent
     again only where it provably never left, and otherwise raises `OutcomeUnknown`.
 
-    Thread-safe. In a forked child every call raises `ForkedProcessError`. Connects on first use.
+    Thread-safe. In a forked child every call raises `ForkedProcessError`. Connects on first use. Closed when the
+    interpreter exits, at the latest.
     """
 
     def __init__(self, config: EtcdConfig | None = None) -> None:
         self.config = config or EtcdConfig.load()
         self._transport = Transport(self.config)
         self._watches = WatchHub(self._transport)
+        _open_clients.add(self)
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
         response = self._transport.call(wire.RANGE, _range_request(get), timeout=timeout)
@@ -128,9 +142,13 @@ class EtcdClient:
         return Status(response.version, header.cluster_id, header.member_id, response.leader, header.revision)
 
     def close(self) -> None:
-        """End all watches and connections; idempotent. Leases stay: revoke them first."""
+        """End all watches and connections; idempotent, nothing in a forked child. Leases stay: revoke them first."""
+        if not self._transport.is_owner():
+            return
+        _open_clients.discard(self)
         self._transport.close()
         self._watches.close()
+        self._transport.join(PATIENCE)
 
     def __enter__(self) -> EtcdClient:
         return self

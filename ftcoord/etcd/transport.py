@@ -15,6 +15,7 @@ from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable
 from ftcoord.etcd import faults, wire
 from ftcoord.etcd.patience import repeat
 from ftcoord.etcd.quiet import grpc, quiet_grpc
+from ftcoord.etcd.threads import StreamThreads
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Transport:
             self._members = {0: self._new_member(0)}
         self._token: str | None = None
         self._token_lock = threading.Lock()
+        self._threads = StreamThreads()
         self.closed = threading.Event()
 
     def member(self) -> Member:
@@ -112,9 +114,8 @@ class Transport:
 
     def stream(self, method: wire.Method, requests: Iterator[Any], member: Member, token: str | None) -> Any:
         """Open a stream on `member`; errors come raw, as grpc.RpcError, for the caller to judge."""
-        open_stream = member.channel.stream_stream(method.path, method.serialize, method.parse)
         with self._judged(member):
-            return open_stream(requests, metadata=_metadata(token))
+            return self._open(method, requests, member, token)
 
     def token(self, deadline: float | None = None) -> str | None:
         """The login token, None without a user, '' while authentication is off. May log in, until `deadline`."""
@@ -139,7 +140,7 @@ class Transport:
             self._token = None
 
     def close(self) -> None:
-        """Close every channel; calls under way fail. Idempotent; nothing happens in a forked child."""
+        """Close every channel; calls under way fail. Idempotent; nothing happens in a forked child. Then `join()`."""
         if not self.is_owner():
             return
         self.closed.set()
@@ -147,6 +148,10 @@ class Transport:
             members, self._members = list(self._members.values()), {}
         for member in members:
             member.channel.close()
+
+    def join(self, timeout: float) -> None:
+        """Wait until gRPC's threads are done with the streams of a closed transport."""
+        self._threads.join(timeout)
 
     def _retry(self, attempt: Callable[[float], Any], timeout: float | None) -> Any:
         deadline = time.monotonic() + (self.config.request_timeout if timeout is None else timeout)
@@ -164,15 +169,27 @@ class Transport:
     def _one_response(self, method: wire.Method, request: Any, deadline: float) -> Any:
         member = self.member()
         token = self.token(deadline)
-        exchange = member.channel.stream_stream(method.path, method.serialize, method.parse)
         with self._judged(member, token=token):
-            call = exchange(iter([request]), timeout=self._patience(deadline, False), metadata=_metadata(token))
+            call = self._open(method, iter([request]), member, token, self._patience(deadline, False))
             response = next(call, None)
         if response is None:
             raise EtcdUnavailable(f"etcd at {member.name} ended the stream without an answer")
         call.cancel()
         member.seen()
         return response
+
+    def _open(
+        self,
+        method: wire.Method,
+        requests: Iterator[Any],
+        member: Member,
+        token: str | None,
+        timeout: float | None = None,
+    ) -> Any:
+        invoke = member.channel.stream_stream(method.path, method.serialize, method.parse)
+        call = invoke(self._threads.noted(requests), timeout=timeout, metadata=_metadata(token))
+        self._threads.expect(call)
+        return call
 
     def _patience(self, deadline: float, write: bool) -> float:
         """Seconds for one attempt: a read leaves time to ask another member, a write is only sent once."""

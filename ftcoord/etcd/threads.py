@@ -1,0 +1,53 @@
+"""The threads that gRPC runs for a stream, which a process must not outrun when it ends.
+
+gRPC gives each stream a daemon thread that sends, and one that receives. At its end Python stops daemon threads
+wherever they are, also while they hold the lock of their stream; the finalizer of that stream then waits for the lock
+for ever, and the process with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class StreamThreads:
+    """gRPC's threads for the streams of one client. They make themselves known when they run something of ours."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._unknown = 0
+        self._known: set[threading.Thread] = set()
+
+    def noted(self, requests: Iterator[T]) -> Iterator[T]:
+        """`requests`, to be given to a stream that is `expect()`ed: noting the thread that sends them."""
+        self._note()
+        yield from requests
+
+    def expect(self, call: Any) -> None:
+        """Reckon with the threads of a stream that was just opened."""
+        with self._changed:
+            self._unknown += 1
+        if call.add_callback(self._note):  # called on the receiving thread; False when it is done already
+            with self._changed:
+                self._unknown += 1
+
+    def join(self, timeout: float) -> None:
+        """Wait until the threads of all streams, which must be ended, have ended too; for `timeout` seconds at most."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._changed.wait_for(lambda: self._unknown <= 0, timeout)
+            known = self._known - {threading.current_thread()}
+        for thread in known:
+            thread.join(max(deadline - time.monotonic(), 0))
+
+    def _note(self) -> None:
+        with self._changed:
+            self._known = {thread for thread in self._known if thread.is_alive()}
+            self._known.add(threading.current_thread())
+            self._unknown -= 1
+            self._changed.notify_all()
