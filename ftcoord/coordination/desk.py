@@ -1,7 +1,8 @@
 """Calls that one process makes and another answers, with etcd between them.
 
 <prefix>/server            as long as the one who answers lives
-<prefix>/in/<line>         the last call on a line, under the caller's lease; gone when the caller gives up or dies
+<prefix>/in/<line>         the last call on a line, under the caller's lease; gone when the caller gives up or dies,
+                           and left there when it was answered
 <prefix>/out/<line>        the last answer on it, under the lease of the one who answers
 <prefix>/metadata/<rank>   what a rank last told its manager
 
@@ -118,31 +119,32 @@ class Caller:
         self._etcd, self._prefix = etcd, prefix
         self._lock = threading.Lock()
         self._session: Session | None = None
-        self._lines: dict[str, threading.Lock] = {}
+        self._lines: dict[str, _Line] = {}
 
-    def call(self, line: str, body: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
+    def call(self, name: str, body: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
         """The answer. Raises TimeoutError after the monotonic `deadline`, EtcdError, and ConnectionResetError when the
         one who answers is gone."""
         with self._lock:
-            turn = self._lines.setdefault(line, threading.Lock())
-        if not turn.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            line = self._lines.setdefault(name, _Line(self._etcd, self._prefix, name))
+        if not line.turn.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError("another call on this line was not answered")
         try:
             while True:
                 try:
-                    return _Wait(self._etcd, self._prefix, line).run(body, self._lease(deadline), deadline)
+                    return line.ask(body, self._lease(deadline), deadline)
                 except LeaseLost as error:
                     log.debug("a call is made again: %s", error)
-                    self.close()
+                    self._drop_lease()
         finally:
-            turn.release()
+            line.turn.release()
 
     def close(self) -> None:
-        """Take back all calls. Idempotent."""
+        """Keep no call alive any more, and hear of no answer. Idempotent."""
+        self._drop_lease()
         with self._lock:
-            session, self._session = self._session, None
-        if session is not None:
-            session.orphan()
+            lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            line.close()
 
     def _lease(self, deadline: float) -> int:
         with self._lock:
@@ -150,31 +152,49 @@ class Caller:
                 self._session = _in_time(lambda _: Session(self._etcd, CALLER_TTL), deadline)
             return self._session.lease_id
 
+    def _drop_lease(self) -> None:
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None:
+            session.orphan()
 
-class _Wait:
-    """One call: written, then waited for."""
 
-    def __init__(self, etcd: Etcd, prefix: str, line: str) -> None:
-        self._etcd, self._key = etcd, f"{prefix}/in/{line}"
+class _Line:
+    """Carries one call at a time: written, then waited for. Its watches stay for the calls to come.
+
+    `turn` is held by the one who calls.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str, name: str) -> None:
+        self.turn = threading.Lock()
+        self._etcd, self._key = etcd, f"{prefix}/in/{name}"
         self._inbox: queue.SimpleQueue[tuple[Mirror, Posted]] = queue.SimpleQueue()
         post = lambda *item: self._inbox.put(item)  # noqa: E731
-        self._answer = Mirror(etcd, Span(f"{prefix}/out/{line}"), post)
+        self._answer = Mirror(etcd, Span(f"{prefix}/out/{name}"), post)
         self._server = Mirror(etcd, Span(f"{prefix}/server"), post)
         self._mine = Mirror(etcd, Span(self._key), post)
         self._mirrors = (self._answer, self._server, self._mine)
         self._server_until: float | None = None
 
-    def run(self, body: Mapping[str, Any], lease: int, deadline: float) -> Mapping[str, Any]:
+    def ask(self, body: Mapping[str, Any], lease: int, deadline: float) -> Mapping[str, Any]:
+        """Call, under a lease. Raises what `Caller.call` does, and LeaseLost when the call is to be made again."""
         call_id = uuid.uuid4().hex
-        left = max(deadline - time.monotonic(), 0.0)
-        value = json.dumps({**body, "id": call_id, "timeout": left}).encode()
+        value = json.dumps({**body, "id": call_id, "timeout": max(deadline - time.monotonic(), 0.0)}).encode()
+        answer = None
         try:
-            put_all(self._etcd, [Put(self._key, value, lease)], deadline)
-            return self._await(call_id, deadline)
+            revision = put_all(self._etcd, [Put(self._key, value, lease)], deadline)
+            self._mine.learn(KeyValue(self._key, value, revision, revision, 1, lease))
+            self._server_until = None
+            answer = self._await(call_id, deadline)
+            return answer
         finally:
-            for mirror in self._mirrors:
-                mirror.close()
-            self._take_back(value)
+            if answer is None:
+                self._take_back(value)
+
+    def close(self) -> None:
+        """Hear no more."""
+        for mirror in self._mirrors:
+            mirror.close()
 
     def _await(self, call_id: str, deadline: float) -> Mapping[str, Any]:
         while True:
@@ -223,10 +243,13 @@ class _Wait:
             log.debug("a call was not taken back: %s", error)
 
 
-def put_all(etcd: Etcd, puts: list[Put], deadline: float) -> None:
-    """Make the same writes until etcd answers. Raises TimeoutError after the monotonic `deadline`, and EtcdError."""
+def put_all(etcd: Etcd, puts: list[Put], deadline: float) -> int:
+    """Make the same writes until etcd answers; their revision.
+
+    Raises TimeoutError after the monotonic `deadline`, and EtcdError.
+    """
     ops: list[Op] = list(puts)
-    _in_time(lambda left: etcd.txn((), ops, timeout=left), deadline)
+    return _in_time(lambda left: etcd.txn((), ops, timeout=left), deadline).revision
 
 
 def _in_time(attempt: Callable[[float], T], deadline: float) -> T:

@@ -5,12 +5,12 @@ Field numbers are those that torchft 0.2.0 and its nightly builds (9, the handle
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
 from ftcoord.core.quorum import Quorum, Request
+from ftcoord.core.strict import json_problem
 from ftcoord.etcd.protobuf import declare
 
 SERVICE: Final = "torchft.LighthouseService"
@@ -38,7 +38,8 @@ def read_quorum_request(message: bytes) -> Request:
     if not asked.HasField("requester"):
         raise ValueError("the request names no requester")
     one = asked.requester
-    _check_json(one.data)
+    if problem := json_problem(one.data):
+        raise ValueError(f"the data of the request is no JSON: {problem}")
     return Request(
         one.replica_id,
         one.address,
@@ -78,13 +79,6 @@ def _member(request: Request) -> Any:
         commit_failures=request.commit_failures,
         handles=request.handles,
     )
-
-
-def _check_json(data: str) -> None:
-    try:
-        json.loads(data or "null")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the data of the request is no JSON: {error}") from error
 
 
 def _read(kind: str, message: bytes) -> Any:

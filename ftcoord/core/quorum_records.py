@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from ftcoord.core.quorum import Answered, Quorum, Request, Seat
-from ftcoord.core.strict import Raw, build, build_each, dump, load, objects, texts
+from ftcoord.core.strict import Raw, build, build_each, dump, json_problem, load, objects, texts
 from ftcoord.errors import StateError
 
 
@@ -58,4 +58,6 @@ def _with_request(key: str, raw: Raw) -> Raw:
     if not isinstance(request, dict):
         raise StateError(key, "has no request")
     built = build(Request, key, {**request, "handles": texts(key, request, "handles")})
+    if problem := json_problem(built.data):
+        raise StateError(key, f"has a request whose data is no JSON: {problem}")
     return {**raw, "request": built}

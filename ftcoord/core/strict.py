@@ -71,6 +71,15 @@ def texts(key: str, raw: Raw, name: str) -> tuple[str, ...]:
     return tuple(_items(str, key, raw, name))
 
 
+def json_problem(text: str) -> str:
+    """Why a text is no JSON; nothing if it is, or is empty."""
+    try:
+        json.loads(text or "null")
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    return ""
+
+
 def _items(kind: type, key: str, raw: Raw, name: str) -> list[Any]:
     items = raw.get(name)
     if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):

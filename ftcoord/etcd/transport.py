@@ -15,7 +15,7 @@ from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable
 from ftcoord.etcd import faults, wire
 from ftcoord.etcd.patience import repeat
 from ftcoord.etcd.quiet import grpc, quiet_grpc
-from ftcoord.etcd.threads import StreamThreads
+from ftcoord.etcd.threads import GrpcThreads
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Transport:
             self._members = {0: self._new_member(0)}
         self._token: str | None = None
         self._token_lock = threading.Lock()
-        self._threads = StreamThreads()
+        self._threads = GrpcThreads()
         self.closed = threading.Event()
 
     def member(self) -> Member:
@@ -150,7 +150,7 @@ class Transport:
             member.channel.close()
 
     def join(self, timeout: float) -> None:
-        """Wait until gRPC's threads are done with the streams of a closed transport."""
+        """Wait until the calls and streams of a closed transport have ended."""
         self._threads.join(timeout)
 
     def _retry(self, attempt: Callable[[float], Any], timeout: float | None) -> Any:
@@ -200,7 +200,8 @@ class Transport:
     def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
         """Raises ftcoord's exceptions in place of gRPC's."""
         try:
-            yield
+            with self._threads.calling():
+                yield
         except grpc.RpcError as error:
             if faults.blames_member(error):
                 self.blame(member)

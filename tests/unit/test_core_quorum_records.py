@@ -31,7 +31,8 @@ BOTH = pytest.mark.parametrize(
 texts = st.text(st.characters(), max_size=20)
 whole = st.integers(-strict.LARGEST, strict.LARGEST)
 handles = st.lists(texts, max_size=3).map(tuple)
-requests = st.builds(Request, texts, texts, texts, whole, whole, st.booleans(), texts, whole, handles)
+data = st.just("") | st.dictionaries(texts, texts | whole, max_size=2).map(json.dumps)
+requests = st.builds(Request, texts, texts, texts, whole, whole, st.booleans(), data, whole, handles)
 petitions = st.builds(Petition, requests, whole, whole, whole)
 quorums = st.builds(
     Quorum,
@@ -133,7 +134,7 @@ def test_every_field_must_have_its_type(parse: Parse, record: Petition | Quorum,
 @BOTH
 def test_a_request_is_checked_wherever_it_is(parse: Parse, record: Petition | Quorum) -> None:
     wrong: dict[str, object] = dict.fromkeys(fields(PETITION)["request"], None)
-    wrong |= {"shrink_only": 0, "step": True, "world_size": 1.0, "replica_id": 1, "handles": "ab"}
+    wrong |= {"shrink_only": 0, "step": True, "world_size": 1.0, "replica_id": 1, "handles": "ab", "data": "{"}
     for name, value in {**wrong, "surprise": 1}.items():
         raw = fields(record)
         inner = raw["seats"][0]["request"] if "seats" in raw else raw["request"]
