@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.utils.store import barrier
 
 from benchmarks.metrics import AS_ETCD_DOES
-from benchmarks.processes import Processes
+from benchmarks.processes import PROCESSES, Processes, free_port
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
 
@@ -63,9 +62,7 @@ def make_store(kind: str, endpoint: str, _number: int = 0) -> Store:
 def serving(kind: str) -> Iterator[str]:
     """The endpoint of a server for that kind of store."""
     if kind == "TCPStore":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        server = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         yield f"127.0.0.1:{server.port}"
     else:
         with EtcdServer(extra_args=[*AS_ETCD_DOES, "--enable-v2=true"]) as etcd:
@@ -78,8 +75,10 @@ class Crowd(Processes, Generic[T]):
     `warm` is done by each once before the constructor's work is over. What is done must be picklable.
     """
 
-    def __init__(self, make: Callable[[int], T], count: int, warm: Callable[[T], object]) -> None:
-        super().__init__(count, _serve, make, warm)
+    def __init__(
+        self, make: Callable[[int], T], count: int, warm: Callable[[T], object], processes: int = PROCESSES
+    ) -> None:
+        super().__init__(count, _serve, make, warm, processes=processes)
 
     def do(self, work: Callable[[T], object]) -> float:
         """All do it once, together: seconds until the last one has."""

@@ -8,26 +8,22 @@ Needs `pip install torchft==0.2.0`. A few minutes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from benchmarks import ranks, reforming
 from benchmarks.crowd import Crowd
-from benchmarks.metrics import AS_ETCD_DOES, Load
-from benchmarks.report import table
+from benchmarks.lighthouses import KINDS, OURS, TIMEOUT, TORCHFT, serving
+from benchmarks.metrics import Load
+from benchmarks.report import publish, table
 from benchmarks.store import measure_raw
-from ftcoord.coordination import Gateway, LighthouseClient
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.coordination import LighthouseClient
 
-OURS, GATEWAY, TORCHFT = KINDS = ("ftcoord", "ftcoord, gateway", "torchft")
-TITLE: Final = "\n## Quorums\n"
-TIMEOUT: Final = timedelta(seconds=60)
 SIZES: Final = (2, 4, 8, 16, 32, 64)
 TARGET_SMALL: Final = 3.0
 TARGET_LARGE: Final = 2.0
@@ -62,25 +58,6 @@ class Round:
     load: Load | None
 
 
-@contextlib.contextmanager
-def serving(kind: str, count: int) -> Iterator[tuple[str, str | None]]:
-    """The address that replicas ask at, and the etcd behind it."""
-    if kind == TORCHFT:
-        from torchft._torchft import LighthouseServer
-
-        server = LighthouseServer(bind="[::]:0", min_replicas=count, join_timeout_ms=60_000)
-        yield server.address(), None
-        server.shutdown()
-        return
-    with EtcdServer(extra_args=AS_ETCD_DOES) as etcd:
-        job = f"etcd://{etcd.get_endpoint()}/benchmark?min_replicas={count}&join_timeout_ms=60000"
-        if kind == OURS:
-            yield job, etcd.get_endpoint()
-            return
-        with Gateway(job) as gateway:
-            yield gateway.address(), etcd.get_endpoint()
-
-
 def measure(kind: str, count: int, repeat: int) -> Round:
     """Rounds of `count` replicas that all ask at once."""
     with serving(kind, count) as (address, etcd), Crowd(partial(Asker, kind, address), count, Asker.ask) as crowd:
@@ -102,7 +79,8 @@ def run(sizes: tuple[int, ...], repeat: int) -> str:
             [str(count), *cells, f"{ours.seconds / raw:.1f}", f"{ours.seconds / theirs.seconds:.1f}x", f"{writes:.2f}"]
         )
     small, large = found[sizes[0]][OURS].seconds / raw, found[sizes[-1]]
-    return f"""{TITLE}
+    return f"""## Quorums
+
 Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. A round: N replicas, in 4
 processes, all ask at once; ms until the last one is answered, median of {repeat}. A raw transaction that puts one key
 took {1000 * raw:.3f} ms.
@@ -118,15 +96,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quorum", description="Measure quorums.")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="numbers of replicas")
     parser.add_argument("--repeat", type=int, default=30, help="rounds of each")
+    parser.add_argument("--world-sizes", nargs="+", type=int, default=ranks.WORLD_SIZES, help="ranks of a group")
+    parser.add_argument("--trials", type=int, default=5, help="deaths of each")
     parser.add_argument("--write", type=Path, metavar="FILE", help="report whose section to replace; default: print it")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    text = run(tuple(options.sizes), options.repeat)
-    if options.write is None:
-        print(text)
-    else:
-        before = options.write.read_text().partition(TITLE)[0] if options.write.exists() else ""
-        options.write.write_text(before + text)
+    sizes, world_sizes = tuple(options.sizes), tuple(options.world_sizes)
+    parts = [run(sizes, options.repeat), ranks.run(world_sizes, options.repeat), reforming.run(options.trials)]
+    publish("\n".join(parts), options.write)
 
 
 if __name__ == "__main__":

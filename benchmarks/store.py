@@ -21,12 +21,11 @@ from torch.distributed import Store
 
 from benchmarks.crowd import STORES, Crowd, add, make_store, meet, serving, timed, wait, warm
 from benchmarks.metrics import AS_ETCD_DOES
-from benchmarks.report import table
+from benchmarks.report import publish, table
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.server import EtcdServer
 
 OURS, RIVAL, LEGACY = STORES
-TITLE: Final = "\n## The store\n"
 VALUE: Final = b"x" * 64
 ALONE: Final = ("set", "get", "add", "multi_get of 64", "wait of 64 keys")
 TOGETHER: Final = ("get of a key that arrives later", "16 adders", "64 adders", "64 wait for 64 keys", "barrier of 64")
@@ -122,7 +121,8 @@ def run(repeat: int, crowd_repeat: int) -> str:
     contended = min(legacy[name] / ours[name] for name in ("16 adders", "64 adders", "barrier of 64"))
     least = min(legacy[name] / ours[name] for name in ours)
     growth = ours["64 adders"] / ours["16 adders"]
-    return f"""{TITLE}
+    return f"""## The store
+
 Written by `python -m benchmarks.store --write docs/benchmarks.md`. Medians in ms of {TURNS} turns, values of 64 bytes;
 all on one host, over loopback, each store with a fresh server in each turn. A raw transaction that puts one key took
 {1000 * raw:.3f} ms.
@@ -142,12 +142,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="report whose section to replace; default: print it")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    text = run(options.repeat, options.crowd_repeat)
-    if options.write is None:
-        print(text)
-    else:
-        before = options.write.read_text().partition(TITLE)[0] if options.write.exists() else ""
-        options.write.write_text(before + text)
+    publish(run(options.repeat, options.crowd_repeat), options.write)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
 
 log = logging.getLogger(__name__)
+
+SETTLE_AFTER: Final = 1.5
+"""Seconds after which an answer counts as lost. A leader that dies takes with it what was proposed to it, and etcd says
+so to the client only after 7 s; by now there is a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +44,13 @@ def write_once(
     value, which must be unlike all others ever written to the key, tells whether the first one did.
 
     Raises OutcomeUnknown when there is no second answer either, and what `Etcd.txn` raises. Takes `timeout` seconds
-    for each of the two.
+    at the most for each of the two.
     """
     compares = [unchanged(put.key, expected), *guards]
     look = [Get(Span(put.key)), *reads]
     success, failure = [put, *also, *look], look
     try:
-        result = etcd.txn(compares, success, failure, timeout=timeout)
+        result = etcd.txn(compares, success, failure, timeout=min(SETTLE_AFTER, timeout or SETTLE_AFTER))
     except OutcomeUnknown as error:
         log.debug("settling a write of %s: %s", put.key, error)
         result = _again(lambda: etcd.txn(compares, success, failure, timeout=timeout))
