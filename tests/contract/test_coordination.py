@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -15,62 +13,20 @@ from typing import Any
 import pytest
 from helpers import DEADLINE, eventually
 from rdzv_nodes import spawn
+from sites import KINDS, LONG, Site, group_ask
 
-from ftcoord import coordination
 from ftcoord.etcd.server import EtcdServer
 
-LONG = timedelta(seconds=DEADLINE)
 SHORT = timedelta(milliseconds=200)
 HOUR = 3_600_000
 TIMED_OUT = "status: Cancelled, message.*Timeout expired"
 
 
-class Site:
-    """Makes the objects of one of the two, and ends them. `names` are those of `torchft.coordination`."""
-
-    def __init__(self, names: Any, stack: ExitStack) -> None:
-        self.names, self._stack = names, stack
-
-    def job(self, min_replicas: int = 1, **options: int) -> str:
-        """The address of a new job."""
-        server = self.names.LighthouseServer(bind="[::]:0", min_replicas=min_replicas, **options)
-        self._stack.callback(server.shutdown)
-        return str(server.address())
-
-    def client(self, job: str) -> Any:
-        client = self.names.LighthouseClient(job, LONG)
-        if isinstance(client, coordination.LighthouseClient):
-            self._stack.callback(client.close)
-        return client
-
-    def manager(self, job: str, replica_id: str, world_size: int = 1, **options: Any) -> Any:
-        """A manager, and the clients of its ranks."""
-        given = {
-            "hostname": "localhost",
-            "bind": "[::]:0",
-            "store_addr": f"store of {replica_id}",
-            "heartbeat_interval": timedelta(milliseconds=100),
-            "connect_timeout": LONG,
-            "quorum_retries": 0,
-        }
-        server = self.names.ManagerServer(
-            replica_id=replica_id, lighthouse_addr=job, world_size=world_size, **{**given, **options}
-        )
-        self._stack.callback(server.shutdown)
-        return server
-
-    def ranks(self, server: Any, count: int = 1) -> list[Any]:
-        return [self.names.ManagerClient(server.address(), LONG) for _ in range(count)]
-
-
-@pytest.fixture(params=["ftcoord", "torchft"])
+@pytest.fixture(params=KINDS)
 def site(request: pytest.FixtureRequest, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("FTCOORD_ENDPOINTS", etcd.get_endpoint())
-    if request.param == "torchft" and importlib.util.find_spec("torchft") is None:
-        pytest.skip("torchft has no wheel for this Python")
-    names = coordination if request.param == "ftcoord" else importlib.import_module("torchft._torchft")
     with ExitStack() as stack:
-        yield Site(names, stack)
+        yield Site(request.param, stack)
 
 
 def ask(client: Any, replica_id: str, **request: Any) -> Future[Any]:
@@ -88,19 +44,6 @@ def together(client: Any, *replica_ids: str, **request: Any) -> Any:
     assert len({quorum.quorum_id for quorum in quorums}) == 1
     assert all(members(quorum) == members(quorums[0]) for quorum in quorums)
     return quorums[0]
-
-
-def group_ask(rank: Any, **request: Any) -> Future[Any]:
-    given = {
-        "group_rank": 0,
-        "step": 0,
-        "checkpoint_metadata": "",
-        "shrink_only": False,
-        "init_sync": True,
-        "commit_failures": 0,
-        "timeout": LONG,
-    }
-    return spawn(lambda: rank._quorum(**{**given, **request}))
 
 
 # -- values -----------------------------------------------------------------------------------------------------
