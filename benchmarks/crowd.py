@@ -96,3 +96,13 @@ def _serve(pipe: Connection, numbers: Sequence[int], make: Callable[[int], T], w
             work = pipe.recv()
             list(pool.map(work, clients))
             pipe.send(time.monotonic())
+
+
+def timed(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds that each call takes."""
+    times = []
+    for call in calls:
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return times

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,7 @@ class Asker:
         self._client.quorum(replica_id=self._id, timeout=TIMEOUT, step=self._step, address="a", store_address="s")
 
 
-def _client_class(kind: str) -> Callable[..., Any]:
+def _client_class(kind: str) -> Any:
     if kind == OURS:
         return LighthouseClient
     from torchft._torchft import LighthouseClient as Native

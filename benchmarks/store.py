@@ -26,7 +26,7 @@ from ftcoord.etcd.api import Put
 from ftcoord.etcd.server import EtcdServer
 
 OURS, RIVAL, LEGACY = STORES
-VALUE: Final = b"x" * 64
+VALUE: Final = "x" * 64
 ALONE: Final = ("set", "get", "add", "multi_get of 64", "wait of 64 keys")
 TOGETHER: Final = ("get of a key that arrives later", "16 adders", "64 adders", "64 wait for 64 keys", "barrier of 64")
 
@@ -99,7 +99,7 @@ def measure_together(kind: str, repeat: int) -> Row:
 def measure_raw(repeat: int) -> float:
     """One transaction that puts one key, through ftcoord's client."""
     with EtcdServer(extra_args=AS_ETCD_DOES) as server, server.get_client() as client:
-        put = partial(client.txn, (), [Put("/benchmark", VALUE)])
+        put = partial(client.txn, (), [Put("/benchmark", VALUE.encode())])
         timed([put] * 3)
         return median(timed([put] * repeat))
 
