@@ -97,6 +97,22 @@ class Lossy(Door):
         return result
 
 
+class Overtaken(Door):
+    """Loses the answer to its owner's first transaction, after which somebody else comes."""
+
+    def __init__(self, real: Etcd, somebody: Callable[[], object]) -> None:
+        super().__init__(real)
+        self._somebody: Callable[[], object] | None = somebody
+
+    def txn(self, *args: Any, **kwargs: Any) -> TxnResult:
+        result = self.real.txn(*args, **kwargs)
+        if self._somebody is not None:
+            somebody, self._somebody = self._somebody, None
+            somebody()
+            raise OutcomeUnknown("the test lost the answer")
+        return result
+
+
 class Blind(Door):
     """Never sees an older member, so that its owner believes it is the decider from the first moment on."""
 

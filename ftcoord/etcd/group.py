@@ -153,11 +153,14 @@ class Group:
         decided, newest = outcome.reads
         self._decided.adopt(decided)
         self._note_decided()
-        older = [kv for kv in newest.kvs if kv.key != self.key]
-        if older and _is_member(older[0]):
-            self._follow(older[0], newest.revision)
-        elif not older:
+        assert outcome.kv is not None
+        others = [kv for kv in newest.kvs if kv.key != self.key]
+        if not others:
             self._members = Mirror(self._etcd, self._members_span, self._post)
+        elif others[0].create_revision > outcome.kv.create_revision:
+            pass  # it came before this member's write was settled: `_look_ahead` finds who was there already
+        elif _is_member(others[0]):
+            self._follow(others[0], newest.revision)
         self._thread.start()
 
     def _run(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import members
 import pytest
 from helpers import DEADLINE, Seen, eventually, python
-from members import CALL_TIMEOUT, Blind, Counting, Lossy, Node, read
+from members import CALL_TIMEOUT, Blind, Counting, Lossy, Node, Overtaken, read
 
 from ftcoord.errors import Compacted, LeaseLost
 from ftcoord.etcd.api import Batch, Etcd, Get, Span
@@ -314,6 +314,17 @@ def test_lost_requests_and_answers_change_nothing(client: EtcdClient, join: Join
     rolls = history(late.rolls[-1]["number"])
     for before, after in itertools.pairwise(rolls):
         assert before["members"] != after["members"], "decided twice"
+
+
+def test_members_that_overtake_each_other_while_their_writes_are_settled(client: EtcdClient, join: Join) -> None:
+    """None may take a younger one for the one before it: they would wait for each other."""
+    nodes: list[Node] = []
+    nodes.append(join(Overtaken(client, lambda: nodes.append(join(Overtaken(client, lambda: nodes.append(join())))))))
+    for node in nodes:
+        node.sees(*nodes)
+    nodes[0].leave()
+    for node in nodes[1:]:
+        node.sees(*nodes[1:])
 
 
 def test_an_enter_of_unknown_outcome_can_be_repeated_with_another_value(client: EtcdClient, join: Join) -> None:
