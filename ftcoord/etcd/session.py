@@ -47,22 +47,28 @@ class Keeper:
                 cls._instance = cls()
             return cls._instance
 
-    def schedule(self, lease: KeptLease, due: float) -> None:
-        """Call `lease.beat()` next at `due`, unless it was stopped."""
+    def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
+        """Call `lease.beat()` at `due`, unless it was stopped. One that is scheduled stays so, but for
+        `hasten`."""
         with self._wake:
-            if lease.kept:
-                self._forget(lease)
-                heapq.heappush(self._due, (due, next(self._order), lease))
-                self._start()
+            if not lease.kept or (lease.scheduled and not hasten):
+                return
+            if lease.scheduled:
+                self._remove(lease)
+            lease.scheduled, entry = True, (due, next(self._order), lease)
+            heapq.heappush(self._due, entry)
+            self._start()
+            if self._due[0] is entry:  # waking the thread costs more than all the rest of this
                 self._wake.notify()
 
     def cancel(self, lease: KeptLease) -> None:
         """Forget a lease that was stopped; a beat under way is its last."""
         with self._wake:
-            self._forget(lease)
+            self._remove(lease)
             self._wake.notify()
 
-    def _forget(self, lease: KeptLease) -> None:
+    def _remove(self, lease: KeptLease) -> None:
+        lease.scheduled = False
         self._due = [entry for entry in self._due if entry[2] is not lease]
         heapq.heapify(self._due)
 
@@ -88,7 +94,9 @@ class Keeper:
             while self._due:
                 wait = self._due[0][0] - self.clock()
                 if wait <= 0:
-                    return heapq.heappop(self._due)[2]
+                    lease = heapq.heappop(self._due)[2]
+                    lease.scheduled = False
+                    return lease
                 self._wake.wait(wait)
             return None
 
@@ -115,6 +123,8 @@ class KeptLease:
     ) -> None:
         self.id = lease.id
         self.kept = True
+        self.scheduled = False  # the keeper's
+        self._resting = False
         self._etcd = etcd
         self._keeper = keeper or Keeper.of_process()
         self._times = LeaseTimes(sent_at, lease.ttl)
@@ -133,11 +143,16 @@ class KeptLease:
         """The TTL that was granted last, in seconds."""
         return self._times.ttl
 
+    def rest(self) -> None:
+        """Renew no more until `resume()`; costs nothing when that follows soon."""
+        self._resting = True
+
     def resume(self) -> None:
-        """Renew again after `stop()`, the first time at once."""
-        if not self.kept:
-            self.kept = True
-            self._keeper.schedule(self, self._keeper.clock())
+        """Renew again after `rest()`, the first time at once if it was not done just before."""
+        self._resting = False
+        now = self._keeper.clock()
+        due = self._times.resume_at(now)
+        self._keeper.schedule(self, due, hasten=due <= now)
 
     def renew(self, timeout: float) -> None:
         """Renew once now, whether it is kept or not. Raises LeaseLost and EtcdError."""
@@ -154,7 +169,9 @@ class KeptLease:
         self._keeper.cancel(self)
 
     def beat(self, patience: float) -> float | None:
-        """Renew once, in `patience` seconds; when to do it again, or None when there is nothing to keep any more."""
+        """Renew once, in `patience` seconds; when to do it again, or None when there is nothing to keep for now."""
+        if self._resting:
+            return None
         sent_at = self._keeper.clock()
         due = None
         try:
@@ -226,7 +243,7 @@ class Session:
 
     def rest(self) -> None:
         """Stop renewing; the keys live on until the TTL is over, unless it is woken up before."""
-        self._kept.stop()
+        self._kept.rest()
 
     def wake(self) -> None:
         """Renew again after `rest()`."""
@@ -240,7 +257,7 @@ class Session:
     def orphan(self) -> None:
         """Stop renewing without revoking: the keys live on until the TTL is over. Idempotent."""
         self._closed = True
-        self.rest()
+        self._kept.stop()
 
     def close(self, timeout: float | None = None) -> None:
         """Revoke the lease at once, and its keys with it. Idempotent; does nothing in a forked child.
