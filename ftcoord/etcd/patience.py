@@ -15,7 +15,7 @@ T = TypeVar("T")
 LEAST: Final = 2.0
 """Seconds that etcd may take at the least: a short time-out is about the keys, not about the network."""
 ATTEMPT: Final = 2.0
-"""Seconds that one attempt may take at the most; see `settle.SETTLE_AFTER`."""
+"""Seconds that one attempt may take at the most; see `settle.ATTEMPT`."""
 
 
 def persist(attempt: Callable[[float], T], deadline: float, closed: threading.Event) -> T:
