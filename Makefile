@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint benchmark clean
+.PHONY: demo demo-torchft test lint benchmark clean
 
 demo: $(VENV)/.ready
 	$(BIN)/ftcoord demo
 
+demo-torchft: $(VENV)/.torchft
+	$(BIN)/python examples/torchft_demo.py
+
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -20,10 +23,15 @@ benchmark: $(VENV)/.ready
 	$(BIN)/pip install -q python-etcd urllib3
 	$(BIN)/python -m benchmarks.rendezvous --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.store --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.quorum --write docs/benchmarks.md
 
 $(VENV)/.ready: setup.cfg pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c tests/constraints.txt -e '.[torch,test,lint]'
+	touch $@
+
+$(VENV)/.torchft: $(VENV)/.ready
+	$(BIN)/pip install -q -c tests/constraints.txt -e '.[torchft]'
 	touch $@
 
 clean:

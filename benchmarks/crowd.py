@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Final, Generic, TypeVar
 
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.utils.store import barrier
 
 from benchmarks.metrics import AS_ETCD_DOES
-from benchmarks.processes import Processes
+from benchmarks.processes import PROCESSES, Processes, free_port
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
 
 STORES: Final = ("EtcdStore", "TCPStore", "legacy EtcdStore")
 TIMEOUT: Final = timedelta(seconds=120)
-WORK: Final[dict[str, Callable[[Store, str, int], Any]]] = {
-    "add": lambda store, key, count: store.add(key, 1),
-    "wait": lambda store, key, count: store.wait([f"{key}/{number}" for number in range(count)]),
-    "barrier": lambda store, key, count: barrier(store, count, key, TIMEOUT.total_seconds()),
-}
+T = TypeVar("T")
 
 
-def make_store(kind: str, endpoint: str) -> Store:
+def add(store: Store, key: str) -> None:
+    """Add to the same number as all others."""
+    store.add(key, 1)
+
+
+def wait(store: Store, count: int) -> None:
+    """Wait for keys that are there."""
+    store.wait([f"there/{number}" for number in range(count)])
+
+
+def meet(store: Store, key: str, count: int) -> None:
+    """A barrier."""
+    barrier(store, count, key, TIMEOUT.total_seconds())
+
+
+def warm(store: Store) -> None:
+    """The first operation, which connects."""
+    store.set("warm", "x")
+    store.get("warm")
+
+
+def make_store(kind: str, endpoint: str, _number: int = 0) -> Store:
     """A client of the store."""
     if kind == "EtcdStore":
         return EtcdStore(endpoint, "/benchmark/", TIMEOUT)
@@ -46,50 +62,40 @@ def make_store(kind: str, endpoint: str) -> Store:
 def serving(kind: str) -> Iterator[str]:
     """The endpoint of a server for that kind of store."""
     if kind == "TCPStore":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        server = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         yield f"127.0.0.1:{server.port}"
     else:
         with EtcdServer(extra_args=[*AS_ETCD_DOES, "--enable-v2=true"]) as etcd:
             yield etcd.get_endpoint()
 
 
-class Crowd(Processes):
-    """`count` clients, each with a store and a thread of its own; context manager."""
+class Crowd(Processes, Generic[T]):
+    """`count` clients made by `make(number)`, each with a thread of its own; context manager.
 
-    def __init__(self, kind: str, endpoint: str, count: int) -> None:
-        super().__init__(count, _serve, kind, endpoint, count)
+    `warm` is done by each once before the constructor's work is over. What is done must be picklable.
+    """
 
-    def do(self, what: str, key: str) -> float:
+    def __init__(
+        self, make: Callable[[int], T], count: int, warm: Callable[[T], object], processes: int = PROCESSES
+    ) -> None:
+        super().__init__(count, _serve, make, warm, processes=processes)
+
+    def do(self, work: Callable[[T], object]) -> float:
         """All do it once, together: seconds until the last one has."""
         begin = time.monotonic()
-        return float(max(self.ask((what, key)))) - begin
+        return float(max(self.ask(work))) - begin
 
 
-def _serve(pipe: Connection, numbers: Sequence[int], kind: str, endpoint: str, count: int) -> None:
+def _serve(pipe: Connection, numbers: Sequence[int], make: Callable[[int], T], warm: Callable[[T], object]) -> None:
     logging.disable(logging.WARNING)
-    stores = [make_store(kind, endpoint) for _ in numbers]
-    with ThreadPoolExecutor(len(stores)) as pool:
-        list(pool.map(_warm, stores))
+    clients = [make(number) for number in numbers]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        list(pool.map(warm, clients))
         pipe.send(time.monotonic())
         while True:
-            what, key = pipe.recv()
-            list(pool.map(_Work(what, key, count), stores))
+            work = pipe.recv()
+            list(pool.map(work, clients))
             pipe.send(time.monotonic())
-
-
-def _warm(store: Store) -> None:
-    store.set("warm", "x")
-    store.get("warm")
-
-
-class _Work:
-    def __init__(self, what: str, key: str, count: int) -> None:
-        self._what, self._key, self._count = what, key, count
-
-    def __call__(self, store: Store) -> None:
-        WORK[self._what](store, self._key, self._count)
 
 
 def timed(calls: Sequence[Callable[[], object]]) -> list[float]:

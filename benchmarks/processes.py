@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -18,6 +19,12 @@ class BenchmarkError(Exception):
     """A measurement did not come about; the output of the processes says why."""
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 class Processes:
     """`serve(pipe, numbers, *arguments)` in each of a few processes, for its share of `count` clients; context manager.
 
@@ -25,14 +32,14 @@ class Processes:
     is ready, and answers each request once.
     """
 
-    def __init__(self, count: int, serve: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, count: int, serve: Callable[..., None], *arguments: Any, processes: int = PROCESSES) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([serve.__module__])
         self._pipes = []
         self._processes = []
-        for first in range(min(PROCESSES, count)):
+        for first in range(min(processes, count)):
             mine, theirs = context.Pipe()
-            numbers = range(first, count, PROCESSES)
+            numbers = range(first, count, processes)
             process = context.Process(target=serve, args=(theirs, numbers, *arguments), daemon=True)
             process.start()
             theirs.close()

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Final
 
@@ -224,3 +225,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def publish(section: str, target: Path | None) -> None:
+    """Put a section, from its `## ` heading on, in place of the one in `target`, or at the end; or print it."""
+    if target is None:
+        print(section)
+        return
+    text = target.read_text() if target.exists() else ""
+    title = section.partition("\n")[0]
+    before, found, rest = f"\n{text}".partition(f"\n{title}\n")
+    after = rest.partition("\n## ")[1:] if found else ()
+    target.write_text(f"{before[1:]}\n{section}{''.join(after)}")

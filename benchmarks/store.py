@@ -19,15 +19,14 @@ from typing import Final
 
 from torch.distributed import Store
 
-from benchmarks.crowd import STORES, Crowd, make_store, serving, timed
+from benchmarks.crowd import STORES, Crowd, add, make_store, meet, serving, timed, wait, warm
 from benchmarks.metrics import AS_ETCD_DOES
-from benchmarks.report import table
+from benchmarks.report import publish, table
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.server import EtcdServer
 
 OURS, RIVAL, LEGACY = STORES
-TITLE: Final = "\n## The store\n"
-VALUE: Final = b"x" * 64
+VALUE: Final = "x" * 64
 ALONE: Final = ("set", "get", "add", "multi_get of 64", "wait of 64 keys")
 TOGETHER: Final = ("get of a key that arrives later", "16 adders", "64 adders", "64 wait for 64 keys", "barrier of 64")
 
@@ -84,21 +83,23 @@ def measure_together(kind: str, repeat: int) -> Row:
     times: Row = {}
     with serving(kind) as endpoint:
         for count in (16, 64):
-            with Crowd(kind, endpoint, count) as crowd:
-                times[f"{count} adders"] = median(crowd.do("add", f"n/{count}/{i}") for i in range(repeat))
+            with Crowd(partial(make_store, kind, endpoint), count, warm) as crowd:
+                times[f"{count} adders"] = median(crowd.do(partial(add, key=f"n/{count}/{i}")) for i in range(repeat))
                 if count == 64:
                     store = make_store(kind, endpoint)
                     for number in range(count):
                         store.set(f"there/{number}", VALUE)
-                    times["64 wait for 64 keys"] = median(crowd.do("wait", "there") for _ in range(repeat))
-                    times["barrier of 64"] = median(crowd.do("barrier", f"b/{i}") for i in range(repeat))
+                    times["64 wait for 64 keys"] = median(crowd.do(partial(wait, count=count)) for _ in range(repeat))
+                    times["barrier of 64"] = median(
+                        crowd.do(partial(meet, key=f"b/{i}", count=count)) for i in range(repeat)
+                    )
     return times
 
 
 def measure_raw(repeat: int) -> float:
     """One transaction that puts one key, through ftcoord's client."""
     with EtcdServer(extra_args=AS_ETCD_DOES) as server, server.get_client() as client:
-        put = partial(client.txn, (), [Put("/benchmark", VALUE)])
+        put = partial(client.txn, (), [Put("/benchmark", VALUE.encode())])
         timed([put] * 3)
         return median(timed([put] * repeat))
 
@@ -120,7 +121,8 @@ def run(repeat: int, crowd_repeat: int) -> str:
     contended = min(legacy[name] / ours[name] for name in ("16 adders", "64 adders", "barrier of 64"))
     least = min(legacy[name] / ours[name] for name in ours)
     growth = ours["64 adders"] / ours["16 adders"]
-    return f"""{TITLE}
+    return f"""## The store
+
 Written by `python -m benchmarks.store --write docs/benchmarks.md`. Medians in ms of {TURNS} turns, values of 64 bytes;
 all on one host, over loopback, each store with a fresh server in each turn. A raw transaction that puts one key took
 {1000 * raw:.3f} ms.
@@ -140,12 +142,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="report whose section to replace; default: print it")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    text = run(options.repeat, options.crowd_repeat)
-    if options.write is None:
-        print(text)
-    else:
-        before = options.write.read_text().partition(TITLE)[0] if options.write.exists() else ""
-        options.write.write_text(before + text)
+    publish(run(options.repeat, options.crowd_repeat), options.write)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from ftcoord import __version__
-from ftcoord.errors import FtcoordError
+from ftcoord.errors import EtcdError, FtcoordError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +41,11 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--port", type=int, default=2379, help="the port to serve on (default: 2379; 0: a free one)")
     server.add_argument("--data-dir", help="keep the data here (default: a temporary folder, removed at the end)")
     server.set_defaults(run=_server)
+
+    gateway = commands.add_parser("gateway", help="serve torchft's lighthouse protocol from etcd until Ctrl-C")
+    gateway.add_argument("--etcd", required=True, metavar="ADDRESS", help="etcd://h1:2379,h2:2379/job?min_replicas=2")
+    gateway.add_argument("--listen", default="127.0.0.1:29510", help="where to serve (default: 127.0.0.1:29510)")
+    gateway.set_defaults(run=_gateway)
     return parser
 
 
@@ -68,6 +73,23 @@ def _server(options: argparse.Namespace) -> int:
         if not ended.is_set():
             print("ftcoord: etcd has ended by itself", file=sys.stderr)
     return 0 if ended.is_set() else 1
+
+
+def _gateway(options: argparse.Namespace) -> int:
+    from ftcoord.coordination import Gateway
+
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    with Gateway(options.etcd, options.listen) as gateway:
+        print(f"gateway serves on {gateway.address()}; Ctrl-C ends it", flush=True)
+        print(f"TORCHFT_LIGHTHOUSE={gateway.address()}", flush=True)
+        try:
+            gateway.check(timeout=5)
+        except EtcdError as error:
+            print(f"ftcoord: replicas will wait until etcd can be reached: {error}", file=sys.stderr)
+        ended.wait()
+    return 0
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -42,7 +42,7 @@ class StateError(FtcoordError):
 
 
 class ServerError(FtcoordError, RuntimeError):
-    """An embedded etcd could not be found, started or reached."""
+    """A server of ours (an embedded etcd, a gateway) could not be found, started or reached."""
 
 
 class EtcdError(FtcoordError):
@@ -108,3 +108,15 @@ class LeaseLost(EtcdError):
 
 class RoundOver(FtcoordError):
     """A store belongs to a round that a newer round has replaced; its writes are refused for good."""
+
+
+class NotInQuorum(FtcoordError, LookupError):
+    """A replica has no seat in the quorum that it was given, so there is no rank for it. Ask for the next quorum.
+
+    Args:
+        replica_id: the replica that was looked up. The message is torchft's own: its users search for it.
+    """
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(f"replica {replica_id} not participating in returned quorum")
+        self.replica_id = replica_id

@@ -14,7 +14,8 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Compare, Etcd, Get, KeyValue, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.group import Group, Publish, View, Wait
+from ftcoord.etcd.deciding import Publish, View, Wait
+from ftcoord.etcd.group import Group
 from ftcoord.etcd.session import Session
 
 CALL_TIMEOUT = 5.0

@@ -96,8 +96,8 @@ class Node:
         """Take part no more, as if nothing from here reached etcd: the lease is not renewed."""
         member = self.handler._member
         if member is not None:
-            member._group.close()
-            member._session.orphan()
+            member.group.close()
+            member.session.orphan()
 
     def crash(self) -> None:
         """Stop like a process that was killed: nothing is given up, the lease is just not renewed any more."""

@@ -14,6 +14,8 @@ RENEW_AFTER: Final = 1 / 3
 """The part of the TTL after which a lease is renewed."""
 TRUST_FOR: Final = 2 / 3
 """The part of the TTL for which an acknowledged renewal is trusted; the rest is margin for slow clocks."""
+FRESH_FOR: Final = 1 / 10
+"""The part of the TTL for which a lease that was renewed is as good as new."""
 RETRY_BETWEEN: Final = (0.1, 1.0)
 """Seconds between two tries when a renewal failed, at the least and at the most."""
 
@@ -54,6 +56,10 @@ class LeaseTimes:
             return self.sent_at + self.ttl * RENEW_AFTER
         shortest, longest = RETRY_BETWEEN
         return tried_at + min(max((self.trusted_until - tried_at) / 2, shortest), longest)
+
+    def resume_at(self, now: float) -> float:
+        """When to send the next renewal of a lease that is wanted again: at once, unless it is fresh."""
+        return self.renew_at() if now - self.sent_at < self.ttl * FRESH_FOR else now
 
     def patience(self, now: float) -> float:
         """Seconds that a renewal sent now may take: while there is trust left, only until that ends."""

@@ -10,15 +10,10 @@ Parsing is strict: what does not fit raises StateError naming the key, and is ne
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Final
 
-from ftcoord.errors import StateError
-
-VERSION: Final = 1
-LARGEST: Final = 2**63 - 1
-"""Of the numbers in a record."""
+from ftcoord.core.strict import build, build_each, dump, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,55 +110,16 @@ def store_prefix(prefix: str, number: int) -> str:
 
 def encode(record: Ask | Round) -> bytes:
     """The record as JSON, with the layout's version."""
-    return json.dumps({"v": VERSION, **asdict(record)}, separators=(",", ":"), sort_keys=True).encode()
+    return dump(record)
 
 
 def parse_ask(key: str, value: bytes) -> Ask:
     """Raises StateError."""
-    return _build(Ask, key, _object(key, value))
+    return build(Ask, key, load(key, value))
 
 
 def parse_round(key: str, value: bytes) -> Round:
     """Raises StateError."""
-    raw = _object(key, value)
-    return _build(Round, key, {**raw, "seats": _list(Seat, key, raw, "seats"), "away": _list(Away, key, raw, "away")})
-
-
-Record = TypeVar("Record", Ask, Seat, Away, Round)
-_TYPES: Final = {"str": str, "int": int, "tuple[Seat, ...]": tuple, "tuple[Away, ...]": tuple}
-_FIELDS: Final[dict[type, dict[str, type]]] = {
-    kind: {one.name: _TYPES[str(one.type)] for one in fields(kind)} for kind in (Ask, Seat, Away, Round)
-}
-
-
-def _object(key: str, value: bytes) -> dict[str, Any]:
-    try:
-        raw = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise StateError(key, "does not hold JSON, so it is not ftcoord's") from error
-    if not isinstance(raw, dict):
-        raise StateError(key, "does not hold a JSON object, so it is not ftcoord's")
-    version = raw.pop("v", None)
-    if type(version) is not int or version != VERSION:
-        raise StateError(
-            key, f"has layout version {version!r}, and this ftcoord reads {VERSION}: use one release in all of a job"
-        )
-    return raw
-
-
-def _list(kind: type[Record], key: str, raw: dict[str, Any], name: str) -> tuple[Record, ...]:
-    items = raw.get(name)
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise StateError(key, f"has no list of {name}")
-    return tuple(_build(kind, key, item) for item in items)
-
-
-def _build(kind: type[Record], key: str, raw: dict[str, Any]) -> Record:
-    wanted = _FIELDS[kind]
-    if raw.keys() != wanted.keys():
-        odd = ", ".join(sorted(raw.keys() ^ wanted.keys()))
-        raise StateError(key, f"does not have the fields of a {kind.__name__} (differing: {odd})")
-    for name, value in raw.items():
-        if type(value) is not wanted[name] or (type(value) is int and abs(value) > LARGEST):
-            raise StateError(key, f"has a {name} that is no {wanted[name].__name__}")
-    return kind(**raw)
+    raw = load(key, value)
+    lists = {"seats": build_each(Seat, key, raw, "seats"), "away": build_each(Away, key, raw, "away")}
+    return build(Round, key, {**raw, **lists})

@@ -183,6 +183,12 @@ class Watch(Protocol):
         """Stop it; idempotent. Nothing is delivered after this returns, but for a call already under way."""
 
 
+class Renews(Protocol):
+    """Keeps leases alive: the part of `Etcd` that a kept lease needs."""
+
+    def renew(self, lease_id: int, *, timeout: float | None = None) -> int: ...
+
+
 class Etcd(Protocol):
     """The door to etcd. Every call has a deadline, is linearizable, and raises the EtcdError family:
     EtcdUnavailable when it had no effect, OutcomeUnknown when a write may have had one."""

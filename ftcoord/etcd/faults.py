@@ -7,8 +7,6 @@ trouble with a write is `OutcomeUnknown`. (Compare `isSafeRetryMutableRPC` in et
 
 from __future__ import annotations
 
-import grpc
-
 from ftcoord.errors import (
     EtcdAuthError,
     EtcdError,
@@ -18,6 +16,7 @@ from ftcoord.errors import (
     OutcomeUnknown,
     RequestRefused,
 )
+from ftcoord.etcd.quiet import grpc
 
 _NEVER_LEFT = ("failed to connect to all addresses", "DNS resolution failed", "Name resolution failed")
 _NOT_PROPOSED = ("etcdserver: no leader", "etcdserver: too many requests", "etcdserver: rpc not supported for learner")

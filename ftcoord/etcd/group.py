@@ -18,12 +18,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 from ftcoord.errors import EtcdError, LeaseLost, StateError
 from ftcoord.etcd.api import Began, Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
+from ftcoord.etcd.deciding import Policy, Publish, View, Wait
 from ftcoord.etcd.mirror import Mirror, Posted
 from ftcoord.etcd.session import Clock, KeptLease, Session
 from ftcoord.etcd.settle import Settled, write_once
@@ -32,56 +32,6 @@ log = logging.getLogger(__name__)
 
 RETRY: Final = 0.5
 """Seconds until a step that failed is tried again."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """A decision: the new record, and what to write and delete in the same transaction.
-
-    `value` must differ from every value that was ever published before in this group.
-    """
-
-    value: bytes
-    reason: str
-    puts: Mapping[str, bytes] = field(default_factory=dict)
-    deletes: Sequence[Span] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing to decide yet: why, and the time (on the group's clock) at which to ask again whatever happens."""
-
-    reason: str
-    until: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the decider sees. All times are on its own clock, from when it saw the thing, never from another host.
-
-    Args:
-        members: the live members' keys, oldest first.
-        seen: for each key, when its present value was first seen.
-        changed_at: when any member last came, changed or went.
-        decided: the decided record, also when its key has `vanished` from etcd since.
-        decided_at: when it was first seen.
-    """
-
-    members: tuple[KeyValue, ...]
-    seen: Mapping[str, float]
-    changed_at: float
-    decided: KeyValue | None
-    decided_at: float
-    vanished: bool
-
-
-class Policy(Protocol):
-    """The pure part: what to decide."""
-
-    def decide(self, view: View, me: str, now: float) -> Publish | Wait: ...
-
 
 Listener: TypeAlias = Callable[[KeyValue | None], None]
 
@@ -127,6 +77,7 @@ class Group:
         self._seen: dict[str, tuple[int, float]] = {}
         self._record_lease: KeptLease | None = None
         self._said = ""
+        self._hurried = False
         self._writing = threading.Lock()
         self._begun = 0
         self._checked = 1
@@ -137,6 +88,17 @@ class Group:
     def decided(self) -> KeyValue | None:
         """The last decided record that is known here."""
         return self._known
+
+    @property
+    def entered(self) -> bool:
+        """Whether this member has its key."""
+        return self._mine is not None
+
+    def hurry(self, on: bool) -> None:
+        """Decide too, though an older member lives, until told otherwise: that one may be stuck. Harmless."""
+        if self._hurried != on:
+            self._hurried = on
+            self._inbox.put(None)
 
     def prepare(self, timeout: float) -> None:
         """Begin the watch that `enter()` needs, in `timeout` seconds. Raises EtcdError, and may then be repeated."""
@@ -251,6 +213,7 @@ class Group:
             self._note_decided()
         if self._checked < self._begun:
             self._check_mine()
+        self._see_to_hurry()
         if self._members is None:
             self._look_ahead()
         if self._members is not None and not self._members.synced:
@@ -260,6 +223,14 @@ class Group:
             return None  # what is missing is on its way to the inbox
         self._keep_record()
         return self._decide(self._members)
+
+    def _see_to_hurry(self) -> None:
+        if self._hurried and self._members is None:
+            self._members = Mirror(self._etcd, self._members_span, self._post)
+        elif not self._hurried and self._members is not None and self._ahead is not None:
+            self._members.close()
+            self._members = None
+            self._drop_record_lease()
 
     def _check_mine(self) -> None:
         """Put this member's key back if etcd has lost it: while it was away, or because somebody deleted it."""

@@ -14,8 +14,8 @@ from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
 T = TypeVar("T")
 LEAST: Final = 2.0
 """Seconds that etcd may take at the least: a short time-out is about the keys, not about the network."""
-ATTEMPT: Final = 5.0
-"""Seconds that one attempt may take at the most."""
+ATTEMPT: Final = 2.0
+"""Seconds that one attempt may take at the most; see `settle.ATTEMPT`."""
 
 
 def persist(attempt: Callable[[float], T], deadline: float, closed: threading.Event) -> T:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
 from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost
-from ftcoord.etcd.api import Etcd, Lease
+from ftcoord.etcd.api import Etcd, Lease, Renews
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +47,30 @@ class Keeper:
                 cls._instance = cls()
             return cls._instance
 
-    def schedule(self, lease: KeptLease, due: float) -> None:
-        """Call `lease.beat()` at `due`, unless it was stopped."""
+    def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
+        """Call `lease.beat()` at `due`, unless it was stopped. One that is scheduled stays so, but for
+        `hasten`."""
         with self._wake:
-            if lease.kept:
-                heapq.heappush(self._due, (due, next(self._order), lease))
-                self._start()
+            if not lease.kept or (lease.scheduled and not hasten):
+                return
+            if lease.scheduled:
+                self._remove(lease)
+            lease.scheduled, entry = True, (due, next(self._order), lease)
+            heapq.heappush(self._due, entry)
+            self._start()
+            if self._due[0] is entry:  # waking the thread costs more than all the rest of this
                 self._wake.notify()
 
     def cancel(self, lease: KeptLease) -> None:
         """Forget a lease that was stopped; a beat under way is its last."""
         with self._wake:
-            self._due = [entry for entry in self._due if entry[2] is not lease]
-            heapq.heapify(self._due)
+            self._remove(lease)
             self._wake.notify()
+
+    def _remove(self, lease: KeptLease) -> None:
+        lease.scheduled = False
+        self._due = [entry for entry in self._due if entry[2] is not lease]
+        heapq.heapify(self._due)
 
     def _start(self) -> None:
         if self._thread is None and self._due:
@@ -84,7 +94,9 @@ class Keeper:
             while self._due:
                 wait = self._due[0][0] - self.clock()
                 if wait <= 0:
-                    return heapq.heappop(self._due)[2]
+                    lease = heapq.heappop(self._due)[2]
+                    lease.scheduled = False
+                    return lease
                 self._wake.wait(wait)
             return None
 
@@ -101,16 +113,18 @@ class KeptLease:
     """A lease that is renewed until `stop()`, with what is known of it.
 
     Args:
-        etcd: the door to etcd.
+        etcd: what renews it.
         lease: the lease; `sent_at` is when its grant or last renewal was sent, on the keeper's clock.
         listener: called on the keeper's thread at each change of state; must not block.
     """
 
     def __init__(
-        self, etcd: Etcd, lease: Lease, sent_at: float, listener: Listener | None = None, keeper: Keeper | None = None
+        self, etcd: Renews, lease: Lease, sent_at: float, listener: Listener | None = None, keeper: Keeper | None = None
     ) -> None:
         self.id = lease.id
         self.kept = True
+        self.scheduled = False  # the keeper's
+        self._resting = False
         self._etcd = etcd
         self._keeper = keeper or Keeper.of_process()
         self._times = LeaseTimes(sent_at, lease.ttl)
@@ -129,6 +143,22 @@ class KeptLease:
         """The TTL that was granted last, in seconds."""
         return self._times.ttl
 
+    def rest(self) -> None:
+        """Renew no more until `resume()`; costs nothing when that follows soon."""
+        self._resting = True
+
+    def resume(self) -> None:
+        """Renew again after `rest()`, the first time at once if it was not done just before."""
+        self._resting = False
+        now = self._keeper.clock()
+        due = self._times.resume_at(now)
+        self._keeper.schedule(self, due, hasten=due <= now)
+
+    def renew(self, timeout: float) -> None:
+        """Renew once now, whether it is kept or not. Raises LeaseLost and EtcdError."""
+        sent_at = self._keeper.clock()
+        self._times = LeaseTimes(sent_at, self._etcd.renew(self.id, timeout=timeout))
+
     def revoked(self) -> None:
         """Note that the owner has given the lease up."""
         self._lost = True
@@ -139,7 +169,9 @@ class KeptLease:
         self._keeper.cancel(self)
 
     def beat(self, patience: float) -> float | None:
-        """Renew once, in `patience` seconds; when to do it again, or None when there is nothing to keep any more."""
+        """Renew once, in `patience` seconds; when to do it again, or None when there is nothing to keep for now."""
+        if self._resting:
+            return None
         sent_at = self._keeper.clock()
         due = None
         try:
@@ -208,6 +240,19 @@ class Session:
     @property
     def state(self) -> SessionState:
         return self._kept.state
+
+    def rest(self) -> None:
+        """Stop renewing; the keys live on until the TTL is over, unless it is woken up before."""
+        self._kept.rest()
+
+    def wake(self) -> None:
+        """Renew again after `rest()`."""
+        if not self._closed:
+            self._kept.resume()
+
+    def renew(self, timeout: float) -> None:
+        """Renew once now. Raises LeaseLost when it is too late, and EtcdError."""
+        self._kept.renew(timeout)
 
     def orphan(self) -> None:
         """Stop renewing without revoking: the keys live on until the TTL is over. Idempotent."""

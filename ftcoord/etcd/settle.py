@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
+from ftcoord.etcd.patience import repeat
 
 log = logging.getLogger(__name__)
+
+ATTEMPT: Final = 1.5
+"""Seconds after which an answer counts as lost. A leader that dies takes with it what was proposed to it, and etcd says
+so to the client only after 7 s; by now there is a new one."""
+LEAST: Final = 0.05
+"""Seconds that a try may take in any case."""
+PATIENCE: Final = 5.0
+"""Seconds that a write may take, where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +47,38 @@ def write_once(
     """Write `put` if its key is still at mod revision `expected` (0: absent) and the other `guards` hold.
 
     `also` is done in the same transaction; `reads` are answered at its revision, whether it wrote or not.
-    When the answer is lost, the same transaction is sent once more: its guard lets it happen only once, and the
-    value, which must be unlike all others ever written to the key, tells whether the first one did.
+    When the answer is lost, the same transaction is sent again: its guard lets it happen only once, and the value,
+    which must be unlike all others ever written to the key, tells whether an earlier one did.
 
-    Raises OutcomeUnknown when there is no second answer either, and what `Etcd.txn` raises. Takes `timeout` seconds
-    for each of the two.
+    Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds, and
+    what else `Etcd.txn` raises.
     """
     compares = [unchanged(put.key, expected), *guards]
     look = [Get(Span(put.key)), *reads]
     success, failure = [put, *also, *look], look
+    deadline = time.monotonic() + (PATIENCE if timeout is None else timeout)
+    lost: list[OutcomeUnknown] = []
+
+    def attempt() -> TxnResult:
+        try:
+            left = max(deadline - time.monotonic(), LEAST)
+            return etcd.txn(compares, success, failure, timeout=min(left, ATTEMPT))
+        except OutcomeUnknown as error:
+            log.debug("settling a write of %s: %s", put.key, error)
+            lost.append(error)
+            raise
+
     try:
-        result = etcd.txn(compares, success, failure, timeout=timeout)
-    except OutcomeUnknown as error:
-        log.debug("settling a write of %s: %s", put.key, error)
-        result = _again(lambda: etcd.txn(compares, success, failure, timeout=timeout))
+        result = repeat(attempt, (EtcdUnavailable, OutcomeUnknown), deadline, threading.Event())
+    except EtcdUnavailable as error:
+        if not lost:
+            raise
+        raise OutcomeUnknown(f"a write was not answered, and then: {error}") from error
     first = len(success) - len(look) if result.succeeded else 0
     kv = result.range(first).one
     done = kv is not None and kv.value == put.value
     answers = tuple(result.range(first + 1 + i) for i in range(len(reads)))
     return Settled(done, kv, answers, result.revision)
-
-
-def _again(txn: Callable[[], TxnResult]) -> TxnResult:
-    """The second try: that it never left does not mean that the first one had no effect."""
-    try:
-        return txn()
-    except EtcdUnavailable as error:
-        raise OutcomeUnknown(f"a write was not answered, and then: {error}") from error
 
 
 def amend(etcd: Etcd, key: str, ttl: int, change: Callable[[KeyValue | None], bytes | None], timeout: float) -> None:

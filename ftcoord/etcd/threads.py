@@ -1,8 +1,8 @@
-"""The threads that gRPC runs for a stream, which a process must not outrun when it ends.
+"""The threads that are in gRPC, which a process must not outrun when it ends.
 
 gRPC gives each stream a daemon thread that sends, and one that receives. At its end Python stops daemon threads
 wherever they are, also while they hold the lock of their stream; the finalizer of that stream then waits for the lock
-for ever, and the process with it.
+for ever, and the process with it. Threads of ours that are in a call are stopped within gRPC's native code.
 """
 
 from __future__ import annotations
@@ -10,18 +10,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class StreamThreads:
-    """gRPC's threads for the streams of one client. They make themselves known when they run something of ours."""
+class GrpcThreads:
+    """Who is in gRPC for one client. gRPC's own threads make themselves known when they run something of ours."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._unknown = 0
+        self._calls = self._unknown = 0
         self._known: set[threading.Thread] = set()
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around each call that waits for its answer."""
+        with self._changed:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
 
     def noted(self, requests: Iterator[T]) -> Iterator[T]:
         """`requests`, to be given to a stream that is `expect()`ed: noting the thread that sends them."""
@@ -37,10 +50,10 @@ class StreamThreads:
                 self._unknown += 1
 
     def join(self, timeout: float) -> None:
-        """Wait until the threads of all streams, which must be ended, have ended too; for `timeout` seconds at most."""
+        """Wait until nobody is in gRPC any more, all calls being cancelled; for `timeout` seconds at most."""
         deadline = time.monotonic() + timeout
         with self._changed:
-            self._changed.wait_for(lambda: self._unknown <= 0, timeout)
+            self._changed.wait_for(lambda: self._unknown <= 0 and not self._calls, timeout)
             known = self._known - {threading.current_thread()}
         for thread in known:
             thread.join(max(deadline - time.monotonic(), 0))

@@ -12,29 +12,10 @@ from typing import Any
 
 from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError
-from ftcoord.etcd import wire
-
-
-@contextmanager
-def _quiet_grpc() -> Iterator[None]:
-    """gRPC writes log lines of its own to the user's terminal unless this variable tells it not to. It reads it when
-    it is loaded (or, in older releases, with the first channel); nobody else shall find it in the environment."""
-    if "GRPC_VERBOSITY" in os.environ:
-        yield
-        return
-    os.environ["GRPC_VERBOSITY"] = "NONE"
-    try:
-        yield
-    finally:
-        os.environ.pop("GRPC_VERBOSITY", None)
-
-
-with _quiet_grpc():
-    import grpc
-
-from ftcoord.etcd import faults
+from ftcoord.etcd import faults, wire
 from ftcoord.etcd.patience import repeat
-from ftcoord.etcd.threads import StreamThreads
+from ftcoord.etcd.quiet import grpc, quiet_grpc
+from ftcoord.etcd.threads import GrpcThreads
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +65,11 @@ class Transport:
         # Read now: a failover must not fail because a file has gone meanwhile.
         self._tls_credentials = _credentials(config.tls) if config.tls else None
         self._index = 0
-        with _quiet_grpc():
+        with quiet_grpc():
             self._members = {0: self._new_member(0)}
         self._token: str | None = None
         self._token_lock = threading.Lock()
-        self._threads = StreamThreads()
+        self._threads = GrpcThreads()
         self.closed = threading.Event()
 
     def member(self) -> Member:
@@ -169,7 +150,7 @@ class Transport:
             member.channel.close()
 
     def join(self, timeout: float) -> None:
-        """Wait until gRPC's threads are done with the streams of a closed transport."""
+        """Wait until the calls and streams of a closed transport have ended."""
         self._threads.join(timeout)
 
     def _retry(self, attempt: Callable[[float], Any], timeout: float | None) -> Any:
@@ -219,7 +200,8 @@ class Transport:
     def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
         """Raises ftcoord's exceptions in place of gRPC's."""
         try:
-            yield
+            with self._threads.calling():
+                yield
         except grpc.RpcError as error:
             if faults.blames_member(error):
                 self.blame(member)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-import grpc
 import tenacity
 
 from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
 from ftcoord.etcd import faults, wire
 from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
+from ftcoord.etcd.quiet import grpc
 from ftcoord.etcd.transport import CLOSED, Transport
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,6 @@
 """The part of etcd's public v3 API that ftcoord uses, as protobuf messages declared at run time.
 
-Only field numbers, types and method paths go over the wire, so the messages live in a private descriptor
-pool under a package of our own: no generated code that ties users to one protobuf release, and no clash
-with another etcd client in the same process. Numbers are those of etcd's `rpc.proto` and `kv.proto`
-(https://etcd.io/docs/v3.5/dev-guide/api_reference_v3/).
+Numbers are those of etcd's `rpc.proto` and `kv.proto` (https://etcd.io/docs/v3.5/dev-guide/api_reference_v3/).
 """
 
 from __future__ import annotations
@@ -11,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from ftcoord.etcd.protobuf import declare
 
-_PACKAGE: Final = "ftcoord.etcdv3"
-
-# message: "name number type" for each field; `*` repeats it, `?group` puts it into a oneof.
 _MESSAGES: Final[dict[str, str]] = {
     "Header": "cluster_id 1 uint64, member_id 2 uint64, revision 3 int64, raft_term 4 uint64",
     "KeyValue": "key 1 bytes, create_revision 2 int64, mod_revision 3 int64, version 4 int64, value 5 bytes,"
@@ -70,47 +64,7 @@ COMPARE_FIELD: Final = {
     "lease": "lease",
 }
 
-_Field = descriptor_pb2.FieldDescriptorProto
-_SCALARS: Final = {
-    "bytes": _Field.TYPE_BYTES,
-    "string": _Field.TYPE_STRING,
-    "bool": _Field.TYPE_BOOL,
-    "int32": _Field.TYPE_INT32,  # enums are varints too, and open: an unknown number survives
-    "int64": _Field.TYPE_INT64,
-    "uint64": _Field.TYPE_UINT64,
-}
-
-
-def _add_field(message: descriptor_pb2.DescriptorProto, spec: str) -> None:
-    name, number, kind = spec.split()
-    kind, _, group = kind.partition("?")
-    field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
-    if kind.endswith("*"):
-        kind, field.label = kind[:-1], _Field.LABEL_REPEATED
-    if kind in _SCALARS:
-        field.type = _SCALARS[kind]
-    else:
-        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
-    if group:
-        if not message.oneof_decl:
-            message.oneof_decl.add(name=group)
-        field.oneof_index = 0
-
-
-def _declare() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="ftcoord/etcdv3.proto", package=_PACKAGE, syntax="proto3")
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for spec in filter(None, fields.split(",")):
-            _add_field(message, spec)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES
-    }
-
-
-_CLASSES: Final = _declare()
+_CLASSES: Final = declare("ftcoord.etcdv3", _MESSAGES)
 
 
 def message(name: str) -> Any:

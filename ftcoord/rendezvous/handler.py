@@ -40,13 +40,15 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ftcoord.core import records
 from ftcoord.core.records import Ask, Round
+from ftcoord.core.rendezvous import Options
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.membership import Membership
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.etcd.settle import amend
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
-from ftcoord.rendezvous.membership import Membership
+from ftcoord.rendezvous.policy import RendezvousPolicy
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions
 from ftcoord.store import EtcdStore
@@ -82,7 +84,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
         self._node = uuid.uuid4().hex
         self._changed = threading.Condition()
-        self._member: Membership | None = None
+        self._member: Membership[Round] | None = None
         self._round: Round | None = None
         self._store: EtcdStore | None = None
         self._tcp_store: TCPStore | None = None
@@ -142,7 +144,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def is_closed(self) -> bool:
         """Whether the run is over; from memory once this node knows of a round."""
         with self._recorded("is_closed"):
-            known = (self._member.round if self._member else None) or self._read_round()
+            known = (self._member.record if self._member else None) or self._read_round()
         return known is not None and bool(known.closed)
 
     def set_closed(self) -> None:
@@ -198,7 +200,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             finally:
                 reservation.release()
 
-    def _enter(self, port: int, after: int, deadline: float) -> Membership:
+    def _enter(self, port: int, after: int, deadline: float) -> Membership[Round]:
         """Ask for a round, as a new incarnation if the last one lost its lease."""
         ask = Ask(self._node, self._address, port, after, self.host, uuid.uuid4().hex)
         retrying = tenacity.Retrying(
@@ -213,16 +215,33 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._abandon()
             raise RendezvousConnectionError(f"could not join run {self._settings.run_id!r}: {error}") from error
 
-    def _try_to_enter(self, ask: Ask) -> Membership:
+    def _try_to_enter(self, ask: Ask) -> Membership[Round]:
         member = self._new_member() if self._member is None or self._member.lost else self._member
-        member.ask(ask)
+        member.enter(records.encode(ask))
         return member
 
-    def _new_member(self) -> Membership:
-        self._member = Membership(self._etcd, self._settings, self._changed)
+    def _new_member(self) -> Membership[Round]:
+        settings = self._settings
+        options = Options(
+            settings.min_nodes,
+            settings.max_nodes,
+            settings.last_call_timeout,
+            settings.settle_timeout,
+            settings.on_member_loss == "restart",
+        )
+        self._member = Membership(
+            self._etcd,
+            settings.prefix,
+            RendezvousPolicy(settings.prefix, options),
+            records.parse_round,
+            self._changed,
+            ttl=settings.lease_ttl,
+            record_ttl=settings.run_ttl,
+            timeout=settings.request_timeout,
+        )
         return self._member
 
-    def _await_round(self, member: Membership, after: int, deadline: float) -> Round | None:
+    def _await_round(self, member: Membership[Round], after: int, deadline: float) -> Round | None:
         """The next round that has a seat for us; None when the lease was lost meanwhile."""
         with self._changed:
             first_look = True
@@ -247,19 +266,19 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._left:
             raise RendezvousClosedError("this handler was shut down; make a new one")
 
-    def _judge(self, member: Membership, after: int, late: bool) -> Round | None:
+    def _judge(self, member: Membership[Round], after: int, late: bool) -> Round | None:
         if member.problem is not None:
             raise RendezvousStateError(str(member.problem))
-        now = member.round
+        now = member.record
         if now is None:
             return None
         if now.closed:
             self._raise_closed(now, spare=not late and bool(now.seats) and now.rank_of(member.id) is None)
         return now if now.number > after and now.rank_of(member.id) is not None else None
 
-    def _is_spare(self, member: Membership) -> bool:
+    def _is_spare(self, member: Membership[Round]) -> bool:
         """Others run without us: we may wait for ever."""
-        now = member.round
+        now = member.record
         return now is not None and bool(now.seats) and not now.recalled and now.rank_of(member.id) is None
 
     def _give_up(self) -> NoReturn:
@@ -288,7 +307,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
-    def _begin_round(self, member: Membership, round_: Round, reservation: Reservation) -> int:
+    def _begin_round(self, member: Membership[Round], round_: Round, reservation: Reservation) -> int:
         rank = round_.rank_of(member.id)
         assert rank is not None
         if rank == 0 and self.use_agent_store:
@@ -297,7 +316,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._store = EtcdStore(
             self._etcd,
             records.store_prefix(prefix, round_.number),
-            lease=member.round_lease,
+            lease=member.record_lease,
             fence=records.round_key(prefix, round_.number),
         )
         self._round = round_
@@ -368,9 +387,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         )
 
 
-def _call_back(member: Membership, mine: Round) -> tuple[int, str]:
+def _call_back(member: Membership[Round], mine: Round) -> tuple[int, str]:
     """How many nodes wait for a participant of `mine` to come back for another round, and why; 0 if none."""
-    now = member.round
+    now = member.record
     if member.lost:
         return 1, "this node's lease expired"
     if now is None or now.closed:

@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 from ftcoord.core import records
-from ftcoord.core.records import Ask
 from ftcoord.core.rendezvous import Decision, Member, Options, Situation, decide
-from ftcoord.errors import StateError
-from ftcoord.etcd.api import KeyValue, Span
-from ftcoord.etcd.group import Publish, View, Wait
-
-log = logging.getLogger(__name__)
+from ftcoord.etcd.api import Span
+from ftcoord.etcd.deciding import Publish, View, Wait
+from ftcoord.etcd.readings import Reading, Readings
 
 
 class RendezvousPolicy:
-    """Decides the rounds of one run. Implements `ftcoord.etcd.group.Policy`."""
+    """Decides the rounds of one run. Implements `ftcoord.etcd.deciding.Policy`."""
 
     def __init__(self, prefix: str, options: Options) -> None:
         self._prefix = prefix
         self._options = options
-        self._read: dict[str, tuple[int, Ask | None]] = {}
+        self._readings = Readings(records.parse_ask)
+        self._decided = Reading(records.parse_round)
 
     def decide(self, view: View, me: str, now: float) -> Publish | Wait:
         """Raises StateError when the decided record is not ours to read."""
-        previous = records.parse_round(view.decided.key, view.decided.value) if view.decided else None
-        self._read = {kv.key: self._ask(kv) for kv in view.members}
+        previous = self._decided.of(view.decided) if view.decided else None
         members = [
-            Member(kv.key.rpartition("/")[2], ask, view.seen[kv.key])
-            for kv in view.members
-            if (ask := self._read[kv.key][1]) is not None
+            Member(kv.key.rpartition("/")[2], ask, view.seen[kv.key]) for kv, ask in self._readings.of(view.members)
         ]
         situation = Situation(members, view.changed_at, previous, view.decided_at, view.vanished)
         verdict = decide(situation, self._options, now)
         if isinstance(verdict, Decision):
             return self._publish(verdict, previous, me)
         return Wait(verdict.reason, verdict.until)
-
-    def _ask(self, kv: KeyValue) -> tuple[int, Ask | None]:
-        """What a member asks, read once. A key that is not a member's is left alone, and said once."""
-        known = self._read.get(kv.key)
-        if known is not None and known[0] == kv.mod_revision:
-            return known
-        try:
-            return kv.mod_revision, records.parse_ask(kv.key, kv.value)
-        except StateError as error:
-            log.warning("not counted as a member: %s", error)
-            return kv.mod_revision, None
 
     def _publish(self, decision: Decision, previous: records.Round | None, me: str) -> Publish:
         """A new round opens its store and ends that of the round before, in the same transaction."""

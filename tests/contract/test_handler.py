@@ -33,7 +33,7 @@ SHORT = timedelta(milliseconds=200)
 
 def is_waiting(node: Node, join: Future[Any]) -> bool:
     """Whether the node's ask is in etcd and it has no seat yet."""
-    return node.handler._member is not None and node.handler._member._group._mine is not None and not join.done()
+    return node.handler._member is not None and node.handler._member.group._mine is not None and not join.done()
 
 
 def waits(node: Node) -> Future[Any]:

@@ -72,7 +72,7 @@ def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, c
     join = waiting.join()
     for _ in range(2):
         member = eventually(lambda: waiting.handler._member, what="the node has a lease")
-        eventually(lambda member=member: client.get(member._group.key).one, what="the node waits")
+        eventually(lambda member=member: client.get(member.group.key).one, what="the node waits")
         client.revoke(waiting.lease())
         eventually(lambda member=member: waiting.handler._member is not member, what="the node takes a new lease")
     other = run.one()
@@ -116,8 +116,8 @@ def test_a_waiting_node_whose_key_is_deleted_is_not_forgotten(
     nodes = run.add(2)
     for node in nodes:
         joins.append(node.join())
-        eventually(lambda node=node: client.get(node.handler._member._group.key).one, what="the node waits")
-    client.delete(Span(nodes[victim].handler._member._group.key))
+        eventually(lambda node=node: client.get(node.handler._member.group.key).one, what="the node waits")
+    client.delete(Span(nodes[victim].handler._member.group.key))
     joins.append(run.one().join())
     assert {seat.world for seat in seats_of(joins)} == {3}
 

@@ -259,6 +259,35 @@ def test_a_stopped_lease_is_never_renewed_again(client: EtcdClient) -> None:
     assert renewals == [1]
 
 
+def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again() -> None:
+    etcd = Answering(600)
+    kept = KeptLease(etcd, Lease(1, 1), time.monotonic(), keeper=Keeper())
+    kept.rest()
+    eventually(lambda: keeper_threads() == 0, what="the time of a renewal")
+    assert etcd.answers.empty()
+    kept.resume()
+    assert etcd.answers.get(timeout=DEADLINE) == 600
+    kept.stop()
+
+
+def test_a_short_rest_costs_no_renewal_and_a_long_one_a_single_one() -> None:
+    etcd, keeper, now = Answering(600), Keeper(), time.monotonic()
+    fresh = KeptLease(etcd, Lease(1, 600), now, keeper=keeper)
+    for _ in range(100):
+        fresh.rest()
+        fresh.resume()
+    assert etcd.answers.empty()
+    stale = KeptLease(etcd, Lease(2, 600), now - 100, keeper=keeper)
+    for _ in range(100):
+        stale.rest()
+        stale.resume()
+    assert etcd.answers.get(timeout=DEADLINE) == 600
+    fresh.stop()
+    stale.stop()
+    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
+    assert etcd.answers.empty()
+
+
 def test_a_forked_child_has_no_part_in_it(client: EtcdClient, prefix: str) -> None:
     with Session(client, 60) as session:
         client.put(prefix, b"", session.lease_id)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core.lease import RENEW_AFTER, RETRY_BETWEEN, TRUST_FOR, LeaseTimes, SessionState
+from ftcoord.core.lease import FRESH_FOR, RENEW_AFTER, RETRY_BETWEEN, TRUST_FOR, LeaseTimes, SessionState
 
 SHORTEST, LONGEST = RETRY_BETWEEN
 SMALLEST_TTL = 2
@@ -88,3 +88,10 @@ def test_patience_ends_with_the_trust_while_there_is_some(times: LeaseTimes, lat
         assert now + times.patience(now) == pytest.approx(times.trusted_until)
     else:
         assert times.patience(now) == times.ttl * RENEW_AFTER
+
+
+@given(leases, delays)
+def test_a_lease_that_is_wanted_again_is_renewed_at_once_unless_it_is_fresh(times: LeaseTimes, later: float) -> None:
+    now = times.sent_at + later
+    fresh = later < times.ttl * FRESH_FOR
+    assert times.resume_at(now) == pytest.approx(times.renew_at() if fresh else now)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core import records
+from ftcoord.core import records, strict
 from ftcoord.core.records import Ask, Away, Round, Seat, encode, parse_ask, parse_round
 from ftcoord.errors import StateError
 
@@ -27,7 +27,7 @@ Parse = Callable[[str, bytes], "Ask | Round"]
 BOTH = pytest.mark.parametrize(("parse", "record"), [(parse_ask, ASK), (parse_round, ROUND)], ids=["Ask", "Round"])
 
 texts = st.text(st.characters(), max_size=20)
-whole = st.integers(-records.LARGEST, records.LARGEST)
+whole = st.integers(-strict.LARGEST, strict.LARGEST)
 asks = st.builds(Ask, texts, texts, whole, whole, texts, texts)
 seats = st.builds(Seat, texts, texts, texts)
 rounds = st.builds(

@@ -1,0 +1,213 @@
+"""How long replicas are without a quorum when one of them dies, or what coordinates them does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Final, TypeAlias
+
+from benchmarks.lighthouses import OURS, TIMEOUT, TORCHFT, classes, job_at, lighthouse, serving
+from benchmarks.metrics import AS_ETCD_DOES
+from benchmarks.processes import BenchmarkError, Processes, free_port
+from benchmarks.report import table
+from ftcoord.etcd.cluster import EtcdCluster
+from ftcoord.etcd.server import EtcdServer
+
+RENEWAL: Final = 5 / 3
+"""Seconds between two renewals of a lease for the default heartbeat time-out of 5 s: deaths are spread over this."""
+ATTEMPT: Final = timedelta(seconds=5)
+"""What a replica waits for one quorum when the coordinator is killed; it then asks again."""
+LIMIT: Final = 30.0
+"""Seconds after which no quorum is called never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a replica was told at last.
+
+    Args:
+        at: when, on the monotonic clock.
+        quorum_id: 0 when there was none within the limit.
+        failures: how many calls had failed before, and the text of the last of these.
+    """
+
+    at: float
+    quorum_id: int
+    failures: int = 0
+    problem: str = ""
+
+
+def _replica(pipe: Connection, numbers: Sequence[int], kind: str, address: str, name: str) -> None:
+    """A replica group of one rank, in this process; `ask` it with the seconds after which to give up, and
+    how many commits have failed."""
+    logging.disable(logging.WARNING)
+    server_class, client_class = classes(kind)
+    beat = timedelta(milliseconds=100)
+    server = server_class(name, address, "localhost", "[::]:0", "store:1", 1, beat, TIMEOUT, 0)
+    client = client_class(server.address(), TIMEOUT)
+    pipe.send(None)
+    for step in range(1, 2**31):
+        limit, commit_failures = pipe.recv()
+        pipe.send(_ask(client._quorum, step, commit_failures, time.monotonic() + limit))
+
+
+def _ask(quorum: Callable[..., object], step: int, commit_failures: int, deadline: float) -> Reply:
+    failures, problem = 0, ""
+    while time.monotonic() < deadline:
+        try:
+            found = quorum(0, step, "metadata", False, True, commit_failures, ATTEMPT)
+            return Reply(time.monotonic(), int(getattr(found, "quorum_id")), failures, problem)  # noqa: B009
+        except (TimeoutError, RuntimeError) as error:
+            failures, problem = failures + 1, type(error).__name__
+    return Reply(math.inf, 0, failures, problem)
+
+
+class Replicas:
+    """Replicas a, b, ..., each a process; context manager."""
+
+    def __init__(self, kind: str, address: str, count: int) -> None:
+        names = [f"replica_{number}" for number in range(count)]
+        self._stack = contextlib.ExitStack()
+        self._all = [Processes(1, _replica, kind, address, name) for name in names]
+
+    def __enter__(self) -> Replicas:
+        for one in self._all:
+            self._stack.enter_context(one)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def ask(self, commit_failures: int = 0) -> list[Reply]:
+        """All ask together."""
+        with ThreadPoolExecutor(len(self._all)) as pool:
+            return [reply for (reply,) in pool.map(lambda one: one.ask((LIMIT, commit_failures)), self._all)]
+
+    def kill(self) -> None:
+        """Kill -9 the first one."""
+        self._all.pop(0).__exit__()
+
+
+def death(kind: str, phase: float) -> float:
+    """Seconds from the death of one of three until the others have a quorum."""
+    with serving(kind, 2) as (address, _), Replicas(kind, address, 3) as replicas:
+        replicas.ask()
+        time.sleep(phase * RENEWAL)
+        began = time.monotonic()
+        replicas.kill()
+        return max(reply.at for reply in replicas.ask()) - began
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Seconds from the kill to the next quorum; its id, and that of the last one before; calls that failed of each."""
+
+    seconds: float
+    before: int
+    after: int
+    failures: int
+    problem: str
+
+
+Coordinator: TypeAlias = tuple[str, Callable[[], object], Callable[[], object]]
+"""Its address, how to kill it, and how to start it again at that address."""
+
+
+@contextlib.contextmanager
+def torchfts() -> Iterator[Coordinator]:
+    """A lighthouse in a process of its own."""
+    port = free_port()
+    context = multiprocessing.get_context("forkserver")
+    processes = []
+
+    def start() -> None:
+        ready, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_light, args=(port, theirs), daemon=True))
+        processes[-1].start()
+        if not ready.poll(TIMEOUT.total_seconds()):
+            raise BenchmarkError("the lighthouse did not start")
+
+    start()
+    try:
+        yield f"http://127.0.0.1:{port}", lambda: processes[-1].kill(), start
+    finally:
+        processes[-1].kill()
+
+
+def _light(port: int, ready: Connection) -> None:
+    server = lighthouse(2, f"127.0.0.1:{port}")
+    ready.send(server.address())
+    multiprocessing.Event().wait()
+
+
+@contextlib.contextmanager
+def single() -> Iterator[Coordinator]:
+    """One etcd."""
+    with EtcdServer(extra_args=AS_ETCD_DOES) as etcd:
+        yield job_at(etcd.get_endpoint(), 2), etcd.kill, etcd.restart
+
+
+@contextlib.contextmanager
+def three() -> Iterator[Coordinator]:
+    """Three etcds, of which the leader is killed."""
+    with EtcdCluster(3, extra_args=AS_ETCD_DOES) as cluster:
+        yield job_at(cluster.endpoints, 2), lambda: cluster.kill(cluster.leader()), lambda: None
+
+
+def outage(kind: str, case: Callable[[], AbstractContextManager[Coordinator]], restart: bool) -> Outage:
+    """Two replicas in mid-training when their coordinator is killed, and perhaps started again at once."""
+    with case() as (address, kill, start), Replicas(kind, address, 2) as replicas:
+        for _ in range(3):
+            replicas.ask(commit_failures=1)  # each gives a new quorum id
+        before = max(reply.quorum_id for reply in replicas.ask())
+        began = time.monotonic()
+        kill()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(replicas.ask)
+            if restart:
+                start()
+            replies = asked.result()
+        last = max(replies, key=lambda reply: reply.at)
+        return Outage(last.at - began, before, last.quorum_id, last.failures, last.problem)
+
+
+def run(trials: int) -> str:
+    """Measure, and tell it in Markdown."""
+    phases = [(number + 0.5) / trials for number in range(trials)]
+    deaths = {kind: [death(kind, phase) for phase in phases] for kind in (OURS, TORCHFT)}
+    rows = [[kind, f"{median(times):.1f}", f"{max(times):.1f}"] for kind, times in deaths.items()]
+    cases = [
+        ("torchft's lighthouse, started again at once", outage(TORCHFT, torchfts, True)),
+        ("torchft's lighthouse, its host gone", outage(TORCHFT, torchfts, False)),
+        ("ftcoord's only etcd, started again at once", outage(OURS, single, True)),
+        ("the leader of ftcoord's three etcds, its host gone", outage(OURS, three, False)),
+    ]
+    header = ["killed", "next quorum after, s", "calls that failed", "quorum id before", "after"]
+    return f"""### A replica dies
+
+One of three replicas is killed with -9, the other two ask at once; heartbeat time-out 5 s, `min_replicas` 2. Seconds
+until both have a quorum, of {trials} trials.
+
+{table(["", "median", "worst"], rows)}
+### The coordinator is killed
+
+With -9, while two replicas train. They call `_quorum` with a time-out of {ATTEMPT.total_seconds():g} s, and again when
+it fails.
+
+{table(header, [_row(*case) for case in cases])}"""
+
+
+def _row(title: str, one: Outage) -> list[str]:
+    seconds = f"{one.seconds:.1f}" if math.isfinite(one.seconds) else f"not in {LIMIT:g} s"
+    failed = f"{one.failures} ({one.problem})" if one.failures else "none"
+    return [title, seconds, failed, str(one.before), str(one.after) if one.after else "none"]

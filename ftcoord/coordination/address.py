@@ -1,0 +1,112 @@
+"""Where a job's quorums live: `etcd://h1:2379,h2:2379/<job>?min_replicas=2&join_timeout_ms=60000`.
+
+The options travel in the address, so that nothing has to be stored for a job to begin, and nothing can be lost.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from ftcoord.config import EtcdConfig, redacted, whole
+from ftcoord.core.quorum import Options
+from ftcoord.errors import ConfigError
+
+SCHEMES: Final[dict[str, bool | None]] = {"etcd": None, "etcds": True}
+KEY_PREFIX: Final = "/ftcoord/v1"
+DAY_MS: Final = 24 * 3600 * 1000
+_FORM: Final = "write it as etcd://host:port,host:port/job?min_replicas=2"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job, its etcd and its rules. Times in milliseconds, as in torchft's command line.
+
+    Args:
+        scheme: etcd, or etcds for TLS.
+        endpoints: a comma list; empty takes FTCOORD_ENDPOINTS, ETCDCTL_ENDPOINTS or 127.0.0.1:2379.
+        name: the job's; its keys are below `/ftcoord/v1/<name>/quorum`.
+        min_replicas: the fewest replicas that may go on.
+        join_timeout_ms: how long a replica that lives but does not ask is waited for.
+        heartbeat_timeout_ms: how long a replica counts as alive after its last beat.
+        manager: a replica id, in the address of a ManagerServer.
+    """
+
+    scheme: str
+    endpoints: str
+    name: str
+    min_replicas: int = 1
+    join_timeout_ms: int = 60_000
+    heartbeat_timeout_ms: int = 5_000
+    manager: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """What all of the job's keys start with."""
+        return f"{KEY_PREFIX}/{quote(self.name, safe='')}/quorum"
+
+    @property
+    def options(self) -> Options:
+        """The rules of its quorums."""
+        return Options(self.min_replicas, self.join_timeout_ms / 1000)
+
+    @property
+    def heartbeat_timeout(self) -> float:
+        """In seconds."""
+        return self.heartbeat_timeout_ms / 1000
+
+    def config(self, env: Mapping[str, str] | None = None) -> EtcdConfig:
+        """How to reach its etcd; user, password and TLS files come from the environment. Raises ConfigError."""
+        return EtcdConfig.load(self.endpoints or None, secure=SCHEMES[self.scheme], env=env)
+
+    def at(self, config: EtcdConfig) -> Job:
+        """The same job, with its etcd named in the address."""
+        scheme = "etcds" if config.tls else "etcd"
+        return replace(self, scheme=scheme, endpoints=",".join(map(str, config.endpoints)))
+
+    def __str__(self) -> str:
+        query = {name: getattr(self, name) for name in _NUMBERS}
+        if self.manager:
+            query["manager"] = self.manager
+        return f"{self.scheme}://{self.endpoints}/{quote(self.name, safe='')}?{urlencode(query)}"
+
+
+_NUMBERS: Final = {
+    "min_replicas": whole(1, 2**31 - 1),
+    "join_timeout_ms": whole(0, DAY_MS),
+    "heartbeat_timeout_ms": whole(10, DAY_MS),
+}
+
+
+def fresh_name() -> str:
+    """A job's name that nobody used before."""
+    return uuid.uuid4().hex
+
+
+def parse_address(address: str) -> Job:
+    """Raises ConfigError, before any socket is opened."""
+    parts = urlsplit(address)
+    if parts.scheme not in SCHEMES:
+        raise ConfigError("address", redacted(address), _FORM)
+    name = unquote(parts.path.removeprefix("/"))
+    if not name:
+        raise ConfigError("address", redacted(address), f"it names no job; {_FORM}")
+    try:
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError:
+        raise ConfigError("address", redacted(address), "write its query as key=value&key=value") from None
+    given = dict(pairs)
+    for key, value in pairs:
+        if value != given[key]:
+            raise ConfigError(key, redacted(value), "an address says it twice")
+    manager = given.pop("manager", "")
+    for key in given:
+        if key not in _NUMBERS:
+            raise ConfigError(key, redacted(given[key]), f"an address takes {', '.join(_NUMBERS)}")
+    numbers = {key: _NUMBERS[key](key, value) for key, value in given.items()}
+    job = Job(parts.scheme, parts.netloc, name, manager=manager, **numbers)
+    job.config()
+    return job

@@ -1,0 +1,64 @@
+"""Between torchft's values and the records of a quorum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ftcoord.coordination import checks
+from ftcoord.coordination.types import Quorum as QuorumReply
+from ftcoord.coordination.types import QuorumMember, QuorumResult, Timestamp
+from ftcoord.core.quorum import Quorum, Request, recovery
+from ftcoord.errors import NotInQuorum
+
+
+def quorum_reply(quorum: Quorum) -> QuorumReply:
+    """A quorum as torchft's users know it."""
+    seconds, fraction = divmod(quorum.created, 1)
+    created = Timestamp(int(seconds), int(fraction * 1e9))
+    return QuorumReply(quorum.id, [_member(request) for request in quorum.requests], created)
+
+
+def _member(request: Request) -> QuorumMember:
+    return QuorumMember(
+        request.replica_id,
+        request.address,
+        request.store_address,
+        request.step,
+        request.world_size,
+        request.shrink_only,
+        json.loads(request.data) if request.data else None,
+    )
+
+
+def quorum_result(quorum: Quorum, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
+    """What a quorum means for one rank. Raises RuntimeError when the replica is not in it."""
+    try:
+        plan = recovery(quorum.requests, replica_id, rank, init_sync)
+    except NotInQuorum as error:
+        raise checks.failed("NotFound", str(error)) from error
+    result = QuorumResult()
+    result.quorum_id = quorum.id
+    result.replica_rank, result.replica_world_size = plan.replica_rank, plan.replica_world_size
+    result.recover_src_manager_address = plan.recover_src_manager_address
+    result.recover_src_replica_rank = plan.recover_src_replica_rank
+    result.recover_dst_replica_ranks = list(plan.recover_dst_replica_ranks)
+    result.store_address = plan.store_address
+    result.max_step, result.max_world_size = plan.max_step, plan.max_world_size
+    result.max_replica_rank, result.heal = plan.max_replica_rank, plan.heal
+    result.replica_ids = list(plan.replica_ids)
+    result.reconfigure_handles = list(plan.reconfigure_handles)
+    return result
+
+
+def json_text(data: Mapping[Any, Any] | None) -> str:
+    """The `data` of a request. Raises TypeError for no dict, RuntimeError for what is not JSON."""
+    if data is None:
+        return ""
+    if not isinstance(data, dict):
+        raise TypeError(f"argument 'data': {type(data).__name__!r} object cannot be converted to 'PyDict'")
+    try:
+        return json.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise checks.failed("Internal", f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,135 @@
+"""What the ranks of one replica group decide together, in the memory of their manager: torchft's rules, and no wire.
+
+Ranks call from any thread and wait for a future. A rank that gives up is forgotten, so that nothing rests on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ftcoord.core.quorum import Quorum
+from ftcoord.core.vote import Ballot, Vote, decide_vote, next_ballot
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one rank asks a quorum for. `timeout` in seconds, from when it was received."""
+
+    rank: int
+    step: int
+    metadata: str
+    shrink_only: bool
+    commit_failures: int
+    timeout: float
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """One rank's vote on a step."""
+
+    rank: int
+    step: int
+    yes: bool
+
+
+class Gathering:
+    """Collects the ranks that ask for a quorum; when all are there the last one's thread asks for all.
+
+    Args:
+        world_size: how many ranks there are.
+        ask: gets the requests by rank, and the last one; gives the quorum, or raises what all ranks shall be told.
+    """
+
+    def __init__(self, world_size: int, ask: Callable[[Mapping[int, Ask], Ask], Quorum]) -> None:
+        self._world_size, self._ask = world_size, ask
+        self._lock = threading.Lock()
+        self._there: dict[int, tuple[Ask, Future[Quorum]]] = {}
+
+    def join(self, ask: Ask) -> tuple[Future[Quorum], Callable[[], None] | None]:
+        """This rank's answer to come; and, for the last rank, what it must call to have the quorum asked for."""
+        future: Future[Quorum] = Future()
+        with self._lock:
+            self._there[ask.rank] = (ask, future)
+            if len(self._there) < self._world_size:
+                return future, None
+            all_there, self._there = self._there, {}
+        return future, lambda: self._conclude(all_there, ask)
+
+    def leave(self, rank: int, future: Future[Quorum]) -> None:
+        """A rank gave up."""
+        with self._lock:
+            there = self._there.get(rank)
+            if there is not None and there[1] is future:
+                del self._there[rank]
+
+    def _conclude(self, all_there: Mapping[int, tuple[Ask, Future[Quorum]]], last: Ask) -> None:
+        try:
+            quorum = self._ask({rank: ask for rank, (ask, _) in all_there.items()}, last)
+        except BaseException as error:
+            for _, future in all_there.values():
+                future.set_exception(error)
+            return
+        for _, future in all_there.values():
+            future.set_result(quorum)
+
+
+class Polling:
+    """Counts the votes on whether a step is committed."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._lock = threading.Lock()
+        self._votes: dict[int, Vote] = {}
+        self._waiting: dict[int, tuple[Ballot, Future[bool]]] = {}
+        self._decided: Ballot | None = None
+
+    def cast(self, rank: int, step: int, yes: bool) -> Future[bool]:
+        """Vote; whether all said yes is told by the future when all have voted."""
+        future: Future[bool] = Future()
+        with self._lock:
+            ballot = next_ballot(self._votes, rank, step, self._decided)
+            self._votes[rank] = Vote(ballot.step, ballot.attempt, yes)
+            self._waiting[rank] = (ballot, future)
+            self._recast(ballot)
+            outcome = decide_vote(self._votes, self._world_size)
+            if outcome is None:
+                return future
+            self._decided = outcome.ballot
+            told = [one for ballot, one in self._waiting.values() if ballot == outcome.ballot]
+            self._waiting = {rank: one for rank, one in self._waiting.items() if one[0] != outcome.ballot}
+        for one in told:
+            one.set_result(outcome.yes)
+        return future
+
+    def _recast(self, newest: Ballot) -> None:
+        """Who waits in an earlier attempt at the same step votes again in this one."""
+        for rank, (ballot, future) in self._waiting.items():
+            if ballot.step == newest.step and ballot < newest:
+                self._waiting[rank] = (newest, future)
+                self._votes[rank] = Vote(newest.step, newest.attempt, self._votes[rank].yes)
+
+    def leave(self, rank: int, future: Future[bool]) -> None:
+        """A rank gave up: its vote does not count any more."""
+        with self._lock:
+            waiting = self._waiting.get(rank)
+            if waiting is not None and waiting[1] is future:
+                del self._waiting[rank], self._votes[rank]
+
+
+def outcome(future: Future[T], timeout: float, give_up: Callable[[], None]) -> T:
+    """What a rank is told. After `timeout` seconds it gives up, and TimeoutError is raised."""
+    try:
+        return future.result(timeout)
+    except FutureTimeout:
+        if future.done():  # it ended with a TimeoutError of its own
+            raise
+        give_up()
+        raise TimeoutError("the other ranks did not come in time") from None

@@ -1,0 +1,187 @@
+"""torchft's lighthouse without a lighthouse: clients that decide quorums among themselves, through etcd.
+
+The API is that of `torchft.coordination` (https://docs.pytorch.org/torchft/coordination.html), 0.2.0 and nightly.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Any, Final
+
+from ftcoord.coordination import checks
+from ftcoord.coordination.address import Job, fresh_name
+from ftcoord.coordination.connection import connect, torchft_errors
+from ftcoord.coordination.convert import json_text, quorum_reply
+from ftcoord.coordination.replica import Replica
+from ftcoord.coordination.types import Quorum
+from ftcoord.core.quorum import Request
+from ftcoord.etcd.client import EtcdClient
+
+PROBE: Final = timedelta(seconds=10)
+"""How long a new LighthouseServer looks for etcd."""
+LEAVE_TIMEOUT: Final = 2.0
+
+
+class LighthouseServer:
+    """The rules of a job's quorums, under an address of its own. There is no server: the job lives in etcd.
+
+    The address holds all there is to know, so this object and its process may go away at any time. The endpoints are
+    those of FTCOORD_ENDPOINTS, else ETCDCTL_ENDPOINTS, else 127.0.0.1:2379.
+
+    Args:
+        bind: `host:port` as torchft takes it; checked, and not used.
+        min_replicas: the fewest replicas that may go on.
+        join_timeout_ms: how long a replica that lives but does not ask is waited for; default 100.
+        quorum_tick_ms: accepted and not used: decisions follow events.
+        heartbeat_timeout_ms: how long a replica counts as alive after its last beat; default 5000.
+
+    Raises TypeError, OverflowError, and RuntimeError for a bad `bind` or when etcd does not answer.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        min_replicas: int,
+        join_timeout_ms: int | None = None,
+        quorum_tick_ms: int | None = None,
+        heartbeat_timeout_ms: int | None = None,
+    ) -> None:
+        _check_bind(checks.string("bind", bind))
+        checks.integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms)
+        job = Job(
+            "etcd",
+            "",
+            fresh_name(),
+            checks.integer("min_replicas", min_replicas),
+            checks.integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms),
+            checks.integer("heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms),
+        )
+        _, client = connect(str(job), PROBE.total_seconds())
+        with client:
+            self._address = str(job.at(client.config))
+
+    def address(self) -> str:
+        """`etcd://endpoints/job?options`, for LighthouseClient, ManagerServer and TORCHFT_LIGHTHOUSE."""
+        return self._address
+
+    def shutdown(self) -> None:
+        """Does nothing: replicas that know the address go on."""
+
+
+class LighthouseClient:
+    """Takes part in the quorums of a job, for any number of replica ids. Thread-safe.
+
+    Args:
+        addr: `etcd://h1:2379,h2:2379/job?min_replicas=2&join_timeout_ms=60000`, or `LighthouseServer.address()`.
+        connect_timeout: how long etcd is looked for.
+
+    Raises RuntimeError when it is not found in that time.
+
+    A call of `quorum` keeps the replica alive while it waits, and is one beat when it returns.
+    """
+
+    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+        self._job, self._etcd = connect(checks.string("addr", addr), checks.seconds("connect_timeout", connect_timeout))
+        self._lock = threading.Lock()
+        self._impatience = threading.Lock()
+        self._replicas: dict[str, Replica] = {}
+        weakref.finalize(self, _forget, self._replicas, self._etcd)
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str = "",
+        store_address: str = "",
+        step: int = 0,
+        world_size: int = 0,
+        shrink_only: bool = False,
+        data: dict[Any, Any] | None = None,
+    ) -> Quorum:
+        """Ask for a quorum, and wait until there is one with this replica in it.
+
+        Args:
+            replica_id: its name, unlike that of all other replicas.
+            timeout: how long to wait.
+            address: of its manager.
+            store_address: of its store.
+            step: the training step it is at.
+            world_size: the number of its ranks.
+            shrink_only: let nobody new in.
+            data: JSON for all members to see.
+
+        Raises TimeoutError, after which it does not count as asking any more, and RuntimeError.
+        """
+        deadline = time.monotonic() + checks.seconds("timeout", timeout)
+        request = Request(
+            checks.string("replica_id", replica_id),
+            checks.string("address", address),
+            checks.string("store_address", store_address),
+            checks.integer("step", step, -checks.LARGEST - 1),
+            checks.integer("world_size", world_size),
+            checks.boolean("shrink_only", shrink_only),
+            json_text(data),
+            0,
+            (),
+        )
+        with torchft_errors():
+            return quorum_reply(self._replica(replica_id).ask(request, deadline))
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Show that a replica lives.
+
+        Args:
+            replica_id: its name.
+            timeout: how long etcd may take.
+
+        Raises TimeoutError and RuntimeError.
+        """
+        deadline = time.monotonic() + checks.seconds("timeout", timeout)
+        with torchft_errors():
+            self._replica(checks.string("replica_id", replica_id)).beat(deadline)
+
+    def leave(self, replica_id: str) -> None:
+        """Say that a replica is gone, so that nobody waits for its heartbeat to time out. Beyond torchft.
+
+        Args:
+            replica_id: its name.
+        """
+        with self._lock:
+            replica = self._replicas.pop(checks.string("replica_id", replica_id), None)
+        if replica is not None:
+            replica.leave(LEAVE_TIMEOUT)
+
+    def close(self) -> None:
+        """Leave for all replica ids, and disconnect. Idempotent. Beyond torchft."""
+        for replica_id in list(self._replicas):
+            self.leave(replica_id)
+        self._etcd.close()
+
+    def _replica(self, replica_id: str) -> Replica:
+        with self._lock:
+            if replica_id not in self._replicas:
+                self._replicas[replica_id] = Replica(
+                    self._etcd, self._job, replica_id, kept=False, impatience=self._impatience
+                )
+            return self._replicas[replica_id]
+
+
+def _forget(replicas: dict[str, Replica], etcd: EtcdClient) -> None:
+    """Of a client that nobody holds any more: its replicas' leases expire by themselves."""
+    for replica in replicas.values():
+        replica.abandon()
+    etcd.close()
+
+
+def _check_bind(bind: str) -> None:
+    host, _, port = bind.rpartition(":")
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        if not port.isdigit() or int(port) > 65535:
+            raise ValueError(port)
+    except ValueError:
+        raise RuntimeError(f"invalid socket address {bind!r}; write it as [::]:29510 or 0.0.0.0:29510") from None

@@ -1,0 +1,88 @@
+"""torchft's lighthouse protocol as bytes: the messages of its gRPC service, and what they mean here.
+
+Field numbers are those that torchft 0.2.0 and its nightly builds (9, the handles) send and accept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from ftcoord.core.quorum import Quorum, Request
+from ftcoord.core.strict import json_problem
+from ftcoord.etcd.protobuf import declare
+
+SERVICE: Final = "torchft.LighthouseService"
+
+_MESSAGES: Final = declare(
+    "ftcoord.torchft",
+    {
+        "QuorumMember": "replica_id 1 string, address 2 string, store_address 3 string, step 4 int64,"
+        " world_size 5 uint64, shrink_only 6 bool, data 7 string, commit_failures 8 int64, handles 9 string*",
+        "Timestamp": "seconds 1 int64, nanos 2 int32",
+        "Quorum": "quorum_id 1 int64, participants 2 QuorumMember*, created 3 Timestamp",
+        "LighthouseQuorumRequest": "requester 1 QuorumMember",
+        "LighthouseQuorumResponse": "quorum 1 Quorum",
+        "LighthouseHeartbeatRequest": "replica_id 1 string",
+        "LighthouseHeartbeatResponse": "",
+    },
+)
+HEARD: Final[bytes] = _MESSAGES["LighthouseHeartbeatResponse"]().SerializeToString()
+"""The answer to a heartbeat."""
+
+
+def read_quorum_request(message: bytes) -> Request:
+    """What a replica asks. Raises ValueError for bytes, or a `data`, that other replicas could not read."""
+    asked = _read("LighthouseQuorumRequest", message)
+    if not asked.HasField("requester"):
+        raise ValueError("the request names no requester")
+    one = asked.requester
+    if problem := json_problem(one.data):
+        raise ValueError(f"the data of the request is no JSON: {problem}")
+    return Request(
+        one.replica_id,
+        one.address,
+        one.store_address,
+        one.step,
+        one.world_size,
+        one.shrink_only,
+        one.data,
+        one.commit_failures,
+        tuple(one.handles),
+    )
+
+
+def read_heartbeat(message: bytes) -> str:
+    """The replica id of a heartbeat. Raises ValueError."""
+    return str(_read("LighthouseHeartbeatRequest", message).replica_id)
+
+
+def quorum_response(quorum: Quorum) -> bytes:
+    """A quorum as its participants are told of it."""
+    seconds, fraction = divmod(quorum.created, 1)
+    created = _MESSAGES["Timestamp"](seconds=int(seconds), nanos=int(fraction * 1e9))
+    members = [_member(one) for one in quorum.requests]
+    told = _MESSAGES["Quorum"](quorum_id=quorum.id, participants=members, created=created)
+    return bytes(_MESSAGES["LighthouseQuorumResponse"](quorum=told).SerializeToString())
+
+
+def _member(request: Request) -> Any:
+    return _MESSAGES["QuorumMember"](
+        replica_id=request.replica_id,
+        address=request.address,
+        store_address=request.store_address,
+        step=request.step,
+        world_size=request.world_size,
+        shrink_only=request.shrink_only,
+        data=request.data,
+        commit_failures=request.commit_failures,
+        handles=request.handles,
+    )
+
+
+def _read(kind: str, message: bytes) -> Any:
+    try:
+        return _MESSAGES[kind].FromString(message)
+    except DecodeError as error:
+        raise ValueError(f"this is no {kind}: {error}") from error

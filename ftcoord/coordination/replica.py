@@ -1,0 +1,326 @@
+"""One replica's part in the quorums of a job: its beats, its requests, and what was decided."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from ftcoord.coordination.address import Job
+from ftcoord.coordination.policy import LEASE_FLOOR, QuorumPolicy
+from ftcoord.core.quorum import Quorum, Request
+from ftcoord.core.quorum_records import Petition, encode, parse_quorum
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.membership import Membership
+from ftcoord.etcd.patience import repeat
+from ftcoord.etcd.understudy import Understudy
+
+log = logging.getLogger(__name__)
+
+RECORD_TTL: Final = 7 * 24 * 3600
+"""Seconds that the last quorum is remembered when all replicas are gone, so that its id does not come again."""
+WITHDRAW_TIMEOUT: Final = 0.5
+"""Seconds that a caller whose time is over waits for its request to be taken back."""
+IMPATIENCE: Final = 5.0
+"""Seconds without a decision until a replica that waits decides too: the decider's interpreter may be stuck."""
+_TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
+
+_parse_quorum = functools.lru_cache(maxsize=4)(parse_quorum)
+# One process may represent many replicas, and each is told of every quorum.
+
+
+class Replica:
+    """A replica in a job. Thread-safe; nothing is written before the first beat or request.
+
+    Args:
+        etcd: the door to etcd.
+        job: the job and its rules.
+        replica_id: its name; of several members with one name only the newest counts.
+        kept: whether its lease is kept alive between calls too. If not, each call is one beat.
+        understudy: what keeps its leases alive while this interpreter is stuck.
+        roams: whether it may be represented elsewhere at the same time; it is then the newest where it last asked.
+        impatience: held by the one that has become impatient, of all replicas in this process: one is enough, and
+            each costs a mirror of all members.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        job: Job,
+        replica_id: str,
+        *,
+        kept: bool,
+        understudy: Understudy | None = None,
+        roams: bool = False,
+        impatience: threading.Lock | None = None,
+        timeout: float = 5.0,
+    ) -> None:
+        self.replica_id = replica_id
+        self._etcd, self._job, self._kept, self._timeout = etcd, job, kept, timeout
+        self._understudy = understudy
+        self._roams, self._impatience = roams, impatience or threading.Lock()
+        self._impatient = False
+        self._by_beats = job.heartbeat_timeout < LEASE_FLOOR
+        self._writing = threading.Lock()
+        self._changed = threading.Condition()
+        self._member: Membership[Quorum] | None = None
+        self._ids: set[str] = set()
+        self._petition = Petition(Request(replica_id, "", "", 0, 0, False, "", 0, ()), 0, 0, 0)
+        self._asked = 0
+        self._entered_after = 0
+        self._left = False
+        self._waiting = 0
+
+    @property
+    def quorum(self) -> Quorum | None:
+        """The last quorum of the job that is known here, whoever is in it."""
+        member = self._member
+        return member.record if member else None
+
+    @property
+    def lease(self) -> int:
+        """The lease that it lives under now; 0 before its first beat. Keys of its own go under it too."""
+        member = self._member
+        return member.session.lease_id if member else 0
+
+    @property
+    def joined(self) -> bool:
+        """Whether it is a member of the job, as far as is known here."""
+        member = self._member
+        return member is not None and member.entered and not member.lost
+
+    def ask(self, request: Request, deadline: float, gone: threading.Event | None = None) -> Quorum:
+        """The next quorum with this replica in it, decided after it asked.
+
+        Raises TimeoutError after the monotonic `deadline`, or when the caller is `gone` (see `nudge`), and takes the
+        request back; EtcdError if etcd refuses; and StateError when what was decided is not ours to read.
+        """
+        gone = gone or threading.Event()
+        with self._changed:
+            self._waiting += 1
+        try:
+            asked = self._put(request, deadline, gone)
+            return self._await(asked, deadline, gone)
+        except TimeoutError:
+            self._withdraw()
+            raise
+        finally:
+            self._rest()
+
+    def beat(self, deadline: float) -> None:
+        """Show that it lives. Raises TimeoutError after the monotonic `deadline`, and EtcdError if etcd refuses."""
+        with self._turn(deadline):
+            self._insist(self._beat, deadline, threading.Event())
+
+    def nudge(self) -> None:
+        """Have those that wait look at once whether they are `gone`."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def await_loss(self, timeout: float | None) -> None:
+        """Until its lease is lost or it left; at most for so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._member is None or self._member.lost, timeout)
+
+    def leave(self, timeout: float) -> None:
+        """Be gone at once, for good. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
+        member = self._part()
+        if member is not None:
+            self._forget(member)
+            member.leave(timeout)
+
+    def abandon(self) -> None:
+        """Take part no more, for good, but live on for others until the lease expires by itself. Idempotent."""
+        member = self._part()
+        if member is not None:
+            self._forget(member)
+            member.lose()
+
+    def _part(self) -> Membership[Quorum] | None:
+        with self._changed:
+            self._left = True
+            member, self._member = self._member, None
+            self._changed.notify_all()
+        return member
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        """One writes at a time, and others wait no longer than they want to."""
+        left = max(deadline - time.monotonic(), 0)
+        if not self._writing.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+            raise TimeoutError("another call of this replica was not done in time")
+        try:
+            yield
+        finally:
+            self._writing.release()
+
+    def _put(self, request: Request, deadline: float, gone: threading.Event) -> int:
+        with self._turn(deadline):
+            self._asked += 1
+            self._petition = Petition(request, self._asked, self._knows(), self._petition.beat)
+            self._renew_rank()
+            self._insist(self._write, deadline, gone)
+            return self._asked
+
+    def _renew_rank(self) -> None:
+        """Of several members with one name only the newest counts: become it, if another one was in a quorum since."""
+        member = self._member
+        if not self._roams or member is None or member.lost:
+            return
+        quorum = member.record
+        if quorum is None or quorum.number <= self._entered_after:
+            return
+        if any(seat.request.replica_id == self.replica_id and seat.member not in self._ids for seat in quorum.seats):
+            member.leave(WITHDRAW_TIMEOUT)
+            member.lose()
+
+    def _insist(self, attempt: Callable[[], None], deadline: float, gone: threading.Event) -> None:
+        """Until etcd answers. A lost lease is replaced by a new one."""
+        try:
+            repeat(attempt, _TRANSIENT, deadline, gone)
+        except (EtcdUnavailable, OutcomeUnknown) as error:
+            raise TimeoutError(str(error)) from error
+
+    def _beat(self) -> None:
+        member = self._live()
+        self._petition = replace(self._petition, beat=self._petition.beat + 1)
+        if self._by_beats or not member.entered:
+            self._enter(member)
+        else:
+            try:
+                member.session.renew(self._timeout)
+            except LeaseLost:
+                member.lose()
+                raise
+
+    def _write(self) -> None:
+        self._enter(self._live())
+
+    def _enter(self, member: Membership[Quorum]) -> None:
+        first = not member.entered
+        member.enter(encode(self._petition))
+        if first:
+            self._entered_after = member.record.number if member.record else 0
+
+    def _live(self) -> Membership[Quorum]:
+        """This replica's membership, with its lease kept if somebody waits: a new one if the last is lost."""
+        member = self._member
+        if member is None or member.lost:
+            job = self._job
+            member = Membership(
+                self._etcd,
+                job.prefix,
+                QuorumPolicy(job.options, job.heartbeat_timeout),
+                _parse_quorum,
+                self._changed,
+                ttl=max(math.ceil(job.heartbeat_timeout), 1),
+                record_ttl=RECORD_TTL,
+                timeout=self._timeout,
+            )
+            self._adopt(member)
+            if not self._kept and not self._waiting:
+                member.session.rest()
+        elif self._kept or self._waiting:
+            member.session.wake()
+        return member
+
+    def _adopt(self, member: Membership[Quorum]) -> None:
+        """Raises TimeoutError if the replica left meanwhile: nobody would end this membership."""
+        with self._changed:
+            before, left = self._member, self._left
+            if not left:
+                self._member = member
+                self._ids.add(member.id)
+        if left:
+            member.leave(WITHDRAW_TIMEOUT)
+            raise TimeoutError("the replica left")
+        if self._understudy is not None:
+            self._understudy.keep(int(member.id, 16), member.session.ttl)
+        if before is not None:
+            self._forget(before)
+
+    def _forget(self, member: Membership[Quorum]) -> None:
+        if self._understudy is not None:
+            self._understudy.drop(int(member.id, 16))
+
+    def _withdraw(self) -> None:
+        """A caller that gave up does not ask any more."""
+        member = self._member
+        if member is None or member.lost or not self._writing.acquire(timeout=WITHDRAW_TIMEOUT):
+            return
+        try:
+            if self._waiting > 1:  # another caller of the same replica still asks
+                return
+            self._petition = replace(self._petition, asked=0, beat=self._petition.beat + 1)
+            with contextlib.suppress(EtcdError):
+                member.enter(encode(self._petition), WITHDRAW_TIMEOUT)
+        finally:
+            self._writing.release()
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._waiting -= 1
+            member = self._member
+            if self._waiting:
+                return
+            if self._impatient:
+                self._impatient = False
+                self._impatience.release()
+            if member is None:
+                return
+            member.group.hurry(False)
+            if not self._kept:
+                member.session.rest()
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def _knows(self) -> int:
+        """The highest quorum id that this replica knows of."""
+        quorum = self.quorum
+        return max(self._petition.after, quorum.id if quorum else 0)
+
+    def _await(self, asked: int, deadline: float, gone: threading.Event) -> Quorum:
+        hurry_at = time.monotonic() + IMPATIENCE
+        while True:
+            with self._changed:
+                member = self._member
+                if member is None:
+                    raise TimeoutError("the replica left")
+                if member.problem is not None:
+                    raise member.problem
+                if member.record is not None and self._is_answered(member.record, asked):
+                    return member.record
+                missed = member.record is not None and self._was_missed(member.record, asked)
+                now = time.monotonic()
+                if now >= deadline or gone.is_set():
+                    raise TimeoutError("no quorum was decided in time")
+                if not (member.lost or missed):
+                    self._changed.wait(min(deadline, max(hurry_at, now + 1)) - now)
+            if missed:
+                asked = self._put(self._petition.request, deadline, gone)
+            elif member.lost:
+                with self._turn(deadline):
+                    self._insist(self._write, deadline, gone)
+            elif time.monotonic() >= hurry_at:
+                self._hurry(member)
+
+    def _hurry(self, member: Membership[Quorum]) -> None:
+        with self._changed:
+            self._impatient = self._impatient or self._impatience.acquire(blocking=False)
+            member.group.hurry(self._impatient)
+
+    def _is_answered(self, quorum: Quorum, asked: int) -> bool:
+        return any(seat.member in self._ids and seat.asked >= asked for seat in quorum.seats)
+
+    def _was_missed(self, quorum: Quorum, asked: int) -> bool:
+        """Whether the quorum that answered this was replaced before it was seen here."""
+        return any(one.member in self._ids and one.asked >= asked for one in quorum.idle)

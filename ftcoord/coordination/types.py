@@ -1,0 +1,123 @@
+"""The plain values of torchft's coordination API (`torchft.coordination`, torchft 0.2.0 and its nightly builds).
+
+https://docs.pytorch.org/torchft/coordination.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class _Record:
+    """Attributes that are declared, set and read; any other is an AttributeError, as with torchft's native classes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+class Timestamp(_Record):
+    """A moment on the wall clock of the process that decided. Information only: no decision rests on it.
+
+    Args:
+        seconds: since 1970.
+        nanos: nanoseconds within that second.
+    """
+
+    __slots__ = ("nanos", "seconds")
+
+    def __init__(self, seconds: int, nanos: int) -> None:
+        self.seconds, self.nanos = seconds, nanos
+
+
+class QuorumMember(_Record):
+    """One replica of a quorum, as it asked.
+
+    Args:
+        replica_id: its name, unlike that of all other replicas.
+        address: of its manager.
+        store_address: of its store.
+        step: the training step it is at.
+        world_size: the number of its ranks.
+        shrink_only: whether it asked that nobody new be let in.
+        data: what else it sent: JSON, so keys are str. None if it sent nothing.
+    """
+
+    __slots__ = ("address", "data", "replica_id", "shrink_only", "step", "store_address", "world_size")
+
+    def __init__(
+        self,
+        replica_id: str,
+        address: str,
+        store_address: str,
+        step: int,
+        world_size: int,
+        shrink_only: bool,
+        data: dict[Any, Any] | None = None,
+    ) -> None:
+        self.replica_id, self.address, self.store_address = replica_id, address, store_address
+        self.step, self.world_size, self.shrink_only, self.data = step, world_size, shrink_only, data
+
+
+class Quorum(_Record):
+    """The replicas that go on together.
+
+    Args:
+        quorum_id: grows whenever the members change, or one of them failed to commit; never used again.
+        participants: the members, sorted by replica id as bytes.
+        created: when it was decided.
+    """
+
+    __slots__ = ("created", "participants", "quorum_id")
+
+    def __init__(self, quorum_id: int, participants: list[QuorumMember], created: Timestamp) -> None:
+        self.quorum_id, self.participants, self.created = quorum_id, participants, created
+
+
+class QuorumResult(_Record):
+    """What a rank is told of a quorum, and who heals whom.
+
+    Args:
+        quorum_id: see `Quorum`.
+        replica_rank, replica_world_size: this replica's place among all members.
+        recover_src_manager_address, recover_src_replica_rank: whom to fetch the weights from, if `heal`.
+        recover_dst_replica_ranks: who fetches them from here.
+        store_address: where the ranks of all replicas meet, the same for all that have this rank.
+        max_step: the furthest step of any member.
+        max_replica_rank, max_world_size: this replica's place among the members that are that far; None if it is not.
+        heal: whether this replica must fetch the weights first.
+        replica_ids: of all members, in order.
+        reconfigure_handles: what this rank of each member sent as its handle, in order (torchft's nightly builds).
+    """
+
+    __slots__ = (
+        "heal",
+        "max_replica_rank",
+        "max_step",
+        "max_world_size",
+        "quorum_id",
+        "reconfigure_handles",
+        "recover_dst_replica_ranks",
+        "recover_src_manager_address",
+        "recover_src_replica_rank",
+        "replica_ids",
+        "replica_rank",
+        "replica_world_size",
+        "store_address",
+    )
+
+    def __init__(self) -> None:
+        self.quorum_id = 0
+        self.replica_rank, self.replica_world_size = 0, 1
+        self.recover_src_manager_address = ""
+        self.recover_src_replica_rank: int | None = None
+        self.recover_dst_replica_ranks: list[int] = []
+        self.store_address = ""
+        self.max_step = 0
+        self.max_replica_rank: int | None = None
+        self.max_world_size = 1
+        self.heal = False
+        self.replica_ids: list[str] = []
+        self.reconfigure_handles: list[str] = []

@@ -1,0 +1,317 @@
+"""Which replicas train the next step together, and who heals from whom: torchft's rules, pure.
+
+Rules
+  1. A replica is alive when it is given to `decide`, and asks when its request has not been answered by a quorum yet.
+  2. All replicas of the last quorum ask again: everybody who asks is in, at once ("fast").
+  3. Else there must be `min_replicas` that ask, and more than half of the live replicas; and either all live replicas
+     ask, or the earliest request is `join_timeout` old.
+  4. While anybody who asks says `shrink_only`, only replicas of the last quorum are in. The others go on asking.
+  5. The quorum's id is new when its replicas are others than before, or when one of them reports failed commits.
+
+Where we differ from torchft, and why
+  - A quorum is never empty, `min_replicas` holds for the quorum itself, and a last quorum without replicas is none:
+    torchft publishes an empty quorum, after which any single replica forms one.
+  - An id is never used again. torchft starts at 1 after a restart, and replicas that see a known id keep a process
+    group whose peers are others.
+
+Times are the decider's own monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TypeAlias
+
+from ftcoord.errors import NotInQuorum
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one replica (one replica group) asks a quorum for. It is returned to all participants as it was sent.
+
+    Args:
+        replica_id: unlike that of all other replicas; places in a quorum are in its order.
+        address: where its manager is reached.
+        store_address: where its store is reached.
+        step: the step it has completed; the highest in a quorum is what others heal to.
+        world_size: the ranks in the replica group.
+        shrink_only: no replica may join now.
+        data: whatever the replica wants others to know, as JSON text; empty for nothing.
+        commit_failures: steps it failed to commit since the last one that it did commit.
+        handles: what peers need to reconfigure, one for each group rank.
+    """
+
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: str
+    commit_failures: int
+    handles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A member as the decider sees it.
+
+    Args:
+        member: the member id, which is its lease.
+        request: what it asks, or asked last.
+        asked: which of the member's requests that is, never 0 and never the same twice; 0 while it does not ask.
+        after: the highest quorum id that it knows of; 0 for none.
+        joined: when it was first seen asking that; means nothing while it does not ask.
+    """
+
+    member: str
+    request: Request
+    asked: int
+    after: int
+    joined: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One participant, and the request of it that is answered; its place in `Quorum.seats` is its rank."""
+
+    member: str
+    asked: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A member that has no seat, and which of its requests an earlier quorum answered."""
+
+    member: str
+    asked: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """The decided record.
+
+    Args:
+        number: 1, 2, ...; another one for every decision.
+        id: changes when process groups must be built anew; never used for other replicas.
+        seats: the participants, byte-wise by their replica id.
+        idle: the members whose last request was answered before: they do not ask now.
+        created: wall clock, seconds since 1970, for people only.
+        by: the member that decided this.
+    """
+
+    number: int
+    id: int
+    seats: tuple[Seat, ...]
+    idle: tuple[Answered, ...]
+    created: float
+    by: str = ""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """What the participants asked, in the order of their ranks."""
+        return tuple(seat.request for seat in self.seats)
+
+    def seat_of(self, member: str) -> Seat | None:
+        return next((seat for seat in self.seats if seat.member == member), None)
+
+    def answered(self) -> dict[str, int]:
+        """By member: its last request that this quorum or an earlier one answered."""
+        return {one.member: one.asked for one in self.idle} | {seat.member: seat.asked for seat in self.seats}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for. `join_timeout` in seconds."""
+
+    min_replicas: int
+    join_timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Make this the decided record."""
+
+    quorum: Quorum
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Decide nothing now, and not before `until` unless something changes (None: only then)."""
+
+    reason: str
+    until: float | None = None
+
+
+Verdict: TypeAlias = "Decision | Waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class _Poll:
+    """Who is alive and who asks; `asking` by replica id, `eligible` those of them that may be in the quorum."""
+
+    alive: int
+    asking: Mapping[str, Replica]
+    eligible: Sequence[Replica]
+    shrink_only: bool
+
+    def __str__(self) -> str:
+        """What torchft appends to all of its reasons. Here those that ask are healthy: the dead are not given to us."""
+        count = len(self.asking)
+        shrink = str(self.shrink_only).lower()
+        return f"[{count}/{count} participants healthy][{self.alive} heartbeating][shrink_only={shrink}]"
+
+
+def decide(
+    replicas: Sequence[Replica],
+    previous: Quorum | None,
+    options: Options,
+    now: float,
+    created: float,
+    *,
+    previous_at: float = -inf,
+    silent: Sequence[Replica] = (),
+) -> Verdict:
+    """What to do now. Depends on nothing but its arguments.
+
+    Args:
+        replicas: the live members, oldest first. Of several with one replica id, only the newest counts.
+        previous: the last decided quorum.
+        created: the wall clock for `Quorum.created`.
+        previous_at: when `previous` was first seen. Whoever it left out asks anew from then on: else the join time-out
+            would be over for them, and they would form a quorum without those that just got one.
+        silent: members that are not alive but may be again (they keep their lease and send no beats). They do not
+            count; but it is not forgotten which of their requests were answered, and which ids they know.
+    """
+    answered = previous.answered() if previous else {}
+    before = {seat.request.replica_id for seat in previous.seats} if previous else set()
+    poll = _poll(replicas, answered, before)
+    if before and before <= poll.asking.keys():
+        reason = f"Fast quorum found, all replicas of the last one ask again {poll}"
+    elif waiting := _obstacle(poll, options, previous_at, now):
+        return waiting
+    else:
+        reason = f"Valid quorum found {poll}"
+    return Decision(_conclude(poll.eligible, (*silent, *replicas), previous, created), reason)
+
+
+def _poll(replicas: Sequence[Replica], answered: Mapping[str, int], before: set[str]) -> _Poll:
+    newest = {one.request.replica_id: one for one in replicas}
+    asking = {name: one for name, one in newest.items() if one.asked and answered.get(one.member) != one.asked}
+    shrink_only = any(one.request.shrink_only for one in asking.values())
+    eligible = [one for name, one in asking.items() if not (shrink_only and before) or name in before]
+    return _Poll(len(newest), asking, eligible, shrink_only)
+
+
+def _obstacle(poll: _Poll, options: Options, previous_at: float, now: float) -> Waiting | None:
+    count, needed = len(poll.asking), max(options.min_replicas, 1)
+    only = f"New quorum not ready, only have {count} participants"
+    if count < needed:
+        return Waiting(f"{only}, need min_replicas {needed} {poll}")
+    if count <= poll.alive // 2:
+        return Waiting(f"{only}, need at least half of {poll.alive} healthy workers {poll}")
+    if len(poll.eligible) < needed:
+        return Waiting(f"{only}, {len(poll.eligible)} of them of the last quorum, need min_replicas {needed} {poll}")
+    until = max(min(one.joined for one in poll.asking.values()), previous_at) + options.join_timeout
+    if count != poll.alive and now < until:
+        missing = f"waiting for {poll.alive - count} healthy workers until the join timeout"
+        return Waiting(f"New quorum not ready, have {count} participants, {missing} {poll}", until)
+    return None
+
+
+def _conclude(chosen: Iterable[Replica], members: Sequence[Replica], previous: Quorum | None, created: float) -> Quorum:
+    answered = previous.answered() if previous else {}
+    # Python compares texts by code point, which is the order of their UTF-8 bytes.
+    ordered = sorted(chosen, key=lambda one: one.request.replica_id)
+    seats = tuple(Seat(one.member, one.asked, one.request) for one in ordered)
+    idle = tuple(
+        Answered(one.member, one.asked) for one in members if one.asked and answered.get(one.member) == one.asked
+    )
+    number = previous.number + 1 if previous else 1
+    return Quorum(number, _id_of(seats, members, previous), seats, idle, created)
+
+
+def _id_of(seats: Sequence[Seat], members: Sequence[Replica], previous: Quorum | None) -> int:
+    """An id higher than `previous` has was decided by a quorum whose record is lost: it must not come again."""
+    known = max((one.after for one in members), default=0)
+    if previous is not None and known <= previous.id:
+        same = [seat.request.replica_id for seat in seats] == [one.replica_id for one in previous.requests]
+        if same and not any(seat.request.commit_failures > 0 for seat in seats):
+            return previous.id
+    return max(known, previous.id if previous else 0, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What a quorum means for one rank of one replica; the names are those of torchft's QuorumResult.
+
+    Args:
+        replica_rank: its place among all participants, of which there are `replica_world_size`.
+        recover_src_manager_address, recover_src_replica_rank: whom to heal from; empty and None if not `heal`.
+        recover_dst_replica_ranks: who heals from this replica, ascending.
+        store_address: the store in which this rank meets its peers; one for all replicas.
+        max_step: the highest step in the quorum.
+        max_replica_rank: its place among the `max_world_size` participants at that step; None when it is behind.
+        heal: its state is not what the others have: load it before the step.
+        replica_ids: of all participants, in order.
+        reconfigure_handles: of this rank, of all participants, in order; empty where one has none.
+        commit_failures: the most that any participant reports.
+    """
+
+    replica_rank: int
+    replica_world_size: int
+    recover_src_manager_address: str
+    recover_src_replica_rank: int | None
+    recover_dst_replica_ranks: tuple[int, ...]
+    store_address: str
+    max_step: int
+    max_replica_rank: int | None
+    max_world_size: int
+    heal: bool
+    replica_ids: tuple[str, ...]
+    reconfigure_handles: tuple[str, ...]
+    commit_failures: int
+
+
+def recovery(quorum_requests: Sequence[Request], replica_id: str, rank: int, init_sync: bool) -> Recovery:
+    """What a quorum means for the group rank `rank` of a replica. Raises NotInQuorum.
+
+    Args:
+        quorum_requests: of all participants, in any order.
+        init_sync: before the first step, all take over the state of one replica.
+    """
+    group = sorted(quorum_requests, key=lambda one: one.replica_id)
+    names = tuple(one.replica_id for one in group)
+    if replica_id not in names:
+        raise NotInQuorum(replica_id)
+    me = names.index(replica_id)
+    top = max(one.step for one in group)
+    leaders = [place for place, one in enumerate(group) if one.step == top]
+    primary = leaders[rank % len(leaders)]
+    sources = _sources(len(group), [primary] if init_sync and top == 0 else leaders, rank)
+    source = sources.get(me)
+    return Recovery(
+        replica_rank=me,
+        replica_world_size=len(group),
+        recover_src_manager_address="" if source is None else group[source].address,
+        recover_src_replica_rank=source,
+        recover_dst_replica_ranks=tuple(place for place, source in sources.items() if source == me),
+        store_address=group[primary].store_address,
+        max_step=top,
+        max_replica_rank=leaders.index(me) if me in leaders else None,
+        max_world_size=len(leaders),
+        heal=source is not None,
+        replica_ids=names,
+        reconfigure_handles=tuple(one.handles[rank] if rank < len(one.handles) else "" for one in group),
+        commit_failures=max(one.commit_failures for one in group),
+    )
+
+
+def _sources(size: int, fresh: Sequence[int], rank: int) -> dict[int, int]:
+    """Whom each of those that are behind heals from, ascending; another one for each rank, to spread the load."""
+    behind = [place for place in range(size) if place not in set(fresh)]
+    return {place: fresh[(index + rank) % len(fresh)] for index, place in enumerate(behind)}

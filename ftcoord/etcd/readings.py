@@ -1,0 +1,51 @@
+"""Values of keys, each parsed once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import KeyValue
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Reading(Generic[T]):
+    """What one key says, as `parse(key, value)` reads it."""
+
+    def __init__(self, parse: Callable[[str, bytes], T]) -> None:
+        self._parse = parse
+        self._known: tuple[int, T] | None = None
+
+    def of(self, kv: KeyValue) -> T:
+        """Raises what `parse` raises."""
+        if self._known is None or self._known[0] != kv.mod_revision:
+            self._known = (kv.mod_revision, self._parse(kv.key, kv.value))
+        return self._known[1]
+
+
+class Readings(Generic[T]):
+    """What each member says, as `parse(key, value)` reads it. A value it raises StateError for is left out."""
+
+    def __init__(self, parse: Callable[[str, bytes], T]) -> None:
+        self._parse = parse
+        self._known: dict[str, tuple[int, T | None]] = {}
+
+    def of(self, members: Sequence[KeyValue]) -> list[tuple[KeyValue, T]]:
+        """The members that can be read, in the order given."""
+        self._known = {kv.key: self._read(kv) for kv in members}
+        said = ((kv, self._known[kv.key][1]) for kv in members)
+        return [(kv, value) for kv, value in said if value is not None]
+
+    def _read(self, kv: KeyValue) -> tuple[int, T | None]:
+        known = self._known.get(kv.key)
+        if known is not None and known[0] == kv.mod_revision:
+            return known
+        try:
+            return kv.mod_revision, self._parse(kv.key, kv.value)
+        except StateError as error:
+            log.warning("not counted as a member: %s", error)
+            return kv.mod_revision, None

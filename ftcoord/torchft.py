@@ -1,0 +1,56 @@
+"""torchft on ftcoord: `import ftcoord.torchft` before torchft, or, where a script cannot be changed,
+
+    python -m ftcoord.torchft train.py --its-arguments        (or -m module)
+    torchrun --nproc-per-node=4 -m ftcoord.torchft train.py
+
+TORCHFT_LIGHTHOUSE is then `etcd://h1:2379,h2:2379/job?min_replicas=2`. Nothing of torchft is changed but the module
+that its native classes come from (tried with torchft 0.2.0).
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from types import ModuleType
+from typing import Final, NoReturn
+
+from ftcoord import coordination
+
+NATIVE: Final = "torchft._torchft"
+_USAGE: Final = "usage: python -m ftcoord.torchft (SCRIPT | -m MODULE) [ARGUMENT ...]"
+
+
+def lighthouse_main() -> NoReturn:
+    """What torchft's `torchft_lighthouse` command runs: there is nothing to run."""
+    raise SystemExit(
+        "no lighthouse is needed: set TORCHFT_LIGHTHOUSE=etcd://host:2379/job?min_replicas=2 for all replicas of a job"
+    )
+
+
+def install() -> None:
+    """Put ftcoord's classes where torchft looks for its native ones; idempotent. Raises ImportError if it did."""
+    if NATIVE in sys.modules and not hasattr(sys.modules[NATIVE], "__ftcoord__"):
+        raise ImportError("torchft is imported already, with its own coordination: import ftcoord.torchft before it")
+    module = ModuleType(NATIVE, __doc__)
+    for name in coordination.__all__:
+        setattr(module, name, getattr(coordination, name))
+    vars(module).update(lighthouse_main=lighthouse_main, __ftcoord__=True)
+    sys.modules[NATIVE] = module
+
+
+def main() -> None:
+    """Run a script or a module as `python` would, with torchft on ftcoord."""
+    arguments = sys.argv[1:]
+    module = arguments[:1] == ["-m"]
+    if len(arguments) < 1 + module:
+        raise SystemExit(_USAGE)
+    sys.argv = arguments[module:]
+    if module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+install()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The same random histories of replicas, played to torchft's lighthouse and managers and to ours."""
+
+from __future__ import annotations
+
+import random
+import re
+import urllib.request
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from helpers import DEADLINE, eventually
+from rdzv_nodes import spawn
+from sites import KINDS, Site, group_ask
+
+from ftcoord.coordination.address import parse_address
+from ftcoord.core.quorum_records import parse_petition, parse_quorum
+from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+
+NAMES = "abcde"
+RULES = {"min_replicas": 2, "join_timeout_ms": 3_000, "heartbeat_timeout_ms": 5_000}
+TOLD = (
+    *("quorum_id", "replica_rank", "replica_world_size", "recover_src_replica_rank", "recover_dst_replica_ranks"),
+    *("store_address", "max_step", "max_replica_rank", "max_world_size", "heal", "replica_ids"),
+)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happens: some replicas die, some come (also such that died), and then some of the living ask together.
+
+    Args:
+        asks: for each that asks, what it asks.
+    """
+
+    die: Sequence[str]
+    come: Sequence[str]
+    asks: dict[str, dict[str, Any]]
+
+
+def history(seed: int, length: int) -> list[Round]:
+    """Rounds that can be decided: enough ask, more than half of the living, and nobody new where all shall shrink."""
+    chance = random.Random(seed)
+    alive: set[str] = set()
+    last: set[str] = set()
+    rounds = []
+    for _ in range(length):
+        die = chance.sample(sorted(alive), chance.choice([0, 0, 0, 1])) if len(alive) > 2 else []
+        alive -= set(die)
+        absent = sorted(set(NAMES) - alive)
+        come = chance.sample(absent, min(len(absent), max(3 - len(alive), chance.choice([0, 0, 1, 2]))))
+        alive |= set(come)
+        least = max(2, len(alive) // 2 + 1)
+        count = len(alive) if chance.random() < 0.7 else chance.randint(least, len(alive))
+        asking = set(chance.sample(sorted(alive), count))
+        shrinks = asking <= last and chance.random() < 0.5
+        rounds.append(Round(die, come, {name: _request(chance, shrinks) for name in sorted(asking)}))
+        last = asking
+    return rounds
+
+
+def _request(chance: random.Random, shrinks: bool) -> dict[str, Any]:
+    return {
+        "step": chance.randint(0, 3),
+        "shrink_only": shrinks,
+        "init_sync": chance.random() < 0.8,
+        "commit_failures": chance.choice([0, 0, 0, 1]),
+    }
+
+
+def waiting(kind: str, job: str, etcd: EtcdClient) -> int:
+    """How many replicas ask for a quorum."""
+    if kind == "torchft":
+        with urllib.request.urlopen(f"{job}/status", timeout=DEADLINE) as page:
+            found = re.search(rb"\[(\d+)/\d+ participants healthy\]", page.read())
+        assert found is not None
+        return int(found[1])
+    prefix = parse_address(job).prefix
+    decided = etcd.get(f"{prefix}/decided").one
+    answered = set()
+    if decided is not None:
+        quorum = parse_quorum(decided.key, decided.value)
+        answered = {(one.member, one.asked) for one in (*quorum.seats, *quorum.idle)}
+    members = etcd.range(Get(Span(f"{prefix}/members/", is_prefix=True))).kvs
+    asked = {(kv.key.rpartition("/")[2], parse_petition(kv.key, kv.value).asked) for kv in members}
+    return sum(one[1] > 0 for one in asked - answered)
+
+
+def until_heard(kind: str, job: str, etcd: EtcdClient, count: int) -> None:
+    eventually(lambda: waiting(kind, job, etcd) == count, what=f"{count} replicas to be heard")
+
+
+def play(kind: str, rounds: Sequence[Round], etcd: EtcdClient) -> list[dict[str, dict[str, Any]]]:
+    """What each replica was told in each round; managers' addresses as their names."""
+    told = []
+    with ExitStack() as stack:
+        site = Site(kind, stack)
+        job = site.job(**RULES)
+        managers: dict[str, Any] = {}
+        ranks: dict[str, Any] = {}
+        last: AbstractSet[str] = set()
+        for happens in rounds:
+            for name in happens.die:
+                managers[name].shutdown()
+            for name in happens.come:
+                managers[name] = site.manager(job, name)
+                (ranks[name],) = site.ranks(managers[name])
+            newcomers = happens.asks.keys() - last
+            futures = {name: group_ask(ranks[name], **happens.asks[name]) for name in newcomers}
+            if happens.asks.keys() & last:  # a quorum is made as soon as all of the last one ask, with who asks by then
+                until_heard(kind, job, etcd, len(newcomers))
+            last = happens.asks.keys()
+            futures |= {name: group_ask(ranks[name], **happens.asks[name]) for name in last - newcomers}
+            names = {manager.address(): name for name, manager in managers.items()}
+            told.append({name: _plain(future.result(DEADLINE), names) for name, future in futures.items()})
+    return told
+
+
+def _plain(result: Any, names: dict[str, str]) -> dict[str, Any]:
+    source = result.recover_src_manager_address
+    return {**{name: getattr(result, name) for name in TOLD}, "source": names.get(source, source)}
+
+
+@pytest.mark.parametrize("seeds", [range(4), range(4, 8)], ids=str)
+def test_replicas_are_told_the_same(
+    etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]
+) -> None:
+    monkeypatch.setenv("FTCOORD_ENDPOINTS", etcd.get_endpoint())
+    histories = {seed: history(seed, 8) for seed in seeds}
+    played = {
+        (seed, kind): spawn(lambda kind=kind, rounds=rounds: play(kind, rounds, client))
+        for seed, rounds in histories.items()
+        for kind in KINDS
+    }
+    for seed, rounds in histories.items():
+        ours, theirs = (played[seed, kind].result(4 * DEADLINE) for kind in KINDS)
+        for happens, we, they in zip(rounds, ours, theirs, strict=True):
+            assert we == they, (seed, happens)

@@ -1,0 +1,65 @@
+"""A process with replicas of a job in it, told what to do line by line on its standard input; see tests/replicas.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer
+
+CONNECT = timedelta(seconds=60)
+
+
+class Process:
+    """What is in this process. Every order is carried out on a thread of its own."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._lighthouse = LighthouseClient(job, CONNECT)
+        self._servers: list[ManagerServer] = []
+        self._ranks: dict[tuple[str, int], ManagerClient] = {}
+        self._speaking = threading.Lock()
+
+    def carry_out(self, order: dict[str, Any]) -> None:
+        number, name = order.pop("number"), order.pop("do")
+        try:
+            answer = {"result": getattr(self, name)(**order)}
+        except (RuntimeError, TimeoutError) as error:
+            answer = {"error": type(error).__name__, "text": str(error)}
+        with self._speaking:
+            print(json.dumps({"number": number, **answer}), flush=True)
+
+    def ask(self, replica: str, timeout: float, step: int = 0) -> tuple[int, list[str]]:
+        quorum = self._lighthouse.quorum(replica, timedelta(seconds=timeout), step=step)
+        return quorum.quorum_id, [member.replica_id for member in quorum.participants]
+
+    def manage(self, replica: str, world_size: int) -> str:
+        interval = timedelta(milliseconds=100)
+        server = ManagerServer(replica, self._job, "", "", "store", world_size, interval, CONNECT, 0)
+        self._servers.append(server)
+        return server.address()
+
+    def quorum(self, manager: str, rank: int, timeout: float, step: int, failures: int) -> tuple[int, list[str]]:
+        client, limit = self._rank(manager, rank), timedelta(seconds=timeout)
+        result = client._quorum(rank, step, f"weights {rank}", False, True, failures, limit)
+        return result.quorum_id, result.replica_ids
+
+    def commit(self, manager: str, rank: int, step: int, yes: bool, timeout: float) -> bool:
+        return self._rank(manager, rank).should_commit(rank, step, yes, timedelta(seconds=timeout))
+
+    def metadata(self, manager: str, rank: int) -> str:
+        return self._rank(manager, 0)._checkpoint_metadata(rank, CONNECT)
+
+    def _rank(self, manager: str, rank: int) -> ManagerClient:
+        if (manager, rank) not in self._ranks:
+            self._ranks[manager, rank] = ManagerClient(manager, CONNECT)
+        return self._ranks[manager, rank]
+
+
+if __name__ == "__main__":
+    process = Process(sys.argv[1])
+    for line in sys.stdin:
+        threading.Thread(target=process.carry_out, args=(json.loads(line),), daemon=True).start()

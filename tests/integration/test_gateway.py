@@ -1,0 +1,398 @@
+"""The gateway, and torchft 0.2.0's native classes behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from natives import Natives
+
+from benchmarks.metrics import Load
+from ftcoord import EtcdServer
+from ftcoord.config import EtcdConfig
+from ftcoord.coordination import Gateway, ManagerClient, ManagerServer
+from ftcoord.coordination.address import fresh_name, parse_address
+from ftcoord.core.quorum_records import parse_petition
+from ftcoord.errors import ConfigError, ServerError
+from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.quiet import grpc
+from tests.helpers import DEADLINE, eventually
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info >= (3, 14) or (sys.platform, platform.machine()) != ("linux", "x86_64"),
+    reason="torchft 0.2.0 has wheels for Linux on x86_64 and Python up to 3.13 only; see setup.cfg",
+)
+
+LIMIT = timedelta(seconds=DEADLINE)
+
+
+@pytest.fixture
+def natives() -> Iterator[Natives]:
+    with Natives() as child:
+        yield child
+
+
+@pytest.fixture
+def job(etcd: EtcdServer) -> str:
+    """The address of a job of this test's own, for two replicas."""
+    return job_of(etcd)
+
+
+def job_of(etcd: EtcdServer, **options: int) -> str:
+    query = "&".join(f"{name}={value}" for name, value in {"min_replicas": 2, **options}.items())
+    return f"etcd://{etcd.get_endpoint()}/{fresh_name()}?{query}"
+
+
+@pytest.fixture
+def gateway(job: str) -> Iterator[Gateway]:
+    with Gateway(job) as gateway:
+        yield gateway
+
+
+def members(job: str) -> int:
+    """How many members the job has in etcd."""
+    with EtcdClient(EtcdConfig.load(parse_address(job).endpoints)) as client:
+        span = Span(f"{parse_address(job).prefix}/members/", is_prefix=True)
+        return client.range(Get(span, count_only=True)).count
+
+
+def asked(job: str) -> int:
+    """How many times the members asked for a quorum, those left out that took it back."""
+    with EtcdClient(EtcdConfig.load(parse_address(job).endpoints)) as client:
+        kvs = client.range(Get(Span(f"{parse_address(job).prefix}/members/", is_prefix=True))).kvs
+    return sum(parse_petition(kv.key, kv.value).asked for kv in kvs)
+
+
+class Process:
+    """`ftcoord gateway` in a process of its own."""
+
+    def __init__(self, job: str, port: int = 0) -> None:
+        self.job = job
+        command = [sys.executable, "-m", "ftcoord.cli", "gateway", "--etcd", job, "--listen", f"127.0.0.1:{port}"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        found = re.fullmatch(r"gateway serves on (http://127\.0\.0\.1:(\d+)); Ctrl-C ends it\n", line)
+        assert found is not None, line
+        self.address, self.port = found[1], int(found[2])
+
+    def error_line(self) -> str:
+        """The next line on standard error."""
+        assert self._process.stderr is not None
+        return self._process.stderr.readline()
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Send a signal; the exit code, and what was written to standard error."""
+        self._process.send_signal(number)
+        _, errors = self._process.communicate(timeout=DEADLINE)
+        return self._process.returncode, errors
+
+
+@contextlib.contextmanager
+def process(job: str, port: int = 0) -> Iterator[Process]:
+    gateway = Process(job, port)
+    try:
+        yield gateway
+    finally:
+        gateway.end(signal.SIGKILL)
+
+
+def test_two_native_groups_form_a_quorum(natives: Natives, gateway: Gateway) -> None:
+    natives.manage(gateway.address(), "a", "b", world_size=2)
+    calls = [natives.do("quorum", name=name, rank=rank) for rank in range(2) for name in "ab"]
+    a0, b0, a1, b1 = (one.result(DEADLINE) for one in calls)
+    assert {one["quorum_id"] for one in (a0, b0, a1, b1)} == {1}
+    assert a0["replica_ids"] == ["a", "b"]
+    assert (a0["replica_rank"], b0["replica_rank"], b0["replica_world_size"]) == (0, 1, 2)
+    assert (a0["heal"], b0["heal"], a1["heal"], b1["heal"]) == (False, True, True, False)
+    assert (a0["store_address"], b0["store_address"]) == ("store-of-a", "store-of-a")
+    address = b0["recover_src_manager_address"]
+    assert natives.do("metadata", address=address, rank=0).result(DEADLINE) == "weights of a"
+
+
+def test_the_id_changes_with_the_members_and_with_failed_commits(natives: Natives, gateway: Gateway) -> None:
+    natives.manage(gateway.address(), "a", "b")
+    ids = [natives.ask("a", "b", step=step)[0]["quorum_id"] for step in range(3)]
+    ids.append(natives.ask("a", "b", step=3, failures=1)[1]["quorum_id"])
+    assert ids == [1, 1, 1, 2]
+
+
+def test_two_gateways_are_one(natives: Natives, etcd: EtcdServer) -> None:
+    job = job_of(etcd, min_replicas=4)
+    with Gateway(job) as gateway, Gateway(job) as other:
+        natives.manage(gateway.address(), "a", "c")
+        natives.manage(other.address(), "b", "d")
+        for step in range(3):
+            told = natives.ask("a", "b", "c", "d", step=step)
+            assert [one["replica_rank"] for one in told] == [0, 1, 2, 3]
+            assert {one["quorum_id"] for one in told} == {1}
+
+
+def test_native_and_drop_in_replicas_meet(natives: Natives, gateway: Gateway, job: str) -> None:
+    natives.manage(gateway.address(), "a", "c")
+    eventually(lambda: members(job) == 2, "they beat")
+    server = ManagerServer("b", job, "", "", "store-of-b", 1, timedelta(seconds=1), LIMIT, 0)
+    client = ManagerClient(server.address(), LIMIT)
+    try:
+        for step in range(3):
+            calls = [natives.do("quorum", name=name, step=step, failures=step) for name in "ac"]
+            told = client._quorum(0, step, "", False, False, 0, LIMIT)
+            a, c = (one.result(DEADLINE) for one in calls)
+            assert (told.quorum_id, told.replica_ids, told.replica_rank) == (step + 1, ["a", "b", "c"], 1)
+            assert (a["quorum_id"], a["replica_ids"], c["replica_rank"]) == (step + 1, ["a", "b", "c"], 2)
+            assert told.max_step == a["max_step"] == step
+    finally:
+        server.shutdown()
+
+
+def test_what_a_replica_sends_all_are_told(natives: Natives, gateway: Gateway) -> None:
+    request = {"address": "tcp://ä", "store_address": "s", "step": -7, "world_size": 3, "shrink_only": True}
+    calls = [
+        natives.do("client_quorum", lighthouse=gateway.address(), name=name, timeout=DEADLINE, **request, data=data)
+        for name, data in (("x", {"a": [1, None]}), ("y", None))
+    ]
+    told = [one.result(DEADLINE) for one in calls]
+    assert told[0] == told[1]
+    x, y = told[0]["members"]
+    assert x == {"replica_id": "x", **request, "data": {"a": [1, None]}}
+    assert y["data"] is None
+    assert abs(told[0]["created"] - time.time()) < 3600
+
+
+def test_a_call_whose_time_is_over_says_so_and_does_not_ask_any_more(
+    natives: Natives, gateway: Gateway, job: str
+) -> None:
+    call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1.0)
+    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        call.result(DEADLINE)
+    eventually(lambda: members(job) and not asked(job), "the request is taken back")
+
+
+def test_the_gateway_itself_says_so_too(natives: Natives, gateway: Gateway, job: str) -> None:
+    call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=2.0)
+    eventually(lambda: asked(job) == 1, "it asks")
+    os.kill(natives.pid, signal.SIGSTOP)  # its own clock does not see the time-out first
+    threading.Event().wait(2.5)
+    os.kill(natives.pid, signal.SIGCONT)
+    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        call.result(DEADLINE)
+
+
+def test_a_caller_that_is_killed_does_not_ask_any_more(natives: Natives, gateway: Gateway, job: str) -> None:
+    natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1000)
+    eventually(lambda: asked(job) == 1, "it asks")
+    natives.kill()
+    began = time.monotonic()
+    eventually(lambda: not asked(job), "the request is taken back")
+    assert time.monotonic() - began < 5, "long before its time is over"
+
+
+def test_a_caller_that_hangs_does_not_ask_any_more(natives: Natives, etcd: EtcdServer) -> None:
+    job = job_of(etcd, heartbeat_timeout_ms=4000)
+    with Gateway(job) as gateway:
+        natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1000)
+        eventually(lambda: asked(job) == 1, "it asks")
+        os.kill(natives.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        eventually(lambda: not asked(job), "the request is taken back")
+        assert time.monotonic() - began < 15
+        eventually(lambda: not members(job), "it is gone")
+
+
+def test_a_gateway_without_etcd_says_so(fragile: EtcdServer) -> None:
+    job = job_of(fragile)
+    fragile.stop()
+    with process(job) as gateway:
+        error = gateway.error_line()
+        assert error.startswith("ftcoord: replicas will wait until etcd can be reached")
+        assert gateway.end(signal.SIGTERM)[0] == 0
+
+
+def test_one_that_beats_is_waited_for_until_it_is_silent(natives: Natives, etcd: EtcdServer) -> None:
+    job = job_of(etcd, min_replicas=1, heartbeat_timeout_ms=4000)
+    with Gateway(job) as gateway:
+        natives.do("beat", lighthouse=gateway.address(), name="silent").result(DEADLINE)
+        last_beat = time.monotonic()
+        assert members(job) == 1
+        told = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=DEADLINE).result(DEADLINE)
+        assert time.monotonic() - last_beat > 3.9
+        assert [one["replica_id"] for one in told["members"]] == ["x"]
+
+
+def test_short_heartbeat_time_outs_are_kept(natives: Natives, etcd: EtcdServer) -> None:
+    job = job_of(etcd, heartbeat_timeout_ms=1500)
+    with Gateway(job) as gateway:
+        natives.manage(gateway.address(), "a", "b", "c")
+        with Natives() as mortal:
+            mortal.manage(gateway.address(), "d")
+            eventually(lambda: members(job) == 4, "all have beaten")
+            others = [natives.do("quorum", name=name) for name in "abc"]
+            mortal.ask("d")
+            assert {one.result(DEADLINE)["replica_world_size"] for one in others} == {4}
+        died_at = time.monotonic()
+        assert natives.ask("a", "b", "c", step=1)[0]["replica_world_size"] == 3
+        assert time.monotonic() - died_at > 1.0
+        threading.Event().wait(3 * 1.5)  # nobody is called dead who beats
+        assert natives.ask("a", "b", "c", step=2)[0]["replica_world_size"] == 3
+
+
+def test_a_gateway_is_killed_and_another_takes_its_port(natives: Natives, job: str) -> None:
+    with process(job) as first:
+        natives.manage(first.address, "a", "b", retries=20)
+        assert natives.ask("a", "b")[0]["quorum_id"] == 1
+        waiting = natives.do("quorum", name="a", step=1)
+        eventually(lambda: asked(job) == 3, "a asks")
+        first.end(signal.SIGKILL)
+        with process(job, first.port):
+            (b,) = natives.ask("b", step=1)
+            a = waiting.result(DEADLINE)
+            assert (a["replica_world_size"], b["replica_world_size"]) == (2, 2)
+            assert a["quorum_id"] == b["quorum_id"] >= 1
+            after = natives.ask("a", "b", step=2, failures=1)
+            assert after[0]["quorum_id"] == after[1]["quorum_id"] == a["quorum_id"] + 1
+
+
+def test_ids_grow_though_every_gateway_and_replica_is_new(natives: Natives, job: str) -> None:
+    with Gateway(job) as first, Natives() as before:
+        before.manage(first.address(), "a", "b")
+        assert before.ask("a", "b")[0]["quorum_id"] == 1
+    with Gateway(job) as second:
+        natives.manage(second.address(), "c", "d")
+        assert natives.ask("c", "d")[0]["quorum_id"] == 2
+
+
+def test_a_replica_goes_to_and_fro_between_gateways(natives: Natives, gateway: Gateway, job: str) -> None:
+    with Gateway(job) as other:
+        natives.manage(gateway.address(), "b")
+        for lighthouse in (gateway, other, gateway, other, gateway):
+            began = time.monotonic()
+            roams = natives.do("client_quorum", lighthouse=lighthouse.address(), name="a", timeout=DEADLINE)
+            natives.ask("b")
+            assert len(roams.result(DEADLINE)["members"]) == 2
+            assert time.monotonic() - began < 4, "nobody waits until its other self is silent"
+
+
+def test_etcd_is_restarted(natives: Natives, fragile: EtcdServer) -> None:
+    job = job_of(fragile)
+    with Gateway(job) as gateway:
+        natives.manage(gateway.address(), "a", "b", retries=3)
+        assert natives.ask("a", "b")[0]["quorum_id"] == 1
+        waiting = natives.do("quorum", name="a", step=1, failures=1)
+        eventually(lambda: asked(job) == 3, "a asks")
+        fragile.restart()
+        (b,) = natives.ask("b", step=1)
+        assert b["quorum_id"] == waiting.result(DEADLINE)["quorum_id"] == 2
+
+
+def test_without_etcd_calls_wait_and_time_out(natives: Natives, fragile: EtcdServer) -> None:
+    job = job_of(fragile, min_replicas=1)
+    fragile.stop()
+    with Gateway(job) as gateway:
+        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1.0)
+        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+            call.result(DEADLINE)
+        began = time.monotonic()
+    assert time.monotonic() - began < 15, "it ends all the same"
+
+
+def test_with_a_hanging_etcd_calls_time_out(natives: Natives, fragile: EtcdServer) -> None:
+    job = job_of(fragile)
+    with Gateway(job) as gateway:
+        natives.do("beat", lighthouse=gateway.address(), name="x").result(DEADLINE)
+        fragile.pause()
+        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=2.0)
+        os.kill(natives.pid, signal.SIGSTOP)
+        threading.Event().wait(2.5)
+        os.kill(natives.pid, signal.SIGCONT)
+        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+            call.result(DEADLINE)
+        fragile.resume()
+        eventually(lambda: not asked(job), "the request is taken back")
+
+
+def test_heartbeats_write_nothing(natives: Natives, fragile: EtcdServer) -> None:
+    names = ("a", "b", "c", "d")
+    with Gateway(job_of(fragile, min_replicas=4)) as gateway:
+        natives.manage(gateway.address(), *names)
+        assert natives.ask(*names)[0]["replica_world_size"] == 4
+        before = eventually(lambda: quiet(fragile), "all have joined")
+        threading.Event().wait(6)
+        load = Load.read(fragile.get_endpoint()).since(before)
+        assert load.writes == 0
+        assert 4 <= load.requests["LeaseKeepAlive"] <= 4 * 6  # and some 240 beats
+        assert set(load.requests) <= {"LeaseKeepAlive", "Watch"}
+        assert natives.ask(*names, step=1)[0]["quorum_id"] == 1
+
+
+def quiet(etcd: EtcdServer) -> Load | None:
+    """etcd's counters, if nothing is written for half a second."""
+    before = Load.read(etcd.get_endpoint())
+    threading.Event().wait(0.5)
+    after = Load.read(etcd.get_endpoint())
+    return None if after.since(before).writes else after
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_told_to_end(natives: Natives, job: str, number: int) -> None:
+    with process(job) as gateway:
+        natives.manage(gateway.address, "a", "b")
+        natives.ask("a", "b")
+        waiting: Future[Any] = natives.do("quorum", name="a", step=1, timeout=5)
+        eventually(lambda: asked(job) == 3, "a asks")
+        began = time.monotonic()
+        code, errors = gateway.end(number)
+        assert code == 0
+        assert re.fullmatch(r"(etcd \S+ has known .*\n)?", errors)
+        assert time.monotonic() - began < 10
+    with pytest.raises(TimeoutError):
+        waiting.result(DEADLINE)
+
+
+def test_a_taken_port_and_a_bad_address_are_refused(gateway: Gateway, job: str) -> None:
+    taken = gateway.address().removeprefix("http://")
+    with pytest.raises(ServerError, match=re.escape(taken)):
+        Gateway(job, taken)
+    for address, listen in ((job, "29510"), (job, "host:port"), ("http://x", "127.0.0.1:0")):
+        with pytest.raises(ConfigError):
+            Gateway(address, listen)
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b"\x0a\x05\x3a\x03{x}"])
+def test_what_is_no_request_is_refused(gateway: Gateway, body: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    call = raw_call(gateway, "Quorum")
+    with pytest.raises(grpc.RpcError) as raised:
+        call(body, timeout=DEADLINE)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert capfd.readouterr() == ("", "")
+
+
+def test_handles_of_nightly_builds_are_passed_on(etcd: EtcdServer) -> None:
+    member = text(1, "x") + text(9, "handle of rank 0") + text(9, "")
+    with Gateway(job_of(etcd, min_replicas=1)) as gateway:
+        answer = raw_call(gateway, "Quorum")(text(1, member), timeout=DEADLINE)
+    assert text(2, member) in answer
+
+
+def raw_call(gateway: Gateway, method: str) -> Callable[..., bytes]:
+    """A call of bytes, for what torchft's native client does not send."""
+    channel = grpc.insecure_channel(gateway.address().removeprefix("http://"))
+    return channel.unary_unary(f"/torchft.LighthouseService/{method}")
+
+
+def text(number: int, content: str | bytes) -> bytes:
+    """A field of a protobuf message."""
+    raw = content.encode() if isinstance(content, str) else content
+    return bytes([number << 3 | 2, len(raw)]) + raw

@@ -1,0 +1,168 @@
+"""Quorums of replicas that are processes of their own, on a real etcd, while they and it are killed and stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+
+import pytest
+from helpers import DEADLINE, eventually
+from rdzv_nodes import keys_under
+from replicas import ReplicaProcess, Told, replica_processes
+
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+
+WAIT = threading.Event().wait
+"""For the passing of time itself, never for a condition."""
+HOUR = 3_600_000
+MakeJob = Callable[..., list[ReplicaProcess]]
+
+
+def make_job_on(server: EtcdServer, prefix: str, stack: ExitStack) -> MakeJob:
+    def make(processes: int, min_replicas: int = 2, join: int = HOUR, heartbeat: int = 3_000) -> list[ReplicaProcess]:
+        job = (
+            f"etcd://{server.get_endpoint()}/{prefix.strip('/')}?min_replicas={min_replicas}"
+            f"&join_timeout_ms={join}&heartbeat_timeout_ms={heartbeat}"
+        )
+        return stack.enter_context(replica_processes(job, processes))
+
+    return make
+
+
+@pytest.fixture
+def make_job(etcd: EtcdServer, prefix: str) -> Iterator[MakeJob]:
+    """`make_job(processes, ...)`: a job of this test's own, and processes for it."""
+    with ExitStack() as stack:
+        yield make_job_on(etcd, prefix, stack)
+
+
+@pytest.fixture
+def make_fragile_job(fragile: EtcdServer, prefix: str) -> Iterator[MakeJob]:
+    """The same, on an etcd that the test may kill."""
+    with ExitStack() as stack:
+        yield make_job_on(fragile, prefix, stack)
+
+
+def agreed(futures: Sequence[Future[Told]]) -> Told:
+    """What all were told, which is the same."""
+    told = [future.result(DEADLINE) for future in futures]
+    assert all(one == told[0] for one in told), told
+    return told[0]
+
+
+def until_it_is_in(waiting: Future[Told], others: Sequence[tuple[ReplicaProcess, str]]) -> Told:
+    """Let the others train on until a replica that came late is in; its quorum, which was also theirs."""
+    seen = []
+    while not waiting.done():
+        seen.append(agreed([process.quorum(at, step=10) for process, at in others]))
+        numbers = [number for number, _ in seen]
+        assert numbers == sorted(numbers)
+    told = waiting.result()
+    assert told in seen or not seen or told[0] < seen[0][0]
+    return told
+
+
+def managed(processes: Sequence[ReplicaProcess]) -> list[tuple[ReplicaProcess, str]]:
+    """The processes, and the addresses of their managers, which are called a, b, ...; the first one is the oldest."""
+    return [(process, process.manage(name)) for process, name in zip(processes, "abcdefgh", strict=False)]
+
+
+# -- replicas that die, hang and give up ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heartbeat", [1_000, 3_000], ids=["beats", "leases"])
+@pytest.mark.parametrize("victim", [0, 2], ids=["decider", "youngest"])
+def test_a_replica_that_is_killed_is_not_in_the_next_quorum(make_job: MakeJob, victim: int, heartbeat: int) -> None:
+    processes = make_job(3, heartbeat=heartbeat)
+    pairs = managed(processes)
+    assert agreed([process.quorum(at) for process, at in pairs]) == (1, ["a", "b", "c"])
+    killed, _ = pairs.pop(victim)
+    waiting = [process.quorum(at, step=1) for process, at in pairs]
+    killed.kill()
+    names = [name for number, name in enumerate("abc") if number != victim]
+    assert agreed(waiting) == (2, names)
+    assert agreed([process.quorum(at, step=2) for process, at in pairs]) == (2, names)
+
+
+@pytest.mark.parametrize("heartbeat", [1_000, 3_000], ids=["beats", "leases"])
+def test_the_decider_is_killed_while_all_ask(make_job: MakeJob, heartbeat: int) -> None:
+    """It asks, too: its request must not be answered when it is dead, but for the moment that its lease lasts."""
+    processes = make_job(4, min_replicas=3, heartbeat=heartbeat)
+    pairs = managed(processes)
+    agreed([process.quorum(at) for process, at in pairs])
+    _, *waiting = [process.quorum(at, step=1) for process, at in pairs[:3]]
+    processes[0].kill()
+    waiting.append(pairs[3][0].quorum(pairs[3][1], step=1))
+    assert agreed(waiting) in [(1, ["a", "b", "c", "d"]), (2, ["b", "c", "d"])]
+    last = agreed([process.quorum(at, step=2) for process, at in pairs[1:]])
+    assert last == (2, ["b", "c", "d"])
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_replica_that_was_stopped_comes_back(make_job: MakeJob, client: EtcdClient, prefix: str, asks: bool) -> None:
+    """Stopped for longer than its heartbeat time-out, the decider among them; `asks`: while it waited."""
+    processes = make_job(3, join=100)
+    (stopped, address), *others = managed(processes)
+    agreed([process.quorum(at) for process, at in [(stopped, address), *others]])
+    waiting = stopped.quorum(address, step=1) if asks else None
+    stopped.stop()
+    eventually(lambda: len(keys_under(client, f"/ftcoord/v1{prefix}/quorum/members/")) == 2, "its lease is over")
+    for step in (1, 2):
+        last = agreed([process.quorum(at, step=step) for process, at in others])
+    assert last == (2, ["b", "c"])
+    stopped.resume()
+    number, names = until_it_is_in(waiting or stopped.quorum(address, step=1), others)
+    assert (number, names) in [(3, ["a", "b", "c"]), (1, ["a", "b", "c"])][: 1 + asks]
+    assert until_it_is_in(stopped.quorum(address, step=2), others)[0] >= 3
+
+
+def test_a_caller_that_timed_out_does_not_ask_any_more(make_job: MakeJob) -> None:
+    first, second = make_job(2, join=0, heartbeat=60_000)
+    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        first.ask("a", timeout=1).result(DEADLINE)
+    assert agreed([second.ask("b"), second.ask("c")]) == (1, ["b", "c"])
+
+
+def test_a_decider_that_is_stuck_is_overtaken(make_job: MakeJob) -> None:
+    """It holds its lease for long, and goes on as if nothing had been when it wakes up: two deciders at once."""
+    processes = make_job(3, join=100, heartbeat=60_000)
+    (stuck, address), *others = managed(processes)
+    agreed([process.quorum(at) for process, at in [(stuck, address), *others]])
+    late = stuck.quorum(address, step=1)
+    stuck.stop()
+    assert agreed([process.quorum(at, step=1) for process, at in others])[1][-2:] == ["b", "c"]
+    stuck.resume()
+    for step in range(2, 10):
+        last = until_it_is_in(late, others)
+        assert last[1] == ["a", "b", "c"]
+        late = stuck.quorum(address, step=step)
+    assert until_it_is_in(late, others)[0] >= last[0]
+
+
+def test_many_replicas_in_a_few_processes(make_job: MakeJob) -> None:
+    processes = make_job(4, min_replicas=64)
+    names = [f"r{number:02}" for number in range(64)]
+    for step in range(3):
+        futures = [processes[number % 4].ask(name, step=step) for number, name in enumerate(names)]
+        assert agreed(futures) == (1, names)
+
+
+# -- etcd that dies ---------------------------------------------------------------------------------------------
+
+
+def test_etcd_is_killed_and_nobody_notices_but_for_the_time(make_fragile_job: MakeJob, fragile: EtcdServer) -> None:
+    processes = make_fragile_job(3)
+    pairs = managed(processes)
+    numbers = []
+    for step in range(3):
+        waiting = [process.quorum(at, step=step) for process, at in pairs[:-1]]  # these before, the last one meanwhile
+        fragile.kill()
+        waiting.append(pairs[-1][0].quorum(pairs[-1][1], step=step))
+        WAIT(step)
+        fragile.restart()
+        numbers.append(agreed(waiting)[0])
+        numbers.append(agreed([process.quorum(at, step=step, failures=1) for process, at in pairs])[0])
+    assert numbers == [1, 2, 2, 3, 3, 4]

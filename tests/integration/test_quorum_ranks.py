@@ -1,0 +1,146 @@
+"""Replica groups of two ranks in two processes: the ranks reach their manager through etcd, which may go away."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from helpers import DEADLINE, eventually
+from rdzv_nodes import spawn
+from replicas import ReplicaProcess, replica_processes
+
+from ftcoord.coordination import ManagerClient
+from ftcoord.coordination.address import parse_address
+from ftcoord.coordination.manager import desk_prefix
+from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.server import EtcdServer
+
+LONG = timedelta(seconds=DEADLINE)
+WAIT = threading.Event().wait
+"""For the passing of time itself, never for a condition."""
+
+
+class Group:
+    """A replica group: its manager and rank 0 in the process `zero`, rank 1 in `one`."""
+
+    def __init__(self, server: EtcdServer, job: str, zero: ReplicaProcess, one: ReplicaProcess) -> None:
+        self.zero, self.one, self._server = zero, one, server
+        self.address = zero.manage("a", world_size=2)
+        self._prefix = desk_prefix(parse_address(self.address))
+
+    def train(self, step: int) -> int:
+        """One step of all ranks; its quorum's id."""
+        asked = [rank.quorum(self.address, number, step=step) for number, rank in enumerate((self.zero, self.one))]
+        told = [future.result(DEADLINE) for future in asked]
+        assert told[0] == told[1]
+        assert told[0][1] == ["a"]
+        votes = [rank.commit(self.address, number, step) for number, rank in enumerate((self.zero, self.one))]
+        assert [vote.result(DEADLINE) for vote in votes] == [True, True]
+        return told[0][0]
+
+    def await_call(self, line: str, there: bool = True) -> None:
+        """Until a rank has called its manager through etcd; or until its call is gone."""
+        key = Get(Span(f"{self._prefix}/in/{line}"))
+        with self._server.get_client() as client:
+            eventually(lambda: bool(client.range(key).kvs) is there, f"call on {line}: {there}")
+
+
+@pytest.fixture
+def group(fragile: EtcdServer) -> Iterator[Group]:
+    """On an etcd that the test may kill; a heartbeat time-out of 3 s."""
+    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=3000"
+    with replica_processes(job, 2) as (zero, one):
+        yield Group(fragile, job, zero, one)
+
+
+def test_ranks_train_and_vote(group: Group) -> None:
+    assert [group.train(step) for step in range(5)] == [1] * 5
+    assert [group.one.metadata(group.address, rank) for rank in (0, 1)] == ["weights 0", "weights 1"]
+    votes = [group.zero.commit(group.address, 0, 5), group.one.commit(group.address, 1, 5, yes=False)]
+    assert [vote.result(DEADLINE) for vote in votes] == [False, False]
+
+
+def test_a_failed_call_of_the_group_reaches_all_ranks_at_once(fragile: EtcdServer) -> None:
+    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=2"
+    with replica_processes(job, 2) as (zero, one):
+        group = Group(fragile, job, zero, one)
+        early = one.quorum(group.address, 1, timeout=DEADLINE * 10)
+        group.await_call("quorum-1")
+        late = zero.quorum(group.address, 0, timeout=1)  # the last rank's time-out counts for the group
+        for future in (late, early):
+            with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+                future.result(DEADLINE)
+
+
+def test_a_rank_that_dies_while_it_asks_is_forgotten(group: Group) -> None:
+    group.one.quorum(group.address, 1)
+    group.await_call("quorum-1")
+    group.one.kill()
+    group.await_call("quorum-1", there=False)
+    with replica_processes(group.address.partition("&manager")[0], 1) as (group.one,):
+        assert group.train(1) == 1
+
+
+def test_a_rank_whose_time_is_over_is_forgotten(group: Group) -> None:
+    with pytest.raises(TimeoutError):
+        group.one.quorum(group.address, 1, timeout=0.5).result(DEADLINE)
+    with pytest.raises(TimeoutError):
+        group.one.commit(group.address, 1, 0, timeout=0.5).result(DEADLINE)
+    with pytest.raises(TimeoutError):
+        group.zero.quorum(group.address, 0, timeout=0.5).result(DEADLINE)
+    assert group.train(1) == 1
+
+
+def test_ranks_learn_that_their_manager_died(group: Group) -> None:
+    group.train(0)
+    waiting = group.one.quorum(group.address, 1, timeout=DEADLINE * 10)
+    group.await_call("quorum-1")
+    group.zero.kill()
+    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*is gone"):
+        waiting.result(DEADLINE)
+
+
+@pytest.mark.parametrize("outage", [0, 3, 12])
+def test_etcd_is_killed_while_ranks_call(group: Group, fragile: EtcdServer, outage: float) -> None:
+    group.train(0)
+    vote = group.one.commit(group.address, 1, 0)
+    group.await_call("commit-1")
+    fragile.kill()
+    asked = [group.zero.commit(group.address, 0, 0), vote]
+    WAIT(outage)
+    fragile.restart()
+    assert [future.result(DEADLINE) for future in asked] == [True, True]
+    fragile.kill()
+    asked = [rank.quorum(group.address, number, step=1) for number, rank in enumerate((group.zero, group.one))]
+    WAIT(outage)
+    fragile.restart()
+    assert [future.result(DEADLINE) for future in asked] == [(1, ["a"])] * 2
+    assert group.train(2) == 1
+
+
+def test_a_first_call_while_etcd_is_away(group: Group, fragile: EtcdServer) -> None:
+    client = ManagerClient(group.address, LONG)
+    fragile.kill()
+    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        client.should_commit(1, 0, True, timedelta(seconds=1))
+    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        client._quorum(1, 0, "", False, True, 0, timedelta(seconds=1))
+    votes = [spawn(partial(client.should_commit, 1, 0, True, LONG)), group.zero.commit(group.address, 0, 0)]
+    WAIT(1)
+    fragile.restart()
+    assert [vote.result(DEADLINE) for vote in votes] == [True, True]
+    del client, votes
+    gc.collect()  # it renews its lease no more, which is checked after every test
+
+
+def test_a_manager_that_was_stopped_for_longer_than_its_lease_comes_back(group: Group) -> None:
+    group.train(0)
+    group.zero.stop()
+    WAIT(6)
+    group.zero.resume()
+    ManagerClient(group.address, LONG)  # waits until the manager is there
+    assert group.train(1) == 1

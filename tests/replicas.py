@@ -1,0 +1,105 @@
+"""Processes with replicas of a quorum in them, for tests that kill and stop them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from helpers import DEADLINE
+
+import ftcoord
+
+SCRIPT = Path(__file__).parent / "integration" / "scripts" / "replica.py"
+
+Told: TypeAlias = "tuple[int, list[str]]"
+"""A quorum's id and its replicas."""
+
+
+class ReplicaProcess:
+    """One process of scripts/replica.py. Orders return at once; their futures raise what the order raised there."""
+
+    def __init__(self, job: str) -> None:
+        source = str(Path(str(ftcoord.__file__)).parent.parent)
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), job],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": source},
+        )
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def ask(self, replica: str, timeout: float = DEADLINE, **request: Any) -> Future[Told]:
+        """With a client of its own; see LighthouseClient.quorum."""
+        return self._order("ask", replica=replica, timeout=timeout, **request)
+
+    def manage(self, replica: str, world_size: int = 1) -> str:
+        """Start a manager; its address."""
+        return str(self._order("manage", replica=replica, world_size=world_size).result(DEADLINE))
+
+    def quorum(
+        self, manager: str, rank: int = 0, timeout: float = DEADLINE, step: int = 0, failures: int = 0
+    ) -> Future[Told]:
+        """Ask for a quorum as a rank of a manager, wherever that is."""
+        return self._order("quorum", manager=manager, rank=rank, timeout=timeout, step=step, failures=failures)
+
+    def commit(self, manager: str, rank: int, step: int, yes: bool = True, timeout: float = DEADLINE) -> Future[bool]:
+        return self._order("commit", manager=manager, rank=rank, step=step, yes=yes, timeout=timeout)
+
+    def metadata(self, manager: str, rank: int) -> str:
+        return str(self._order("metadata", manager=manager, rank=rank).result(DEADLINE))
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        self._process.kill()
+        self._process.communicate()
+        self._reader.join()
+
+    def _order(self, name: str, **order: Any) -> Future[Any]:
+        number, future = next(self._numbers), Future[Any]()
+        self._waiting[number] = future
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"number": number, "do": name, **order}) + "\n")
+        self._process.stdin.flush()
+        return future
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            future = self._waiting[answer["number"]]
+            if "error" in answer:
+                kind = {"TimeoutError": TimeoutError, "RuntimeError": RuntimeError}[answer["error"]]
+                future.set_exception(kind(answer["text"]))
+            else:
+                future.set_result(tuple(answer["result"]) if type(answer["result"]) is list else answer["result"])
+
+
+@contextmanager
+def replica_processes(job: str, count: int) -> Iterator[list[ReplicaProcess]]:
+    """So many processes; they are killed in the end."""
+    processes = [ReplicaProcess(job) for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()

@@ -1,0 +1,71 @@
+"""What a job's address says is checked before any socket is opened."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftcoord.coordination.address import Job, parse_address
+from ftcoord.errors import ConfigError
+
+
+def test_all_of_it() -> None:
+    job = parse_address(
+        "etcds://h1:2379,h2:3000/team%2Fjob 7"
+        "?min_replicas=3&join_timeout_ms=10&heartbeat_timeout_ms=1500&manager=a:b%2F"
+    )
+    assert job == Job("etcds", "h1:2379,h2:3000", "team/job 7", 3, 10, 1500, "a:b/")
+    assert (job.options.min_replicas, job.options.join_timeout, job.heartbeat_timeout) == (3, 0.01, 1.5)
+    assert job.prefix == "/ftcoord/v1/team%2Fjob%207/quorum"
+    config = job.config({})
+    assert config.tls is not None
+    assert [(endpoint.host, endpoint.port) for endpoint in config.endpoints] == [("h1", 2379), ("h2", 3000)]
+
+
+def test_defaults_are_those_of_torchfts_command() -> None:
+    job = parse_address("etcd://h1/job")
+    assert (job.min_replicas, job.join_timeout_ms, job.heartbeat_timeout_ms, job.manager) == (1, 60_000, 5_000, "")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("etcd", "h1:1,h2:2", "job"),
+        Job("etcds", "[::1]:1", "a/b?c#d", 2, 0, 10, "x:y/ü%&="),
+        Job("etcd", "", "job", 7),
+    ],
+)
+def test_an_address_is_parsed_as_it_was_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCOORD_ENDPOINTS", "h7:1")
+    assert parse_address(str(job)) == job
+
+
+def test_endpoints_from_the_environment_are_named_in_the_address_that_is_given_on() -> None:
+    job = parse_address("etcd:///job")
+    config = job.config({"FTCOORD_ENDPOINTS": "h7:1,h8:2"})
+    assert job.at(config).endpoints == "h7:1,h8:2"
+
+
+@pytest.mark.parametrize(
+    ("address", "key"),
+    [
+        ("", "address"),
+        ("nonsense", "address"),
+        ("http://h1:29510", "address"),
+        ("etcd://h1:2379", "address"),
+        ("etcd://h1:2379/", "address"),
+        ("etcd://h1/job?min_replicas", "address"),
+        ("etcd://h1/job?min_replicas=0", "min_replicas"),
+        ("etcd://h1/job?min_replicas=two", "min_replicas"),
+        ("etcd://h1/job?min_replicas=2&min_replicas=3", "min_replicas"),
+        ("etcd://h1/job?join_timeout_ms=-1", "join_timeout_ms"),
+        ("etcd://h1/job?heartbeat_timeout_ms=9", "heartbeat_timeout_ms"),
+        ("etcd://h1/job?min_replica=2", "min_replica"),
+        ("etcd://h1:port/job", "endpoints"),
+        ("etcd://u:secret@h1/job", "endpoints"),
+    ],
+)
+def test_refused(address: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_address(address)
+    assert caught.value.key == key
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,195 @@
+"""Random histories of a quorum: against torchft's rules written down a second time, and for S2 with records lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftcoord.core.quorum import Decision, Options, Quorum, Replica, Request, Waiting, decide
+
+NAMES = "abcde"
+BEAT_TIMEOUT, JOIN_TIMEOUT = 5, 8
+
+
+def request(name: str, shrink_only: bool, failures: int) -> Request:
+    return Request(name, "", "", 0, 1, shrink_only, "", failures, ())
+
+
+# -- torchft's lighthouse, as its rules are described: one map of who asks, one of beats --------------------------
+
+
+@dataclass
+class Lighthouse:
+    min_replicas: int
+    asking: dict[str, tuple[Request, int]] = field(default_factory=dict)
+    beats: dict[str, int] = field(default_factory=dict)
+    last: list[Request] | None = None
+    id: int = 0
+
+    def decide(self, now: int) -> str:
+        """Why it waits, or that it published; then everybody left out has queued again."""
+        alive = [name for name in self.beats if now - self.beats[name] < BEAT_TIMEOUT]
+        live = {name: self.asking[name] for name in sorted(alive) if name in self.asking}
+        chosen = [one for one, _ in live.values()]
+        why = "found"
+        if self.last is not None:
+            before = [one.replica_id for one in self.last]
+            if any(one.shrink_only for one in chosen):
+                chosen = [one for one in chosen if one.replica_id in before]
+            if all(name in live for name in before):
+                why = "Fast"
+        if why != "Fast":
+            if len(live) < self.min_replicas:
+                return "need min_replicas"
+            if len(live) <= len(alive) // 2:
+                return "need at least half"
+            if len(chosen) < self.min_replicas:  # where ftcoord differs: torchft publishes this
+                return "of the last quorum, need min_replicas"
+            if len(live) != len(alive) and now - min(at for _, at in live.values()) < JOIN_TIMEOUT:
+                return "join timeout"
+        self._publish(chosen, now)
+        return why
+
+    def _publish(self, chosen: list[Request], now: int) -> None:
+        same = self.last is not None and [one.replica_id for one in self.last] == [one.replica_id for one in chosen]
+        if not same or any(one.commit_failures > 0 for one in chosen):
+            self.id += 1
+        self.last = chosen
+        seated = [one.replica_id for one in chosen]
+        self.asking = {name: (one, now) for name, (one, _) in self.asking.items() if name not in seated}
+
+
+# -- ours, fed with the same ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ours:
+    options: Options
+    members: dict[str, Replica] = field(default_factory=dict)
+    last: Quorum | None = None
+    last_at: float = -1.0
+
+    def ask(self, one: Request, now: int) -> None:
+        known = self.members.get(one.replica_id)
+        asked = known.asked + 1 if known else 1
+        after = known.after if known else 0
+        self.members[one.replica_id] = Replica(f"lease-{one.replica_id}", one, asked, after, float(now))
+
+    def beat(self, name: str) -> None:
+        self.members.setdefault(name, Replica(f"lease-{name}", request(name, False, 0), 0, 0, 0.0))
+
+    def decide(self, alive: list[str], now: int) -> str:
+        living = [one for name, one in self.members.items() if name in alive]
+        silent = [one for name, one in self.members.items() if name not in alive]
+        verdict = decide(living, self.last, self.options, float(now), 0.0, previous_at=self.last_at, silent=silent)
+        if isinstance(verdict, Decision):
+            self.last, self.last_at = verdict.quorum, float(now)
+        return verdict.reason
+
+
+Event: TypeAlias = "tuple[str, str, bool, int]"
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.sampled_from(NAMES), st.integers(0, 7).map(lambda n: n == 0), st.integers(0, 1)),
+        st.tuples(st.just("all ask"), st.just(""), st.just(False), st.sampled_from([0, 0, 0, 1])),
+        st.tuples(st.just("beat"), st.sampled_from(NAMES), st.just(False), st.just(0)),
+        st.tuples(st.just("all beat"), st.just(""), st.just(False), st.just(0)),
+        st.tuples(st.just("time"), st.just(""), st.just(False), st.integers(1, 6)),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@given(st.integers(1, 3), events)
+def test_torchfts_rules(min_replicas: int, history: list[Event]) -> None:
+    theirs, ours = Lighthouse(min_replicas), Ours(Options(min_replicas, float(JOIN_TIMEOUT)))
+    now = 0
+    for what, name, shrink_only, number in history:
+        names = list(theirs.beats) if what.startswith("all") else [name]
+        if what == "time":
+            now += number
+        for each in names if what != "time" else []:
+            theirs.beats[each] = now
+            ours.beat(each)
+            if what.endswith("ask"):
+                one = request(each, shrink_only, number)
+                theirs.asking[each] = (one, now)
+                ours.ask(one, now)
+        alive = [each for each, at in theirs.beats.items() if now - at < BEAT_TIMEOUT]
+        reason = ours.decide(alive, now)
+        assert theirs.decide(now) in reason
+        assert (list(ours.last.requests) if ours.last else None) == theirs.last
+        assert (ours.last.id if ours.last else 0) == theirs.id
+
+
+# -- S2: ids and numbers only grow, and an id is of one membership --------------------------------------------------
+
+
+@dataclass
+class History:
+    """A run whose members come, learn, go silent and die, and whose record is lost or restored from a backup."""
+
+    options: Options
+    members: dict[str, Replica] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+    records: list[Quorum] = field(default_factory=list)
+    last: Quorum | None = None
+    leases: int = 0
+    asked: int = 0
+    ids: dict[int, list[str]] = field(default_factory=dict)
+
+    def act(self, what: str, name: str, number: int) -> None:
+        known = self.members.get(name)
+        if what == "ask":
+            self.asked += 1
+            member, after = (known.member, known.after) if known else (self._lease(), 0)
+            self.members[name] = Replica(member, request(name, number == 0, number // 6), self.asked, after, 0.0)
+        elif what == "learn" and known and self.last and self.last.seat_of(known.member):
+            after = max(known.after, self.last.id)
+            self.members[name] = Replica(known.member, known.request, known.asked, after, known.joined)
+        elif what == "die":
+            self.members.pop(name, None)
+        elif what == "silence":
+            self.silent ^= {name}
+        elif what == "lose" and self._somebody_knows():
+            self.last = self.records[number] if number < len(self.records) - 1 else None
+
+    def _lease(self) -> str:
+        self.leases += 1
+        return f"lease-{self.leases}"
+
+    def _somebody_knows(self) -> bool:
+        return max((one.after for one in self.members.values()), default=0) >= max(self.ids, default=1)
+
+    def decide(self) -> None:
+        living = [one for name, one in self.members.items() if name not in self.silent]
+        silent = [one for name, one in self.members.items() if name in self.silent]
+        verdict = decide(living, self.last, self.options, 1.0, 0.0, silent=silent)
+        if isinstance(verdict, Waiting):
+            return
+        new, old = verdict.quorum, self.last
+        names = [one.replica_id for one in new.requests]
+        assert new.id >= max(self.ids, default=1)
+        assert self.ids.setdefault(new.id, names) == names
+        assert new.number == (old.number if old else 0) + 1
+        self.last = new
+        self.records.append(new)
+
+
+acts = st.tuples(
+    st.sampled_from(["ask", "ask", "ask", "ask", "learn", "learn", "die", "silence", "lose"]),
+    st.sampled_from(NAMES),
+    st.integers(0, 6),
+)
+
+
+@given(st.integers(1, 3), st.sampled_from([0.0, 9.0]), st.lists(acts, max_size=80))
+def test_ids_are_never_used_again(min_replicas: int, join_timeout: float, history: list[tuple[str, str, int]]) -> None:
+    run = History(Options(min_replicas, join_timeout))
+    for act in history:
+        run.act(*act)
+        run.decide()
