@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -121,7 +121,7 @@ class Changes:
         compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]
         try:
             lease = self._lease_id(deadline)
-            leased = [replace(op, lease=lease) if isinstance(op, Put) else op for op in ops]
+            leased = [Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops]
             success = [*leased, Put(self._count, b"", lease), *_gets(look, keys_only=True)]
             failure = [Get(Span(self._count)), Get(Span(self._fence or self._count)), *_gets(look)]
             result = persist(lambda left: self._send(compares, success, failure, left), deadline, self._closed)

@@ -76,7 +76,9 @@ class EtcdClient:
         _open_clients.add(self)
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        response = self._transport.call(wire.RANGE, _range_request(get), timeout=timeout)
+        request = wire.message("RangeRequest")()
+        _write_range(request, get)
+        response = self._transport.call(wire.RANGE, request, timeout=timeout)
         return _range_result(response, response.header.revision)
 
     def get(self, key: str, *, timeout: float | None = None) -> RangeResult:
@@ -99,11 +101,13 @@ class EtcdClient:
         *,
         timeout: float | None = None,
     ) -> TxnResult:
-        request = wire.message("TxnRequest")(
-            compare=[_compare(one) for one in compares],
-            success=[_op(one) for one in success],
-            failure=[_op(one) for one in failure],
-        )
+        request = wire.message("TxnRequest")()
+        for compare in compares:
+            _write_compare(request.compare.add(), compare)
+        for op in success:
+            _write_op(request.success.add(), op)
+        for op in failure:
+            _write_op(request.failure.add(), op)
         writes = any(not isinstance(op, Get) for op in (*success, *failure))
         response = self._transport.call(wire.TXN, request, timeout=timeout, write=writes)
         revision = response.header.revision
@@ -171,36 +175,34 @@ def _warn_below_floor(version: str) -> None:
         log.warning("etcd %s has known lease and watch bugs; use %s or newer for real training runs", version, wanted)
 
 
-def _range_request(get: Get) -> Any:
-    order = {} if get.order == "keys" else {"sort_order": wire.SORT[get.order], "sort_target": wire.SORT_BY_CREATE}
-    return wire.message("RangeRequest")(
-        key=encode_key(get.span.start) or b"\0",
-        range_end=get.span.end,
-        limit=get.limit,
-        revision=get.revision,
-        keys_only=get.keys_only,
-        count_only=get.count_only,
-        max_create_revision=get.created_before - 1 if get.created_before else 0,
-        **order,
-    )
+# Field by field: half of the time that keyword arguments take, which showed in every transaction.
 
 
-def _op(op: Op) -> Any:
-    request = wire.message("RequestOp")
+def _write_range(raw: Any, get: Get) -> None:
+    raw.key, raw.range_end = encode_key(get.span.start) or b"\0", get.span.end
+    raw.limit, raw.revision = get.limit, get.revision
+    raw.keys_only, raw.count_only = get.keys_only, get.count_only
+    if get.order != "keys":
+        raw.sort_order, raw.sort_target = wire.SORT[get.order], wire.SORT_BY_CREATE
+    if get.created_before:
+        raw.max_create_revision = get.created_before - 1
+
+
+def _write_op(raw: Any, op: Op) -> None:
     if isinstance(op, Get):
-        return request(request_range=_range_request(op))
-    if isinstance(op, Put):
-        return request(request_put={"key": encode_key(op.key), "value": op.value, "lease": op.lease})
-    return request(request_delete_range={"key": encode_key(op.span.start) or b"\0", "range_end": op.span.end})
+        _write_range(raw.request_range, op)
+    elif isinstance(op, Put):
+        put = raw.request_put
+        put.key, put.value, put.lease = encode_key(op.key), op.value, op.lease
+    else:
+        delete = raw.request_delete_range
+        delete.key, delete.range_end = encode_key(op.span.start) or b"\0", op.span.end
 
 
-def _compare(compare: Compare) -> Any:
-    return wire.message("Compare")(
-        key=encode_key(compare.key),
-        result=wire.COMPARE_RESULT[compare.relation],
-        target=wire.COMPARE_TARGET[compare.target],
-        **{wire.COMPARE_FIELD[compare.target]: compare.operand},
-    )
+def _write_compare(raw: Any, compare: Compare) -> None:
+    raw.key, raw.result = encode_key(compare.key), wire.COMPARE_RESULT[compare.relation]
+    raw.target = wire.COMPARE_TARGET[compare.target]
+    setattr(raw, wire.COMPARE_FIELD[compare.target], compare.operand)
 
 
 def _range_result(response: Any, revision: int) -> RangeResult:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,17 +23,15 @@ class GrpcThreads:
         self._calls = self._unknown = 0
         self._known: set[threading.Thread] = set()
 
-    @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Around each call that waits for its answer."""
+    def enter(self) -> None:
+        """Before each call that waits for its answer; then `leave()`."""
         with self._changed:
             self._calls += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._calls -= 1
-                self._changed.notify_all()
+
+    def leave(self) -> None:
+        with self._changed:
+            self._calls -= 1
+            self._changed.notify_all()
 
     def noted(self, requests: Iterator[T]) -> Iterator[T]:
         """`requests`, to be given to a stream that is `expect()`ed: noting the thread that sends them."""

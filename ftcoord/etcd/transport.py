@@ -31,6 +31,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),  # what newer grpcio goes by instead
 )
 
+_NEEDS_LEADER = (("hasleader", "true"),)
 CLOSED = "this etcd client was closed; make a new one"
 
 
@@ -40,6 +41,7 @@ class Member:
     def __init__(self, endpoint: Endpoint, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
         self.name = str(endpoint)
         self.alive_at = time.monotonic()
+        self._unary: dict[wire.Method, grpc.UnaryUnaryMultiCallable[Any, Any]] = {}
         options: tuple[tuple[str, Any], ...] = _OPTIONS
         if tls is None or credentials is None:
             self.channel = grpc.insecure_channel(endpoint.target, options)
@@ -47,6 +49,13 @@ class Member:
         if tls.server_name:
             options += (("grpc.ssl_target_name_override", tls.server_name),)
         self.channel = grpc.secure_channel(endpoint.target, credentials, options)
+
+    def unary(self, method: wire.Method) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
+        """How to call `method` here; made once, for that takes as long as all else before a call leaves."""
+        if (invoke := self._unary.get(method)) is None:
+            invoke = self.channel.unary_unary(method.path, method.serialize, method.parse)
+            self._unary[method] = invoke
+        return invoke
 
     def seen(self) -> None:
         self.alive_at = time.monotonic()
@@ -160,9 +169,9 @@ class Transport:
     def _unary(self, method: wire.Method, request: Any, deadline: float, write: bool) -> Any:
         member = self.member()
         token = self.token(deadline)
-        invoke = member.channel.unary_unary(method.path, method.serialize, method.parse)
         with self._judged(member, write=write, token=token):
-            response = invoke(request, timeout=self._patience(deadline, write), metadata=_metadata(token))
+            timeout = self._patience(deadline, write)
+            response = member.unary(method)(request, timeout=timeout, metadata=_metadata(token))
         member.seen()
         return response
 
@@ -199,9 +208,9 @@ class Transport:
     @contextmanager
     def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
         """Raises ftcoord's exceptions in place of gRPC's."""
+        self._threads.enter()
         try:
-            with self._threads.calling():
-                yield
+            yield
         except grpc.RpcError as error:
             if faults.blames_member(error):
                 self.blame(member)
@@ -213,6 +222,8 @@ class Transport:
             if not self.closed.is_set():
                 raise
             raise ClientClosed(CLOSED) from error
+        finally:
+            self._threads.leave()
 
     def _log_in(self, deadline: float) -> str:
         """A token, or '' where etcd has no authentication switched on."""
@@ -221,10 +232,9 @@ class Transport:
         member = self.member()
         method = wire.AUTHENTICATE
         request = wire.message("AuthenticateRequest")(name=credentials.user, password=credentials.password)
-        invoke = member.channel.unary_unary(method.path, method.serialize, method.parse)
         try:
             with self._judged(member):
-                return str(invoke(request, timeout=self._patience(deadline, False)).token)
+                return str(member.unary(method)(request, timeout=self._patience(deadline, False)).token)
         except EtcdError as error:
             if "authentication is not enabled" in str(error):
                 return ""
@@ -233,8 +243,7 @@ class Transport:
 
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     """What every call carries: fail fast on a member without leader, and the login token if there is one."""
-    leader = (("hasleader", "true"),)
-    return (*leader, ("token", token)) if token else leader
+    return (*_NEEDS_LEADER, ("token", token)) if token else _NEEDS_LEADER
 
 
 def _left(deadline: float) -> float:

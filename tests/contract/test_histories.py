@@ -23,7 +23,8 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
 
 NAMES = "abcde"
-RULES = {"min_replicas": 2, "join_timeout_ms": 3_000, "heartbeat_timeout_ms": 5_000}
+RULES = {"min_replicas": 2, "join_timeout_ms": 6_000, "heartbeat_timeout_ms": 15_000}
+"""Long enough for a machine that is busy: what comes later than that changes the history."""
 TOLD = (
     *("quorum_id", "replica_rank", "replica_world_size", "recover_src_replica_rank", "recover_dst_replica_ranks"),
     *("store_address", "max_step", "max_replica_rank", "max_world_size", "heal", "replica_ids"),
@@ -126,12 +127,9 @@ def _plain(result: Any, names: dict[str, str]) -> dict[str, Any]:
     return {**{name: getattr(result, name) for name in TOLD}, "source": names.get(source, source)}
 
 
-@pytest.mark.parametrize("seeds", [range(4), range(4, 8)], ids=str)
-def test_replicas_are_told_the_same(
-    etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]
-) -> None:
+def test_replicas_are_told_the_same(etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTCOORD_ENDPOINTS", etcd.get_endpoint())
-    histories = {seed: history(seed, 8) for seed in seeds}
+    histories = {seed: history(seed, 8) for seed in range(6)}
     played = {
         (seed, kind): spawn(lambda kind=kind, rounds=rounds: play(kind, rounds, client))
         for seed, rounds in histories.items()
