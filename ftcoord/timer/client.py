@@ -131,7 +131,8 @@ class EtcdTimerClient(TimerClient):
             held = _Held(self._worker, scope, slot, token, after, time.monotonic() + after)
             self._ledger.hold(slot, token)
             self._keys.put(str(slot), held.render)
-        self._keys.wait(str(slot), self._timeout)
+        if self._timeout:
+            self._keys.wait(str(slot), self._timeout)
 
     def release(self, scope_id: str) -> None:
         """End the timer of `scope_id`, if there is one. At once: it does not wait for etcd.
@@ -160,7 +161,6 @@ class EtcdTimerClient(TimerClient):
             self._held.clear()
         self._keys.close(max(self._timeout, 0.1))
         self._run.close()
-        self._ledger.close()
 
     def _free_slot(self) -> int:
         """The lowest one: so there are no more than timers at once."""

@@ -19,7 +19,7 @@ _WIDTH: Final = 8
 
 
 class Ledger:
-    """This process's own. Written through a mapping: quick, and not into another file if the descriptor is closed."""
+    """This process's own, until it ends. Written through a mapping: quick, and never into what took its descriptor."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create(NAME)
@@ -33,12 +33,6 @@ class Ledger:
     def release(self, slot: int) -> None:
         """Note that it is held no more."""
         self._memory[slot * _WIDTH : (slot + 1) * _WIDTH] = bytes(_WIDTH)
-
-    def close(self) -> None:
-        """Let others read it no more. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 def holds(pid: int, ledger: int, slot: int, token: int) -> bool | None:
