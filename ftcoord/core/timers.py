@@ -146,11 +146,12 @@ def due(timer: Timer, me: str, now: float, listed: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[T]):
-    """What a server knows of a timer: when it is due, and since when it is known."""
+    """What a server knows of a timer: when it is due, since when it is known, and when to look at it next."""
 
     item: T
     due: float
     since: float
+    look_at: float
 
 
 class Book(Generic[T]):
@@ -170,16 +171,16 @@ class Book(Generic[T]):
 
     def note(self, key: Hashable, item: T, due: float, now: float) -> None:
         """Watch a timer, in place of what was known under its key."""
-        self._entries[key] = Entry(item, due, now)
+        self._entries[key] = Entry(item, due, now, due)
 
     def drop(self, key: Hashable) -> None:
         """Watch it no more, if it is watched."""
         self._entries.pop(key, None)
 
-    def postpone(self, key: Hashable, due: float, item: T | None = None) -> None:
-        """Look at a timer again at `due`, and at what it has become, if that is given."""
+    def postpone(self, key: Hashable, until: float, item: T | None = None) -> None:
+        """Look at a timer that is due again then, and at what it has become, if that is given."""
         if (known := self._entries.get(key)) is not None:
-            self._entries[key] = Entry(known.item if item is None else item, due, known.since)
+            self._entries[key] = replace(known, look_at=until, item=known.item if item is None else item)
 
     def hold(self, until: float) -> None:
         """Let nothing expire before that: what the server knows may be old."""
@@ -187,16 +188,16 @@ class Book(Generic[T]):
 
     def shift(self, seconds: float) -> None:
         """Give all timers more time: for as long neither the server ran nor, perhaps, the workers."""
-        self._entries = {key: replace(entry, due=entry.due + seconds) for key, entry in self._entries.items()}
+        for key, one in self._entries.items():
+            self._entries[key] = replace(one, due=one.due + seconds, look_at=one.look_at + seconds)
 
     def expired(self, now: float) -> list[tuple[Hashable, Entry[T]]]:
-        """What is due, by its time; nothing while it is held."""
+        """What is to be looked at, the oldest first; nothing while it is held."""
         if now < self._held_until:
             return []
-        return sorted(
-            ((key, one) for key, one in self._entries.items() if one.due <= now), key=lambda pair: pair[1].due
-        )
+        found = [(key, one) for key, one in self._entries.items() if one.look_at <= now]
+        return sorted(found, key=lambda pair: pair[1].due)
 
-    def due_at(self) -> float:
-        """When the next one will be; infinity if there is none."""
-        return max(min((one.due for one in self._entries.values()), default=math.inf), self._held_until)
+    def look_at(self) -> float:
+        """When there will be something to look at; infinity if never."""
+        return max(min((one.look_at for one in self._entries.values()), default=math.inf), self._held_until)

@@ -144,7 +144,7 @@ class EtcdTimerServer(TimerServer):
 
     def _run_watchdog(self) -> None:
         now = self._clock()
-        planned = now + min(max(self._book.due_at() - now, 0), self._max_interval)
+        planned = now + min(max(self._book.look_at() - now, 0), self._max_interval)
         try:
             requests = self._queue.get(max(1, self._queue.size()), planned - now)
         except EtcdError as error:
