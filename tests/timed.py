@@ -77,6 +77,7 @@ class Worker:
         return self._process.exitcode is None
 
     def stop(self) -> None:
+        """SIGSTOP: nothing in it runs, no thread either; as if C code held the interpreter."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def killed(self) -> float:

@@ -161,9 +161,6 @@ class Book(Generic[T]):
         self._entries: dict[Hashable, Entry[T]] = {}
         self._held_until = -math.inf
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._entries
-
     @property
     def entries(self) -> Mapping[Hashable, Entry[T]]:
         """All of them."""
