@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost
@@ -26,6 +26,13 @@ RETRY: Final = 0.25
 """Seconds until a step that failed is tried again."""
 
 Render: TypeAlias = Callable[[], bytes]
+
+
+class _Sent(NamedTuple):
+    """What was tried to be written last, and what it was rendered by."""
+
+    render: Render
+    value: bytes
 
 
 class LeasedKeys:
@@ -48,6 +55,7 @@ class LeasedKeys:
         self._wanted: dict[str, Render] = {}
         self._dirty: dict[str, None] = {}
         self._versions: dict[str, int] = {}
+        self._sent: dict[str, _Sent] = {}
         self._session: Session | None = None
         self._lost = self._closing = self._away = False
         self._thread = threading.Thread(target=self._run, name=f"ftcoord-{what}", daemon=True)
@@ -128,36 +136,40 @@ class LeasedKeys:
     def _step(self) -> None:
         session = self._session_that_lives()
         with self._changed:
-            names = list(self._dirty)[:AT_ONCE]
-            wanted = {name: self._wanted[name] for name in names}
+            wanted = {name: self._wanted[name] for name in list(self._dirty)[:AT_ONCE]}
         values = {name: render() for name, render in wanted.items()}
-        writes = [name for name, value in values.items() if value or name in self._versions]
+        writes = {name: _Sent(wanted[name], value) for name, value in values.items() if value or name in self._versions}
+        done = wanted.keys() - writes.keys()  # these are not there, and should not be
         if writes:
-            if not self._write(session.lease_id, {name: values[name] for name in writes}):
-                return
+            done |= self._write(session.lease_id, writes)
             self._come_back()
         with self._changed:
-            for name, render in wanted.items():
-                if self._wanted.get(name) is render:
+            for name in done:
+                if self._wanted[name] is wanted[name]:
                     del self._dirty[name]
-                    if not values[name] and name not in self._versions:
+                    if name not in writes:
                         del self._wanted[name]
             self._changed.notify_all()
 
-    def _write(self, lease: int, values: dict[str, bytes]) -> bool:
-        """Write all of these; False when a key was not as expected, which is known now."""
-        keys = {name: self._key_of(name, lease) for name in values}
-        versions = {name: self._versions.setdefault(name, 0) for name in values}
+    def _write(self, lease: int, writes: dict[str, _Sent]) -> set[str]:
+        """Write all of these, or none when a key is not as expected; which are now as they should be."""
+        keys = {name: self._key_of(name, lease) for name in writes}
+        before = {name: (self._versions.setdefault(name, 0), self._sent.get(name)) for name in writes}
+        self._sent.update(writes)
         result = self._etcd.txn(
-            [Compare(keys[name], "version", "=", version) for name, version in versions.items()],
-            [Put(keys[name], value, lease) for name, value in values.items()],
+            [Compare(keys[name], "version", "=", version) for name, (version, _) in before.items()],
+            [Put(keys[name], sent.value, lease) for name, sent in writes.items()],
             [Get(Span(key)) for key in keys.values()],
             timeout=SETTLE_AFTER,
         )
-        for index, name in enumerate(values):
+        done = set[str]()
+        for index, (name, (version, sent)) in enumerate(before.items()):
             found = None if result.succeeded else result.range(index).one
-            self._versions[name] = versions[name] + 1 if result.succeeded else (found.version if found else 0)
-        return result.succeeded
+            self._versions[name] = version + 1 if result.succeeded else (found.version if found else 0)
+            ours = found is not None and sent is not None and found.value == sent.value  # its answer was lost
+            if result.succeeded or (ours and sent is not None and sent.render is writes[name].render):
+                done.add(name)
+        return done
 
     def _session_that_lives(self) -> Session:
         if self._lost and self._session is not None:
@@ -167,6 +179,7 @@ class LeasedKeys:
         if self._session is None:
             self._lost = False
             self._versions.clear()
+            self._sent.clear()
             session = self._session = Session(self._etcd, self._ttl, self._on_state)
             self._come_back()
             with self._changed:

@@ -144,7 +144,7 @@ def keys(client: EtcdClient, prefix: str, request: pytest.FixtureRequest) -> Ite
     made.close(5)
 
 
-FATES = [("ok",), ("lost",), ("late", "ok"), ("lost", "late", "ok", "late", "late", "ok", "ok")]
+FATES = [("ok",), ("lost", "ok"), ("late", "ok"), ("lost", "late", "ok", "late", "late", "ok", "ok")]
 
 
 @pytest.mark.parametrize("keys", FATES, indirect=True, ids=" ".join)
