@@ -97,17 +97,17 @@ class Heartbeat:
     ) -> None:
         """End: the others see at once that it left. If etcd is not in reach for 3 s, they will see it expire."""
         with suppress(EtcdError):
-            self._put(left=True, patience=PARTING)
+            self._put(left=True)
         self._end()
 
-    def _put(self, left: bool = False, patience: float = PATIENCE) -> None:
+    def _put(self, left: bool = False) -> None:
         if self._keys is None:
             raise RuntimeError(
                 "the heartbeat does not run: use it as a context manager, `with Heartbeat(...) as beat:`"
             )
         value = encode(Beat(self._name, self._data, left))
         self._keys.put("", lambda: value)
-        if not self._keys.wait("", patience, through_outage=not left):
+        if not self._keys.wait("", PARTING if left else PATIENCE, through_outage=not left):
             raise self._keys.problem or EtcdUnavailable("etcd did not answer in time; is it up, and are you allowed?")
 
     def _end(self) -> None:
