@@ -30,6 +30,8 @@ from ftcoord.etcd.run import Run
 
 log = logging.getLogger(__name__)
 
+LARGEST: Final = 2**18
+"""Characters of JSON that a heartbeat may tell; etcd takes 1.5 MiB, of which escapes need up to four times as much."""
 TICK: Final = 60.0
 """Seconds for which nothing may happen before a watch looks whether it is closed; it is also told."""
 RETRY: Final = 0.5
@@ -201,11 +203,16 @@ def watch_heartbeats(
 
 def _json(data: Any) -> str:
     try:
-        return json.dumps(data, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     except TypeError as error:
         raise TypeError(f"data must be what JSON has (numbers, texts, lists, dicts): {error}") from error
     except ValueError as error:
         raise ConfigError("data", f"<{type(data).__name__}>", f"give what JSON has: {error}") from error
+    if len(text) > LARGEST:
+        raise ConfigError(
+            "data", f"<{len(text)} characters>", f"give at most {LARGEST} as JSON; etcd is no file server"
+        )
+    return text
 
 
 def _parsed(kv: KeyValue) -> Beat | None:

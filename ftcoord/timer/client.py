@@ -28,8 +28,8 @@ from ftcoord.timer.process import host_id, this_process
 
 TIMEOUT: Final = 1.0
 """Seconds that `acquire` waits for etcd by default."""
-LONGEST: Final = 4096
-"""Characters that the name of a scope may have."""
+LONGEST: Final = 1024
+"""Characters of a scope's name that are recorded: its last ones, where torch puts the line."""
 
 _ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
 
@@ -51,7 +51,7 @@ class _Held:
         return encode(
             Timer(
                 worker=self.worker,
-                scope=self.scope,
+                scope=self.scope[-LONGEST:],
                 after_ms=_ms(self.after),
                 left_ms=_ms(max(self.until - now, 0)),
                 at_ms=_ms(now),
@@ -197,8 +197,8 @@ def _ms(seconds: float) -> int:
 def _scope(scope_id: object) -> str:
     if not isinstance(scope_id, str):
         raise TypeError(f"scope_id is a text, not {type(scope_id).__name__}")
-    if not scope_id or len(scope_id) > LONGEST:
-        raise ConfigError("scope_id", redacted(scope_id[:20]), f"name the scope in 1 to {LONGEST} characters")
+    if not scope_id:
+        raise ConfigError("scope_id", scope_id, "give the scope a name")
     return scope_id
 
 

@@ -14,18 +14,20 @@ from pathlib import Path
 
 import pytest
 from helpers import eventually, in_fork
+from rdzv_nodes import MakeNodes
 from timed import EtcdTimers, ServerProcess, Worker, workers
 from torch.distributed.elastic.timer import TimerRequest
 
 import ftcoord
 from ftcoord.core.timers import Timer, TimerInfo, encode, parse, slot_key, timers_prefix
-from ftcoord.errors import ClientClosed
+from ftcoord.errors import ClientClosed, ConfigError
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.cluster import EtcdCluster
 from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.timer.client import EtcdTimerClient
+from ftcoord.timer.environment import VARIABLE
 from ftcoord.timer.process import host_id, started, this_process
 from ftcoord.timer.server import Reap
 
@@ -387,6 +389,17 @@ def test_what_others_see(etcd: EtcdServer, prefix: str) -> None:
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_handler_serves_the_timers_of_its_workers(make_nodes: MakeNodes, etcd: EtcdServer) -> None:
+    node = make_nodes(1, 1, run_id="a job", timers="1").one()
+    with contextlib.closing(EtcdTimerClient()) as timers:
+        timers.acquire("scope", time.time() + LONG)
+        eventually(lambda: len(ftcoord.timer.active("a job", etcd.get_endpoint())) == 1, "the timer")
+    node.crash()
+    assert VARIABLE not in os.environ
+    with pytest.raises(ConfigError, match="timers=1"):
+        EtcdTimerClient()
 
 
 def test_under_torchrun_a_stuck_worker_is_killed_and_the_job_goes_on(etcd: EtcdServer, tmp_path: Path) -> None:

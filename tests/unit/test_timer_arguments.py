@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import ftcoord
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ConfigError
+from ftcoord.rendezvous.backend import create_backend
 from ftcoord.timer import client as client_module
 from ftcoord.timer.environment import VARIABLE, describe, inherited
 from ftcoord.timer.ledger import Ledger, holds
@@ -52,6 +54,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ftcoord.Heartbeat("job", "me", -1), "ttl=-1"),
     (lambda: ftcoord.Heartbeat("job", "me", math.nan), "ttl=nan"),
     (lambda: ftcoord.Heartbeat("job", "me", 5, math.inf), "data="),
+    (lambda: ftcoord.Heartbeat("job", "me", 5, "x" * 2**20), "data="),
     (lambda: ftcoord.watch_heartbeats(None), "run=None"),  # type: ignore[arg-type]
 ]
 
@@ -61,6 +64,11 @@ def test_bad_arguments(make: Callable[[], object], named: str) -> None:
     with pytest.raises(ConfigError) as refused:
         make()
     assert str(refused.value).startswith(named)
+
+
+def test_torchs_own_rendezvous_serves_no_timers() -> None:
+    with pytest.raises(ConfigError, match="timers"):
+        create_backend(RendezvousParameters("etcd-v3-dynamic", NOWHERE, "job", 1, 1, timers="1"))
 
 
 def test_wrong_types() -> None:
@@ -123,15 +131,21 @@ def test_times_that_are_none(timers: tuple[client_module.EtcdTimerClient, Keys],
 
 def test_scopes_that_are_none(timers: tuple[client_module.EtcdTimerClient, Keys]) -> None:
     client, keys = timers
-    for scope in ("", "x" * 5000):
-        with pytest.raises(ConfigError, match="scope_id"):
-            client.acquire(scope, time.time() + 1)
+    with pytest.raises(ConfigError, match="scope_id"):
+        client.acquire("", time.time() + 1)
     for bad in (None, 5):
         with pytest.raises(TypeError, match="scope_id"):
             client.acquire(bad, time.time() + 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expiration_time"):
         client.acquire("scope", "now")  # type: ignore[arg-type]
     assert keys.written == {}
+
+
+def test_of_a_long_name_the_end_is_recorded(timers: tuple[client_module.EtcdTimerClient, Keys]) -> None:
+    client, keys = timers
+    client.acquire("x" * 5000 + ".py#7", time.time() + 1)
+    scope = json.loads(keys.written["0"])["scope"]
+    assert (len(scope), scope[-6:]) == (1024, "x.py#7")
 
 
 def test_a_process_holds_so_many_timers_and_no_more(timers: tuple[client_module.EtcdTimerClient, Keys]) -> None:
