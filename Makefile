@@ -24,6 +24,7 @@ benchmark: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.rendezvous --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.store --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.quorum --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.timers --write docs/benchmarks.md
 
 $(VENV)/.ready: setup.cfg pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)

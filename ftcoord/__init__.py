@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ftcoord import timer
     from ftcoord.config import EtcdConfig
     from ftcoord.etcd.client import EtcdClient
     from ftcoord.etcd.cluster import EtcdCluster
     from ftcoord.etcd.server import EtcdServer
     from ftcoord.etcd.session import Session
+    from ftcoord.heartbeat import Heartbeat, watch_heartbeats
     from ftcoord.rendezvous.backend import EtcdRendezvousBackend
     from ftcoord.rendezvous.handler import EtcdRendezvousHandler
     from ftcoord.rendezvous.init_method import register_init_methods
@@ -30,9 +32,11 @@ _HOMES = {
     "EtcdRendezvousHandler": "ftcoord.rendezvous.handler",
     "EtcdServer": "ftcoord.etcd.server",
     "EtcdStore": "ftcoord.store",
+    "Heartbeat": "ftcoord.heartbeat",
     "Session": "ftcoord.etcd.session",
     "install_legacy_names": "ftcoord.rendezvous.legacy",
     "register_init_methods": "ftcoord.rendezvous.init_method",
+    "watch_heartbeats": "ftcoord.heartbeat",
 }
 
 __all__ = [
@@ -43,13 +47,18 @@ __all__ = [
     "EtcdRendezvousHandler",
     "EtcdServer",
     "EtcdStore",
+    "Heartbeat",
     "Session",
     "install_legacy_names",
     "register_init_methods",
+    "timer",
+    "watch_heartbeats",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "timer":
+        return importlib.import_module("ftcoord.timer")
     if name not in _HOMES:
         raise AttributeError(f"module 'ftcoord' has no attribute {name!r}")
     try:

@@ -14,9 +14,9 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 from ftcoord.config import EtcdConfig, redacted, whole
 from ftcoord.core.quorum import Options
 from ftcoord.errors import ConfigError
+from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
 
 SCHEMES: Final[dict[str, bool | None]] = {"etcd": None, "etcds": True}
-KEY_PREFIX: Final = "/ftcoord/v1"
 DAY_MS: Final = 24 * 3600 * 1000
 _FORM: Final = "write it as etcd://host:port,host:port/job?min_replicas=2"
 
@@ -46,7 +46,7 @@ class Job:
     @property
     def prefix(self) -> str:
         """What all of the job's keys start with."""
-        return f"{KEY_PREFIX}/{quote(self.name, safe='')}/quorum"
+        return f"{run_prefix(KEY_PREFIX, self.name)}/quorum"
 
     @property
     def options(self) -> Options:

@@ -66,6 +66,14 @@ def objects(key: str, raw: Raw, name: str) -> list[Raw]:
     return _items(dict, key, raw, name)
 
 
+def part(key: str, raw: Raw, name: str) -> Raw:
+    """The field `name`, which must be an object. Raises StateError."""
+    found = raw.get(name)
+    if not isinstance(found, dict):
+        raise StateError(key, f"has no {name}")
+    return found
+
+
 def texts(key: str, raw: Raw, name: str) -> tuple[str, ...]:
     """The field `name`, which must be a list of texts. Raises StateError."""
     return tuple(_items(str, key, raw, name))

@@ -9,11 +9,19 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ftcoord.errors import ClientClosed, Compacted, EtcdUnavailable
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, Watch, WatchItem
 
 log = logging.getLogger(__name__)
+
+
+class Change(NamedTuple):
+    """What became of a key: what it `was` before, None if it was not there, and is `now`, None if it is gone."""
+
+    was: KeyValue | None
+    now: KeyValue | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +93,25 @@ class Mirror:
             self._start(read.revision + 1)
             self.synced = self._stands = True
 
-    def apply(self, posted: Posted) -> None:
-        """Bring the copy up to date. Raises what ended the watch, unless it was a compaction, or its client's end."""
+    def apply(self, posted: Posted) -> list[Change]:
+        """Bring the copy up to date; what changed, in order.
+
+        Raises what ended the watch, unless it was a compaction, or its client's end.
+        """
         item = posted.item
         if posted.source is not self._source:
-            return
+            return []
         if isinstance(item, Began):
             self._stands = True
         elif isinstance(item, Batch):
-            self._apply_batch(item)
+            return self._apply_batch(item)
         elif isinstance(item, (Compacted, ClientClosed)):
             log.debug("the watch of mirror %r is over: %s", self.span.start, item)
             self.close()
         else:
             self.close()
             raise item
+        return []
 
     def learn(self, kv: KeyValue) -> None:
         """Take over what a transaction told of the key of a single-key mirror; the watch will not repeat it."""
@@ -125,13 +137,16 @@ class Mirror:
 
         self._watch = self._etcd.watch(self.span, revision, deliver)
 
-    def _apply_batch(self, batch: Batch) -> None:
-        known = self.revision  # what came before the read was delivered too
+    def _apply_batch(self, batch: Batch) -> list[Change]:
+        known, changes = self.revision, []  # what came before the read was delivered too
         for event in batch.events:
             if event.kv.mod_revision <= known:
                 continue
             self.revision = event.kv.mod_revision
-            if event.kind == "put":
-                self.kvs[event.kv.key] = event.kv
+            was, now = self.kvs.get(event.kv.key), event.kv if event.kind == "put" else None
+            if now is not None:
+                self.kvs[now.key] = now
             else:
                 self.kvs.pop(event.kv.key, None)
+            changes.append(Change(was, now))
+        return changes

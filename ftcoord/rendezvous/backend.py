@@ -19,7 +19,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs_handler
 
-from ftcoord.errors import EtcdError, LeaseLost
+from ftcoord.config import redacted
+from ftcoord.errors import ConfigError, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, Put, Span
 from ftcoord.etcd.settle import Settled, write_once
 from ftcoord.rendezvous.create import open_run
@@ -98,6 +99,8 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
     and RendezvousConnectionError when etcd does not answer.
     """
     conf = {key: value for key, value in params.config.items() if key not in _TORCHS_OWN}
+    if conf.get("timers") is not None:
+        raise ConfigError("timers", redacted(conf["timers"]), "leave it out: timers are served with etcd-v3 only")
     checked = RendezvousParameters(
         params.backend, params.endpoint, params.run_id, params.min_nodes, params.max_nodes, params.local_addr, **conf
     )

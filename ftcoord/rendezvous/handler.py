@@ -21,10 +21,7 @@ from typing import Final, NoReturn
 
 import tenacity
 from torch.distributed import TCPStore
-from torch.distributed.elastic.events import (
-    NodeState,
-    construct_and_record_rdzv_event,
-)
+from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -51,6 +48,7 @@ from ftcoord.rendezvous.bootstrap import Reservation, own_address
 from ftcoord.rendezvous.policy import RendezvousPolicy
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions
+from ftcoord.rendezvous.timers import serve_timers
 from ftcoord.store import EtcdStore
 
 log = logging.getLogger(__name__)
@@ -78,7 +76,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
     """
 
     def __init__(self, settings: RendezvousSettings, etcd: EtcdClient, server: EtcdServer | None = None) -> None:
-        self._settings, self._etcd, self._server = settings, etcd, server
+        self._settings, self._etcd, self._ends = settings, etcd, contextlib.ExitStack()
+        if server is not None:
+            self._ends.callback(server.stop)
+        self._ends.callback(etcd.close)
         self._decided_key = f"{settings.prefix}/decided"
         self._address = own_address(settings.local_addr, etcd.config)
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
@@ -174,8 +175,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def prepare(self) -> None:
         """Take the lease and begin the watch that the first round needs; if etcd is away for now, that does so itself.
 
-        Raises RendezvousConnectionError when etcd refuses.
+        Serves timers from now on, if that is asked for. Raises RendezvousConnectionError when etcd refuses.
         """
+        if self._settings.timers:
+            self._ends.callback(serve_timers(self._settings.prefix, self._etcd))
         try:
             self._new_member()
         except _TRANSIENT as error:
@@ -360,9 +363,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         atexit.unregister(self._leave)
         self._abandon()
         self._end_round()
-        self._etcd.close()
-        if self._server is not None:
-            self._server.stop()
+        self._ends.close()
 
     # -- events -------------------------------------------------------------------------------------------------
 

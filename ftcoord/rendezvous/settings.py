@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
-from urllib.parse import quote
 
 from ftcoord.config import EMBEDDED, HIDDEN, EtcdConfig, parse_host, redacted, seconds, text, whole
 from ftcoord.errors import ConfigError
+from ftcoord.etcd.keys import KEY_PREFIX, full_text, key_path, run_prefix
 
 _MAX_TTL = 10**9
 
@@ -30,11 +30,10 @@ def _one_of(**choices: object) -> Callable[[str, object], object]:
     return parse
 
 
-def _key_prefix(key: str, value: object) -> str:
-    prefix = value.strip().rstrip("/") if isinstance(value, str) else ""
-    if not re.fullmatch(r"(/[^/]+)+", prefix) or not prefix.isprintable():
-        raise ConfigError(key, redacted(value), "give a path such as /ftcoord/v1: printable, '/' first, no empty part")
-    return prefix
+def _flag(key: str, value: object) -> object:
+    if isinstance(value, bool):
+        return value
+    return bool(whole(0, 1, ", to have it or not")(key, value))
 
 
 def _user(key: str, value: object) -> str:
@@ -74,8 +73,9 @@ _KEYS = (
     _Key("run_ttl", "run_ttl", _ttl),
     _Key("on_member_loss", "on_member_loss", _one_of(restart="restart", ignore="ignore")),
     _Key("on_spare_close", "on_spare_close", _one_of(exit="exit", **{"raise": "raise"})),
-    _Key("key_prefix", "key_prefix", _key_prefix),
-    _Key("etcd_prefix", "key_prefix", _key_prefix),
+    _Key("key_prefix", "key_prefix", key_path),
+    _Key("etcd_prefix", "key_prefix", key_path),
+    _Key("timers", "timers", _flag),
     _Key("protocol", "secure", _protocol),
     _Key("ca_cert", "ca_cert", text),
     _Key("cacert", "ca_cert", text, spelling=True),
@@ -127,6 +127,7 @@ class RendezvousSettings:
         on_spare_close: a spare whose run closes ends with ``exit`` code 0, or will ``raise`` torch's error.
         key_prefix: where in etcd the runs live; begins with ``/`` and does not end with it.
         request_timeout: how long one call to etcd may take; the same as `etcd.request_timeout` if there is `etcd`.
+        timers: whether the agent reaps workers whose expiration timers have expired.
     """
 
     backend: str
@@ -143,12 +144,12 @@ class RendezvousSettings:
     run_ttl: int = 3600
     on_member_loss: Literal["restart", "ignore"] = "restart"
     on_spare_close: Literal["exit", "raise"] = "exit"
-    key_prefix: str = "/ftcoord/v1"
+    key_prefix: str = KEY_PREFIX
     request_timeout: float = 5.0
+    timers: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.run_id, str) or not self.run_id.strip() or not _is_utf8(self.run_id):
-            raise ConfigError("run_id", redacted(self.run_id), "give the job an id that is not empty (--rdzv-id)")
+        full_text("run_id", self.run_id, "give the job an id that is not empty (--rdzv-id)")
         for name, count, least in (("min_nodes", self.min_nodes, 1), ("max_nodes", self.max_nodes, self.min_nodes)):
             if not isinstance(count, int) or isinstance(count, bool) or count < least:
                 raise ConfigError(name, redacted(count), f"give a whole number, at least {least} (--nnodes=MIN:MAX)")
@@ -165,7 +166,7 @@ class RendezvousSettings:
         bytes, and etcd sets no limit that an id of some hundred characters would meet. Not promised: that one
         `key_prefix` does not lie within another (``/a`` and ``/a/b``); choose them apart.
         """
-        return f"{self.key_prefix}/{quote(self.run_id, safe='')}"
+        return run_prefix(self.key_prefix, self.run_id)
 
     @classmethod
     def parse(
@@ -207,14 +208,6 @@ class RendezvousSettings:
             etcd=etcd,
             **{setting: item.value for setting, item in found.items() if setting in own},
         )
-
-
-def _is_utf8(run_id: str) -> bool:
-    try:
-        run_id.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are no text in this locale
-        return False
-    return True
 
 
 def _read(conf: Mapping[str, object]) -> dict[str, _Found]:

@@ -22,7 +22,7 @@ LAYERS = (
     {"config"},
     {"core"},
     {"etcd"},
-    {"store", "timer"},
+    {"store", "timer", "heartbeat"},
     {"rendezvous"},
     {"coordination"},
     {"metrics", "status", "torchft"},

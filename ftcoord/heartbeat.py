@@ -1,0 +1,223 @@
+"""Heartbeats: who lives in a run, what they tell each other, and who left or was lost.
+
+with ftcoord.Heartbeat("job1", "host-7", ttl=10, data={"gpu": 3}) as heartbeat:
+    heartbeat.update({"gpu": 4})
+
+for event in ftcoord.watch_heartbeats("job1"):
+    print(event.kind, event.name, event.data, event.reason)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final
+from urllib.parse import quote
+
+from ftcoord.config import EtcdConfig, whole
+from ftcoord.core.heartbeats import Beat, HeartbeatEvent, Roll, beat_key, encode, heartbeats_prefix, parse
+from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, StateError
+from ftcoord.etcd.api import Etcd, KeyValue, Span
+from ftcoord.etcd.feed import Feed
+from ftcoord.etcd.keys import KEY_PREFIX, full_text
+from ftcoord.etcd.leased import LeasedKeys
+from ftcoord.etcd.mirror import Change
+from ftcoord.etcd.run import Run
+
+log = logging.getLogger(__name__)
+
+LARGEST: Final = 2**18
+"""Characters of JSON that a heartbeat may tell; etcd takes 1.5 MiB, of which escapes need up to four times as much."""
+TICK: Final = 60.0
+"""Seconds for which nothing may happen before a watch looks whether it is closed; it is also told."""
+RETRY: Final = 0.5
+"""Seconds until a watch that failed is tried again."""
+PATIENCE: Final = 5.0
+"""Seconds for which a heartbeat waits for etcd when it begins and is updated."""
+PARTING: Final = 1.0
+"""Seconds that each of the three steps may take in which it ends."""
+
+_ttl = whole(1, 86_400, " (seconds); etcd on default settings grants 2 s at the least")
+
+
+class Heartbeat:
+    """Lets others know that this process lives, and something of it, for as long as the context lasts.
+
+    Args:
+        run: the run's id; who watches names the same.
+        name: whose heartbeat it is; where several processes use one name, the newest speaks for it.
+        ttl: seconds after which it counts as lost when it is silent. Renewing costs no writes.
+        data: anything that JSON has.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+
+    A heartbeat that etcd lost, because it was out of reach for too long, comes back by itself as soon as it can.
+
+    Raises ConfigError (a ValueError) or TypeError for bad arguments, before any socket is opened.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        name: str,
+        ttl: float,
+        data: Any = None,
+        *,
+        etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
+        key_prefix: str = KEY_PREFIX,
+    ) -> None:
+        self._name = full_text("name", name)
+        self._ttl = _ttl("ttl", ttl)
+        self._data = _json(data)
+        self._run = Run.open(run, etcd, key_prefix)
+        self._keys: LeasedKeys | None = None
+
+    def __enter__(self) -> Heartbeat:
+        """Begin. Raises EtcdError when etcd takes no heartbeat within 5 seconds, EtcdUnavailable if it is away."""
+        prefix, name = self._run.prefix, quote(self._name, safe="")
+        self._keys = LeasedKeys(self._run.etcd, self._ttl, lambda _, lease: beat_key(prefix, name, lease), "heartbeats")
+        try:
+            self._put()
+        except EtcdError:
+            self._end()
+            raise
+        return self
+
+    def update(self, data: Any) -> None:
+        """Tell the others something else. Raises EtcdError when etcd does not take it in 5 s; it will then do so later.
+
+        Raises TypeError for data that JSON does not have.
+        """
+        self._data = _json(data)
+        self._put()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End: the others see at once that it left. If etcd is not in reach for 3 s, they will see it expire."""
+        with suppress(EtcdError):
+            self._put(left=True)
+        self._end()
+
+    def _put(self, left: bool = False) -> None:
+        if self._keys is None:
+            raise RuntimeError(
+                "the heartbeat does not run: use it as a context manager, `with Heartbeat(...) as beat:`"
+            )
+        value = encode(Beat(self._name, self._data, left))
+        self._keys.put("", lambda: value)
+        if not self._keys.wait("", PARTING if left else PATIENCE, through_outage=not left):
+            raise self._keys.problem or EtcdUnavailable("etcd did not answer in time; is it up, and are you allowed?")
+
+    def _end(self) -> None:
+        keys, self._keys = self._keys, None
+        if keys is not None:
+            keys.close(PARTING)
+        self._run.close()
+
+
+class HeartbeatWatch:
+    """An iterator of `HeartbeatEvent`, without end until `close()`. A context manager."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._feed = Feed(run.etcd, Span(heartbeats_prefix(run.prefix), is_prefix=True))
+        self._closed = threading.Event()
+        self._roll = Roll()
+        self._events = self._follow()
+
+    def __iter__(self) -> Iterator[HeartbeatEvent]:
+        return self
+
+    def __next__(self) -> HeartbeatEvent:
+        return next(self._events)
+
+    def close(self) -> None:
+        """End the iteration, also one that waits in another thread. Idempotent."""
+        self._closed.set()
+        self._feed.wake()
+        self._run.close()
+
+    def __enter__(self) -> HeartbeatWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _follow(self) -> Iterator[HeartbeatEvent]:
+        try:
+            while not self._closed.is_set():
+                for change in self._changes():
+                    event = self._judge(change)
+                    if event is not None:
+                        yield event
+        finally:
+            self._feed.close()
+            self._run.close()
+
+    def _changes(self) -> list[Change]:
+        try:
+            news = self._feed.next(TICK)
+            return news.changes if news else []
+        except ClientClosed:
+            self._closed.set()
+        except EtcdError as error:
+            log.debug("the heartbeats cannot be watched for now: %s", error)
+            self._closed.wait(RETRY)
+        return []
+
+    def _judge(self, change: Change) -> HeartbeatEvent | None:
+        kv = change.now or change.was
+        assert kv is not None
+        beat = _parsed(kv)
+        if beat is None:
+            return None
+        if change.now is None:
+            return self._roll.drop(kv.key, beat.name)
+        return self._roll.note(kv.key, kv.create_revision, beat)
+
+
+def watch_heartbeats(
+    run: str, etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None, *, key_prefix: str = KEY_PREFIX
+) -> HeartbeatWatch:
+    """Whoever lives, as `joined`, and then all that changes. Waits for what comes next, also through outages of etcd.
+
+    A name is lost when its heartbeat was ended (reason ``left``), or when its lease was over (``expired``): after `ttl`
+    seconds of silence, and where etcd was away meanwhile, that much later. What went unseen, because etcd compacted its
+    history during an outage, counts as expired.
+
+    Args:
+        run: the run's id.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        key_prefix: the `key_prefix` of `rdzv_conf`.
+
+    Raises ConfigError for bad arguments, before any socket is opened.
+    """
+    return HeartbeatWatch(Run.open(run, etcd, key_prefix))
+
+
+def _json(data: Any) -> str:
+    try:
+        text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    except TypeError as error:
+        raise TypeError(f"data must be what JSON has (numbers, texts, lists, dicts): {error}") from error
+    except ValueError as error:
+        raise ConfigError("data", f"<{type(data).__name__}>", f"give what JSON has: {error}") from error
+    if len(text) > LARGEST:
+        raise ConfigError(
+            "data", f"<{len(text)} characters>", f"give at most {LARGEST} as JSON; etcd is no file server"
+        )
+    return text
+
+
+def _parsed(kv: KeyValue) -> Beat | None:
+    try:
+        return parse(kv.key, kv.value)
+    except StateError as error:
+        log.warning("%s", error)
+        return None

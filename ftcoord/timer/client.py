@@ -1,0 +1,208 @@
+"""The worker's side of expiration timers."""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch.distributed.elastic.timer import TimerClient
+
+from ftcoord.config import MAX_SECONDS, EtcdConfig, redacted, whole
+from ftcoord.core.timers import RELEASED, Timer, Worker, encode, slot_key
+from ftcoord.errors import ConfigError
+from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.keys import KEY_PREFIX
+from ftcoord.etcd.leased import LeasedKeys
+from ftcoord.etcd.run import Run
+from ftcoord.timer.environment import inherited
+from ftcoord.timer.ledger import SLOTS, Ledger
+from ftcoord.timer.process import host_id, this_process
+
+TIMEOUT: Final = 1.0
+"""Seconds that `acquire` waits for etcd by default."""
+LONGEST: Final = 1024
+"""Characters of a scope's name that are recorded: its last ones, where torch puts the line."""
+
+_ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A timer that this process holds; times on its monotonic clock."""
+
+    worker: Worker
+    scope: str
+    slot: int
+    token: int
+    after: float
+    until: float
+
+    def render(self) -> bytes:
+        """Its record, as of now."""
+        now = time.monotonic()
+        return encode(
+            Timer(
+                worker=self.worker,
+                scope=self.scope[-LONGEST:],
+                after_ms=_ms(self.after),
+                left_ms=_ms(max(self.until - now, 0)),
+                at_ms=_ms(now),
+                wall_ms=_ms(time.time()),
+                slot=self.slot,
+                token=self.token,
+            )
+        )
+
+
+class EtcdTimerClient(TimerClient):
+    """Timers of this process, for torch's own `configure()` and `with expires(after=60)`.
+
+    Args:
+        run: the run's id; None takes run, etcd and login from the agent, under torchrun with `timers=1` in `rdzv_conf`.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        key_prefix: the `key_prefix` of `rdzv_conf`.
+        timeout: seconds that `acquire` may wait until etcd has the timer; 0 never waits.
+        ttl: seconds after which the timers of a host that vanished are gone.
+
+    As with torch's clients there is one timer for each scope of a process: acquiring it again replaces it, and one
+    release ends it. Timers of different scopes run side by side. Thread-safe; not usable in a forked child.
+
+    Promised: `release` wins if it began before the timer's time was over, whatever etcd knows of it. One write each. An
+    etcd that is out of reach, or refuses, raises nothing: `acquire` waits for `timeout` once, then until etcd is
+    back neither waits; the timer is recorded when etcd is back, if it is still held.
+
+    Not promised: that a worker which cannot reach etcd is reaped when it is stuck. It runs unguarded for so long.
+
+    Raises ConfigError (a ValueError) for bad arguments, before any socket is opened.
+    """
+
+    def __init__(
+        self,
+        run: str | None = None,
+        etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
+        *,
+        key_prefix: str = KEY_PREFIX,
+        timeout: float = TIMEOUT,
+        ttl: int = 10,
+    ) -> None:
+        super().__init__()
+        self._timeout = _patience(timeout)
+        ttl = _ttl("ttl", ttl)
+        if run is None and etcd is not None:
+            raise ConfigError("run", None, "name the run too, where you name its etcd")
+        host_id()
+        self._run = inherited() if run is None else Run.open(run, etcd, key_prefix)
+        self._ledger = Ledger()
+        self._worker = worker = this_process(self._ledger.fd, ttl)
+        prefix = self._run.prefix
+        self._lock = threading.RLock()
+        self._held: dict[str, int] = {}
+        self._free: list[int] = []
+        self._wall_ahead = time.time() - time.monotonic()
+        self._keys = LeasedKeys(
+            self._run.etcd, ttl, lambda slot, lease: slot_key(prefix, worker.host, lease, slot), "timers"
+        )
+        atexit.register(self.close)
+
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        """Have this process reaped unless `scope_id` is released by then.
+
+        Args:
+            scope_id: where it is.
+            expiration_time: by `time.time()` of this host, of which only the time from now on counts.
+
+        Waits up to `timeout` seconds for etcd, once an outage. Raises ConfigError, and ForkedProcessError.
+        """
+        self._keys.check_process()
+        scope, after = _scope(scope_id), self._from_now(expiration_time)
+        with self._lock:
+            slot = self._held.get(scope)
+            if slot is None:
+                slot = self._held[scope] = self._free_slot()
+            token = secrets.randbits(62) + 1
+            held = _Held(self._worker, scope, slot, token, after, time.monotonic() + after)
+            self._ledger.hold(slot, token)
+            self._keys.put(str(slot), held.render)
+        if self._timeout:
+            self._keys.wait(str(slot), self._timeout)
+
+    def release(self, scope_id: str) -> None:
+        """End the timer of `scope_id`, if there is one. At once: it does not wait for etcd.
+
+        Raises ForkedProcessError.
+        """
+        self._keys.check_process()
+        with self._lock:
+            slot = self._held.pop(scope_id, None)
+            if slot is not None:
+                self._ledger.release(slot)
+                heapq.heappush(self._free, slot)
+                self._keys.put(str(slot), _released)
+
+    def close(self) -> None:
+        """Release all, and give the lease up: at the latest when the process ends. Idempotent.
+
+        Takes `timeout` seconds, twice at the most, when etcd is out of reach.
+        """
+        if os.getpid() != self._worker.pid:
+            return
+        atexit.unregister(self.close)
+        with self._lock:
+            for slot in self._held.values():
+                self._ledger.release(slot)
+            self._held.clear()
+        self._keys.close(max(self._timeout, 0.1))
+        self._run.close()
+
+    def _free_slot(self) -> int:
+        """The lowest one: so there are no more than timers at once."""
+        slot = heapq.heappop(self._free) if self._free else len(self._held)
+        if slot >= SLOTS:
+            raise ConfigError("scope_id", "<text>", f"a process holds {SLOTS} timers at the most: release some first")
+        return slot
+
+    def _from_now(self, expiration_time: float) -> float:
+        """Seconds from now. torch has just added them to the wall clock, which may have been set since."""
+        if isinstance(expiration_time, bool) or not isinstance(expiration_time, (int, float)):
+            raise TypeError(f"expiration_time is a number of seconds, not {type(expiration_time).__name__}")
+        if not math.isfinite(expiration_time):
+            raise ConfigError("expiration_time", expiration_time, "give a time such as time.time() + 60")
+        wall, monotonic = time.time(), time.monotonic()
+        with self._lock:
+            before, self._wall_ahead = self._wall_ahead, wall - monotonic
+        after = expiration_time - wall
+        if after <= 0:  # the past: or the clock was set forward in between
+            after = max(expiration_time - monotonic - before, 0.0)
+        if after > MAX_SECONDS:
+            raise ConfigError("expiration_time", expiration_time, f"give a time within {MAX_SECONDS:g} s from now")
+        return after
+
+
+def _released() -> bytes:
+    return RELEASED
+
+
+def _ms(seconds: float) -> int:
+    return math.ceil(seconds * 1000)
+
+
+def _scope(scope_id: object) -> str:
+    if not isinstance(scope_id, str):
+        raise TypeError(f"scope_id is a text, not {type(scope_id).__name__}")
+    if not scope_id:
+        raise ConfigError("scope_id", scope_id, "give the scope a name")
+    return scope_id
+
+
+def _patience(timeout: object) -> float:
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 <= timeout <= MAX_SECONDS:
+        return float(timeout)
+    raise ConfigError("timeout", redacted(timeout), "give the seconds that acquire may wait, 0 or more, such as 0.5")

@@ -1,0 +1,55 @@
+"""What an agent tells its workers, in their environment: the run whose timers it serves, and where its etcd is.
+
+No password: that is in the environment already, or in a file named there, since an agent takes it from nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from ftcoord.config import EtcdConfig
+from ftcoord.errors import ConfigError
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.run import Run
+
+VARIABLE: Final = "FTCOORD_TIMERS"
+_PASSWORDS: Final = ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_USER", "ETCDCTL_PASSWORD")
+
+
+def describe(prefix: str, config: EtcdConfig) -> str:
+    """The variable's value for a run."""
+    tls, login = config.tls, config.credentials
+    told: dict[str, object] = {
+        "prefix": prefix,
+        "endpoints": config.describe(),
+        "request_timeout": config.request_timeout,
+        "ca_cert": tls.ca if tls else None,
+        "cert": tls.cert if tls else None,
+        "key": tls.key if tls else None,
+        "server_name": tls.server_name if tls else None,
+        "user": login.user if login else None,
+    }
+    return json.dumps({name: value for name, value in told.items() if value is not None})
+
+
+def inherited(env: Mapping[str, str] | None = None) -> Run:
+    """The run that the agent serves. Raises ConfigError when there is none, before any socket is opened."""
+    variables = os.environ if env is None else env
+    text = variables.get(VARIABLE, "")
+    if not text:
+        allowed = "name the run, or start this worker with torchrun and timers=1 in --rdzv-conf"
+        raise ConfigError("run", None, allowed)
+    try:
+        told = dict(json.loads(text))
+        prefix, endpoints = told.pop("prefix"), told.pop("endpoints")
+        passwords = {name: value for name, value in variables.items() if "user" in told and name in _PASSWORDS}
+        config = EtcdConfig.load(endpoints, env=passwords, **told)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(VARIABLE, "<text>", "this is not what an agent of ftcoord sets; unset it") from error
+    client = EtcdClient(config)
+    return Run(prefix, client, client)

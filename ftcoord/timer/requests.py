@@ -1,0 +1,101 @@
+"""Timers as torch's TimerServer takes them: a queue of requests, fed by a watch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from torch.distributed.elastic.timer import TimerRequest
+from torch.distributed.elastic.timer.api import RequestQueue
+
+from ftcoord.core.timers import Timer, parse
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import Etcd, KeyValue, Span
+from ftcoord.etcd.feed import Feed
+from ftcoord.etcd.mirror import Change
+
+log = logging.getLogger(__name__)
+
+
+class EtcdTimerRequest(TimerRequest):
+    """A timer that was acquired, or ended, as etcd tells it.
+
+    Attributes:
+        worker_id: the `Worker`.
+        expiration_time: by this process's wall clock, as torch wants it; -1 when it was released, its lease ended, or a
+            server has reaped its worker.
+        kv: its key.
+        timer: its record, the last one if it ended.
+        listed: whether it was there already when the watch began, or began again.
+    """
+
+    __slots__ = ["kv", "listed", "timer"]
+
+    def __init__(self, kv: KeyValue, timer: Timer, listed: bool = False, ended: bool = False) -> None:
+        super().__init__(timer.worker, timer.scope, -1.0 if ended else time.time() + timer.left_ms / 1000)
+        self.kv, self.timer, self.listed = kv, timer, listed
+
+
+class EtcdRequestQueue(RequestQueue):
+    """The timers below a prefix. For one thread, but for `wake()`.
+
+    `size` and `get` raise EtcdError where etcd cannot be watched, and go on where they were when called again.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str) -> None:
+        self._feed = Feed(etcd, Span(prefix, is_prefix=True))
+        self._ready: deque[TimerRequest] = deque()
+        self._began = 0
+
+    @property
+    def began(self) -> int:
+        """How often the watch began: what came since then may have been late."""
+        return self._began
+
+    def size(self) -> int:
+        """How many requests there are to `get` without waiting."""
+        while self._pump(0):
+            pass
+        return len(self._ready)
+
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        """Up to `size` requests as soon as there is one; none after `timeout` seconds, or on a `wake()`."""
+        deadline = time.monotonic() + timeout
+        while not self._ready and self._pump(deadline - time.monotonic()):
+            pass
+        return [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
+
+    def wake(self) -> None:
+        """End the `get` that waits. From any thread."""
+        self._feed.wake()
+
+    def close(self) -> None:
+        """Stop watching; idempotent."""
+        self._feed.close()
+
+    def _pump(self, timeout: float) -> bool:
+        news = self._feed.next(timeout)
+        if news is None:
+            return False
+        self._began += news.anew
+        self._ready.extend(request for change in news.changes if (request := _request(change, news.anew)))
+        return True
+
+
+def _request(change: Change, listed: bool) -> EtcdTimerRequest | None:
+    kv = change.now or change.was
+    assert kv is not None
+    timer = _timer(change.now)
+    if timer is not None:
+        return EtcdTimerRequest(kv, timer, listed, ended=timer.reaped)
+    before = _timer(change.was)
+    return EtcdTimerRequest(kv, before, listed, ended=True) if before else None
+
+
+def _timer(kv: KeyValue | None) -> Timer | None:
+    try:
+        return parse(kv.key, kv.value) if kv else None
+    except StateError as error:
+        log.warning("no timer: %s", error)
+        return None

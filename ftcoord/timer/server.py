@@ -1,0 +1,241 @@
+"""The host's side of expiration timers: reaps workers that stay in a scope for too long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
+
+from torch.distributed.elastic.timer import TimerRequest, TimerServer
+
+from ftcoord.config import EtcdConfig, seconds
+from ftcoord.core.timers import Book, Entry, TimerInfo, Worker, due, encode, inform, timers_prefix
+from ftcoord.errors import EtcdError, LeaseLost
+from ftcoord.etcd.api import Etcd, Put
+from ftcoord.etcd.keys import KEY_PREFIX
+from ftcoord.etcd.run import Run
+from ftcoord.etcd.session import Clock
+from ftcoord.etcd.settle import SETTLE_AFTER, write_once
+from ftcoord.timer.keeping import WorkerLeases
+from ftcoord.timer.ledger import holds
+from ftcoord.timer.process import host_id, kill, lives
+from ftcoord.timer.requests import EtcdRequestQueue, EtcdTimerRequest
+
+log = logging.getLogger(__name__)
+
+SETTLE: Final = 2.0
+"""Seconds without expiries after a time in which etcd could not be watched: for releases that are on their way."""
+LATE: Final = 1.0
+"""Seconds by which the watchdog may be late; if it is later, neither it nor perhaps the workers were run meanwhile."""
+RETRY: Final = 0.5
+"""Seconds until something is tried again: to watch, or to reap a worker."""
+PATIENCE: Final = 5.0
+"""Seconds that `stop()` waits for what the watchdog is doing."""
+
+Reap: TypeAlias = Callable[[TimerInfo], bool]
+
+
+class EtcdTimerServer(TimerServer):
+    """Watches the timers of this host's workers, and kills a worker (SIGKILL) that holds an expired one.
+
+    Args:
+        run: the run's id.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        reap: called with an expired timer in place of SIGKILL; whether that is settled, else it is called again. What
+            it raises is logged, and counts as settled.
+        max_interval: seconds between two looks at whether the server was stopped.
+        daemon: whether the watchdog's thread is a daemon.
+        key_prefix: the `key_prefix` of `rdzv_conf`.
+        clock: a monotonic clock, in seconds.
+
+    A timer runs from when it was recorded in etcd, on this host's monotonic clock. Right before a worker is killed, its
+    start time is compared (another process may have its pid), the ledger in its memory is read (it may have released
+    the timer, and etcd not know yet), and the timer's key is marked expired by a transaction that fails if the worker
+    has written it since. So a worker that released in time is never killed; of several servers one reaps; and while
+    etcd is out of reach nobody is. A server that was killed is replaced by starting another one.
+
+    Also keeps the lease of a worker that holds a timer: a worker that is stuck in C code cannot renew it by itself.
+
+    Raises ConfigError (a ValueError) for bad arguments, before any socket is opened.
+    """
+
+    def __init__(
+        self,
+        run: str | Run,
+        etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
+        *,
+        reap: Reap | None = None,
+        max_interval: float = 0.5,
+        daemon: bool = True,
+        key_prefix: str = KEY_PREFIX,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        interval, self._host = seconds("max_interval", max_interval), host_id()
+        self._run = run if isinstance(run, Run) else Run.open(run, etcd, key_prefix)
+        self._queue = EtcdRequestQueue(self._run.etcd, timers_prefix(self._run.prefix, self._host))
+        super().__init__(self._queue, interval, daemon)
+        self.id = uuid.uuid4().hex
+        self._reap, self._clock = reap, clock
+        self._book: Book[TimerRequest] = Book()
+        self._leases = WorkerLeases(self._run.etcd)
+        self._stopping = threading.Event()
+        self._began = 0
+        self._said = ""
+
+    # -- torch's interface --------------------------------------------------------------------------------------
+
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        """Take note of timers that were acquired and ended."""
+        now = self._clock()
+        for request in timer_requests:
+            key = _key(request)
+            if request.expiration_time < 0:
+                self._book.drop(key)
+            elif not isinstance(request, EtcdTimerRequest):
+                self._book.note(key, request, now + request.expiration_time - time.time(), now)
+            elif request.timer.expired != self.id:
+                self._book.note(key, request, due(request.timer, self.id, now, request.listed), now)
+
+    def clear_timers(self, worker_ids: set[Any]) -> None:
+        """Forget all timers of these workers."""
+        for key, entry in list(self._book.entries.items()):
+            if entry.item.worker_id in worker_ids:
+                self._book.drop(key)
+
+    def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
+        """The timers that have expired by `deadline` (as `time.time()`), by worker."""
+        latest = self._clock() + deadline - time.time()
+        expired: dict[Any, list[TimerRequest]] = {}
+        for entry in self._book.entries.values():
+            if entry.due <= latest:
+                expired.setdefault(entry.item.worker_id, []).append(entry.item)
+        return expired
+
+    def _reap_worker(self, worker_id: Any) -> bool:
+        if not isinstance(worker_id, Worker):
+            raise TypeError(f"{worker_id!r} is no worker of an EtcdTimerClient; override _reap_worker for others")
+        try:
+            killed = kill(worker_id)
+        except OSError as error:
+            log.error("worker %d should be killed, but cannot be: %s; run the server as its user", worker_id.pid, error)
+            return False
+        if not killed:
+            log.info("worker %d has ended by itself", worker_id.pid)
+        return True
+
+    def stop(self) -> None:
+        """End the watchdog; running timers are left to another server. Idempotent."""
+        thread = self._watchdog_thread
+        self._stop_signaled = True
+        self._stopping.set()
+        self._queue.wake()
+        super().stop()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(PATIENCE)
+        self._queue.close()
+        self._leases.close()
+        self._run.close()
+
+    # -- the watchdog -------------------------------------------------------------------------------------------
+
+    def _run_watchdog(self) -> None:
+        now = self._clock()
+        planned = now + min(max(self._book.look_at() - now, 0), self._max_interval)
+        try:
+            requests = self._queue.get(max(1, self._queue.size()), planned - now)
+        except EtcdError as error:
+            self._wait_for_etcd(error)
+            return
+        self._notice_gaps(planned)
+        self.register_timers(requests)
+        self._leases.keep(self._book.entries.values(), self._clock())
+        for key, entry in self._book.expired(self._clock()):
+            if self._stopping.is_set() or not self._see_to(key, entry):
+                break
+
+    def _notice_gaps(self, planned: float) -> None:
+        """Give workers time when this server may not know the latest, or was not run."""
+        now = self._clock()
+        if now - planned > LATE:
+            log.info("the timer server was not run for %.1f s: all timers have so much more time", now - planned)
+            self._book.shift(now - planned)
+        if self._queue.began != self._began:
+            self._began, self._said = self._queue.began, ""
+            self._book.hold(now + SETTLE)
+
+    def _wait_for_etcd(self, error: EtcdError) -> None:
+        self._say(f"timers cannot be seen to for now, and no worker is reaped: {error}")
+        self._book.hold(self._clock() + SETTLE)
+        self._stopping.wait(RETRY)
+
+    def _see_to(self, key: Hashable, entry: Entry[TimerRequest]) -> bool:
+        """Reap the worker, if it still holds the timer. False if etcd is out of reach."""
+        request = entry.item
+        if not isinstance(request, EtcdTimerRequest):
+            self._finish(key, request, self._reap_worker_no_throw(request.worker_id))
+            return True
+        worker, timer = request.timer.worker, request.timer
+        if not lives(worker):
+            self._book.drop(key)
+        elif holds(worker.pid, worker.ledger, timer.slot, timer.token) is False:
+            self._book.postpone(key, self._clock() + RETRY)  # etcd will hear of it too
+        else:
+            try:
+                self._expire(key, request)
+            except EtcdError as error:
+                self._wait_for_etcd(error)
+                return False
+        return True
+
+    def _expire(self, key: Hashable, request: EtcdTimerRequest) -> None:
+        claimed = self._mark(request, reaped=False)
+        if claimed is None:
+            self._book.drop(key)  # what it is now, the watch will tell
+            return
+        info = inform(claimed.timer, self._host, self._clock(), time.time())
+        log.warning("worker %d (rank %s) is in %r for %.1f s: reaping it", info.pid, info.rank, info.scope, info.age)
+        reap = self._reap
+        settled = self._reap_worker_no_throw(claimed.worker_id) if reap is None else _no_throw(reap, info)
+        self._finish(key, claimed, settled)
+        if settled:
+            try:
+                self._mark(claimed, reaped=True)
+            except EtcdError as error:
+                log.debug("that worker %d was reaped is not in etcd: %s", info.pid, error)
+
+    def _mark(self, request: EtcdTimerRequest, reaped: bool) -> EtcdTimerRequest | None:
+        """Say in etcd that the timer has expired; None when it is not what it was. Raises EtcdError."""
+        timer, kv = replace(request.timer, expired=self.id, reaped=reaped), request.kv
+        put = Put(kv.key, encode(timer), kv.lease)
+        try:
+            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=SETTLE_AFTER)
+        except LeaseLost:
+            return None
+        return EtcdTimerRequest(outcome.kv, timer) if outcome.done and outcome.kv else None
+
+    def _finish(self, key: Hashable, request: TimerRequest, settled: bool) -> None:
+        if settled:
+            self._book.drop(key)
+        else:
+            self._book.postpone(key, self._clock() + RETRY, request)
+
+    def _say(self, what: str) -> None:
+        """Warn, but not of the same thing again and again."""
+        log.log(logging.DEBUG if what == self._said else logging.WARNING, "%s", what)
+        self._said = what
+
+
+def _key(request: TimerRequest) -> Hashable:
+    return request.kv.key if isinstance(request, EtcdTimerRequest) else (request.worker_id, request.scope_id)
+
+
+def _no_throw(reap: Reap, info: TimerInfo) -> bool:
+    try:
+        return reap(info)
+    except Exception:  # torch's rule: who cannot be reaped for a reason of ours is not tried again
+        log.exception("the reap callback failed for worker %d; its timer is taken as settled", info.pid)
+        return True

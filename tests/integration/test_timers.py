@@ -1,0 +1,417 @@
+"""Expiration timers on a real etcd, with workers and servers that are processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import eventually, in_fork
+from rdzv_nodes import MakeNodes
+from timed import EtcdTimers, ServerProcess, Worker, workers
+from torch.distributed.elastic.timer import TimerRequest
+
+import ftcoord
+from ftcoord.core.timers import Timer, TimerInfo, encode, parse, slot_key, timers_prefix
+from ftcoord.errors import ClientClosed, ConfigError
+from ftcoord.etcd.api import Get, KeyValue, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.cluster import EtcdCluster
+from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.timer.client import EtcdTimerClient
+from ftcoord.timer.environment import VARIABLE
+from ftcoord.timer.process import host_id, started, this_process
+from ftcoord.timer.server import Reap
+
+LONG = 300.0
+"""Seconds that nothing here takes."""
+WAIT = threading.Event().wait
+"""For the passing of time itself, never for a condition."""
+ROOT = Path(str(ftcoord.__file__)).parent.parent
+
+
+class WatchedServer(ftcoord.timer.EtcdTimerServer):
+    """One whose turns can be awaited."""
+
+    turns = 0
+
+    def _run_watchdog(self) -> None:
+        super()._run_watchdog()
+        self.turns += 1
+
+    def turn(self) -> None:
+        """Wait until it has looked at everything."""
+        seen = self.turns
+        eventually(lambda: self.turns >= seen + 2, "the server looks at its timers")
+
+    def knows(self, count: int) -> None:
+        eventually(lambda: len(self._book.entries) == count, lambda: f"{count} timers, not {len(self._book.entries)}")
+
+
+@contextlib.contextmanager
+def serving(
+    run: str, endpoint: str, reap: Reap | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[WatchedServer]:
+    server = WatchedServer(run, endpoint, reap=reap, max_interval=0.02, clock=clock)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def slots(client: EtcdClient, run: str) -> list[KeyValue]:
+    """All there is of a run's timers in etcd."""
+    return list(client.range(Get(Span(timers_prefix(run_prefix(KEY_PREFIX, run)), is_prefix=True))).kvs)
+
+
+def timer_of(client: EtcdClient, run: str) -> Timer:
+    """The only timer of a run."""
+    (timer,) = [timer for kv in slots(client, run) if (timer := parse(kv.key, kv.value))]
+    return timer
+
+
+def due(server: WatchedServer) -> set[int]:
+    """The workers whose time is over, by what the server knows."""
+    return {worker.pid for worker in server.get_expired_timers(time.time())}
+
+
+# -- who is reaped ----------------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_timers_at_once(etcd: EtcdServer, prefix: str) -> None:
+    scopes = [f"scope {number}" for number in range(100)]
+    make = EtcdTimers(prefix, etcd.get_endpoint(), timeout=0)
+    with serving(prefix, etcd.get_endpoint()) as server, workers(make, 10) as crew:
+        for worker in crew:
+            worker.tell("acquire", LONG, *scopes)
+        for worker in crew:
+            worker.answer()
+        server.knows(1000)
+        assert len(ftcoord.timer.active(prefix, etcd.get_endpoint())) == 1000
+        crew[0].tell("acquire", 0.2, *scopes)
+        for worker in crew[1:]:
+            worker.tell("release", *scopes)
+        crew[0].killed()
+        for worker in crew[1:]:
+            worker.answer()
+        server.knows(0)
+        assert all(worker.runs() for worker in crew[1:])
+
+
+class HandClock:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_worker_that_releases_in_the_last_50_ms_is_never_killed(etcd: EtcdServer, prefix: str) -> None:
+    """A thousand times the server looks when the time is over, while the release is on its way to etcd."""
+    clock, scopes = HandClock(), [f"scope {number}" for number in range(20)]
+    with (
+        serving(prefix, etcd.get_endpoint(), clock=clock) as server,
+        Worker(EtcdTimers(prefix, etcd.get_endpoint(), timeout=0)) as worker,
+    ):
+        for _ in range(1000 // len(scopes)):
+            worker.do("acquire", 0.5, *scopes)
+            server.knows(len(scopes))
+            clock.now += 0.46
+            worker.do("release", *scopes)
+            clock.now += 0.05
+            server._queue.wake()
+            server.knows(0)
+        assert worker.runs()
+        worker.do("acquire", 0.5, "scope")
+        server.knows(1)
+        for _ in range(8):
+            clock.now += 0.4  # it is no trick of the clock
+            server.turn()
+        worker.killed()
+
+
+def test_wall_clocks_that_are_set_apart(etcd: EtcdServer, prefix: str) -> None:
+    make = EtcdTimers(prefix, etcd.get_endpoint())
+    with (
+        serving(prefix, etcd.get_endpoint()) as server,
+        Worker(make, 3600) as ahead,
+        Worker(make, -3600) as behind,
+    ):
+        for worker in (ahead, behind):
+            worker.do("acquire", LONG, "a")
+        server.knows(2)
+        server.turn()
+        begun = time.monotonic()
+        for worker in (ahead, behind):
+            worker.do("acquire", 1.0, "b")
+        assert min(ahead.killed(), behind.killed()) - begun >= 1.0
+
+
+def test_a_worker_that_does_not_run_at_all_is_reaped(etcd: EtcdServer, prefix: str) -> None:
+    """It cannot renew its lease, of 2 s, and C code that holds the interpreter for long does the same to it."""
+    with serving(prefix, etcd.get_endpoint()), Worker(EtcdTimers(prefix, etcd.get_endpoint(), ttl=2)) as worker:
+        worker.do("acquire", 5.0, "scope")
+        worker.stop()
+        worker.killed()
+
+
+def test_only_the_very_process_is_killed(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
+    """Not one that has its pid since; and where no ledger can be read, etcd's word is taken."""
+
+    def timer(pid: int, start: int) -> Timer:
+        worker = replace(this_process(ledger=-1, ttl=60), pid=pid, start=start)
+        return Timer(worker, "scope", 0, 0, 0, 0, 0, 1)
+
+    make, run = EtcdTimers(prefix, etcd.get_endpoint()), run_prefix(KEY_PREFIX, prefix)
+    with serving(prefix, etcd.get_endpoint()) as server, Worker(make) as stranger, Worker(make) as meant:
+        lease = client.grant(60).id
+        for slot, (pid, late) in enumerate(((stranger.pid, 1), (meant.pid, 0))):
+            record = timer(pid, (started(pid) or 0) - late)
+            client.put(slot_key(run, host_id(), lease, str(slot)), encode(record), lease)
+        client.put(slot_key(run, host_id(), lease, "no timer"), b"what is this?", lease)
+        meant.killed()
+        server.knows(0)
+        assert stranger.runs()
+        client.revoke(lease)
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_was_killed_is_replaced(etcd: EtcdServer, prefix: str) -> None:
+    with workers(EtcdTimers(prefix, etcd.get_endpoint()), 3) as (first, second, third):
+        with ServerProcess(prefix, etcd.get_endpoint()) as server:
+            begun = time.monotonic()
+            second.do("acquire", 4.0, "scope")
+            third.do("acquire", LONG, "scope")
+            first.tell("hang", 0.5)
+            first.killed()
+            server.kill()
+        with ServerProcess(prefix, etcd.get_endpoint()):
+            assert second.killed() - begun >= 4.0
+            assert third.runs()
+            third.tell("hang", 0.5)
+            third.killed()
+
+
+def test_of_two_servers_one_reaps(etcd: EtcdServer, prefix: str) -> None:
+    reaped: list[tuple[str, int]] = []
+
+    def reaper(name: str) -> Reap:
+        return lambda info: reaped.append((info.scope, info.pid)) is None
+
+    scopes, endpoint = [f"scope {number}" for number in range(20)], etcd.get_endpoint()
+    with (
+        serving(prefix, endpoint, reaper("a")) as a,
+        serving(prefix, endpoint, reaper("b")) as b,
+        Worker(EtcdTimers(prefix, endpoint)) as worker,
+    ):
+        worker.do("acquire", 1.0, *scopes)
+        eventually(lambda: len(reaped) >= 20, "all are reaped")
+        for server in (a, b):
+            server.knows(0)
+        WAIT(2.5)  # more than one server leaves to the other
+        assert sorted(reaped) == sorted((scope, worker.pid) for scope in scopes)
+        assert worker.runs()
+        assert ftcoord.timer.active(prefix, endpoint) == []
+        worker.do("release", *scopes)
+
+
+def test_a_server_that_is_stuck_is_stood_in_for(etcd: EtcdServer, prefix: str) -> None:
+    asked, endless = threading.Event(), threading.Event()
+
+    def reap(info: TimerInfo) -> bool:
+        asked.set()
+        return not endless.wait(120)
+
+    with serving(prefix, etcd.get_endpoint(), reap), Worker(EtcdTimers(prefix, etcd.get_endpoint())) as worker:
+        worker.tell("hang", 0.2)
+        assert asked.wait(90)
+        with serving(prefix, etcd.get_endpoint()):
+            worker.killed()
+        endless.set()
+
+
+def test_reaping_that_fails_is_tried_again(etcd: EtcdServer, prefix: str) -> None:
+    calls: list[TimerInfo] = []
+
+    def reap(info: TimerInfo) -> bool:
+        calls.append(info)
+        return len(calls) == 3
+
+    with serving(prefix, etcd.get_endpoint(), reap) as server, Worker(EtcdTimers(prefix, etcd.get_endpoint())) as one:
+        one.do("acquire", 0.2, "scope")
+        eventually(lambda: len(calls) == 3, "three tries")
+        server.knows(0)
+        assert {(info.pid, info.scope) for info in calls} == {(one.pid, "scope")}
+        server.register_timers([TimerRequest(7, "not a worker of ours", time.time() - 1)])
+        server.knows(0)
+
+
+# -- etcd that is away ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("how", "back"), [("kill", "restart"), ("pause", "resume")])
+def test_an_outage(fragile: EtcdServer, how: str, back: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody is killed while it lasts, and afterwards only who still holds an expired timer. Nobody is held up."""
+    endpoint = fragile.get_endpoint()
+    make = EtcdTimers("job", endpoint, timeout=1.0, ttl=10)
+    with serving("job", endpoint) as server, workers(make, 3) as (stuck, freed, busy):
+        for worker in (stuck, freed):
+            worker.do("acquire", 3.0, "scope")
+        server.knows(2)
+        server.turn()
+        getattr(fragile, how)()
+        assert freed.do("release", "scope") < 30
+        assert busy.do("work", LONG, 60) < 45  # they would wait for 60 s
+        busy.do("acquire", LONG, "held")
+        eventually(lambda: stuck.pid in due(server), "the time is over")
+        WAIT(1)
+        assert stuck.runs()
+        getattr(fragile, back)()
+        stuck.killed()
+        server.knows(1)
+        (held,) = ftcoord.timer.active("job", endpoint)
+        assert (held.pid, held.scope) == (busy.pid, "held")
+        assert freed.runs()
+        busy.tell("hang", 0.5)
+        busy.killed()
+    assert how == "pause" or "no worker is reaped" in caplog.text
+
+
+def test_a_leader_that_dies(cluster: EtcdCluster) -> None:
+    make = EtcdTimers("job", cluster.endpoints)
+    with serving("job", cluster.endpoints), workers(make, 3) as (stuck, busy, freed):
+        freed.do("acquire", 10.0, "scope")
+        stuck.do("acquire", 4.0, "scope")
+        busy.tell("work", LONG, 200)
+        cluster.kill(cluster.leader())
+        freed.do("release", "scope")
+        busy.answer()
+        stuck.killed()
+        assert freed.runs()
+        assert busy.runs()
+
+
+def test_a_lease_that_is_lost_is_replaced(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
+    with contextlib.closing(EtcdTimerClient(prefix, etcd.get_endpoint(), timeout=60)) as timers:
+        timers.acquire("scope", time.time() + LONG)
+        timers.acquire("released", time.time() + LONG)
+        timers.release("released")
+        eventually(lambda: len(ftcoord.timer.active(prefix, client)) == 1, "the release")
+        lease = slots(client, prefix)[0].lease
+        client.revoke(lease)
+        eventually(lambda: [kv for kv in slots(client, prefix) if kv.lease != lease], "another lease")
+        assert timer_of(client, prefix).after_ms == pytest.approx(LONG * 1000, abs=2)
+    assert slots(client, prefix) == []
+
+
+# -- workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_vanishes_leaves_nothing(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
+    with serving(prefix, etcd.get_endpoint()) as server:
+        with Worker(EtcdTimers(prefix, etcd.get_endpoint(), ttl=2)) as worker:
+            worker.do("acquire", 0.5, "scope")
+            server.knows(1)
+        eventually(lambda: slots(client, prefix) == [], "the end of the lease")
+        server.knows(0)
+
+
+def test_one_write_each(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
+    with contextlib.closing(EtcdTimerClient(prefix, etcd.get_endpoint(), timeout=60, ttl=600)) as timers:
+        timers.acquire("first", time.time() + LONG)
+        before = client.get("no such key").revision
+        for _ in range(10):
+            timers.acquire("outer", time.time() + LONG)
+            timers.acquire("inner", time.time() + LONG)
+            timers.release("inner")
+            timers.release("outer")
+        timers.release("first")
+        eventually(lambda: ftcoord.timer.active(prefix, client) == [], "the releases")
+        assert client.get("no such key").revision - before <= 41
+        assert len(slots(client, prefix)) == 3
+
+
+def test_what_a_client_is_not_for(etcd: EtcdServer, prefix: str) -> None:
+    timers = EtcdTimerClient(prefix, etcd.get_endpoint())
+    timers.acquire("scope", time.time() + LONG)
+    assert in_fork(lambda: timers.acquire("scope", time.time() + LONG)) == "ForkedProcessError"
+    assert in_fork(lambda: timers.release("scope")) == "ForkedProcessError"
+    assert in_fork(timers.close) == "None"
+    (info,) = ftcoord.timer.active(prefix, etcd.get_endpoint())
+    assert info.pid == os.getpid()
+    timers.close()
+    timers.close()
+    timers.release("scope")
+    with pytest.raises(ClientClosed, match="make new ones"):
+        timers.acquire("scope", time.time() + LONG)
+
+
+# -- the fleet --------------------------------------------------------------------------------------------------------
+
+
+def test_what_others_see(etcd: EtcdServer, prefix: str) -> None:
+    told: list[TimerInfo] = []
+
+    def note(info: TimerInfo) -> None:
+        told.append(info)
+        raise ValueError("a bug of the user's")
+
+    endpoint = etcd.get_endpoint()
+    with serving(prefix, endpoint), workers(EtcdTimers(prefix, endpoint), 2) as (one, two):
+        two.do("acquire", LONG, "a step")
+        with ftcoord.timer.on_expired(prefix, note, endpoint):
+            one.do("acquire", 1.0, "the barrier")
+            first, second = ftcoord.timer.active(prefix, endpoint)
+            assert (first.pid, first.scope, second.pid, second.scope) == (one.pid, "the barrier", two.pid, "a step")
+            assert (first.host, first.rank) == (os.uname().nodename, None)
+            assert first.age + first.left == pytest.approx(1.0, abs=0.01)
+            one.killed()
+            eventually(lambda: told, "it is told of")
+            two.tell("hang", 0.2)
+            two.killed()
+            eventually(lambda: len(told) == 2, "so is the next one, though the callback failed")
+        assert [(info.pid, info.scope) for info in told[:1]] == [(one.pid, "the barrier")]
+        assert told[0].age >= 1.0
+        eventually(lambda: not ftcoord.timer.active(prefix, endpoint), "the end of the leases")
+
+
+# -- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_handler_serves_the_timers_of_its_workers(make_nodes: MakeNodes, etcd: EtcdServer) -> None:
+    node = make_nodes(1, 1, run_id="a job", timers="1").one()
+    with contextlib.closing(EtcdTimerClient()) as timers:
+        timers.acquire("scope", time.time() + LONG)
+        eventually(lambda: len(ftcoord.timer.active("a job", etcd.get_endpoint())) == 1, "the timer")
+    node.crash()
+    assert VARIABLE not in os.environ
+    with pytest.raises(ConfigError, match="timers=1"):
+        EtcdTimerClient()
+
+
+def test_under_torchrun_a_stuck_worker_is_killed_and_the_job_goes_on(etcd: EtcdServer, tmp_path: Path) -> None:
+    """The agent lives; torch's own file timers would have killed it."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1"),
+        *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.get_endpoint()}", f"--rdzv-id={tmp_path.name}"),
+        *("--rdzv-conf=timers=1,lease_ttl=2", f"--log-dir={tmp_path}", str(ROOT / "examples" / "stuck_worker.py")),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AFTER": "10"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "attempt 0: rank 0 is stuck in step 10" in done.stdout
+    assert "'step 10' for 10." in done.stderr
+    assert done.stdout.count("attempt 1: rank") == 2
