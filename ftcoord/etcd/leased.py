@@ -16,7 +16,7 @@ from ftcoord.core.lease import SessionState
 from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost
 from ftcoord.etcd.api import Compare, Etcd, Get, Put, Span
 from ftcoord.etcd.session import Session
-from ftcoord.etcd.settle import SETTLE_AFTER
+from ftcoord.etcd.settle import ATTEMPT
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class LeasedKeys:
             [Compare(keys[name], "version", "=", version) for name, (version, _) in before.items()],
             [Put(keys[name], sent.value, lease) for name, sent in writes.items()],
             [Get(Span(key)) for key in keys.values()],
-            timeout=SETTLE_AFTER,
+            timeout=ATTEMPT,
         )
         done = set[str]()
         for index, (name, (version, sent)) in enumerate(before.items()):

@@ -19,7 +19,7 @@ from ftcoord.etcd.api import Etcd, Put
 from ftcoord.etcd.keys import KEY_PREFIX
 from ftcoord.etcd.run import Run
 from ftcoord.etcd.session import Clock
-from ftcoord.etcd.settle import SETTLE_AFTER, write_once
+from ftcoord.etcd.settle import ATTEMPT, write_once
 from ftcoord.timer.keeping import WorkerLeases
 from ftcoord.timer.ledger import holds
 from ftcoord.timer.process import host_id, kill, lives
@@ -212,7 +212,7 @@ class EtcdTimerServer(TimerServer):
         timer, kv = replace(request.timer, expired=self.id, reaped=reaped), request.kv
         put = Put(kv.key, encode(timer), kv.lease)
         try:
-            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=SETTLE_AFTER)
+            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=ATTEMPT)
         except LeaseLost:
             return None
         return EtcdTimerRequest(outcome.kv, timer) if outcome.done and outcome.kv else None
