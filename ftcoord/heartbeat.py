@@ -49,7 +49,8 @@ class Heartbeat:
 
     Args:
         run: the run's id; who watches names the same.
-        name: whose heartbeat it is; where several processes use one name, the newest speaks for it.
+        name: whose heartbeat it is. Of several processes with one name only the newest counts, so one that was killed
+            may be started again at once.
         ttl: seconds after which it counts as lost when it is silent. Renewing costs no writes.
         data: anything that JSON has.
         etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.

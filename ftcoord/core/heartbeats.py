@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ftcoord.core.strict import build, dump, json_problem, load
 from ftcoord.errors import StateError
@@ -68,33 +68,36 @@ def parse(key: str, value: bytes) -> Beat:
     return beat
 
 
+class _Life(NamedTuple):
+    """The process that speaks for a name."""
+
+    key: str
+    created: int
+    data: str
+
+
 class Roll:
-    """Who lives. Of several processes with one name the newest speaks for it, and it is lost with the last of them."""
+    """Who lives. Of several processes with one name only the newest counts: the others have been replaced by it."""
 
     def __init__(self) -> None:
-        self._lives: dict[str, dict[str, tuple[int, Beat]]] = {}
+        self._lives: dict[str, _Life] = {}
 
     def note(self, key: str, created: int, beat: Beat) -> HeartbeatEvent | None:
         """A beat that was written, to a key that is there since the revision `created`; what it means."""
         if beat.left:
             return self.drop(key, beat.name, "left")
-        lives = self._lives.setdefault(beat.name, {})
-        before = _newest(lives)
-        lives[key] = (created, beat)
-        now = _newest(lives) or beat
-        if before == now:
+        before = self._lives.get(beat.name)
+        if before is not None and created < before.created:
             return None
-        return HeartbeatEvent("updated" if before else "joined", beat.name, json.loads(now.data))
+        self._lives[beat.name] = _Life(key, created, beat.data)
+        if before is not None and before.data == beat.data:
+            return None
+        return HeartbeatEvent("updated" if before else "joined", beat.name, json.loads(beat.data))
 
     def drop(self, key: str, name: str, reason: Literal["left", "expired"] = "expired") -> HeartbeatEvent | None:
         """A key that is gone; what it means."""
-        lives = self._lives.get(name, {})
-        gone = lives.pop(key, None)
-        if lives:
+        life = self._lives.get(name)
+        if life is None or life.key != key:
             return None
-        self._lives.pop(name, None)
-        return None if gone is None else HeartbeatEvent("lost", name, json.loads(gone[1].data), reason)
-
-
-def _newest(lives: dict[str, tuple[int, Beat]]) -> Beat | None:
-    return max(lives.values(), key=lambda life: life[0])[1] if lives else None
+        del self._lives[name]
+        return HeartbeatEvent("lost", name, json.loads(life.data), reason)

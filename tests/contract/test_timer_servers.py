@@ -78,16 +78,17 @@ def test_workers(serving: Kind) -> None:
         assert good.runs()
 
 
-def test_a_release_after_a_second_acquire_ends_the_timer(serving: Kind) -> None:
-    with Worker(serving.client) as worker, Worker(serving.client) as other:
-        worker.do("acquire", 1.0, "scope")
-        worker.do("acquire", LONG, "scope")
-        worker.do("acquire", 1.0, "again")
-        worker.do("release", "again")
-        other.do("ready")
-        other.tell("hang", 1.0)
-        other.killed()
-        assert worker.runs()
+def test_a_second_acquire_replaces_the_first_and_one_release_ends_both(serving: Kind) -> None:
+    def expire_within(seconds: float) -> list[str]:
+        found = serving.server.get_expired_timers(time.time() + seconds)
+        return sorted(request.scope_id for requests in found.values() for request in requests)
+
+    with Worker(serving.client) as worker:
+        for after in (LONG, 4 * LONG):
+            worker.do("acquire", after, "twice", "ended")
+        worker.do("release", "ended")
+        eventually(lambda: expire_within(9 * LONG) == ["twice"], "the server knows it all")
+        assert expire_within(2 * LONG) == []
 
 
 def test_the_queue(kind: Kind) -> None:

@@ -13,10 +13,11 @@ import pytest
 from helpers import DEADLINE, eventually, in_fork, python
 
 import ftcoord
-from ftcoord.core.heartbeats import HeartbeatEvent
+from ftcoord.core.heartbeats import HeartbeatEvent, heartbeats_prefix
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
-from ftcoord.etcd.api import Compare, Get, Op, Span, TxnResult
+from ftcoord.etcd.api import Compare, Get, KeyValue, Op, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
 from ftcoord.etcd.leased import LeasedKeys
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.heartbeat import HeartbeatWatch
@@ -54,6 +55,11 @@ def watching(run: str, endpoint: str) -> Iterator[Events]:
     events.ends()
 
 
+def keys_of(client: EtcdClient, run: str) -> Sequence[KeyValue]:
+    span = Span(heartbeats_prefix(run_prefix(KEY_PREFIX, run)), is_prefix=True)
+    return client.range(Get(span)).kvs
+
+
 def test_one_comes_changes_and_leaves(etcd: EtcdServer, prefix: str) -> None:
     endpoint = etcd.get_endpoint()
     with ftcoord.Heartbeat(prefix, "early", 5, etcd=endpoint), watching(prefix, endpoint) as events:
@@ -66,7 +72,9 @@ def test_one_comes_changes_and_leaves(etcd: EtcdServer, prefix: str) -> None:
         assert events.is_quiet()
 
 
-def test_one_that_is_killed_expires_and_its_successor_speaks_for_it(etcd: EtcdServer, prefix: str) -> None:
+def test_one_that_is_killed_expires_and_its_successor_speaks_for_it(
+    client: EtcdClient, etcd: EtcdServer, prefix: str
+) -> None:
     endpoint = etcd.get_endpoint()
     code = "import ftcoord, sys\nwith ftcoord.Heartbeat(*sys.argv[1:3], 2, 1, etcd=sys.argv[3]): sys.stdin.read()"
     with watching(prefix, endpoint) as events:
@@ -95,8 +103,7 @@ def test_a_heartbeat_that_etcd_lost_comes_back(client: EtcdClient, etcd: EtcdSer
     with ftcoord.Heartbeat(prefix, "a", 2, 1, etcd=endpoint), watching(prefix, endpoint) as events:
         assert events.next() == HeartbeatEvent("joined", "a", 1)
         for _ in range(2):
-            span = Span(f"/ftcoord/v1/%2F{prefix[1:]}/heartbeats/", is_prefix=True)
-            client.revoke(client.range(Get(span)).kvs[0].lease)
+            client.revoke(keys_of(client, prefix)[0].lease)
             assert events.next() == HeartbeatEvent("lost", "a", 1, "expired")
             assert events.next() == HeartbeatEvent("joined", "a", 1)
 

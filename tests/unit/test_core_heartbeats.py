@@ -35,11 +35,14 @@ def test_one_that_leaves_is_lost_once() -> None:
     assert roll.note("b/1", 6, Beat("b", "1", left=True)) is None
 
 
-def test_the_newest_speaks_for_a_name() -> None:
+def test_the_newest_alone_counts() -> None:
     """A process that was started again lives beside the lease of the one that was killed."""
     roll = Roll()
     roll.note("a/1", 5, Beat("a", "1"))
     assert roll.note("a/2", 6, Beat("a", "2")) == HeartbeatEvent("updated", "a", 2)
     assert roll.note("a/1", 5, Beat("a", "old")) is None
+    assert roll.note("a/1", 5, Beat("a", "old", left=True)) is None
+    assert roll.note("a/2", 6, Beat("a", "2", left=True)) == HeartbeatEvent("lost", "a", 2, "left")
     assert roll.drop("a/1", "a") is None
-    assert roll.drop("a/2", "a") == HeartbeatEvent("lost", "a", 2, "expired")
+    assert roll.note("a/3", 7, Beat("a", "3")) == HeartbeatEvent("joined", "a", 3)
+    assert roll.drop("a/3", "a") == HeartbeatEvent("lost", "a", 3, "expired")
