@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from ftcoord.core.quorum import Quorum
 from ftcoord.core.vote import Ballot, Vote, decide_vote, next_ballot
+from ftcoord.errors import FtcoordError
 
 T = TypeVar("T")
+_INTERRUPTED: Final = "the rank that asked for the whole group was interrupted: ask again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +73,18 @@ class Gathering:
                 del self._there[rank]
 
     def _conclude(self, all_there: Mapping[int, tuple[Ask, Future[Quorum]]], last: Ask) -> None:
+        futures = [future for _, future in all_there.values()]
         try:
             quorum = self._ask({rank: ask for rank, (ask, _) in all_there.items()}, last)
-        except BaseException as error:
-            for _, future in all_there.values():
+            for future in futures:
+                future.set_result(quorum)
+        except (TimeoutError, FtcoordError) as error:
+            for future in futures:
                 future.set_exception(error)
-            return
-        for _, future in all_there.values():
-            future.set_result(quorum)
+        finally:  # what interrupts the last rank is its own; the others must not wait for it
+            for future in futures:
+                if not future.done():
+                    future.set_exception(RuntimeError(_INTERRUPTED))
 
 
 class Polling:
