@@ -122,7 +122,7 @@ class EtcdNowhere:
         pass
 
 
-@pytest.mark.parametrize("when", [math.nan, math.inf, -math.inf, time.time() + 2e9])
+@pytest.mark.parametrize("when", [math.nan, math.inf, -math.inf, 1e10])
 def test_times_that_are_none(timers: tuple[client_module.EtcdTimerClient, Keys], when: float) -> None:
     with pytest.raises(ConfigError, match="expiration_time"):
         timers[0].acquire("scope", when)
