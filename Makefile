@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-torchft test lint benchmark clean
+.PHONY: demo demo-torchft test test-cluster soak etcd-image lint benchmark clean
 
 demo: $(VENV)/.ready
 	$(BIN)/ftcoord demo
@@ -13,6 +13,17 @@ demo-torchft: $(VENV)/.torchft
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+# The scenarios of tests/cluster on containers, with a Docker engine of its own where none answers.
+test-cluster: $(VENV)/.ready
+	FTCOORD_TEST_DOCKER=1 docker/with-engine.sh $(BIN)/python -m pytest -q -m docker tests/cluster
+
+# The image that docker-compose.yml can use where none can be pulled: FTCOORD_ETCD_IMAGE=ftcoord-etcd
+etcd-image: $(VENV)/.ready
+	$(BIN)/python docker/image.py
+
+soak: $(VENV)/.ready
+	$(BIN)/python tests/soak.py $(or $(MINUTES),30)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -23,8 +23,10 @@ from typing import Any, TypeVar
 import pytest
 from grpc import _channel
 from helpers import DEADLINE, eventually
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
+from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
@@ -299,10 +301,21 @@ def _serve(endpoint: str, run_id: str, nodes: tuple[int, int], clock_offset: flo
         "closed": node.handler.is_closed,
         "shutdown": node.finish,
         "time": lambda: time.time(),
+        "write": lambda: _outcome_of_write(node),
         "exit": sys.exit,
     }
     for line in _lines():
         print(json.dumps(commands[line]()), flush=True)
+
+
+def _outcome_of_write(node: Node) -> str:
+    """Of a write to the store of the node's round: the name of the exception, or nothing."""
+    assert node.info is not None
+    try:
+        node.info.store.set("stale", "")
+    except (RoundOver, DistStoreError, DistNetworkError) as error:
+        return type(error).__name__
+    return ""
 
 
 def _lines() -> Iterator[str]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,12 +86,14 @@ class ReplicaProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             answer = json.loads(line)
-            future = self._waiting[answer["number"]]
+            future = self._waiting.pop(answer["number"])
             if "error" in answer:
                 kind = {"TimeoutError": TimeoutError, "RuntimeError": RuntimeError}[answer["error"]]
                 future.set_exception(kind(answer["text"]))
             else:
                 future.set_result(tuple(answer["result"]) if type(answer["result"]) is list else answer["result"])
+        for future in list(self._waiting.values()):
+            future.set_exception(ConnectionError("the process has ended"))
 
 
 @contextmanager
@@ -103,3 +105,27 @@ def replica_processes(job: str, count: int) -> Iterator[list[ReplicaProcess]]:
     finally:
         for process in processes:
             process.kill()
+
+
+def agreed(futures: Sequence[Future[Told]]) -> Told:
+    """What all were told, which is the same."""
+    told = [future.result(DEADLINE) for future in futures]
+    assert all(one == told[0] for one in told), told
+    return told[0]
+
+
+def until_it_is_in(waiting: Future[Told], others: Sequence[tuple[ReplicaProcess, str]]) -> Told:
+    """Let the others train on until a replica that came late is in; its quorum, which was also theirs."""
+    seen = []
+    while not waiting.done():
+        seen.append(agreed([process.quorum(at, step=10) for process, at in others]))
+        numbers = [number for number, _ in seen]
+        assert numbers == sorted(numbers)
+    told = waiting.result()
+    assert told in seen or not seen or told[0] < seen[0][0]
+    return told
+
+
+def managed(processes: Sequence[ReplicaProcess]) -> list[tuple[ReplicaProcess, str]]:
+    """The processes, and the addresses of their managers, which are called a, b, ...; the first one is the oldest."""
+    return [(process, process.manage(name)) for process, name in zip(processes, "abcdefgh", strict=False)]

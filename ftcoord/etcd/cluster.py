@@ -104,6 +104,18 @@ class EtcdCluster:
         """Let a paused member go on."""
         self.members[i].resume()
 
+    def wipe(self, timeout: float = 60) -> None:
+        """Lose all members with their data, and start a new cluster in their place, on the same ports.
+
+        Raises:
+            ServerError: it does not come up.
+        """
+        for member in self.members:
+            member.wipe()
+        for member in self.members:
+            member.restart(wait=False)
+        self.wait_healthy(timeout)
+
     def leader(self, timeout: float = 60) -> int:
         """The index of the leader among the members that run and are not paused, waiting for an election if need be.
 

@@ -72,7 +72,8 @@ def _explained(details: str, fate: str) -> EtcdError | None:
         return LeaseLost(f"{fate}; it expired or was revoked: take a new one")
     if _NO_SPACE in details:
         return EtcdNoSpace(
-            f"{fate}; make room with `etcdctl compact REVISION` and `etcdctl defrag`, then `etcdctl alarm disarm`"
+            f"{fate}: NOSPACE; make room with `etcdctl compact REVISION` and `etcdctl defrag`, then"
+            " `etcdctl alarm disarm`"
         )
     if _says(details, _AUTH):
         return EtcdAuthError(

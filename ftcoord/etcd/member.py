@@ -74,6 +74,7 @@ class EtcdMember:
         self._peer_port: ReservedPort | None = None
         self._process: SupervisedProcess | None = None
         self._end: weakref.finalize[..., EtcdMember] | None = None
+        self._data = ""
         self._log: Path | None = None
         self._log_start = 0
         self._paused = False
@@ -173,7 +174,7 @@ class EtcdMember:
             if self._data_dir is None:
                 scratch = tempfile.mkdtemp(prefix="ftcoord-etcd-")
                 undo.callback(shutil.rmtree, scratch, ignore_errors=True)
-            data = self._data_dir or os.path.join(str(scratch), "data")
+            data = self._data = self._data_dir or os.path.join(str(scratch), "data")
             try:
                 os.makedirs(data, mode=0o700, exist_ok=True)
                 self._log = None
@@ -247,6 +248,11 @@ class EtcdMember:
         self.relaunch()
         if wait:
             self.wait_ready(timeout)
+
+    def wipe(self) -> None:
+        """End etcd with SIGKILL and remove its data, as a host does that is lost; its port is kept for `restart`."""
+        self.kill()
+        shutil.rmtree(os.path.join(self._data, "member"))
 
     def stop(self) -> None:
         """End etcd and remove its temporary data. Idempotent. Without effect in a forked child of the starter."""

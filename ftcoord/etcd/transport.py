@@ -13,6 +13,7 @@ from typing import Any
 from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError
 from ftcoord.etcd import faults, wire
+from ftcoord.etcd.identity import Identity
 from ftcoord.etcd.patience import repeat
 from ftcoord.etcd.quiet import grpc, quiet_grpc
 from ftcoord.etcd.threads import GrpcThreads
@@ -31,6 +32,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),  # what newer grpcio goes by instead
 )
 
+_LINEARIZABLE = (wire.RANGE, wire.TXN)
 _NEEDS_LEADER = (("hasleader", "true"),)
 CLOSED = "this etcd client was closed; make a new one"
 
@@ -79,6 +81,7 @@ class Transport:
         self._token: str | None = None
         self._token_lock = threading.Lock()
         self._threads = GrpcThreads()
+        self._identity = Identity()
         self.closed = threading.Event()
 
     def member(self) -> Member:
@@ -169,10 +172,12 @@ class Transport:
     def _unary(self, method: wire.Method, request: Any, deadline: float, write: bool) -> Any:
         member = self.member()
         token = self.token(deadline)
+        known = self._identity.revision if method in _LINEARIZABLE else None
         with self._judged(member, write=write, token=token):
             timeout = self._patience(deadline, write)
             response = member.unary(method)(request, timeout=timeout, metadata=_metadata(token))
         member.seen()
+        self._identity.note(response.header, known, member.name)
         return response
 
     def _one_response(self, method: wire.Method, request: Any, deadline: float) -> Any:

@@ -24,7 +24,7 @@ from ftcoord.etcd.api import Compare, Delete, Get, Put, RangeResult, Span, absen
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.cluster import EtcdCluster
 from ftcoord.etcd.server import EtcdServer
-from ftcoord.etcd.settle import write_once
+from ftcoord.etcd.settle import ATTEMPT, write_once
 
 
 def connect(endpoints: str, **settings: Any) -> EtcdClient:
@@ -372,6 +372,24 @@ def test_a_write_whose_second_answer_is_lost_too_stays_unknown(unfriendly: Any) 
     with pytest.raises(OutcomeUnknown):
         write_once(client, Put("/key", b"1"), 0, timeout=0.5)
     assert len(calls) > 2
+
+
+def test_a_write_is_settled_as_soon_as_etcd_answers_again(unfriendly: Any) -> None:
+    """Each try is given up in time, not only the first: the election may have taken longer than that."""
+    client, calls, answers = unfriendly
+    attempts = itertools.count(1)
+    begun = []
+
+    def answer(context: Any) -> bytes:
+        begun.append(context.time_remaining())
+        return aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")(context)
+
+    read = {"response_range": {"kvs": [{"key": b"/key", "value": b"1"}], "count": 1}}
+    done = wire.message("TxnResponse")(succeeded=True, responses=[{"response_put": {}}, read]).SerializeToString()
+    answers["Txn"] = lambda context: answer(context) if next(attempts) < 4 else done
+    assert write_once(client, Put("/key", b"1"), 0, timeout=5).done
+    assert calls == ["Txn"] * 4
+    assert max(begun) < 2 * ATTEMPT
 
 
 def test_failover_when_the_member_in_use_is_killed(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 from helpers import DEADLINE, eventually
 from rdzv_nodes import keys_under
-from replicas import ReplicaProcess, Told, replica_processes
+from replicas import ReplicaProcess, agreed, managed, replica_processes, until_it_is_in
 
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
@@ -44,30 +43,6 @@ def make_fragile_job(fragile: EtcdServer, prefix: str) -> Iterator[MakeJob]:
     """The same, on an etcd that the test may kill."""
     with ExitStack() as stack:
         yield make_job_on(fragile, prefix, stack)
-
-
-def agreed(futures: Sequence[Future[Told]]) -> Told:
-    """What all were told, which is the same."""
-    told = [future.result(DEADLINE) for future in futures]
-    assert all(one == told[0] for one in told), told
-    return told[0]
-
-
-def until_it_is_in(waiting: Future[Told], others: Sequence[tuple[ReplicaProcess, str]]) -> Told:
-    """Let the others train on until a replica that came late is in; its quorum, which was also theirs."""
-    seen = []
-    while not waiting.done():
-        seen.append(agreed([process.quorum(at, step=10) for process, at in others]))
-        numbers = [number for number, _ in seen]
-        assert numbers == sorted(numbers)
-    told = waiting.result()
-    assert told in seen or not seen or told[0] < seen[0][0]
-    return told
-
-
-def managed(processes: Sequence[ReplicaProcess]) -> list[tuple[ReplicaProcess, str]]:
-    """The processes, and the addresses of their managers, which are called a, b, ...; the first one is the oldest."""
-    return [(process, process.manage(name)) for process, name in zip(processes, "abcdefgh", strict=False)]
 
 
 # -- replicas that die, hang and give up ------------------------------------------------------------------------

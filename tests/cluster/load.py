@@ -1,0 +1,321 @@
+"""What is done to ftcoord while its etcd is in trouble: clients of a store, a training with quorums, nodes of a run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+from helpers import DEADLINE, Seen, eventually
+from histories import Findings, Operation, check
+from rdzv_nodes import Node, Nodes, Seat, join_all, join_as_agents
+from replicas import Told, agreed, managed, replica_processes
+from torch.distributed import DistNetworkError
+
+from ftcoord.config import EtcdConfig
+from ftcoord.core.values import plain
+from ftcoord.etcd.api import Batch, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.store import EtcdStore
+
+CLIENTS = 4
+APPENDS = 100
+"""How often a client appends to one key."""
+LEASE_TTL = 5
+HEARTBEAT_MS = 5_000
+
+
+def rotated(endpoints: str, by: int) -> list[str]:
+    """The same endpoints, beginning with another one: clients use the first as long as it works."""
+    names = endpoints.split(",")
+    return names[by % len(names) :] + names[: by % len(names)]
+
+
+class StoreLoad:
+    """Clients that change and read one store as fast as they can, each for itself; and what they were told.
+
+    Args:
+        endpoints: of the cluster.
+        prefix: of the store.
+        timeout: seconds that each operation may take, through whatever happens to etcd.
+        ttl: seconds that the keys outlive the clients.
+        keep: False to remember no operations, and never to judge them.
+    """
+
+    def __init__(
+        self,
+        endpoints: str,
+        prefix: str,
+        clients: int = CLIENTS,
+        timeout: float = DEADLINE,
+        ttl: int = 3600,
+        keep: bool = True,
+    ) -> None:
+        self._keep = keep
+        self.operations: list[Operation] = []
+        self._endpoints, self._data = endpoints, f"{prefix}/data/"
+        self._watcher = EtcdClient(EtcdConfig.load(rotated(endpoints, 0)))
+        self._from = self._watcher.get(self._data).revision + 1
+        self._stopping = threading.Event()
+        self._answered = [0] * clients
+        self._errors: list[Exception] = []
+        self._stores = [
+            EtcdStore(rotated(endpoints, number), f"{prefix}/", timedelta(seconds=timeout), ttl=ttl)
+            for number in range(clients)
+        ]
+        self._threads = [
+            threading.Thread(target=self._client, args=(number,), name=f"load-{number}") for number in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def progress(self, count: int) -> None:
+        """Wait until each client has had so many more answers: without load before a fault, there is no test."""
+        before = list(self._answered)
+
+        def enough() -> bool:
+            assert not self._errors, self._errors
+            return all(now >= then + count for now, then in zip(self._answered, before, strict=True))
+
+        eventually(enough, what="every client gets answers")
+
+    def answered(self) -> int:
+        """How many operations were."""
+        return sum(self._answered)
+
+    def stall(self, since: float) -> float:
+        """How long one operation took that ended after then, at the most: what the fault cost whom it hit hardest."""
+        ended = [one for one in list(self.operations) if one.answered and one.ended > since]
+        return max(one.ended - one.began for one in ended)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        for store in self._stores:
+            store.close()
+        assert not self._errors, self._errors
+
+    def judge(self) -> Findings:
+        """After `stop`: compare all that was told with etcd's own record."""
+        self._watcher.put(f"{self._data}~", b"", timeout=DEADLINE)
+        seen = Seen()
+        watch = self._watcher.watch(Span(self._data, is_prefix=True), self._from, seen)
+        states: dict[str, list[tuple[int, bytes | None]]] = {}
+        end = False
+        while not end:
+            item = seen.next()
+            for event in item.events if isinstance(item, Batch) else ():
+                kv = event.kv
+                key = kv.key.removeprefix(self._data)
+                end = end or key == "~"
+                value = plain(kv.value, kv.version) if event.kind == "put" else None
+                states.setdefault(key, []).append((kv.mod_revision, value))
+            assert not isinstance(item, Exception), item
+        watch.cancel()
+        del states["~"]
+        return check(self.operations, states)
+
+    def close(self) -> None:
+        self._stopping.set()
+        for store in self._stores:
+            store.close()
+        for thread in self._threads:
+            thread.join()
+        self._watcher.close()
+
+    def _client(self, number: int) -> None:
+        store, dice = self._stores[number], random.Random(number)
+        held = b""
+        try:
+            for count in itertools.count():
+                if self._stopping.is_set():
+                    return
+                mark = b"%d-%d." % (number, count)
+                kind = dice.choice(("add", "append", "compare_set", "get", "set"))
+                if kind == "add":
+                    self._do(number, "add", "sum", (b"1",), lambda: b"%d" % store.add("sum", 1))
+                elif kind == "append":
+                    key = f"log/{count // APPENDS}"
+                    self._do(number, "append", key, (mark,), lambda key=key, mark=mark: store.append(key, mark))  # type: ignore[misc]
+                elif kind == "set":
+                    self._do(number, "set", "last", (mark,), lambda mark=mark: store.set("last", mark))  # type: ignore[misc]
+                elif kind == "get" and held:
+                    key = dice.choice(("register", "sum", "last"))
+                    if store.check([key]):
+                        self._do(number, "get", key, (), lambda key=key: store.get(key))  # type: ignore[misc]
+                else:
+                    set_to = lambda held=held, mark=mark: store.compare_set("register", held, mark)  # noqa: E731
+                    held = self._do(number, "compare_set", "register", (held, mark), set_to) or held
+        except Exception as error:  # shown by whoever waits for progress
+            if not self._stopping.is_set():
+                self._errors.append(error)
+
+    def _do(
+        self, number: int, kind: str, key: str, given: tuple[bytes, ...], call: Callable[[], bytes | None]
+    ) -> bytes | None:
+        operation = Operation(kind, key, given, time.monotonic())
+        if self._keep:
+            self.operations.append(operation)
+        try:
+            operation.told = call()
+        except DistNetworkError:
+            return None
+        operation.ended = time.monotonic()
+        self._answered[number] += 1
+        return operation.told
+
+
+class Training:
+    """Three replicas in processes of their own, each of which asks for one quorum after the other."""
+
+    def __init__(self, endpoints: str, job: str, heartbeat_ms: int = HEARTBEAT_MS, join_ms: int = 60_000) -> None:
+        self.told: list[list[Told]] = [[], [], []]
+        self.errors: list[BaseException] = []
+        self._took: list[tuple[float, float]] = []
+        self._stack = ExitStack()
+        rules = f"min_replicas=2&join_timeout_ms={join_ms}&heartbeat_timeout_ms={heartbeat_ms}"
+        processes = self._stack.enter_context(replica_processes(f"etcd://{endpoints}/{job}?{rules}", len(self.told)))
+        self._replicas = managed(processes)
+        self._stopping = threading.Event()
+        self._last = math.inf
+        self._threads = [threading.Thread(target=self._train, args=(number,)) for number in range(len(self.told))]
+        for thread in self._threads:
+            thread.start()
+
+    def progress(self, count: int) -> None:
+        """Wait until each replica was in so many more quorums."""
+        before = [len(told) for told in self.told]
+
+        def enough() -> bool:
+            assert not self.errors, self.errors
+            return all(len(now) >= then + count for now, then in zip(self.told, before, strict=True))
+
+        eventually(enough, what="quorums are decided")
+
+    def stall(self, since: float) -> float:
+        """How long a quorum took that was decided after then, at the most."""
+        return max(end - begin for begin, end in list(self._took) if end > since)
+
+    def count(self) -> int:
+        """How many answers there were."""
+        return sum(map(len, self.told))
+
+    def check(self) -> None:
+        """Each quorum has the same replicas for all that are in it, and ids only grow."""
+        members: dict[int, list[str]] = {}
+        for told in self.told:
+            numbers = [number for number, _ in told]
+            assert numbers == sorted(numbers)
+            for number, names in told:
+                assert members.setdefault(number, names) == names
+
+    def ask_once(self) -> Told:
+        """One more quorum, after `stop`."""
+        return agreed([process.quorum(at) for process, at in self._replicas])
+
+    def stop(self) -> None:
+        """After one more quorum of all: nobody is left asking alone."""
+        self._last = max(map(len, self.told)) + 2
+        for thread in self._threads:
+            thread.join()
+        assert not self.errors, self.errors
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._stack.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _train(self, number: int) -> None:
+        process, address = self._replicas[number]
+        try:
+            for step in itertools.count():
+                began = time.monotonic()
+                told = process.quorum(address, step=step).result(DEADLINE)
+                self._took.append((began, time.monotonic()))
+                self.told[number].append(told)
+                if len(self.told[number]) >= self._last or self._stopping.wait(0.01):
+                    return
+        except Exception as error:  # shown by whoever waits for progress
+            if not self._stopping.is_set():
+                self.errors.append(error)
+
+
+class Run:
+    """Nodes of a run in one round.
+
+    Args:
+        endpoints: for each node.
+    """
+
+    def __init__(self, endpoints: Sequence[str], run_id: str, **conf: float) -> None:
+        limits = (2, len(endpoints))
+        self._nodes = [Nodes(one, run_id, limits, **{"lease_ttl": LEASE_TTL, **conf}) for one in endpoints]
+        self.nodes: list[Node] = [one.one() for one in self._nodes]
+        self.seats = join_all(self.nodes)
+        self.leases = [node.lease() for node in self.nodes]
+
+    def evictions(self) -> int:
+        """How many nodes were asked to come back, or lost their lease."""
+        now = [node.signalled() or node.lease() != lease for node, lease in zip(self.nodes, self.leases, strict=True)]
+        return sum(now)
+
+    def come_back(self, *others: Node) -> list[Seat]:
+        """All of them meet in another round, as agents do that are asked to, and these others with them."""
+        nodes = [*self.nodes, *others]
+        return join_as_agents(nodes, [node.join() for node in nodes])
+
+    def close(self) -> None:
+        for one in self._nodes:
+            one.end()
+
+
+class Everything:
+    """All of the above on one cluster."""
+
+    def __init__(self, endpoints: str, prefix: str) -> None:
+        self._stack = ExitStack()
+        with ExitStack() as undo:
+            undo.push(self._stack)
+            name = prefix.rpartition("/")[2]
+            self.store = StoreLoad(endpoints, prefix)
+            self._stack.callback(self.store.close)
+            self.training = Training(endpoints, name)
+            self._stack.callback(self.training.close)
+            self.run = Run([",".join(rotated(endpoints, number)) for number in range(3)], name)
+            self._stack.callback(self.run.close)
+            undo.pop_all()
+
+    def progress(self, operations: int = 20, quorums: int = 3) -> None:
+        self.store.progress(operations)
+        self.training.progress(quorums)
+
+    def evictions(self) -> int:
+        """How many replicas were left out of a quorum, and nodes of the run asked to come back."""
+        quorums = {number for told in self.training.told for number, _ in told}
+        return len(quorums) - 1 + self.run.evictions()
+
+    def stop(self) -> Findings:
+        """End the load, and judge what was told."""
+        self.training.stop()
+        self.training.check()
+        self.store.stop()
+        return self.store.judge()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@contextmanager
+def everything(endpoints: str, prefix: str) -> Iterator[Everything]:
+    load = Everything(endpoints, prefix)
+    try:
+        yield load
+    finally:
+        load.close()

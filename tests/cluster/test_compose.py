@@ -1,0 +1,103 @@
+"""docker-compose.yml with its two override files: mutual TLS, and users."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from containers import free_ports
+from helpers import DEADLINE, eventually
+
+from ftcoord.config import EtcdConfig
+from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
+from ftcoord.etcd.client import EtcdClient
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.docker
+
+Compose = Callable[..., str]
+
+
+@contextmanager
+def project(command: str, name: str, ports: list[int], override: str) -> Iterator[tuple[Compose, dict[str, str]]]:
+    """A project of its own, with other ports; it is removed in the end."""
+    variables = {**os.environ, **{f"FTCOORD_ETCD_PORT_{number}": str(port) for number, port in enumerate(ports, 1)}}
+    files = ["-f", "docker-compose.yml", "-f", f"docker-compose.{override}.yml"]
+
+    def compose(*arguments: str) -> str:
+        line = [*command.split(), "-p", name, *files, *arguments]
+        done = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=2 * DEADLINE)
+        assert not done.returncode, done.stderr
+        return done.stdout
+
+    try:
+        yield compose, variables
+    finally:
+        compose("down", "-v")
+
+
+def healthy(compose: Compose) -> bool:
+    """Whether Compose says so of all three."""
+    ids = compose("ps", "-q").split()
+    states = subprocess.run(
+        ["docker", "inspect", "-f", "{{.State.Health.Status}}", *ids], check=True, capture_output=True, text=True
+    )
+    return states.stdout.split() == ["healthy"] * 3
+
+
+def test_mutual_tls(
+    ports: list[int],
+    docker_compose_command: str,
+    docker_compose_project_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for _ in range(2):  # the second time, they are there
+        subprocess.run([ROOT / "docker" / "certificates.sh", tmp_path / "tls"], check=True, timeout=DEADLINE)
+    monkeypatch.setenv("FTCOORD_TLS_DIR", str(tmp_path / "tls"))
+    free = spare(ports)
+    with project(docker_compose_command, f"{docker_compose_project_name}tls", free, "tls") as (compose, _):
+        compose("up", "-d")
+        eventually(lambda: healthy(compose), what="three members are healthy")
+        endpoints = [f"https://127.0.0.1:{port}" for port in free]
+        files = {name: tmp_path / "tls" / file for name, file in FILES.items()}
+        with EtcdClient(EtcdConfig.load(endpoints, env={}, **files)) as client:
+            assert client.put("/key", b"", timeout=DEADLINE).succeeded
+        for settings in ({"ca_cert": files["ca_cert"]}, {}):
+            names = endpoints if settings else [name.replace("https", "http") for name in endpoints]
+            with EtcdClient(EtcdConfig.load(names, env={}, **settings)) as client, pytest.raises(EtcdUnavailable):
+                client.get("/key", timeout=1)
+
+
+FILES = {"ca_cert": "ca.pem", "cert": "client.pem", "key": "client.key"}
+
+
+def test_users(ports: list[int], docker_compose_command: str, docker_compose_project_name: str) -> None:
+    free = spare(ports)
+    name = f"{docker_compose_project_name}auth"
+    with project(docker_compose_command, name, free, "auth") as (compose, variables):
+        compose("up", "-d")
+        eventually(lambda: healthy(compose), what="three members are healthy")
+        script = [ROOT / "docker" / "users.sh", "-p", name]
+        for _ in range(2):
+            environment = {**variables, "COMPOSE": docker_compose_command, "FTCOORD_PASSWORD": "swordfish"}
+            subprocess.run(script, env=environment, check=True, capture_output=True, timeout=DEADLINE)
+        endpoints = [f"127.0.0.1:{port}" for port in free]
+        with EtcdClient(EtcdConfig.load(endpoints, env={}, user="ftcoord", password="swordfish")) as client:
+            assert client.put("/ftcoord/v1/key", b"", timeout=DEADLINE).succeeded
+            with pytest.raises(EtcdAuthError):
+                client.put("/key", b"")
+        with EtcdClient(EtcdConfig.load(endpoints, env={})) as client, pytest.raises(EtcdError):
+            client.get("/ftcoord/v1/key", timeout=1)
+        eventually(lambda: healthy(compose), what="they are healthy still")
+
+
+def spare(ports: list[int]) -> list[int]:
+    """Others than those."""
+    while set(free := free_ports()) & set(ports):
+        pass
+    return free

@@ -1,0 +1,199 @@
+"""An etcd that is full, has no majority, forgets its past or is another one: said clearly, and never a step back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import pytest
+from clusters import SIZE, Cluster, alarm, client_of, pass_time
+from helpers import DEADLINE, Seen, eventually
+from lines import Lines
+from load import LEASE_TTL, Run, Training, everything
+from rdzv_nodes import Nodes, spawn
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from ftcoord.config import EtcdConfig
+from ftcoord.errors import Compacted, RoundOver
+from ftcoord.etcd.api import Batch, Get, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.store import EtcdStore
+
+OUTAGE = float(os.environ.get("FTCOORD_TEST_OUTAGE", "6"))
+"""Seconds without a majority; longer than the leases."""
+COMPACTIONS = int(os.environ.get("FTCOORD_TEST_COMPACTIONS", "30"))
+WORDS = "NOSPACE.*etcdctl compact.*etcdctl defrag.*etcdctl alarm disarm"
+
+
+def test_no_space(cluster: Cluster, prefix: str, figures: Callable[..., None]) -> None:
+    """Running jobs go on; what needs room says so at once, with the remedy, and works again without a restart."""
+    with everything(cluster.endpoints, prefix) as load, ExitStack() as stack:
+        load.progress()
+        load.training.stop()
+        load.store.stop()
+        stack.callback(alarm, cluster, False)
+        store = EtcdStore(cluster.endpoints, f"{prefix}-other/", timedelta(seconds=DEADLINE))
+        stack.callback(store.close)
+        store.set("before", "")
+        alarm(cluster, True)
+        since = time.monotonic()
+        with pytest.raises(DistStoreError, match=WORDS):
+            store.set("key", "value")
+        late = Nodes(cluster.endpoints, f"{prefix.rpartition('/')[2]}-late", (1, 1))
+        stack.callback(late.end)
+        with pytest.raises(RendezvousConnectionError, match=WORDS):
+            late.one()
+        with pytest.raises(RuntimeError, match=WORDS):
+            load.training.ask_once()
+        took = time.monotonic() - since
+        pass_time(2 * LEASE_TTL)
+        assert load.run.evictions() == 0
+        alarm(cluster, False)
+        store.set("key", "value")
+        assert late.one().join().result(DEADLINE).world == 1
+        assert load.training.ask_once()[1] == ["a", "b", "c"]
+        assert load.run.evictions() == 0
+        assert not load.store.judge()
+    figures(three_were_told_within=round(took, 2), evictions=0)
+
+
+def test_the_majority_is_lost_for_a_while(cluster: Cluster, prefix: str, figures: Callable[..., None]) -> None:
+    """Nothing is decided meanwhile, nobody is evicted, and all go on by themselves."""
+    with everything(cluster.endpoints, prefix) as load:
+        load.progress()
+        leader = cluster.leader()
+        gone = [leader, (leader + 1) % SIZE]
+        for i in gone:
+            cluster.kill(i)
+        since = time.monotonic()
+        pass_time(min(OUTAGE / 2, 3))
+        decided, answered = load.training.count(), load.store.answered()
+        pass_time(OUTAGE - (time.monotonic() - since))
+        assert load.evictions() == 0
+        assert load.training.count() <= decided + 3  # what was decided before may be told late, to each
+        assert load.store.answered() == answered
+        for i in gone:
+            cluster.restart(i, wait=False)
+        back = time.monotonic()
+        load.progress(1, 1)
+        took = time.monotonic() - back
+        pass_time(LEASE_TTL)
+        load.progress()
+        findings = load.stop()
+        evictions = load.evictions()
+    figures(seconds=OUTAGE, decided_meanwhile=0, evictions=evictions, back_after=round(took, 2), bound=LEASE_TTL + 5)
+    assert not findings, findings
+    assert evictions == 0
+
+
+@contextmanager
+def two_jobs(endpoints: str, prefix: str) -> Iterator[tuple[Run, Training]]:
+    name = prefix.rpartition("/")[2]
+    with ExitStack() as stack:
+        run = Run([endpoints] * 3, name)
+        stack.callback(run.close)
+        training = Training(endpoints, name, join_ms=100)
+        stack.callback(training.close)
+        training.progress(3)
+        yield run, training
+
+
+def never_lower(run: Run, training: Training) -> tuple[int, int]:
+    """What is decided next has a higher number than all before; the round and the quorum's id."""
+    before = max(seat.round for seat in run.seats), max(told[-1][0] for told in training.told)
+    eventually(lambda: run.evictions() == len(run.nodes), what="all nodes are called back")
+    seats = run.come_back()
+    told = eventually(lambda: _later(training, before[1]), what="a quorum of all again")
+    assert min(seat.round for seat in seats) > before[0]
+    training.check()
+    return seats[0].round, told
+
+
+def _later(training: Training, than: int) -> int | None:
+    assert not training.errors, training.errors
+    last = [told[-1] for told in training.told]
+    number, names = last[0]
+    return number if number > than and names == ["a", "b", "c"] and all(one == last[0] for one in last) else None
+
+
+def test_etcd_is_wiped(
+    cluster: Cluster, prefix: str, figures: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with two_jobs(cluster.endpoints, prefix) as (run, training):
+        store = run.nodes[0].info.store  # type: ignore[union-attr]
+        cluster.wipe()
+        with pytest.raises(RoundOver):
+            store.set("late", "")
+        round_, quorum = never_lower(run, training)
+    assert "its data was lost" in caplog.text
+    figures(round_after=round_, quorum_after=quorum)
+
+
+def test_another_cluster_is_behind_the_name(
+    cluster: Cluster, prefix: str, figures: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose history is longer than that of the first."""
+    with ExitStack() as stack:
+        other = stack.enter_context(EtcdServer())
+        with client_of(cluster) as first, other.get_client() as second:
+            while second.get("/").revision < first.get("/", timeout=DEADLINE).revision + 500:
+                for _ in range(100):
+                    second.put("/filler", b"")
+        line = stack.enter_context(Lines(cluster.endpoints.split(",")))
+        run, training = stack.enter_context(two_jobs(line.endpoints, prefix))
+        line.lead_to(*[other.get_endpoint()] * SIZE)
+        round_, quorum = never_lower(run, training)
+    assert "belongs to another cluster" in caplog.text
+    figures(round_after=round_, quorum_after=quorum)
+
+
+def test_compactions_under_watches(cluster: Cluster, prefix: str, figures: Callable[..., None]) -> None:
+    """Every 100 ms, while connections break. Nothing is missed but what was compacted, and nothing comes twice."""
+    with ExitStack() as stack:
+        writer = stack.enter_context(client_of(cluster))
+        line = stack.enter_context(Lines(cluster.endpoints.split(",")))
+        reader = stack.enter_context(EtcdClient(EtcdConfig.load(line.endpoints)))
+        run = Run([line.endpoints] * 2, prefix.rpartition("/")[2])
+        stack.callback(run.close)
+        done = threading.Event()
+        followed = spawn(lambda: follow(reader, prefix + "-key", done))
+        count = 0
+        for compaction in range(COMPACTIONS):
+            until = time.monotonic() + 0.1
+            while time.monotonic() < until:
+                count += 1
+                revision = writer.put(prefix + "-key", b"%d" % count, timeout=DEADLINE).revision
+            writer.compact(revision)
+            if compaction % 5 == 2:
+                line.reset()
+        done.set()
+        writer.put(prefix + "-key", b"%d" % (count + 1), timeout=DEADLINE)
+        seen, gaps = followed.result(DEADLINE)
+        assert run.evictions() == 0
+    figures(compactions=COMPACTIONS, writes=count, seen=seen, listed_again=gaps, evictions=0)
+
+
+def follow(client: EtcdClient, key: str, done: threading.Event) -> tuple[int, int]:
+    """Watch a key that counts up, and read it again after a compaction; how many were seen, and how many such reads."""
+    last, seen, gaps = 0, 0, 0
+    while True:
+        found = client.range(Get(Span(key)), timeout=DEADLINE)
+        now = int(found.one.value) if found.one else 0
+        assert now >= last
+        last, items = now, Seen()
+        watch = client.watch(Span(key), found.revision + 1, items)
+        while not isinstance(item := items.next(), Exception):
+            for event in item.events if isinstance(item, Batch) else ():
+                assert int(event.kv.value) == last + 1, "missed or repeated"
+                last, seen = last + 1, seen + 1
+            if done.is_set() and client.range(Get(Span(key)), timeout=DEADLINE).one.value == b"%d" % last:  # type: ignore[union-attr]
+                watch.cancel()
+                return seen, gaps
+        assert isinstance(item, Compacted), item
+        gaps += 1

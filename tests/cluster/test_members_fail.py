@@ -1,0 +1,111 @@
+"""Members of etcd that die, hang, are cut off and upgraded, while everything is in use: nobody is evicted for that."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+from clusters import SIZE, Cluster, pass_time, revokes_wrongly
+from load import everything
+
+KILLS = int(os.environ.get("FTCOORD_TEST_KILLS", "3"))
+PAUSE = float(os.environ.get("FTCOORD_TEST_PAUSE", "7"))
+"""Seconds; longer than the leases."""
+
+
+def test_the_leader_is_killed(
+    cluster: Cluster, prefix: str, figures: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With -9, under load, again and again."""
+    stalls, quorum_stalls = [], []
+    with everything(cluster.endpoints, prefix) as load:
+        for _ in range(KILLS):
+            load.progress()
+            leader = cluster.leader()
+            since = time.monotonic()
+            cluster.kill(leader)
+            load.progress()
+            stalls.append(load.store.stall(since))
+            quorum_stalls.append(load.training.stall(since))
+            cluster.restart(leader)
+        findings = load.stop()
+        evictions = load.evictions()
+    figures(
+        kills=KILLS,
+        evictions=evictions,
+        operations=len(load.store.operations),
+        unanswered=sum(not one.answered for one in load.store.operations),
+        lost=len(findings.lost),
+        doubled=len(findings.doubled),
+        out_of_order=len(findings.out_of_order),
+        quorums=load.training.count(),
+        stall_median=round(statistics.median(stalls), 2),
+        stall_max=round(max(stalls), 2),
+        quorum_stall_median=round(statistics.median(quorum_stalls), 2),
+        quorum_stall_max=round(max(quorum_stalls), 2),
+    )
+    assert not findings, findings
+    assert evictions == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    if KILLS >= 20:
+        assert statistics.median(stalls) <= 3
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["leader", "follower"])
+def test_a_member_hangs(cluster: Cluster, prefix: str, figures: Callable[..., None], which: int) -> None:
+    """For longer than the leases."""
+    with everything(cluster.endpoints, prefix) as load:
+        load.progress()
+        member = (cluster.leader() + which) % SIZE
+        since = time.monotonic()
+        cluster.pause(member)
+        load.progress()
+        pass_time(PAUSE - (time.monotonic() - since))
+        load.progress()
+        evictions = load.evictions()
+        assert evictions == 0
+        cluster.resume(member)
+        load.progress()
+        findings = load.stop()
+        evictions = load.evictions()
+        if evictions and revokes_wrongly(cluster):  # then everybody comes back
+            assert {seat.round for seat in load.run.come_back()} == {2}
+            evictions = 0
+    figures(seconds=PAUSE, evictions=evictions, operations=len(load.store.operations))
+    assert not findings, findings
+    assert evictions == 0
+
+
+def test_the_leader_is_cut_off(cluster: Cluster, prefix: str, figures: Callable[..., None]) -> None:
+    """For longer than the leases. In containers its peers do not hear it either: it believes to lead for a while."""
+    with everything(cluster.endpoints, prefix) as load:
+        load.progress()
+        leader = cluster.leader()
+        since = time.monotonic()
+        cluster.cut_off(leader)
+        load.progress()
+        pass_time(PAUSE - (time.monotonic() - since))
+        load.progress()
+        cluster.heal(leader)
+        load.progress()
+        findings = load.stop()
+        evictions = load.evictions()
+    figures(seconds=PAUSE, evictions=evictions, operations=len(load.store.operations))
+    assert not findings, findings
+    assert evictions == 0
+
+
+def test_every_member_is_restarted_in_turn(cluster: Cluster, prefix: str, figures: Callable[..., None]) -> None:
+    with everything(cluster.endpoints, prefix) as load:
+        for i in range(SIZE):
+            load.progress()
+            cluster.restart(i)
+        load.progress()
+        findings = load.stop()
+        evictions = load.evictions()
+    figures(restarts=SIZE, evictions=evictions, operations=len(load.store.operations))
+    assert not findings, findings
+    assert evictions == 0

@@ -1,0 +1,141 @@
+"""Everything at speed for a while: what grows? soak.py [MINUTES] prints a table, and fails when something did.
+
+Rounds, quorums, changes of a store and broken connections, on a local cluster. Memory is judged by its slope over the
+second half, in MiB an hour; threads, file descriptors, keys and leases by being back where they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import http.client
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent / "cluster"))
+
+from clusters import LocalCluster, client_of
+from helpers import eventually
+from lines import Lines
+from load import Run, StoreLoad, Training
+
+from ftcoord.etcd.api import Get, Span
+
+PREFIX = "/ftcoord/v1/"
+TRAINING = "training"
+"""Its last quorum is remembered for days, so that no id comes twice."""
+SAMPLE = 5.0
+SLOPE = 30.0
+"""MiB an hour; a leak of one round or reconnect grows by far more at this speed."""
+KEPT_FILES = 8
+
+
+def memory() -> float:
+    """Resident, in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def threads_and_files() -> tuple[int, int]:
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def open_files() -> list[str]:
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(names)
+
+
+def back_to(before: tuple[int, int]) -> bool:
+    """gRPC keeps a few pipes for its next threads: as many as there ever were at once, so not more and more."""
+    threads, files = threads_and_files()
+    return threads <= before[0] and files <= before[1] + KEPT_FILES
+
+
+def leases(cluster: LocalCluster) -> int:
+    host, _, port = cluster.endpoints.split(",")[0].rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection.request("POST", "/v3/lease/leases", "{}")
+    count = len(json.loads(connection.getresponse().read()).get("leases", ()))
+    connection.close()
+    return count
+
+
+def keys(cluster: LocalCluster) -> int:
+    with client_of(cluster) as client:
+        found = client.range(Get(Span(PREFIX, is_prefix=True), keys_only=True), timeout=60).kvs
+        return sum(not kv.key.startswith(f"{PREFIX}{TRAINING}/") for kv in found)
+
+
+def slope(samples: list[tuple[float, float]]) -> float:
+    """Of the second half, per hour."""
+    half = samples[len(samples) // 2 :]
+    return statistics.linear_regression(*zip(*half, strict=True)).slope * 3600 if len(half) > 2 else 0.0
+
+
+def one_pass(lines: Lines, number: int) -> int:
+    """A run of three nodes that meet again and again, while its connections break; how many rounds."""
+    run = Run([lines.endpoints] * 3, f"soak-{number}", lease_ttl=2, run_ttl=9)
+    try:
+        for _ in range(10):
+            run.come_back()
+        lines.reset()
+        run.come_back()
+    finally:
+        run.close()
+    return 12
+
+
+def work(cluster: LocalCluster, minutes: float) -> tuple[list[tuple[float, float]], dict[str, int]]:
+    samples: list[tuple[float, float]] = []
+    done = {"rounds": 0, "reconnects": 0}
+    until, sampled = time.monotonic() + 60 * minutes, 0.0
+    with ExitStack() as stack:
+        lines = stack.enter_context(Lines(cluster.endpoints.split(",")))
+        store = StoreLoad(lines.endpoints, f"{PREFIX}soak-store", ttl=5, keep=False)
+        stack.callback(store.close)
+        training = Training(cluster.endpoints, TRAINING)
+        stack.callback(training.close)
+        while time.monotonic() < until:
+            done["rounds"] += one_pass(lines, done["reconnects"])
+            done["reconnects"] += 1
+            store.progress(1)
+            if time.monotonic() > sampled + SAMPLE:
+                sampled = time.monotonic()
+                samples.append((sampled, memory()))
+        training.stop()
+        training.check()
+        store.stop()
+    return samples, {**done, "store operations": store.answered(), "quorums": training.count()}
+
+
+def main(minutes: float = 30.0) -> None:
+    cluster = LocalCluster()
+    try:
+        work(cluster, 0.05)  # what is loaded and made once
+        eventually(lambda: keys(cluster) == 0, lambda: f"{keys(cluster)} keys are left")
+        before, leases_before = threads_and_files(), leases(cluster)
+        samples, done = work(cluster, minutes)
+        eventually(lambda: keys(cluster) == 0, lambda: f"{keys(cluster)} keys are left")
+        eventually(lambda: back_to(before), lambda: f"{threads_and_files()} were {before}: {open_files()}")
+        eventually(lambda: leases(cluster) <= leases_before, lambda: f"{leases(cluster)} leases were {leases_before}")
+        after, leases_after = threads_and_files(), leases(cluster)
+    finally:
+        cluster.close()
+    growth = slope(samples)
+    print(f"{minutes:g} minutes: " + ", ".join(f"{count} {name}" for name, count in done.items()))
+    print(f"memory {samples[0][1]:.1f} -> {samples[-1][1]:.1f} MiB, slope {growth:.1f} MiB/h")
+    print(f"threads and files {before} -> {after}, keys 0 -> 0, leases {leases_before} -> {leases_after}")
+    assert growth < SLOPE or minutes < 5, f"memory grows by {growth:.1f} MiB an hour"
+
+
+if __name__ == "__main__":
+    main(*map(float, sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""Whatever lies in a group's keys: a decider reads it, raises the state error that names it, or leaves it alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftcoord.coordination.policy import QuorumPolicy
+from ftcoord.core import quorum_records, records
+from ftcoord.core.quorum import Options as QuorumOptions
+from ftcoord.core.quorum import Quorum, Request
+from ftcoord.core.quorum import Seat as QuorumSeat
+from ftcoord.core.quorum_records import Petition
+from ftcoord.core.records import Ask, Round, Seat
+from ftcoord.core.rendezvous import Options
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import KeyValue, Span
+from ftcoord.etcd.deciding import Publish, View, Wait
+from ftcoord.rendezvous.policy import RendezvousPolicy
+
+CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
+PREFIX = "/ftcoord/v1/run"
+NOW = 1000.0
+REQUEST = Request("a", "addr", "store", 3, 1, False, "", 0, ())
+GOOD = [
+    records.encode(Ask("n1", "10.0.0.1", 1234, 0, "h", "x")),
+    records.encode(Ask("n2", "10.0.0.2", 1234, 7, "h", "y")),
+    records.encode(Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234)),
+    records.encode(Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234, recalled="somebody left")),
+    quorum_records.encode(Petition(REQUEST, 1, 0, 0)),
+    quorum_records.encode(Petition(REQUEST, 2, 7, 9)),
+    quorum_records.encode(Quorum(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, "")),
+]
+
+
+class Executed(Exception):
+    """What was in the store was run."""
+
+
+def execute() -> None:
+    raise Executed
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return execute, ()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def mangled(draw: st.DrawFn) -> bytes:
+    """A good record with fields of another kind, without some, of another version, with bytes changed, or cut."""
+    raw = json.loads(draw(st.sampled_from(GOOD)))
+    for name in draw(st.lists(st.sampled_from([*sorted(raw), "new"]), max_size=2)):
+        raw[name] = draw(json_values)
+    for name in draw(st.lists(st.sampled_from(sorted(raw)), max_size=1)):
+        raw.pop(name, None)
+    value = bytearray(json.dumps(raw).encode())
+    for at in draw(st.lists(st.integers(0, len(value) - 1), max_size=2)):
+        value[at] = draw(st.integers(0, 255))
+    return bytes(value[: draw(st.none() | st.integers(0, len(value)))])
+
+
+large = st.sampled_from([b"x" * 1_500_000, b"[" * 100_000, b'{"v":1,"node":"' + b"n" * 1_400_000 + b'"}'])
+garbage = (
+    st.binary(max_size=64)
+    | json_values.map(lambda raw: json.dumps(raw).encode())
+    | mangled()
+    | st.sampled_from([*GOOD, pickle.dumps(Bomb()), b'{"v":2}', b'{"v":1}'])
+    | st.integers(0, 40).flatmap(lambda n: large if n == 0 else st.just(b""))
+)
+
+
+def policies() -> list[Any]:
+    return [
+        RendezvousPolicy(PREFIX, Options(1, 4, 30.0, 0.1, True)),
+        QuorumPolicy(QuorumOptions(1, 60.0), 5.0, wall_clock=lambda: 0.0),
+    ]
+
+
+def view(decided: bytes | None, members: list[bytes]) -> View:
+    keys = [
+        KeyValue(f"{PREFIX}/members/{number:016x}", value, number, number, 1, number)
+        for number, value in enumerate(members, 1)
+    ]
+    record = None if decided is None else KeyValue(f"{PREFIX}/decided", decided, 1, 99, 1, 5)
+    return View(tuple(keys), {kv.key: NOW - 60 for kv in keys}, NOW - 60, record, NOW - 60, False)
+
+
+def verdict_of(policy: Any, seen: View) -> Publish | Wait | StateError:
+    try:
+        return policy.decide(seen, "0000000000000001", NOW)  # type: ignore[no-any-return]
+    except StateError as error:
+        return error
+
+
+@settings(max_examples=CASES)
+@given(st.none() | garbage, st.lists(garbage, max_size=4))
+def test_a_decider_survives_whatever_it_reads(decided: bytes | None, members: list[bytes]) -> None:
+    for policy in policies():
+        seen = view(decided, members)
+        verdict = verdict_of(policy, seen)
+        if isinstance(verdict, StateError):
+            assert verdict.key == f"{PREFIX}/decided"
+            assert verdict.key in str(verdict)
+        elif isinstance(verdict, Publish):
+            touched = [*(Span(key) for key in verdict.puts), *verdict.deletes]
+            assert all(span.start.startswith((f"{PREFIX}/rounds/", f"{PREFIX}/store/")) for span in touched)
+            number = json.loads(verdict.value)["number"]
+            assert number >= (json.loads(decided)["number"] if decided else 0)
+
+
+@pytest.mark.parametrize("good", GOOD[:2])
+def test_members_that_are_none_change_nothing(good: bytes) -> None:
+    """Beside one that is, whatever the others hold."""
+    policy = policies()[0]
+    alone = policy.decide(view(None, [good]), "0000000000000001", NOW)
+    among = policies()[0].decide(view(None, [good, b"garbage", pickle.dumps(Bomb()), b"{}"]), "0000000000000001", NOW)
+    assert isinstance(alone, Publish)
+    assert alone == among

@@ -1,0 +1,81 @@
+"""The judge of histories finds what is wrong with them, and nothing where nothing is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from histories import Operation, check
+
+STATES = {
+    "sum": [(2, b"1"), (4, b"2"), (7, b"3")],
+    "log": [(3, b"a"), (6, b"ab")],
+    "register": [(5, b"x"), (8, b"y"), (9, b"z")],
+}
+HISTORY = [
+    Operation("add", "sum", (b"1",), 0, b"1", 2),
+    Operation("append", "log", (b"a",), 1, None, 3),
+    Operation("add", "sum", (b"1",), 2.5, b"2", 4),
+    Operation("compare_set", "register", (b"", b"x"), 3.5, b"x", 5),
+    Operation("append", "log", (b"b",), 3.5),
+    Operation("get", "register", (), 5.5, b"x", 9),
+    Operation("add", "sum", (b"1",), 6, None),
+    Operation("compare_set", "register", (b"x", b"y"), 6, b"y", 9),
+    Operation("compare_set", "register", (b"x", b"lost"), 6, b"y", 9),
+    Operation("set", "register", (b"z",), 10, None, 11),
+    Operation("get", "sum", (), 10, b"3", 11),
+    Operation("compare_set", "register", (b"q", b"never"), 12),
+]
+LAST = max(one.ended for one in HISTORY if one.answered)
+
+
+def but(number: int, **changes: object) -> list[Operation]:
+    """The history with one operation changed."""
+    return [replace(one, **changes) if at == number else one for at, one in enumerate(HISTORY)]  # type: ignore[arg-type]
+
+
+def test_a_history_that_is_linearizable() -> None:
+    assert not check(HISTORY, STATES)
+
+
+def test_an_answered_write_that_etcd_does_not_know() -> None:
+    extra = Operation("set", "register", (b"gone",), 10, None, 11)
+    assert check([*HISTORY, extra], STATES).lost == [extra]
+
+
+def test_an_answered_write_that_was_made_twice() -> None:
+    for key, revision, value in (("sum", 11, b"4"), ("log", 11, b"aba"), ("register", 11, b"z")):
+        assert check(HISTORY, {**STATES, key: [*STATES[key], (revision, value)]}).doubled == [(key, revision)]
+
+
+def test_an_unanswered_write_may_be_made_once_or_never_but_not_twice() -> None:
+    never = {**STATES, "sum": STATES["sum"][:-1]}
+    assert not check(but(10, told=b"2"), never)
+    assert check(HISTORY, {**STATES, "log": [*STATES["log"], (11, b"abb")]}).doubled == [("log", 11)]
+
+
+def test_a_stale_read() -> None:
+    stale = but(5, began=LAST + 1, ended=LAST + 2)
+    assert check(stale, STATES).out_of_order == [stale[5]]
+
+
+def test_a_read_of_the_future() -> None:
+    early = but(10, began=0, ended=0.5)
+    assert early[6] in check(early, STATES).out_of_order
+
+
+def test_a_read_of_what_never_was() -> None:
+    wrong = but(5, told=b"?")
+    assert check(wrong, STATES).lost == [wrong[5]]
+
+
+def test_a_write_that_took_effect_after_it_was_answered() -> None:
+    late = but(1, began=0, ended=0.1)
+    assert not check(late, STATES)  # nobody saw it missing
+    hasty = but(7, began=0, ended=0.1)
+    assert check(hasty, STATES).out_of_order
+
+
+def test_operations_that_were_not_answered_do_not_end() -> None:
+    assert not HISTORY[4].answered
+    assert HISTORY[4].ended == math.inf
