@@ -131,8 +131,10 @@ class EtcdClient:
         except LeaseLost:
             log.debug("lease %x was already gone", lease_id)
 
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watcher:
-        return self._watches.add(span, start_revision, deliver)
+    def watch(
+        self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
+    ) -> Watcher:
+        return self._watches.add(span, start_revision, deliver, deletes_only)
 
     def compact(self, revision: int) -> None:
         """Forget the history before `revision`. Repeating it is an error of etcd's, raised as RequestRefused."""
