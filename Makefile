@@ -12,7 +12,7 @@ demo-torchft: $(VENV)/.torchft
 	$(BIN)/python examples/torchft_demo.py
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 # The scenarios of tests/cluster on containers, with a Docker engine of its own where none answers.
 test-cluster: $(VENV)/.ready

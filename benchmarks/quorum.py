@@ -18,14 +18,19 @@ from typing import Any, Final
 from benchmarks import ranks, reforming
 from benchmarks.crowd import Crowd
 from benchmarks.lighthouses import KINDS, OURS, TIMEOUT, TORCHFT, serving
-from benchmarks.metrics import Load
+from benchmarks.metrics import AS_ETCD_DOES, Load
 from benchmarks.report import publish, table
 from benchmarks.store import measure_raw
+from ftcoord.config import EtcdConfig
 from ftcoord.coordination import LighthouseClient
+from ftcoord.etcd.api import Put
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
 
 SIZES: Final = (2, 4, 8, 16, 32, 64)
 TARGET_SMALL: Final = 3.0
 TARGET_LARGE: Final = 2.0
+_RATIOS: Final = ("ours / one write", "ours / N writes", "ours / torchft")
 
 
 class Asker:
@@ -39,6 +44,18 @@ class Asker:
         """One quorum."""
         self._step += 1
         self._client.quorum(replica_id=self._id, timeout=TIMEOUT, step=self._step, address="a", store_address="s")
+
+
+class Writer:
+    """Puts one key, raw, as often as it is asked: what the machine can do."""
+
+    def __init__(self, endpoint: str, number: int) -> None:
+        self._client = EtcdClient(EtcdConfig.load(endpoint))
+        self._put = Put(f"/benchmark/{number}", b"x" * 64)
+
+    def ask(self) -> None:
+        """One transaction."""
+        self._client.txn((), [self._put])
 
 
 def _client_class(kind: str) -> Any:
@@ -65,26 +82,43 @@ def measure(kind: str, count: int, repeat: int) -> Round:
         return Round(seconds, Load.read(etcd).since(before) if etcd and before else None)
 
 
+def measure_writes(count: int, repeat: int) -> float:
+    """Seconds until the last of `count` raw writes is done, which all begin at once."""
+    with (
+        EtcdServer(extra_args=AS_ETCD_DOES) as etcd,
+        Crowd(partial(Writer, etcd.get_endpoint()), count, Writer.ask) as crowd,
+    ):
+        return median(crowd.do(Writer.ask) for _ in range(repeat))
+
+
 def run(sizes: tuple[int, ...], repeat: int) -> str:
     """Measure, and tell it in Markdown."""
     raw = median([measure_raw(300), measure_raw(300), measure_raw(300)])
     found = {count: {kind: measure(kind, count, repeat) for kind in KINDS} for count in sizes}
+    writes = {count: measure_writes(count, repeat) for count in sizes}
     rows = []
     for count, of_count in found.items():
         ours, theirs = of_count[OURS], of_count[TORCHFT]
         cells = [f"{1000 * of_count[kind].seconds:.2f}" for kind in KINDS]
-        writes = ours.load.writes / repeat / count if ours.load else 0.0
+        ratios = (ours.seconds / raw, ours.seconds / writes[count], ours.seconds / theirs.seconds)
+        each = ours.load.writes / repeat / count if ours.load else 0.0
         rows.append(
-            [str(count), *cells, f"{ours.seconds / raw:.1f}", f"{ours.seconds / theirs.seconds:.1f}x", f"{writes:.2f}"]
+            [
+                str(count),
+                *cells,
+                f"{1000 * writes[count]:.2f}",
+                *(f"{ratio:.1f}x" for ratio in ratios),
+                f"{each:.2f}",
+            ]
         )
     small, large = found[sizes[0]][OURS].seconds / raw, found[sizes[-1]]
     return f"""## Quorums
 
 Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. A round: N replicas, in 4
 processes, all ask at once; ms until the last one is answered, median of {repeat}. A raw transaction that puts one key
-took {1000 * raw:.3f} ms.
+took {1000 * raw:.3f} ms by itself; "N writes" is N of them at once, from the same processes.
 
-{table(["N", *(f"{kind}, ms" for kind in KINDS), "ours / raw", "ours / torchft", "writes a replica"], rows)}
+{table(["N", *(f"{kind}, ms" for kind in KINDS), "N writes, ms", *_RATIOS, "etcd writes a replica"], rows)}
 - N = {sizes[0]}: {small:.1f} raw transactions (target {TARGET_SMALL:g}).
 - N = {sizes[-1]}: {large[OURS].seconds / large[TORCHFT].seconds:.1f} times torchft's lighthouse (bar {TARGET_LARGE:g}).
 """

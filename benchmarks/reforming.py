@@ -185,7 +185,7 @@ def run(trials: int) -> str:
     """Measure, and tell it in Markdown."""
     phases = [(number + 0.5) / trials for number in range(trials)]
     deaths = {kind: [death(kind, phase) for phase in phases] for kind in (OURS, TORCHFT)}
-    rows = [[kind, f"{median(times):.1f}", f"{max(times):.1f}"] for kind, times in deaths.items()]
+    rows = [[kind, _seconds(median(times)), _seconds(max(times))] for kind, times in deaths.items()]
     cases = [
         ("torchft's lighthouse, started again at once", outage(TORCHFT, torchfts, True)),
         ("torchft's lighthouse, its host gone", outage(TORCHFT, torchfts, False)),
@@ -208,6 +208,9 @@ it fails.
 
 
 def _row(title: str, one: Outage) -> list[str]:
-    seconds = f"{one.seconds:.1f}" if math.isfinite(one.seconds) else f"not in {LIMIT:g} s"
     failed = f"{one.failures} ({one.problem})" if one.failures else "none"
-    return [title, seconds, failed, str(one.before), str(one.after) if one.after else "none"]
+    return [title, _seconds(one.seconds), failed, str(one.before), str(one.after) if one.after else "none"]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if math.isfinite(seconds) else f"not in {LIMIT:g} s"

@@ -74,8 +74,8 @@ class Door:
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
         self.real.revoke(lease_id, timeout=timeout)
 
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watch:
-        return self.real.watch(span, start_revision, deliver)
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
+        return self.real.watch(span, start_revision, deliver, **how)
 
 
 class Lossy(Door):
@@ -135,7 +135,7 @@ class Counting(Door):
         self.errors: list[Exception] = []
         self.watched: list[Span] = []
 
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watch:
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
         def count(item: WatchItem) -> None:
             if isinstance(item, Exception):
                 self.errors.append(item)
@@ -143,7 +143,7 @@ class Counting(Door):
                 self.events.extend(event.kv.key for event in item.events)
             deliver(item)
 
-        counting, watch = self, self.real.watch(span, start_revision, count)
+        counting, watch = self, self.real.watch(span, start_revision, count, **how)
 
         class Counted:
             def cancel(self) -> None:

@@ -225,6 +225,7 @@ class Replica:
                 ttl=max(math.ceil(job.heartbeat_timeout), 1),
                 record_ttl=RECORD_TTL,
                 timeout=self._timeout,
+                restless=True,
             )
             self._adopt(member)
             if not self._kept and not self._waiting:

@@ -212,11 +212,14 @@ class Etcd(Protocol):
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
         """Revoke a lease; one that is already gone is no error."""
 
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watch:
+    def watch(
+        self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
+    ) -> Watch:
         """Deliver every change of `span` from `start_revision` on, each once and in order, until cancelled.
 
         A `start_revision` of 0 is from now on. Who wants to hear of changes at once watches first and reads when that
-        watch stands: etcd serves watches that begin in its past only ten times a second.
+        watch stands: etcd serves watches that begin in its past only ten times a second. With `deletes_only` etcd tells
+        of no puts.
 
         `deliver` is called on the client's own thread and must not block."""
 

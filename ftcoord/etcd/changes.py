@@ -123,7 +123,7 @@ class Changes:
             lease = self._lease_id(deadline)
             leased = [Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops]
             success = [*leased, Put(self._count, b"", lease), *_gets(look, keys_only=True)]
-            failure = [Get(Span(self._count)), Get(Span(self._fence or self._count)), *_gets(look)]
+            failure = [Get(Span(self._count)), *_gets(self._fence), *_gets(look)]
             result = persist(lambda left: self._send(compares, success, failure, left), deadline, self._closed)
         except LeaseLost as error:
             self._lease_is_gone(error)
@@ -176,7 +176,7 @@ class Changes:
                 raise OutcomeUnknown(_GONE.format(self._count))
             self._begin_count()
             return None
-        return Made(False, result.range(2).one if look else None)
+        return Made(False, result.range(-1).one if look else None)
 
     def _look_back(self, look: str | None, revision: int, deadline: float) -> KeyValue | None:
         """What the key was right after a change whose answer was lost."""

@@ -131,8 +131,10 @@ class EtcdClient:
         except LeaseLost:
             log.debug("lease %x was already gone", lease_id)
 
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watcher:
-        return self._watches.add(span, start_revision, deliver)
+    def watch(
+        self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
+    ) -> Watcher:
+        return self._watches.add(span, start_revision, deliver, deletes_only)
 
     def compact(self, revision: int) -> None:
         """Forget the history before `revision`. Repeating it is an error of etcd's, raised as RequestRefused."""
@@ -179,9 +181,17 @@ def _warn_below_floor(version: str) -> None:
 
 
 def _write_range(raw: Any, get: Get) -> None:
-    raw.key, raw.range_end = encode_key(get.span.start) or b"\0", get.span.end
-    raw.limit, raw.revision = get.limit, get.revision
-    raw.keys_only, raw.count_only = get.keys_only, get.count_only
+    raw.key = encode_key(get.span.start) or b"\0"
+    if get.span.is_prefix:
+        raw.range_end = get.span.end
+    if get.limit:
+        raw.limit = get.limit
+    if get.revision:
+        raw.revision = get.revision
+    if get.keys_only:
+        raw.keys_only = True
+    if get.count_only:
+        raw.count_only = True
     if get.order != "keys":
         raw.sort_order, raw.sort_target = wire.SORT[get.order], wire.SORT_BY_CREATE
     if get.created_before:

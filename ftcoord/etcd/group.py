@@ -48,6 +48,8 @@ class Group:
         listener: called on the group's thread with the decided record whenever it changed; must not block. Raises
             StateError when it cannot be read: nothing is decided then until it is replaced or deleted, of which the
             latter is told with None.
+        restless: members change all the time what they ask for. Who waits for one of them to go is then told of that
+            alone, and has to `hurry()` when nothing is decided: a stranger may have taken a dead member's key.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class Group:
         record_ttl: int,
         listener: Listener,
         clock: Clock = time.monotonic,
+        *,
+        restless: bool = False,
     ) -> None:
         self.id = f"{session.lease_id:016x}"
         self.key = f"{prefix}/members/{self.id}"
@@ -81,6 +85,7 @@ class Group:
         self._writing = threading.Lock()
         self._begun = 0
         self._checked = 1
+        self._restless = restless
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftcoord-group", daemon=True)
 
@@ -269,7 +274,7 @@ class Group:
             self._members = Mirror(self._etcd, self._members_span, self._post)
 
     def _follow(self, predecessor: KeyValue, revision: int) -> None:
-        self._ahead = Mirror(self._etcd, Span(predecessor.key), self._post)
+        self._ahead = Mirror(self._etcd, Span(predecessor.key), self._post, deletes_only=self._restless)
         self._ahead.adopt(RangeResult((predecessor,), 1, revision))
 
     def _note_decided(self) -> None:

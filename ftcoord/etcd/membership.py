@@ -31,6 +31,7 @@ class Membership(Generic[T]):
         ttl: of the lease, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
         timeout: seconds for each request.
+        restless: see `Group`.
 
     Raises EtcdError when it can have no lease or no watch.
     """
@@ -46,6 +47,7 @@ class Membership(Generic[T]):
         ttl: int,
         record_ttl: int,
         timeout: float,
+        restless: bool = False,
     ) -> None:
         self.record: T | None = None
         self.record_lease = 0
@@ -53,7 +55,7 @@ class Membership(Generic[T]):
         self.lost = False
         self._parse, self._changed, self._timeout = parse, changed, timeout
         self.session = Session(etcd, ttl, self._on_state)
-        self.group = Group(etcd, self.session, prefix, policy, record_ttl, self._on_decided)
+        self.group = Group(etcd, self.session, prefix, policy, record_ttl, self._on_decided, restless=restless)
         self.id = self.group.id
         try:
             self.group.prepare(timeout)

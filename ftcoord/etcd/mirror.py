@@ -39,12 +39,15 @@ class Mirror:
     `apply(posted)` on its own thread, and `sync()` as long as `synced` is false, as it is again after a compaction.
     """
 
-    def __init__(self, etcd: Etcd, span: Span, post: Callable[[Mirror, Posted], None]) -> None:
+    def __init__(
+        self, etcd: Etcd, span: Span, post: Callable[[Mirror, Posted], None], deletes_only: bool = False
+    ) -> None:
         self.span = span
         self.kvs: dict[str, KeyValue] = {}
         self.revision = 0
         self.synced = False
         self._etcd = etcd
+        self._deletes_only = deletes_only
         self._post = post
         self._watch: Watch | None = None
         self._source: object = None
@@ -135,7 +138,7 @@ class Mirror:
             if listen is not None:
                 listen(item)
 
-        self._watch = self._etcd.watch(self.span, revision, deliver)
+        self._watch = self._etcd.watch(self.span, revision, deliver, deletes_only=self._deletes_only)
 
     def _apply_batch(self, batch: Batch) -> list[Change]:
         known, changes = self.revision, []  # what came before the read was delivered too

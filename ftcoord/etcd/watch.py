@@ -48,6 +48,7 @@ class Watcher:
     span: Span
     next_revision: int
     deliver: Callable[[WatchItem], None]
+    deletes_only: bool = False
     denied: bool = False
 
     def cancel(self) -> None:
@@ -65,15 +66,17 @@ class WatchHub:
         self._stream: _Stream | None = None
         self._thread: threading.Thread | None = None
 
-    def add(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watcher:
+    def add(
+        self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], deletes_only: bool = False
+    ) -> Watcher:
         """Start watching; `deliver` is called on the hub's thread. Raises EtcdUnavailable when the client is closed."""
         self._transport.member()
         with self._lock:
             self._last_id += 1
-            watcher = Watcher(self, self._last_id, span, start_revision, deliver)
+            watcher = Watcher(self, self._last_id, span, start_revision, deliver, deletes_only)
             self._watchers[watcher.id] = watcher
             if self._stream is not None:
-                self._stream.send(_create(watcher.id, watcher.span, watcher.next_revision))
+                self._stream.send(_create(watcher))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ftcoord-watch", daemon=True)
                 self._thread.start()
@@ -131,7 +134,7 @@ class WatchHub:
         with self._lock:
             self._stream = stream
             for watcher in self._watchers.values():
-                stream.send(_create(watcher.id, watcher.span, watcher.next_revision))
+                stream.send(_create(watcher))
         try:
             for response in stream.open():
                 self._handle(stream, response)
@@ -285,7 +288,7 @@ class _Stream:
             self._give_up("was given up by other calls")
         elif self._asked_at is None and now - heard_at > QUIET and not self._idle():
             self._asked_at = now
-            self.send(_create(PROBE_ID, Span(""), 0))
+            self.send(wire.message("WatchRequest")(create_request={"key": b"\0", "watch_id": PROBE_ID}))
             self.send(_cancel(PROBE_ID))
 
     def _moved(self) -> bool:
@@ -300,12 +303,13 @@ class _Stream:
         self.cancel()
 
 
-def _create(watch_id: int, span: Span, start_revision: int) -> Any:
+def _create(watcher: Watcher) -> Any:
     create = {
-        "key": encode_key(span.start) or b"\0",
-        "range_end": span.end,
-        "start_revision": start_revision,
-        "watch_id": watch_id,
+        "key": encode_key(watcher.span.start) or b"\0",
+        "range_end": watcher.span.end,
+        "start_revision": watcher.next_revision,
+        "watch_id": watcher.id,
+        "filters": [wire.NO_PUTS] if watcher.deletes_only else [],
     }
     return wire.message("WatchRequest")(create_request=create)
 

@@ -32,7 +32,8 @@ _MESSAGES: Final[dict[str, str]] = {
     "TxnResponse": "header 1 Header, succeeded 2 bool, responses 3 ResponseOp*",
     "CompactionRequest": "revision 1 int64, physical 2 bool",
     "CompactionResponse": "header 1 Header",
-    "WatchCreateRequest": "key 1 bytes, range_end 2 bytes, start_revision 3 int64, watch_id 7 int64, fragment 8 bool",
+    "WatchCreateRequest": "key 1 bytes, range_end 2 bytes, start_revision 3 int64, filters 5 int32*,"
+    " watch_id 7 int64, fragment 8 bool",
     "WatchCancelRequest": "watch_id 1 int64",
     "WatchProgressRequest": "",
     "WatchRequest": "create_request 1 WatchCreateRequest?request, cancel_request 2 WatchCancelRequest?request,"
@@ -52,6 +53,8 @@ _MESSAGES: Final[dict[str, str]] = {
 }
 
 PUT_EVENT: Final = 0
+NO_PUTS: Final = 0
+"""The filter of a watch that is told of deletes only."""
 SORT: Final = {"oldest": 1, "newest": 2}
 SORT_BY_CREATE: Final = 2
 COMPARE_RESULT: Final = {"=": 0, ">": 1, "<": 2, "!=": 3}

@@ -117,6 +117,26 @@ def test_a_decider_that_is_stuck_is_overtaken(make_job: MakeJob) -> None:
     assert until_it_is_in(late, others)[0] >= last[0]
 
 
+def test_a_dead_deciders_key_that_a_stranger_took_stops_nobody(
+    make_job: MakeJob, client: EtcdClient, prefix: str
+) -> None:
+    """No lease ends it, and nobody is told that it is no member's any more."""
+    first, second = make_job(2, min_replicas=1)
+    first.ask("a").result(DEADLINE)
+    late = second.ask("b")
+    while not late.done():
+        first.ask("a").result(DEADLINE)
+    members = keys_under(client, f"/ftcoord/v1{prefix}/quorum/members/").values()
+    taken = min(members, key=lambda kv: kv.create_revision)
+    first.stop()
+    client.put(taken.key, b"a stranger's")
+    first.kill()
+    assert second.ask("b", step=1).result(DEADLINE)[1] == ["b"]
+    left = client.get(taken.key).one
+    assert left is not None
+    assert left.value == b"a stranger's"
+
+
 def test_many_replicas_in_a_few_processes(make_job: MakeJob) -> None:
     processes = make_job(4, min_replicas=64)
     names = [f"r{number:02}" for number in range(64)]

@@ -159,6 +159,18 @@ def test_many_watches_share_a_stream_and_are_told_apart(client: EtcdClient, pref
     assert sum(thread.name == "ftcoord-watch" for thread in threading.enumerate()) == 1
 
 
+def test_a_watch_of_deletes_alone(client: EtcdClient, prefix: str) -> None:
+    seen, marker = Seen(), Seen()
+    client.watch(Span(prefix), 0, seen, deletes_only=True)
+    client.watch(Span(prefix), 0, marker)
+    client.put(prefix, b"1")
+    client.put(prefix, b"2")
+    client.delete(Span(prefix))
+    assert [event.kind for event in marker.events(3)] == ["put", "put", "delete"]
+    assert [event.kind for event in seen.events(1)] == ["delete"]
+    assert seen.is_quiet()
+
+
 def test_cancel_is_idempotent_and_final(client: EtcdClient, prefix: str) -> None:
     seen, other = Seen(), Seen()
     watch = watch_from_now(client, Span(prefix), seen)
