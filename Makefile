@@ -14,8 +14,11 @@ demo-torchft: $(VENV)/.torchft
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
-# The scenarios of tests/cluster on containers, with a Docker engine of its own where none answers.
+# A rolling upgrade, where a newer etcd can be had, and the scenarios of tests/cluster on containers, with a Docker engine
+# of its own where none answers.
 test-cluster: $(VENV)/.ready
+	FTCOORD_TEST_NEWER_ETCD="$$(docker/newer-etcd.sh $(VENV)/newer-etcd || true)" $(BIN)/python -m pytest -q -rs \
+		tests/cluster/test_upgrade.py
 	FTCOORD_TEST_DOCKER=1 docker/with-engine.sh $(BIN)/python -m pytest -q -m docker tests/cluster
 
 # The image that docker-compose.yml can use where none can be pulled: FTCOORD_ETCD_IMAGE=ftcoord-etcd

