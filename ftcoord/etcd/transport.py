@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from ftcoord.config import Endpoint, EtcdConfig, Tls
@@ -74,7 +75,7 @@ class Transport:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         # Read now: a failover must not fail because a file has gone meanwhile.
-        self._tls_credentials = _credentials(config.tls) if config.tls else None
+        self._pem = _Pem.read(config.tls) if config.tls else None
         self._index = 0
         with quiet_grpc():
             self._members = {0: self._new_member(0)}
@@ -95,7 +96,7 @@ class Transport:
             return self._members[self._index]
 
     def _new_member(self, index: int) -> Member:
-        return Member(self.config.endpoints[index], self.config.tls, self._tls_credentials)
+        return Member(self.config.endpoints[index], self.config.tls, self._pem.credentials() if self._pem else None)
 
     def is_owner(self) -> bool:
         """False in a child that was forked after this was made."""
@@ -110,11 +111,29 @@ class Transport:
             )
 
     def blame(self, member: Member) -> None:
-        """Go on with the next endpoint, unless somebody else already did."""
+        """Go on with the next endpoint, and with the certificates that are there now, unless somebody else already did.
+
+        Channels of before are left to whoever uses them.
+        """
         with self._lock:
-            if self._members.get(self._index) is member and len(self.config.endpoints) > 1:
+            if self._members.get(self._index) is not member:
+                return
+            if self._has_new_certificates():
+                log.info("the TLS files have changed: connecting to etcd with what they hold now")
+                self._members.clear()
+            if len(self.config.endpoints) > 1:
                 self._index = (self._index + 1) % len(self.config.endpoints)
                 log.debug("etcd member %s failed, trying %s", member.name, self.config.endpoints[self._index])
+
+    def _has_new_certificates(self) -> bool:
+        if self.config.tls is None:
+            return False
+        try:
+            before, self._pem = self._pem, _Pem.read(self.config.tls)
+        except ConfigError as error:  # perhaps just being replaced
+            log.debug("going on with the certificates of before: %s", error)
+            return False
+        return self._pem != before
 
     def call(self, method: wire.Method, request: Any, *, timeout: float | None = None, write: bool = False) -> Any:
         """One unary call, answered or failed within `timeout` seconds (default: the configured one)."""
@@ -255,8 +274,20 @@ def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.05)
 
 
-def _credentials(tls: Tls) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(_read("ca_cert", tls.ca), _read("key", tls.key), _read("cert", tls.cert))
+@dataclass(frozen=True, slots=True)
+class _Pem:
+    """What is in the files of a `Tls`. Raises ConfigError when one cannot be read."""
+
+    ca: bytes | None
+    key: bytes | None = field(repr=False)
+    cert: bytes | None
+
+    @classmethod
+    def read(cls, tls: Tls) -> _Pem:
+        return cls(_read("ca_cert", tls.ca), _read("key", tls.key), _read("cert", tls.cert))
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
 def _read(name: str, path: str | None) -> bytes | None:

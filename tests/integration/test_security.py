@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import subprocess
 import threading
 import time
@@ -215,6 +216,26 @@ def test_tls_and_a_restart(authority: Authority, node: Issued) -> None:
         client.put("/key", b"1", session.lease_id)
         client.watch(Span("/key"), 1, seen)
         server.kill()
+        server.restart()
+        client.put("/key", b"2", session.lease_id, timeout=DEADLINE)
+        assert [event.kv.value for event in seen.events(2)] == [b"1", b"2"]
+        assert session.state is not SessionState.LOST
+
+
+def test_certificates_are_rotated_under_a_running_client(tmp_path: Path) -> None:
+    """All of them, also the authority: whoever connects from then on needs the new ones."""
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    node, seen = old.issue("node"), Seen()
+    tls = {"ca_cert": old.cert, "cert": node.cert, "key": node.key}
+    with SecureServer(old) as server, connect(url(server), **tls) as client, Session(client, 10) as session:
+        client.put("/key", b"1", session.lease_id)
+        client.watch(Span("/key"), 1, seen)
+        server.kill()
+        for name in ("node", "server"):
+            issued = new.issue(name, "DNS:localhost")
+            shutil.copy(issued.cert, tmp_path / "old")
+            shutil.copy(issued.key, tmp_path / "old")
+        shutil.copy(new.cert, old.cert)
         server.restart()
         client.put("/key", b"2", session.lease_id, timeout=DEADLINE)
         assert [event.kv.value for event in seen.events(2)] == [b"1", b"2"]
