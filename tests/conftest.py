@@ -6,6 +6,7 @@ import itertools
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers import eventually
@@ -52,10 +53,12 @@ def client(etcd: EtcdServer) -> Iterator[EtcdClient]:
 
 
 @pytest.fixture
-def fragile() -> Iterator[EtcdServer]:
-    """An etcd that this test may kill and pause."""
-    with EtcdServer() as server:
+def fragile(tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd that this test may kill and pause. Of a test that fails, the end of its log is shown."""
+    log = tmp_path / "etcd.log"
+    with EtcdServer(log_path=str(log)) as server:
         yield server
+        print(f"etcd {'runs' if server.is_running() else 'has ended'}:", *log.read_text().splitlines()[-30:], sep="\n")
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import timedelta
 
-from helpers import eventually
+from helpers import DEADLINE, eventually
 from jobs import SCRIPTS
 
 from ftcoord import EtcdStore
@@ -16,7 +17,7 @@ PROCESSES = "abc"
 
 
 def test_no_change_is_lost_or_made_twice(fragile: EtcdServer) -> None:
-    store = EtcdStore(fragile.get_endpoint(), "/hammer/")
+    store = EtcdStore(fragile.get_endpoint(), "/hammer/", timedelta(seconds=DEADLINE))
     command = [sys.executable, str(SCRIPTS / "hammer.py"), fragile.get_endpoint()]
     running = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in PROCESSES]
     try:

@@ -161,8 +161,9 @@ def test_many_watches_share_a_stream_and_are_told_apart(client: EtcdClient, pref
 
 def test_a_watch_of_deletes_alone(client: EtcdClient, prefix: str) -> None:
     seen, marker = Seen(), Seen()
-    client.watch(Span(prefix), 0, seen, deletes_only=True)
-    client.watch(Span(prefix), 0, marker)
+    now = client.get(prefix).revision + 1
+    client.watch(Span(prefix), now, seen, deletes_only=True)
+    client.watch(Span(prefix), now, marker)
     client.put(prefix, b"1")
     client.put(prefix, b"2")
     client.delete(Span(prefix))
