@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
@@ -49,6 +50,22 @@ class Agent:
             self.process.kill()
             self.process.wait()
             _signal(workers, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def no_orphans() -> Iterator[None]:
+    """In the end, kill who was started meanwhile below this process and lost its parent; on Linux only.
+
+    A torchrun that gets SIGTERM in the moment in which it starts a worker ends without it.
+    """
+    before = descendants(os.getpid())
+    if sys.platform == "linux":
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)  # they become children of this process
+    try:
+        yield
+    finally:
+        _signal([pid for pid in descendants(os.getpid()) if pid not in before], signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

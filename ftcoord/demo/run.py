@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ftcoord.core.records import Round, parse_round
-from ftcoord.demo.agents import Agent
+from ftcoord.demo.agents import Agent, no_orphans
 from ftcoord.errors import FtcoordError
 from ftcoord.etcd.api import Batch, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
@@ -182,6 +182,7 @@ def run_demo(folder: Path | None) -> None:
     )
     logging.basicConfig(filename=folder / "demo.log", level=logging.INFO)
     with ExitStack() as stack:
+        stack.enter_context(no_orphans())
         server = stack.enter_context(EtcdServer(log_path=str(folder / "etcd.log")))
         client = stack.enter_context(server.get_client())
         demo = Demo(folder, server, client, stack)
