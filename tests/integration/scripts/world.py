@@ -1,4 +1,7 @@
-"""One process of a job without torchrun: `world.py URL [RANK] [WORLD_SIZE]`. Says what it found, as a line of JSON."""
+"""One process of a job without torchrun: `world.py URL [RANK] [WORLD_SIZE]`.
+
+Says that it is ready, begins when it gets a line, and says what it found, as a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import ftcoord
 
 url, rank, world_size = (*sys.argv[1:], "-1", "-1")[:3]
 ftcoord.register_init_methods()
+print("ready", flush=True)
+sys.stdin.readline()
 dist.init_process_group(
     "gloo", init_method=url, rank=int(rank), world_size=int(world_size), timeout=timedelta(seconds=60)
 )
