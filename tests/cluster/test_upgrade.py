@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from clusters import SIZE, LocalCluster, client_of
 from helpers import DEADLINE
 from load import everything
+
+from ftcoord.etcd.binary import find_etcd
 
 
 @pytest.fixture
@@ -21,7 +24,16 @@ def newer() -> str:
 
 
 @pytest.fixture
-def old_cluster() -> Iterator[LocalCluster]:
+def binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path that etcds are started from, with the release in it that all other tests use."""
+    path = tmp_path / "etcd"
+    path.symlink_to(find_etcd())
+    monkeypatch.setenv("FTCOORD_ETCD_BINARY", str(path))
+    return path
+
+
+@pytest.fixture
+def old_cluster(binary: Path) -> Iterator[LocalCluster]:
     cluster = LocalCluster()
     yield cluster
     cluster.close()
@@ -33,15 +45,12 @@ def version(cluster: LocalCluster, i: int) -> str:
 
 
 def test_every_member_is_upgraded_in_turn(
-    old_cluster: LocalCluster,
-    newer: str,
-    prefix: str,
-    figures: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    newer: str, old_cluster: LocalCluster, binary: Path, prefix: str, figures: Callable[..., None]
 ) -> None:
     before = version(old_cluster, 0)
     with everything(old_cluster.endpoints, prefix) as load:
-        monkeypatch.setenv("FTCOORD_ETCD_BINARY", newer)
+        binary.unlink()
+        binary.symlink_to(newer)
         for i in range(SIZE):
             load.progress()
             old_cluster.restart(i)
