@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -31,6 +33,17 @@ def eventually(condition: Callable[[], T], what: str | Callable[[], str], timeou
             pytest.fail(f"not within {timeout:g} s: {what if isinstance(what, str) else what()}")
         interval.wait(0.02)
     return found
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP; no thread of it runs any more on return. kill() alone returns before a busy machine has stopped it."""
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: _states(pid) == {"T"}, f"process {pid} is stopped")
+
+
+def _states(pid: int) -> set[str]:
+    stats = (task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
 class Seen:

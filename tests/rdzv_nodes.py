@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import pytest
 from grpc import _channel
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE, eventually, freeze
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
@@ -254,7 +254,7 @@ class NodeProcess:
 
     def pause(self) -> None:
         """Stop it with SIGSTOP, until `resume()`."""
-        self._process.send_signal(signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)

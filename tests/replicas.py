@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from helpers import DEADLINE
+from helpers import DEADLINE, freeze
 
 import ftcoord
 
@@ -63,7 +63,7 @@ class ReplicaProcess:
         return str(self._order("metadata", manager=manager, rank=rank).result(DEADLINE))
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from grpc import _channel
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE, eventually, freeze
 from torch.distributed.elastic import timer
 from torch.distributed.elastic.timer import TimerClient
 
@@ -78,7 +77,7 @@ class Worker:
 
     def stop(self) -> None:
         """SIGSTOP: nothing in it runs, no thread either; as if C code held the interpreter."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def killed(self) -> float:
         """Wait until it was killed; the monotonic time at which that was seen."""

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import DEADLINE, eventually
 
 import ftcoord
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.client import EtcdClient
-from tests.helpers import DEADLINE, eventually
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from helpers import DEADLINE, eventually, freeze
 from natives import Natives
 
 from benchmarks.metrics import Load
@@ -29,7 +30,6 @@ from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.quiet import grpc
-from tests.helpers import DEADLINE, eventually
 
 pytestmark = pytest.mark.skipif(
     sys.version_info >= (3, 14) or (sys.platform, platform.machine()) != ("linux", "x86_64"),
@@ -184,7 +184,7 @@ def test_a_call_whose_time_is_over_says_so_and_does_not_ask_any_more(
 def test_the_gateway_itself_says_so_too(natives: Natives, gateway: Gateway, job: str) -> None:
     call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=2.0)
     eventually(lambda: asked(job) == 1, "it asks")
-    os.kill(natives.pid, signal.SIGSTOP)  # its own clock does not see the time-out first
+    freeze(natives.pid)  # its own clock does not see the time-out first
     threading.Event().wait(2.5)
     os.kill(natives.pid, signal.SIGCONT)
     with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
@@ -205,7 +205,7 @@ def test_a_caller_that_hangs_does_not_ask_any_more(natives: Natives, etcd: EtcdS
     with Gateway(job) as gateway:
         natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1000)
         eventually(lambda: asked(job) == 1, "it asks")
-        os.kill(natives.pid, signal.SIGSTOP)
+        freeze(natives.pid)
         began = time.monotonic()
         eventually(lambda: not asked(job), "the request is taken back")
         assert time.monotonic() - began < 15
@@ -314,7 +314,7 @@ def test_with_a_hanging_etcd_calls_time_out(natives: Natives, fragile: EtcdServe
         natives.do("beat", lighthouse=gateway.address(), name="x").result(DEADLINE)
         fragile.pause()
         call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=2.0)
-        os.kill(natives.pid, signal.SIGSTOP)
+        freeze(natives.pid)
         threading.Event().wait(2.5)
         os.kill(natives.pid, signal.SIGCONT)
         with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from helpers import DEADLINE, eventually
 
 from ftcoord import EtcdServer
 from ftcoord.coordination.address import Job
@@ -16,7 +17,6 @@ from ftcoord.core.quorum import Request
 from ftcoord.core.quorum_records import parse_petition
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from tests.helpers import DEADLINE, eventually
 
 REQUEST = Request("x", "", "", 0, 1, False, "", 0, ())
 

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from helpers import DEADLINE, eventually, freeze
 
 import ftcoord
 from ftcoord.errors import ConfigError, ForkedProcessError, ServerError
@@ -24,18 +25,6 @@ from ftcoord.etcd.binary import find_etcd
 from ftcoord.etcd.cluster import EtcdCluster
 from ftcoord.etcd.member import EtcdMember
 from ftcoord.etcd.server import EtcdServer
-
-DEADLINE = 60.0
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Wait until `condition` holds; the deadline is for a machine that is busy with other things."""
-    interval = threading.Event()
-    for _ in range(int(DEADLINE / 0.02)):
-        if condition():
-            return
-        interval.wait(0.02)
-    pytest.fail(f"not within {DEADLINE:g} s: {what}")
 
 
 def alive(pid: int) -> bool:
@@ -497,8 +486,7 @@ def test_a_forked_child_may_not_steer_it(server: EtcdServer) -> None:
 
 def test_a_stopped_parent_does_not_matter(parent: Parent) -> None:
     process, etcd = parent(WAIT)
-    process.send_signal(signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)
+    freeze(process.pid)
     try:
         threading.Event().wait(1.5)  # longer than the supervisor's look at its parent
         assert alive(etcd)

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from helpers import DEADLINE, eventually, in_fork, python
+from helpers import DEADLINE, eventually, freeze, in_fork, python
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
@@ -335,7 +335,7 @@ def test_a_process_that_was_stopped_knows_better_at_once(etcd: EtcdServer, clien
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        os.kill(process.pid, signal.SIGSTOP)
+        freeze(process.pid)
         eventually(lambda: client.get("/paused").one is None, what="the expiry")
         process.stdin.write("state?\n")
         process.stdin.flush()
