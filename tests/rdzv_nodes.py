@@ -214,7 +214,7 @@ class NodeProcess:
     """A node in a process of its own. It takes commands and answers each: see `_serve`.
 
     Args:
-        clock_offset: seconds that its wall clock (`time.time`) is ahead.
+        clock_offset: seconds that its wall clock (`time.time`) is ahead, until `jump()`.
     """
 
     def __init__(
@@ -259,6 +259,10 @@ class NodeProcess:
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
+    def jump(self) -> None:
+        """Its wall clock is behind now by as much as it was ahead."""
+        self._process.send_signal(signal.SIGUSR1)
+
     def terminate(self) -> int:
         """End it with SIGTERM, on which torchrun's agent skips shutdown(); the exit code."""
         self._process.terminate()
@@ -289,10 +293,11 @@ def processes(*nodes: NodeProcess) -> Iterator[tuple[NodeProcess, ...]]:
 
 
 def _serve(endpoint: str, run_id: str, nodes: tuple[int, int], clock_offset: float, conf: dict[str, Any]) -> None:
-    true_time = time.time
+    true_time, offsets = time.time, [clock_offset]
     _channel.time = ModuleType("time")  # it reckons deadlines by a clock that its C half must agree with
     _channel.time.__dict__.update(vars(time))
-    time.time = lambda: true_time() + clock_offset
+    time.time = lambda: true_time() + offsets[-1]
+    signal.signal(signal.SIGUSR1, lambda *_: offsets.append(-clock_offset))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as torchrun: an exception, then the exit handlers
     node = Node(endpoint, run_id, nodes, **conf)
     commands: dict[str, Callable[[], Any]] = {
@@ -325,7 +330,10 @@ def _lines() -> Iterator[str]:
     signal.set_wakeup_fd(wake)
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         while True:
-            select.select([stdin, woken], [], [])
+            ready, _, _ = select.select([stdin, woken], [], [])
+            if stdin not in ready:
+                os.read(woken, 64)
+                continue
             line = stdin.readline()
             if not line:
                 return

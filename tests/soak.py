@@ -1,7 +1,7 @@
 """Everything at speed for a while: what grows? soak.py [MINUTES] prints a table, and fails when something did.
 
-Rounds, quorums, changes of a store and broken connections, on a local cluster. Memory is judged by its slope over the
-second half, in MiB an hour; threads, file descriptors, keys and leases by being back where they were.
+Rounds, quorums, changes of a store, timers and broken connections, on a local cluster. Memory is judged by its slope
+over the second half, in MiB an hour; threads, file descriptors, keys and leases by being back where they were.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parent / "cluster"))
 from clusters import LocalCluster, client_of
 from helpers import eventually
 from lines import Lines
-from load import Run, StoreLoad, Training
+from load import Guarded, Run, StoreLoad, Training
 
 from ftcoord.etcd.api import Get, Span
 
@@ -102,8 +102,10 @@ def work(cluster: LocalCluster, minutes: float) -> tuple[list[tuple[float, float
         lines = stack.enter_context(Lines(cluster.endpoints.split(",")))
         store = StoreLoad(lines.endpoints, f"{PREFIX}soak-store", ttl=5, keep=False)
         stack.callback(store.close)
-        training = Training(cluster.endpoints, TRAINING)
+        training = Training(cluster.endpoints, TRAINING, keep=100)
         stack.callback(training.close)
+        guarded = Guarded(lines.endpoints, "soak-timers")
+        stack.callback(guarded.close)
         while time.monotonic() < until:
             done["rounds"] += one_pass(lines, done["reconnects"])
             done["reconnects"] += 1
@@ -113,8 +115,10 @@ def work(cluster: LocalCluster, minutes: float) -> tuple[list[tuple[float, float
                 samples.append((sampled, memory()))
         training.stop()
         training.check()
+        guarded.check()
         store.stop()
-    return samples, {**done, "store operations": store.answered(), "quorums": training.count()}
+    answered = {"store operations": store.answered(), "quorums": training.count(), "timers": guarded.steps}
+    return samples, {**done, **answered}
 
 
 def main(minutes: float = 30.0) -> None:

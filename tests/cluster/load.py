@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
+from clusters import pass_time
 from helpers import DEADLINE, Seen, eventually
-from histories import Findings, Operation, check
+from histories import Operation, check
 from rdzv_nodes import Node, Nodes, Seat, join_all, join_as_agents
 from replicas import Told, agreed, managed, replica_processes
 from torch.distributed import DistNetworkError
@@ -102,8 +104,8 @@ class StoreLoad:
             store.close()
         assert not self._errors, self._errors
 
-    def judge(self) -> Findings:
-        """After `stop`: compare all that was told with etcd's own record."""
+    def judge(self) -> None:
+        """After `stop`: all that was told fits etcd's own record: nothing lost, doubled or out of order."""
         self._watcher.put(f"{self._data}~", b"", timeout=DEADLINE)
         seen = Seen()
         watch = self._watcher.watch(Span(self._data, is_prefix=True), self._from, seen)
@@ -120,7 +122,8 @@ class StoreLoad:
             assert not isinstance(item, Exception), item
         watch.cancel()
         del states["~"]
-        return check(self.operations, states)
+        findings = check(self.operations, states)
+        assert not findings, findings
 
     def close(self) -> None:
         self._stopping.set()
@@ -173,29 +176,42 @@ class StoreLoad:
 
 
 class Training:
-    """Three replicas in processes of their own, each of which asks for one quorum after the other."""
+    """Three replicas in processes of their own, each of which asks for one quorum after the other.
 
-    def __init__(self, endpoints: str, job: str, heartbeat_ms: int = HEARTBEAT_MS, join_ms: int = 60_000) -> None:
-        self.told: list[list[Told]] = [[], [], []]
+    Args:
+        keep: how many answers to remember, of each replica; None for all.
+    """
+
+    def __init__(
+        self,
+        endpoints: str,
+        job: str,
+        heartbeat_ms: int = HEARTBEAT_MS,
+        join_ms: int = 60_000,
+        keep: int | None = None,
+    ) -> None:
+        self.told = [deque[Told](maxlen=keep) for _ in range(3)]
+        self._answered = [0] * len(self.told)
         self.errors: list[BaseException] = []
-        self._took: list[tuple[float, float]] = []
+        self._took = deque[tuple[float, float]](maxlen=keep)
         self._stack = ExitStack()
         rules = f"min_replicas=2&join_timeout_ms={join_ms}&heartbeat_timeout_ms={heartbeat_ms}"
         processes = self._stack.enter_context(replica_processes(f"etcd://{endpoints}/{job}?{rules}", len(self.told)))
         self._replicas = managed(processes)
-        self._stopping = threading.Event()
-        self._last = math.inf
+        self._lock = threading.Lock()  # whoever has it may begin to ask, or end that
+        self._ending = False
+        self._asked = [self._ask(number) for number in range(len(self.told))]
         self._threads = [threading.Thread(target=self._train, args=(number,)) for number in range(len(self.told))]
         for thread in self._threads:
             thread.start()
 
     def progress(self, count: int) -> None:
         """Wait until each replica was in so many more quorums."""
-        before = [len(told) for told in self.told]
+        before = list(self._answered)
 
         def enough() -> bool:
             assert not self.errors, self.errors
-            return all(len(now) >= then + count for now, then in zip(self.told, before, strict=True))
+            return all(now >= then + count for now, then in zip(self._answered, before, strict=True))
 
         eventually(enough, what="quorums are decided")
 
@@ -205,7 +221,7 @@ class Training:
 
     def count(self) -> int:
         """How many answers there were."""
-        return sum(map(len, self.told))
+        return sum(self._answered)
 
     def check(self) -> None:
         """Each quorum has the same replicas for all that are in it, and ids only grow."""
@@ -218,34 +234,51 @@ class Training:
 
     def ask_once(self) -> Told:
         """One more quorum, after `stop`."""
-        return agreed([process.quorum(at) for process, at in self._replicas])
+        return agreed([self._ask(number) for number in range(len(self._replicas))])
 
     def stop(self) -> None:
-        """After one more quorum of all: nobody is left asking alone."""
-        self._last = max(map(len, self.told)) + 2
+        """Whoever waits for a quorum when the others have had theirs is not left alone: they ask with it."""
+        with self._lock:
+            self._ending = True
+        eventually(self._all_told, what="the last quorum")
         for thread in self._threads:
             thread.join()
         assert not self.errors, self.errors
 
+    def _all_told(self) -> bool:
+        told, waiting = wait(self._asked, timeout=1)
+        if waiting:
+            self._asked = [self._ask(number) if one in told else one for number, one in enumerate(self._asked)]
+        return not waiting
+
     def close(self) -> None:
-        self._stopping.set()
+        with self._lock:
+            self._ending = True
         self._stack.close()
         for thread in self._threads:
             thread.join()
 
     def _train(self, number: int) -> None:
-        process, address = self._replicas[number]
+        began = time.monotonic()
         try:
-            for step in itertools.count():
-                began = time.monotonic()
-                told = process.quorum(address, step=step).result(DEADLINE)
+            for step in itertools.count(1):
+                told = self._asked[number].result(DEADLINE)
                 self._took.append((began, time.monotonic()))
                 self.told[number].append(told)
-                if len(self.told[number]) >= self._last or self._stopping.wait(0.01):
-                    return
+                self._answered[number] += 1
+                pass_time(0.01)
+                with self._lock:
+                    if self._ending:
+                        return
+                    began = time.monotonic()
+                    self._asked[number] = self._ask(number, step)
         except Exception as error:  # shown by whoever waits for progress
-            if not self._stopping.is_set():
+            if not self._ending:
                 self.errors.append(error)
+
+    def _ask(self, number: int, step: int = 0) -> Future[Told]:
+        process, address = self._replicas[number]
+        return process.quorum(address, step=step)
 
 
 class Run:
@@ -340,16 +373,26 @@ class Everything:
 
     def evictions(self) -> int:
         """How many replicas were left out of a quorum, and nodes of the run asked to come back."""
-        quorums = {number for told in self.training.told for number, _ in told}
+        quorums = {number for told in self.training.told for number, _ in list(told)}
         return len(quorums) - 1 + self.run.evictions()
 
-    def stop(self) -> Findings:
-        """End the load, and judge what was told."""
+    def end(self, *, may_evict: bool = False) -> dict[str, int]:
+        """End the load, see that nothing was lost, doubled or out of order, and nobody evicted; what there was."""
         self.guarded.check()
         self.training.stop()
         self.training.check()
         self.store.stop()
-        return self.store.judge()
+        self.store.judge()
+        evictions = self.evictions()
+        assert may_evict or evictions == 0
+        operations = self.store.operations
+        return {
+            "evictions": evictions,
+            "operations": len(operations),
+            "unanswered": sum(not one.answered for one in operations),
+            "lost_doubled_or_misordered": 0,
+            "quorums": self.training.count(),
+        }
 
     def close(self) -> None:
         self._stack.close()

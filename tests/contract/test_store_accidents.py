@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from helpers import DEADLINE, in_fork
+from helpers import DEADLINE, eventually, in_fork
 from members import Door
 from rdzv_nodes import spawn
 from torch.distributed import DistNetworkError, DistStoreError
@@ -228,6 +228,35 @@ def test_a_client_that_is_closed_ends_what_waits(etcd: EtcdServer, prefix: str) 
     with pytest.raises((DistNetworkError, DistStoreError), match="closed"):
         waiting.result(DEADLINE)
     store.close()
+
+
+def test_an_etcd_that_is_full_serves_again_once_what_the_error_says_was_done() -> None:
+    """Its quota is used up in earnest."""
+    with EtcdServer(extra_args=["--quota-backend-bytes=8000000"]) as server, server.get_client() as client:
+        store = EtcdStore(client, "/full/", LONG)
+        with pytest.raises(DistStoreError, match=r"NOSPACE.*etcdctl compact.*etcdctl defrag.*etcdctl alarm disarm"):
+            _write_over(store, 32)
+        last = store.get("big")
+        client.compact(client.get("/").revision)
+        eventually(lambda: _size_when_defragmented(server) < 4_000_000, "the space is given back")
+        disarm = {"action": "DEACTIVATE", "memberID": str(client.status().member_id), "alarm": "NOSPACE"}
+        assert server.http("POST", "/v3/maintenance/alarm", disarm, timeout=DEADLINE) is not None
+        assert store.get("big") == last
+        store.set("big", b"small")
+        assert store.get("big") == b"small"
+        store.close()
+
+
+def _write_over(store: EtcdStore, times: int) -> None:
+    for number in range(times):
+        store.set("big", b"%d" % number + bytes(1_000_000))
+
+
+def _size_when_defragmented(server: EtcdServer) -> int:
+    assert server.http("POST", "/v3/maintenance/defragment", {}, timeout=DEADLINE) is not None
+    status = server.http("POST", "/v3/maintenance/status", {}, timeout=DEADLINE)
+    assert status is not None
+    return int(status["dbSize"])
 
 
 def test_no_time_at_all(client: EtcdClient, prefix: str) -> None:
