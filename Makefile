@@ -11,15 +11,16 @@ demo: $(VENV)/.ready
 demo-torchft: $(VENV)/.torchft
 	$(BIN)/python examples/torchft_demo.py
 
-# All but tests/cluster: `make test-cluster` runs those, one by one.
+# All but what needs containers or a newer etcd: `make test-cluster` runs that.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/cluster
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'
+	$(BIN)/python -m pytest -q -m 'alone and not docker' --ignore tests/cluster/test_upgrade.py
 
-# The scenarios of tests/cluster: on local processes, with a rolling upgrade where a newer etcd can be had, and on
-# containers, with a Docker engine of its own where none answers.
+# A rolling upgrade, where a newer etcd can be had; and the scenarios of tests/cluster on containers, with a Docker engine
+# of its own where none answers.
 test-cluster: $(VENV)/.ready
 	FTCOORD_TEST_NEWER_ETCD="$$(docker/newer-etcd.sh $(VENV)/newer-etcd || true)" $(BIN)/python -m pytest -q -rs \
-		-m 'not docker' tests/cluster
+		tests/cluster/test_upgrade.py
 	FTCOORD_TEST_DOCKER=1 docker/with-engine.sh $(BIN)/python -m pytest -q -m docker tests/cluster
 
 # The image that docker-compose.yml can use where none can be pulled: FTCOORD_ETCD_IMAGE=ftcoord-etcd

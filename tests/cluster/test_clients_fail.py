@@ -18,6 +18,8 @@ from replicas import agreed, managed, replica_processes, until_it_is_in
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import RoundOver
 
+pytestmark = pytest.mark.alone
+
 LOST_ANSWERS = int(os.environ.get("FTCOORD_TEST_LOST_ANSWERS", "6"))
 STOPS = [float(part) for part in os.environ.get("FTCOORD_TEST_STOPS", "0.3,1.1,2").split(",")]
 """In leases: for how long a client is stopped."""

@@ -12,6 +12,8 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError, OutcomeUnknown
 from ftcoord.etcd.client import EtcdClient
 
+pytestmark = pytest.mark.alone
+
 
 def answers(cluster: Cluster, i: int, timeout: float = 1) -> bool:
     with client_of(cluster, i) as client:

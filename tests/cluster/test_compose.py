@@ -17,7 +17,7 @@ from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.client import EtcdClient
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.alone, pytest.mark.docker]
 
 Compose = Callable[..., str]
 

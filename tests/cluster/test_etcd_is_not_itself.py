@@ -25,6 +25,8 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
 
+pytestmark = pytest.mark.alone
+
 OUTAGE = float(os.environ.get("FTCOORD_TEST_OUTAGE", "6"))
 """Seconds without a majority; longer than the leases."""
 COMPACTIONS = int(os.environ.get("FTCOORD_TEST_COMPACTIONS", "30"))

@@ -11,6 +11,8 @@ import pytest
 from clusters import SIZE, Cluster, pass_time, revokes_wrongly
 from load import everything
 
+pytestmark = pytest.mark.alone
+
 KILLS = int(os.environ.get("FTCOORD_TEST_KILLS", "3"))
 PAUSE = float(os.environ.get("FTCOORD_TEST_PAUSE", "7"))
 """Seconds; longer than the leases."""

@@ -13,6 +13,8 @@ from load import everything
 
 from ftcoord.etcd.binary import find_etcd
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def newer() -> str:
