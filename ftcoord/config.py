@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -308,12 +309,24 @@ def _tls(given: Mapping[str, _Given], secure: bool | None) -> Tls | None:
         assert alone is not None
         missing = "key (FTCOORD_KEY)" if key is None else "cert (FTCOORD_CERT)"
         raise ConfigError(alone.name, redacted(alone.value), f"a certificate and its key go together; give {missing}")
-    return Tls(
+    tls = Tls(
         ca=_pem_file(given.get("ca_cert"), "CERTIFICATE-----"),
         cert=_pem_file(cert, "CERTIFICATE-----"),
         key=_pem_file(key, "PRIVATE KEY-----"),
         server_name=_server_name(given.get("server_name")),
     )
+    if key is not None and tls.cert and tls.key and _is_anothers(tls.cert, tls.key):
+        raise ConfigError(key.name, tls.key, f"it is not the private key of the certificate {tls.cert}")
+    return tls
+
+
+def _is_anothers(cert: str, key: str) -> bool:
+    """Whether the key is not the certificate's. All else that may be wrong with them is left to gRPC to judge."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        return error.reason == "KEY_VALUES_MISMATCH"
+    return False
 
 
 def _pem_file(given: _Given | None, marker: str) -> str | None:

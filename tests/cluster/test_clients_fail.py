@@ -101,7 +101,7 @@ def test_a_replica_is_cut_off_for_longer_than_its_lease(cluster: Cluster, prefix
     """The others go on without it, and it comes back to a quorum with a higher id."""
     with ExitStack() as stack:
         line = stack.enter_context(Lines(cluster.endpoints.split(",")))
-        rules = f"{prefix.rpartition('/')[2]}?min_replicas=2&join_timeout_ms=100&heartbeat_timeout_ms=3000"
+        rules = f"{prefix.rpartition('/')[2]}?min_replicas=2&join_timeout_ms=3000&heartbeat_timeout_ms=3000"
         addresses = [
             f"etcd://{endpoints}/{rules}" for endpoints in (cluster.endpoints, cluster.endpoints, line.endpoints)
         ]

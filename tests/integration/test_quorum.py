@@ -79,7 +79,7 @@ def test_the_decider_is_killed_while_all_ask(make_job: MakeJob, heartbeat: int) 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_replica_that_was_stopped_comes_back(make_job: MakeJob, client: EtcdClient, prefix: str, asks: bool) -> None:
     """Stopped for longer than its heartbeat time-out, the decider among them; `asks`: while it waited."""
-    processes = make_job(3, join=100)
+    processes = make_job(3, join=3_000)
     (stopped, address), *others = managed(processes)
     agreed([process.quorum(at) for process, at in [(stopped, address), *others]])
     waiting = stopped.quorum(address, step=1) if asks else None
@@ -103,7 +103,7 @@ def test_a_caller_that_timed_out_does_not_ask_any_more(make_job: MakeJob) -> Non
 
 def test_a_decider_that_is_stuck_is_overtaken(make_job: MakeJob) -> None:
     """It holds its lease for long, and goes on as if nothing had been when it wakes up: two deciders at once."""
-    processes = make_job(3, join=100, heartbeat=60_000)
+    processes = make_job(3, join=3_000, heartbeat=60_000)
     (stuck, address), *others = managed(processes)
     agreed([process.quorum(at) for process, at in [(stuck, address), *others]])
     late = stuck.quorum(address, step=1)

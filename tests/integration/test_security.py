@@ -48,17 +48,17 @@ class Authority:
         self._directory.mkdir()
         self._own = self._request("ca")
         extensions = "basicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign,cRLSign\n"
-        self._sign("ca", extensions, "-signkey", self._own.key)
+        self._sign("ca", extensions, "-signkey", self._own.key, "-days", "2")
         self.cert = self._own.cert
 
-    def issue(self, name: str, *alternatives: str) -> Issued:
-        """A certificate for a server (with its alternative names) or a client."""
+    def issue(self, name: str, *alternatives: str, days: int = 2) -> Issued:
+        """A certificate for a server (with its alternative names) or a client, good for so many days."""
         issued = self._request(name)
         extensions = "basicConstraints=CA:FALSE\nkeyUsage=critical,digitalSignature\n"
         extensions += "extendedKeyUsage=serverAuth,clientAuth\n"
         if alternatives:
             extensions += f"subjectAltName={','.join(alternatives)}\n"
-        self._sign(name, extensions, "-CA", self.cert, "-CAkey", self._own.key, "-CAcreateserial")
+        self._sign(name, extensions, "-CA", self.cert, "-CAkey", self._own.key, "-CAcreateserial", "-days", f"{days}")
         return issued
 
     def _request(self, name: str) -> Issued:
@@ -67,10 +67,10 @@ class Authority:
         self._openssl("req", "-new", "-config", "request.cnf", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr")
         return Issued(str(self._directory / f"{name}.pem"), str(self._directory / f"{name}.key"))
 
-    def _sign(self, name: str, extensions: str, *signer: str) -> None:
+    def _sign(self, name: str, extensions: str, *options: str) -> None:
         (self._directory / "extensions.cnf").write_text(extensions)
-        request = ("-req", "-in", f"{name}.csr", "-out", f"{name}.pem", "-days", "2", "-extfile", "extensions.cnf")
-        self._openssl("x509", *request, *signer)
+        request = ("-req", "-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", "extensions.cnf")
+        self._openssl("x509", *request, *options)
 
     def _openssl(self, *arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=self._directory, check=True, capture_output=True)
@@ -79,8 +79,8 @@ class Authority:
 class SecureServer(EtcdServer):
     """An etcd with a second client address, for TLS with client certificates; the first one is for its health."""
 
-    def __init__(self, authority: Authority, *extra_args: str) -> None:
-        server = authority.issue("server", "DNS:localhost", "DNS:etcd.example")
+    def __init__(self, authority: Authority, *extra_args: str, days: int = 2) -> None:
+        server = authority.issue(f"server-{days}", "DNS:localhost", "DNS:etcd.example", days=days)
         tls = (f"--cert-file={server.cert}", f"--key-file={server.key}", f"--trusted-ca-file={authority.cert}")
         super().__init__(extra_args=[*tls, "--client-cert-auth", *extra_args])
         self.secure_port = ReservedPort(LOOPBACK)
@@ -148,6 +148,7 @@ def test_the_server_name_stands_in_for_the_host(
         ("https", "localhost", {"ca_cert": "stranger", "cert": "node", "key": "node"}),
         ("https", "localhost", {"ca_cert": "authority"}),
         ("https", "localhost", {"ca_cert": "authority", "cert": "strange node", "key": "strange node"}),
+        ("https", "localhost", {"ca_cert": "authority", "cert": "expired", "key": "expired"}),
         ("https", LOOPBACK, {"ca_cert": "authority", "cert": "node", "key": "node"}),
         (
             "https",
@@ -156,7 +157,15 @@ def test_the_server_name_stands_in_for_the_host(
         ),
         ("http", "localhost", {}),
     ],
-    ids=["wrong CA", "no client certificate", "unknown client", "wrong host", "wrong server name", "http to https"],
+    ids=[
+        "wrong CA",
+        "no client certificate",
+        "unknown client",
+        "expired client certificate",
+        "wrong host",
+        "wrong server name",
+        "http to https",
+    ],
 )
 def test_a_connection_that_cannot_be_secured_is_a_clear_error(
     secure: SecureServer,
@@ -170,7 +179,7 @@ def test_a_connection_that_cannot_be_secured_is_a_clear_error(
 ) -> None:
     strange = stranger.issue("node")
     files = {"authority": authority.cert, "stranger": stranger.cert}
-    certificates = {"node": node, "strange node": strange}
+    certificates = {"node": node, "strange node": strange, "expired": authority.issue("old", days=-1)}
     actual = {
         name: getattr(certificates[value], name) if value in certificates else files.get(value, value)
         for name, value in settings.items()
@@ -185,6 +194,21 @@ def test_https_to_a_server_without_tls_is_a_clear_error(
     endpoint = f"https://localhost:{etcd.get_port()}"
     refused_in_time(connect(endpoint, ca_cert=authority.cert, cert=node.cert, key=node.key))
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_expired_server_certificate_is_a_clear_error(
+    authority: Authority, node: Issued, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with SecureServer(authority, days=-1) as server:
+        refused_in_time(connect(url(server), ca_cert=authority.cert, cert=node.cert, key=node.key))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_key_that_is_anothers_is_named_before_any_connection(authority: Authority, node: Issued) -> None:
+    other = authority.issue("other")
+    with pytest.raises(ConfigError, match="not the private key of the certificate") as caught:
+        EtcdConfig.load("https://localhost", ca_cert=authority.cert, cert=node.cert, key=other.key, env={})
+    assert (caught.value.key, caught.value.value) == ("key", other.key)
 
 
 def refused_in_time(client: EtcdClient) -> None:
