@@ -10,7 +10,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -322,6 +321,8 @@ def _tls(given: Mapping[str, _Given], secure: bool | None) -> Tls | None:
 
 def _is_anothers(cert: str, key: str) -> bool:
     """Whether the key is not the certificate's. All else that may be wrong with them is left to gRPC to judge."""
+    import ssl  # brings sockets, which nobody needs who only reads settings
+
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
