@@ -2,6 +2,7 @@
 # Runs a command with a Docker engine: with the one that answers, else with one of its own, which is stopped afterwards
 # and leaves nothing behind. with-engine.sh COMMAND... For that it must be root, on Debian or Ubuntu or with dockerd there.
 set -eu
+PATH=$PATH:/usr/sbin:/sbin # where dockerd is, and what it needs
 
 answers() {
     command -v docker > /dev/null && docker version > /dev/null 2>&1
