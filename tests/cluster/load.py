@@ -39,6 +39,17 @@ def rotated(endpoints: str, by: int) -> list[str]:
     return names[by % len(names) :] + names[: by % len(names)]
 
 
+def await_more(answered: Sequence[int], count: int, errors: Sequence[BaseException], what: str) -> None:
+    """Wait until each of these has grown by so much, and nothing failed meanwhile."""
+    before = list(answered)
+
+    def enough() -> bool:
+        assert not errors, errors
+        return all(now >= then + count for now, then in zip(answered, before, strict=True))
+
+    eventually(enough, what)
+
+
 class StoreLoad:
     """Clients that change and read one store as fast as they can, each for itself; and what they were told.
 
@@ -79,13 +90,7 @@ class StoreLoad:
 
     def progress(self, count: int) -> None:
         """Wait until each client has had so many more answers: without load before a fault, there is no test."""
-        before = list(self._answered)
-
-        def enough() -> bool:
-            assert not self._errors, self._errors
-            return all(now >= then + count for now, then in zip(self._answered, before, strict=True))
-
-        eventually(enough, what="every client gets answers")
+        await_more(self._answered, count, self._errors, "every client gets answers")
 
     def answered(self) -> int:
         """How many operations were."""
@@ -207,13 +212,7 @@ class Training:
 
     def progress(self, count: int) -> None:
         """Wait until each replica was in so many more quorums."""
-        before = list(self._answered)
-
-        def enough() -> bool:
-            assert not self.errors, self.errors
-            return all(now >= then + count for now, then in zip(self._answered, before, strict=True))
-
-        eventually(enough, what="quorums are decided")
+        await_more(self._answered, count, self.errors, "quorums are decided")
 
     def stall(self, since: float) -> float:
         """How long a quorum took that was decided after then, at the most."""
