@@ -12,8 +12,8 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from ftcoord import files
 from ftcoord.errors import ConfigError
 
 DEFAULT_PORT = 2379
@@ -309,45 +309,24 @@ def _tls(given: Mapping[str, _Given], secure: bool | None) -> Tls | None:
         missing = "key (FTCOORD_KEY)" if key is None else "cert (FTCOORD_CERT)"
         raise ConfigError(alone.name, redacted(alone.value), f"a certificate and its key go together; give {missing}")
     tls = Tls(
-        ca=_pem_file(given.get("ca_cert"), "CERTIFICATE-----"),
-        cert=_pem_file(cert, "CERTIFICATE-----"),
-        key=_pem_file(key, "PRIVATE KEY-----"),
+        ca=_pem_file(given.get("ca_cert"), files.CERTIFICATE),
+        cert=_pem_file(cert, files.CERTIFICATE),
+        key=_pem_file(key, files.PRIVATE_KEY),
         server_name=_server_name(given.get("server_name")),
     )
-    if key is not None and tls.cert and tls.key and _is_anothers(tls.cert, tls.key):
+    if key is not None and tls.cert and tls.key and files.is_anothers(tls.cert, tls.key):
         raise ConfigError(key.name, tls.key, f"it is not the private key of the certificate {tls.cert}")
     return tls
 
 
-def _is_anothers(cert: str, key: str) -> bool:
-    """Whether the key is not the certificate's. All else that may be wrong with them is left to gRPC to judge."""
-    import ssl  # brings sockets, which nobody needs who only reads settings
-
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")
-    except ssl.SSLError as error:
-        return error.reason == "KEY_VALUES_MISMATCH"
-    return False
-
-
-def _pem_file(given: _Given | None, marker: str) -> str | None:
+def _pem_file(given: _Given | None, kind: str) -> str | None:
     if given is None:
         return None
     path = given.text
     if "-----BEGIN" in path:
         raise ConfigError(given.name, HIDDEN, "give the path of a PEM file, not its contents")
-    if marker.encode() not in _contents(given.name, path):
-        raise ConfigError(given.name, path, f"the file is not PEM with '-----BEGIN ... {marker}' in it")
+    files.pem(given.name, path, kind)
     return path
-
-
-def _contents(name: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(name, path, f"the file must be readable: {error.strerror}") from error
-    except ValueError:  # a NUL in the path
-        raise ConfigError(name, path, "this is not the path of a file") from None
 
 
 def _server_name(given: _Given | None) -> str | None:
@@ -381,7 +360,7 @@ def _password(given: _Given, env: Mapping[str, str]) -> str:
     value = given.value
     if given.name == "FTCOORD_PASSWORD_FILE":
         try:
-            value = _contents(given.name, given.text).decode().rstrip("\r\n")
+            value = files.contents(given.name, given.text).decode().rstrip("\r\n")
         except UnicodeDecodeError:
             raise ConfigError(given.name, given.text, "the file must hold the password as UTF-8 text") from None
     if not isinstance(value, str) or not value:

@@ -83,6 +83,11 @@ class Seen:
         return all(isinstance(item, Began) for item in items)
 
 
+def pem(kind: str) -> str:
+    """A PEM file that looks whole, with nothing in it."""
+    return f"-----BEGIN {kind}-----\n-----END {kind}-----\n"
+
+
 def in_fork(action: Callable[[], object], timeout: float = DEADLINE) -> str:
     """Run `action` in a forked child, which then ends like a Python program; what it returned or raised, as text."""
     reader, writer = os.pipe()

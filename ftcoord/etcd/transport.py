@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftcoord import files
 from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError
 from ftcoord.etcd import faults, wire
@@ -276,7 +277,7 @@ def _left(deadline: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Pem:
-    """What is in the files of a `Tls`. Raises ConfigError when one cannot be read."""
+    """What is in the files of a `Tls`. Raises ConfigError when one cannot be read or is cut off."""
 
     ca: bytes | None
     key: bytes | None = field(repr=False)
@@ -284,17 +285,11 @@ class _Pem:
 
     @classmethod
     def read(cls, tls: Tls) -> _Pem:
-        return cls(_read("ca_cert", tls.ca), _read("key", tls.key), _read("cert", tls.cert))
+        return cls(
+            ca=files.pem("ca_cert", tls.ca, files.CERTIFICATE) if tls.ca else None,
+            key=files.pem("key", tls.key, files.PRIVATE_KEY) if tls.key else None,
+            cert=files.pem("cert", tls.cert, files.CERTIFICATE) if tls.cert else None,
+        )
 
     def credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
-
-
-def _read(name: str, path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise ConfigError(name, path, f"a readable PEM file ({error.strerror})") from error

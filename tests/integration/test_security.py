@@ -80,9 +80,10 @@ class SecureServer(EtcdServer):
     """An etcd with a second client address, for TLS with client certificates; the first one is for its health."""
 
     def __init__(self, authority: Authority, *extra_args: str, days: int = 2) -> None:
-        server = authority.issue(f"server-{days}", "DNS:localhost", "DNS:etcd.example", days=days)
-        tls = (f"--cert-file={server.cert}", f"--key-file={server.key}", f"--trusted-ca-file={authority.cert}")
+        own = authority.issue(f"server-{days}", "DNS:localhost", "DNS:etcd.example", days=days)
+        tls = (f"--cert-file={own.cert}", f"--key-file={own.key}", f"--trusted-ca-file={authority.cert}")
         super().__init__(extra_args=[*tls, "--client-cert-auth", *extra_args])
+        self.issued = own
         self.secure_port = ReservedPort(LOOPBACK)
 
     def _arguments(self, data_dir: str, initial_cluster: str) -> list[str]:
@@ -255,15 +256,33 @@ def test_certificates_are_rotated_under_a_running_client(tmp_path: Path) -> None
         client.put("/key", b"1", session.lease_id)
         client.watch(Span("/key"), 1, seen)
         server.kill()
-        for name in ("node", "server"):
+        for name, replaced in (("node", node), ("server", server.issued)):
             issued = new.issue(name, "DNS:localhost")
-            shutil.copy(issued.cert, tmp_path / "old")
-            shutil.copy(issued.key, tmp_path / "old")
+            shutil.copy(issued.cert, replaced.cert)
+            shutil.copy(issued.key, replaced.key)
         shutil.copy(new.cert, old.cert)
         server.restart()
         client.put("/key", b"2", session.lease_id, timeout=DEADLINE)
         assert [event.kv.value for event in seen.events(2)] == [b"1", b"2"]
         assert session.state is not SessionState.LOST
+
+
+@pytest.mark.parametrize("emptied", ["ca_cert", "cert", "key"])
+def test_a_file_that_is_empty_while_it_is_replaced(tmp_path: Path, emptied: str) -> None:
+    """gRPC would end the process over a key without contents, and trust anybody's authorities for want of ours."""
+    authority, seen = Authority(tmp_path, "authority"), Seen()
+    node = authority.issue("node")
+    tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
+    copies = {name: str(shutil.copy(path, tmp_path)) for name, path in tls.items()}
+    with SecureServer(authority) as server, connect(url(server), **copies) as client:
+        client.watch(Span("/key"), 1, seen)
+        server.kill()
+        os.truncate(copies[emptied], 0)
+        with pytest.raises(EtcdUnavailable):
+            client.get("/key", timeout=3)
+        server.restart()
+        client.put("/key", b"1", timeout=DEADLINE)
+        assert [event.kv.value for event in seen.events(1)] == [b"1"]
 
 
 # -- users ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import pem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,10 +23,11 @@ SECRET = "s3cr3t-hunter2"
 def files(tmp_path: Path) -> dict[str, str]:
     """PEM files (only their markers are looked at here), a password, and files that must be refused."""
     contents = {
-        "ca": "-----BEGIN CERTIFICATE-----\n",
-        "cert": "-----BEGIN CERTIFICATE-----\n",
-        "key": "-----BEGIN PRIVATE KEY-----\n",
-        "rsa_key": "-----BEGIN RSA PRIVATE KEY-----\n",
+        "ca": pem("CERTIFICATE"),
+        "cert": pem("CERTIFICATE"),
+        "key": pem("PRIVATE KEY"),
+        "rsa_key": pem("RSA PRIVATE KEY"),
+        "cut": pem("CERTIFICATE") + pem("CERTIFICATE")[:-30],
         "password": f"{SECRET}\n",
         "empty": "",
         "newline": "\n",
@@ -176,7 +178,10 @@ REFUSED_TLS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("ca_cert", "a", {"ca_cert": "ca", "secure": False}),
     ("cert", "https://a", {"cert": "cert"}),
     ("key", "https://a", {"key": "key"}),
-    *(("ca_cert", "a", {"ca_cert": it}) for it in ("missing", "directory", "empty", "text", "key", "", "a\0b", 5)),
+    *(
+        ("ca_cert", "a", {"ca_cert": it})
+        for it in ("missing", "directory", "empty", "text", "key", "cut", "", "a\0b", 5)
+    ),
     ("cert", "https://a", {"cert": "key", "key": "key"}),
     *(("key", "https://a", {"cert": "cert", "key": it}) for it in ("cert", "missing")),
     *(("server_name", "https://a", {"server_name": it}) for it in ("a:1", " ", "a b")),
@@ -219,7 +224,7 @@ def test_argument_before_ftcoord_before_etcdctl(
     tmp_path: Path, argument: str, ours: str, etcdctl: str | None, read: Callable[[EtcdConfig], object]
 ) -> None:
     """Each source alone, then all at once, then with empty variables in front."""
-    cert, key = "-----BEGIN CERTIFICATE-----", "-----BEGIN PRIVATE KEY-----"
+    cert, key = pem("CERTIFICATE"), pem("PRIVATE KEY")
     values: list[Any] = ["first", "second", "third"]
     if argument in ("ca_cert", "cert", "key"):
         for name in values:
@@ -340,8 +345,8 @@ def test_secrets_in_a_url_are_refused_and_not_shown(endpoint: str, source: str) 
 
 
 def test_key_material_in_place_of_a_path_is_not_shown(files: dict[str, str]) -> None:
-    pem = f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n"
-    for arguments in ({"cert": files["cert"], "key": pem}, {"key": pem}, {"cert": pem, "key": pem}):
+    pasted = f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n"
+    for arguments in ({"cert": files["cert"], "key": pasted}, {"key": pasted}, {"cert": pasted, "key": pasted}):
         for endpoint in ("https://a", "http://a"):
             with pytest.raises(ConfigError) as caught:
                 load(endpoint, **arguments)

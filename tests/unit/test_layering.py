@@ -19,6 +19,7 @@ MAX_LINES = 400
 
 LAYERS = (
     {"errors"},
+    {"files"},
     {"config"},
     {"core"},
     {"etcd"},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import pem
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -116,14 +117,14 @@ def test_all_keys_in_any_order_of_the_same_mapping() -> None:
 
 @pytest.mark.parametrize("names", [("ca_cert", "cert", "key"), ("cacert", "ssl_cert", "ssl_cert_key")])
 def test_both_spellings_of_tls(tmp_path: Path, names: tuple[str, str, str]) -> None:
-    pem = tmp_path / "all.pem"
-    pem.write_text("-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\n")
-    conf = {**dict.fromkeys(names, str(pem)), "server_name": "etcd.example"}
+    path = tmp_path / "all.pem"
+    path.write_text(pem("CERTIFICATE") + pem("PRIVATE KEY"))
+    conf = {**dict.fromkeys(names, str(path)), "server_name": "etcd.example"}
     settings = parse({**conf, "protocol": "https"})
     assert settings.etcd is not None
-    assert settings.etcd.tls == Tls(ca=str(pem), cert=str(pem), key=str(pem), server_name="etcd.example")
+    assert settings.etcd.tls == Tls(ca=str(path), cert=str(path), key=str(path), server_name="etcd.example")
     assert parse(conf) == settings
-    both = {"ca_cert": str(pem), "cacert": f" {pem} ", "cert": str(pem), "ssl_cert": str(pem)}
+    both = {"ca_cert": str(path), "cacert": f" {path} ", "cert": str(path), "ssl_cert": str(path)}
     assert parse({**conf, **both}) == settings
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import pem
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import ftcoord
@@ -215,7 +216,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[EtcdConfig]:
 
 def test_workers_find_all_they_need(told: list[EtcdConfig], tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
-    ca.write_text("-----BEGIN CERTIFICATE-----")
+    ca.write_text(pem("CERTIFICATE"))
     env = {"FTCOORD_PASSWORD": "s3cr3t", "FTCOORD_ENDPOINTS": "elsewhere"}
     config = EtcdConfig.load("h1:1,h2:2", ca_cert=ca, user="u", server_name="etcd", request_timeout=3, env=env)
     text = describe("/prefix/run", config)

@@ -1,0 +1,46 @@
+"""The files that settings name. The PEM files of TLS are read whole or refused.
+
+gRPC ends the process over an empty key or certificate, and takes the system's authorities in place of an empty file
+of them. Either may be read in the moment in which a file is being replaced.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from ftcoord.errors import ConfigError
+
+CERTIFICATE: Final = "CERTIFICATE-----"
+PRIVATE_KEY: Final = "PRIVATE KEY-----"
+
+
+def contents(name: str, path: str) -> bytes:
+    """What is in the file at `path`, which the setting `name` gives. Raises ConfigError when it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(name, path, f"the file must be readable: {error.strerror}") from error
+    except ValueError:  # a NUL in the path
+        raise ConfigError(name, path, "this is not the path of a file") from None
+
+
+def pem(name: str, path: str, kind: str) -> bytes:
+    """The same of a PEM file, which has to be whole, with at least one `kind` in it."""
+    found = contents(name, path)
+    if kind.encode() not in found:
+        raise ConfigError(name, path, f"the file is not PEM with '-----BEGIN ... {kind}' in it")
+    if found.count(b"-----BEGIN ") != found.count(b"-----END "):
+        raise ConfigError(name, path, "the file is cut off: not every '-----BEGIN' in it has its '-----END'")
+    return found
+
+
+def is_anothers(cert: str, key: str) -> bool:
+    """Whether the key is not the certificate's. All else that may be wrong with the two files is left to gRPC."""
+    import ssl  # brings sockets, which nobody needs who only reads settings
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        return error.reason == "KEY_VALUES_MISMATCH"
+    return False
