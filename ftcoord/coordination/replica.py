@@ -174,14 +174,14 @@ class Replica:
     def _renew_rank(self) -> None:
         """Of several members with one name only the newest counts: become it, if another one was in a quorum since."""
         member = self._member
-        if not self._roams or member is None or member.lost:
-            return
-        quorum = member.record
-        if quorum is None or quorum.number <= self._entered_after:
-            return
-        if any(seat.request.replica_id == self.replica_id and seat.member not in self._ids for seat in quorum.seats):
+        if member is not None and not member.lost and self._is_outranked(member.record):
             member.leave(WITHDRAW_TIMEOUT)
             member.lose()
+
+    def _is_outranked(self, quorum: Quorum | None) -> bool:
+        if not self._roams or quorum is None or quorum.number <= self._entered_after:
+            return False
+        return any(seat.request.replica_id == self.replica_id and seat.member not in self._ids for seat in quorum.seats)
 
     def _insist(self, attempt: Callable[[], None], deadline: float, gone: threading.Event) -> None:
         """Until etcd answers. A lost lease is replaced by a new one."""
@@ -301,12 +301,14 @@ class Replica:
                 if member.record is not None and self._is_answered(member.record, asked):
                     return member.record
                 missed = member.record is not None and self._was_missed(member.record, asked)
+                # A quorum of before it asked, of which it was only told now.
+                outranked = member.asked_since and self._is_outranked(member.record)
                 now = time.monotonic()
                 if now >= deadline or gone.is_set():
                     raise TimeoutError("no quorum was decided in time")
-                if not (member.lost or missed):
+                if not (member.lost or missed or outranked):
                     self._changed.wait(min(deadline, max(hurry_at, now + 1)) - now)
-            if missed:
+            if missed or outranked:
                 asked = self._put(self._petition.request, deadline, gone)
             elif member.lost:
                 with self._turn(deadline):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from helpers import DEADLINE, eventually
 
 from ftcoord import EtcdServer
+from ftcoord.config import EtcdConfig
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.quorum import Request
+from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import parse_petition
-from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.api import Get, Span, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
 
 REQUEST = Request("x", "", "", 0, 1, False, "", 0, ())
@@ -102,3 +104,61 @@ def test_who_is_abandoned_lives_until_its_lease_ends(client: EtcdClient, job: Jo
     replica.abandon()
     assert requests(client, job) == [0]
     eventually(lambda: requests(client, job) == [], "the lease expires")
+
+
+class Late(EtcdClient):
+    """Hears of nothing between `hold()` and `release()`; its requests are answered at once."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        super().__init__(config)
+        self._turn = threading.Lock()
+        self._held: list[Callable[[], None]] | None = None
+
+    def hold(self) -> None:
+        with self._turn:
+            self._held = []
+
+    def release(self) -> None:
+        with self._turn:
+            held, self._held = self._held or [], None
+            for deliver in held:
+                deliver()
+
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
+        def late(item: WatchItem) -> None:
+            with self._turn:
+                if self._held is None:
+                    deliver(item)
+                else:
+                    self._held.append(lambda: deliver(item))
+
+        return super().watch(span, start_revision, late, **how)
+
+
+def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
+    etcd: EtcdServer, client: EtcdClient, job: Job, threads: ThreadPoolExecutor
+) -> None:
+    """Of two members with one name the newest counts: here, then there, then here again, before news of there came."""
+
+    def ask(one: Replica) -> Future[Quorum]:
+        request = replace(REQUEST, replica_id=one.replica_id)
+        return threads.submit(one.ask, request, time.monotonic() + DEADLINE)
+
+    with Late(EtcdConfig.load(etcd.get_endpoint())) as late:
+        peer = Replica(client, job, "y", kept=True)
+        here = Replica(late, job, "x", kept=True, roams=True)
+        there = Replica(client, job, "x", kept=True, roams=True)
+        try:
+            peer.beat(time.monotonic() + DEADLINE)  # the oldest one decides
+            together = ask(peer), ask(here)
+            assert [one.result(DEADLINE).number for one in together] == [1, 1]
+            late.hold()
+            together = ask(peer), ask(there)
+            assert [one.result(DEADLINE).number for one in together] == [2, 2]
+            together = ask(peer), ask(here)
+            eventually(lambda: sorted(requests(client, job)) == [1, 2, 3], "both ask")
+            late.release()
+            assert [one.result(DEADLINE).number for one in together] == [3, 3]
+        finally:
+            for one in (peer, here, there):
+                one.leave(DEADLINE)
