@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-States = Mapping[str, Sequence["tuple[int, bytes | None]"]]
-"""What each key held, from which revision on; None for nothing."""
+History = Sequence["tuple[int, bytes | None]"]
+"""What a key held, from which revision on; None for nothing."""
+States = Mapping[str, History]
+"""The same of each key."""
 
 
 @dataclass(slots=True)
@@ -67,10 +69,25 @@ def check(operations: Sequence[Operation], states: States) -> Findings:
     return findings
 
 
+def check_reads(operations: Sequence[Operation], history: History) -> Findings:
+    """The same for reads of one key that others change, to values which are all different."""
+    holds = _holds(history)
+    spans = {id(one): holds[one.told] for one in operations if one.answered and one.told in holds}
+    findings = Findings(lost=[one for one in operations if one.answered and id(one) not in spans])
+    _order(operations, spans, findings)
+    return findings
+
+
+def _holds(history: History) -> dict[bytes | None, tuple[float, float]]:
+    """For each value the revisions (the first, and the first after) between which the key held it last."""
+    ends = [revision for revision, _ in history[1:]] + [math.inf]
+    return {value: (revision, end) for (revision, value), end in zip(history, ends, strict=True)}
+
+
 def _place(
     key: str,
     operations: Sequence[Operation],
-    history: Sequence[tuple[int, bytes | None]],
+    history: History,
     spans: dict[int, tuple[float, float]],
     findings: Findings,
 ) -> None:
@@ -79,17 +96,15 @@ def _place(
     for one in operations:
         for mark in _marks(one):
             asked.setdefault(mark, []).append(one)
-    holds = dict[bytes | None, tuple[float, float]]()
-    ends = [revision for revision, _ in history[1:]] + [math.inf]
+    holds = _holds(history)
     before: bytes | None = None
-    for (revision, after), end in zip(history, ends, strict=True):
+    for revision, after in history:
         causes = [one for mark in _changes(before, after) for one in asked.get(mark, ()) if _did(one, before, after)]
         cause = next((one for one in causes if id(one) not in spans), None)
         if cause is None:
             findings.doubled.append((key, revision))
         else:
             spans[id(cause)] = (revision, revision + 1)
-        holds[after] = (revision, end)
         before = after
     for one in operations:
         if one.answered and id(one) not in spans and _reads(one) and one.told in holds:

@@ -17,6 +17,7 @@ from helpers import DEADLINE, Seen, eventually
 from histories import Operation, check
 from rdzv_nodes import Node, Nodes, Seat, join_all, join_as_agents
 from replicas import Told, agreed, managed, replica_processes
+from rounds import Rounds
 from torch.distributed import DistNetworkError
 
 from ftcoord.config import EtcdConfig
@@ -360,20 +361,25 @@ class Everything:
             self._stack.callback(self.store.close)
             self.training = Training(endpoints, name)
             self._stack.callback(self.training.close)
-            self.run = Run([",".join(rotated(endpoints, number)) for number in range(3)], name)
+            turns = [",".join(rotated(endpoints, number)) for number in range(3)]
+            self.run = Run(turns, name)
             self._stack.callback(self.run.close)
             self.guarded = Guarded(endpoints, name)
             self._stack.callback(self.guarded.close)
+            witness = self._stack.enter_context(EtcdClient(EtcdConfig.load(rotated(endpoints, 1))))
+            self.rounds = Rounds(turns, witness, f"{name}-rounds", LEASE_TTL)
+            self._stack.callback(self.rounds.close)
             undo.pop_all()
 
-    def progress(self, operations: int = 20, quorums: int = 3) -> None:
+    def progress(self, operations: int = 20, quorums: int = 3, rounds: int = 1) -> None:
         self.store.progress(operations)
         self.training.progress(quorums)
+        await_more(self.rounds.answered, rounds, self.rounds.errors, "rounds are decided")
 
     def evictions(self) -> int:
-        """How many replicas were left out of a quorum, and nodes of the run asked to come back."""
+        """How many replicas were left out of a quorum, nodes of the run asked to come back, and rounds too small."""
         quorums = {number for told in self.training.told for number, _ in list(told)}
-        return len(quorums) - 1 + self.run.evictions()
+        return len(quorums) - 1 + self.run.evictions() + self.rounds.small()
 
     def end(self, *, may_evict: bool = False) -> dict[str, int]:
         """End the load, see that nothing was lost, doubled or out of order, and nobody evicted; what there was."""
@@ -382,6 +388,8 @@ class Everything:
         self.training.check()
         self.store.stop()
         self.store.judge()
+        self.rounds.stop()
+        self.rounds.judge()
         evictions = self.evictions()
         assert may_evict or evictions == 0
         operations = self.store.operations
@@ -391,6 +399,7 @@ class Everything:
             "unanswered": sum(not one.answered for one in operations),
             "lost_doubled_or_misordered": 0,
             "quorums": self.training.count(),
+            "rounds": max(self.rounds.answered),
         }
 
     def close(self) -> None:

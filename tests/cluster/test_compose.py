@@ -6,11 +6,13 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from containers import free_ports
+from containers import ContainerCluster, free_ports
 from helpers import DEADLINE, eventually
+from load import everything
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
@@ -20,6 +22,19 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.alone, pytest.mark.docker]
 
 Compose = Callable[..., str]
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A project whose etcd wants a login."""
+
+    project: str
+    ports: list[int]
+    compose: Compose
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [f"127.0.0.1:{port}" for port in self.ports]
 
 
 @contextmanager
@@ -76,24 +91,50 @@ def test_mutual_tls(
 FILES = {"ca_cert": "ca.pem", "cert": "client.pem", "key": "client.key"}
 
 
-def test_users(ports: list[int], docker_compose_command: str, docker_compose_project_name: str) -> None:
+USER, PASSWORD = "ftcoord", "swordfish"
+
+
+@pytest.fixture
+def guarded(ports: list[int], docker_compose_command: str, docker_compose_project_name: str) -> Iterator[Guarded]:
+    """A cluster with users."""
     free = spare(ports)
     name = f"{docker_compose_project_name}auth"
     with project(docker_compose_command, name, free, "auth") as (compose, variables):
         compose("up", "-d")
         eventually(lambda: healthy(compose), what="three members are healthy")
         script = [ROOT / "docker" / "users.sh", "-p", name]
-        for _ in range(2):
-            environment = {**variables, "COMPOSE": docker_compose_command, "FTCOORD_PASSWORD": "swordfish"}
+        for _ in range(2):  # the second time, they are there
+            environment = {**variables, "COMPOSE": docker_compose_command, "FTCOORD_PASSWORD": PASSWORD}
             subprocess.run(script, env=environment, check=True, capture_output=True, timeout=DEADLINE)
-        endpoints = [f"127.0.0.1:{port}" for port in free]
-        with EtcdClient(EtcdConfig.load(endpoints, env={}, user="ftcoord", password="swordfish")) as client:
-            assert client.put("/ftcoord/v1/key", b"", timeout=DEADLINE).succeeded
-            with pytest.raises(EtcdAuthError):
-                client.put("/key", b"")
-        with EtcdClient(EtcdConfig.load(endpoints, env={})) as client, pytest.raises(EtcdError):
-            client.get("/ftcoord/v1/key", timeout=1)
+        yield Guarded(name, free, compose)
         eventually(lambda: healthy(compose), what="they are healthy still")
+
+
+def test_users(guarded: Guarded) -> None:
+    with EtcdClient(EtcdConfig.load(guarded.endpoints, env={}, user=USER, password=PASSWORD)) as client:
+        assert client.put("/ftcoord/v1/key", b"", timeout=DEADLINE).succeeded
+        with pytest.raises(EtcdAuthError):
+            client.put("/key", b"")
+    with EtcdClient(EtcdConfig.load(guarded.endpoints, env={})) as client, pytest.raises(EtcdError):
+        client.get("/ftcoord/v1/key", timeout=1)
+
+
+def test_the_leader_of_a_cluster_with_users_is_killed(
+    guarded: Guarded, prefix: str, figures: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is in use then logs in again at another member."""
+    monkeypatch.setenv("FTCOORD_USER", USER)
+    monkeypatch.setenv("FTCOORD_PASSWORD", PASSWORD)
+    cluster = ContainerCluster(guarded.project, guarded.ports, lambda line: guarded.compose(*line.split()))
+    with everything(cluster.endpoints, prefix) as load:
+        for _ in range(2):
+            load.progress()
+            leader = cluster.leader()
+            cluster.kill(leader)
+            load.progress()
+            cluster.restart(leader)
+        told = load.end()
+    figures(kills=2, **told)
 
 
 def spare(ports: list[int]) -> list[int]:

@@ -39,6 +39,7 @@ def test_no_space(cluster: Cluster, prefix: str, figures: Callable[..., None]) -
         load.progress()
         load.training.stop()
         load.store.stop()
+        load.rounds.stop()
         stack.callback(alarm, cluster, False)
         store = EtcdStore(cluster.endpoints, f"{prefix}-other/", timedelta(seconds=DEADLINE))
         stack.callback(store.close)
@@ -62,6 +63,7 @@ def test_no_space(cluster: Cluster, prefix: str, figures: Callable[..., None]) -
         assert load.training.ask_once()[1] == ["a", "b", "c"]
         assert load.run.evictions() == 0
         load.store.judge()
+        load.rounds.judge()
     figures(three_were_told_within=round(took, 2), evictions=0)
 
 
@@ -75,11 +77,12 @@ def test_the_majority_is_lost_for_a_while(cluster: Cluster, prefix: str, figures
             cluster.kill(i)
         since = time.monotonic()
         pass_time(min(OUTAGE / 2, 3))
-        decided, answered = load.training.count(), load.store.answered()
+        decided, answered, met = load.training.count(), load.store.answered(), list(load.rounds.answered)
         pass_time(OUTAGE - (time.monotonic() - since))
         assert load.evictions() == 0
         assert load.training.count() <= decided + 3  # what was decided before may be told late, to each
         assert load.store.answered() == answered
+        assert load.rounds.answered == met
         for i in gone:
             cluster.restart(i, wait=False)
         back = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from histories import Operation, check
+from histories import Operation, check, check_reads
 
 STATES = {
     "sum": [(2, b"1"), (4, b"2"), (7, b"3")],
@@ -79,3 +79,31 @@ def test_a_write_that_took_effect_after_it_was_answered() -> None:
 def test_operations_that_were_not_answered_do_not_end() -> None:
     assert not HISTORY[4].answered
     assert HISTORY[4].ended == math.inf
+
+
+ROUNDS = [(3, b"round 1"), (7, b"round 2"), (9, b"round 3")]
+MEETINGS = [
+    Operation("get", "decided", (), 0, b"round 1", 2),
+    Operation("get", "decided", (), 1, b"round 1", 4),  # it began before and ends after
+    Operation("get", "decided", (), 3, b"round 2", 5),
+    Operation("get", "decided", (), 4.5),
+    Operation("get", "decided", (), 4.5, b"round 3", 6),
+]
+
+
+def met(number: int, **changes: object) -> list[Operation]:
+    return [replace(one, **changes) if at == number else one for at, one in enumerate(MEETINGS)]  # type: ignore[arg-type]
+
+
+def test_meetings_that_fit() -> None:
+    assert not check_reads(MEETINGS, ROUNDS)
+
+
+def test_a_round_that_was_never_decided() -> None:
+    wrong = met(4, told=b"round 4")
+    assert check_reads(wrong, ROUNDS).lost == [wrong[4]]
+
+
+def test_a_round_that_was_over_before_the_node_asked() -> None:
+    stale = met(4, began=5.5, told=b"round 1")
+    assert check_reads(stale, ROUNDS).out_of_order == [stale[4]]

@@ -1,0 +1,130 @@
+"""Nodes that meet in one round after the other, as agents whose workers fail now and then; and what they were told."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+
+from helpers import DEADLINE, Seen
+from histories import History, Operation, check_reads
+from rdzv_nodes import Node, Nodes, Seat, spawn
+
+from ftcoord.core.records import Round, parse_round
+from ftcoord.etcd.api import Batch, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
+
+LOOK = 0.02
+"""Seconds between two looks of an agent (torch's own looks every 100 ms, and every 30 s by default)."""
+
+
+class Rounds:
+    """Nodes of a run; each comes back when it is called, or when its own workers fail: after half a second at most.
+
+    Args:
+        endpoints: for each node.
+        client: to read etcd's own record with.
+        lease_ttl: seconds.
+    """
+
+    def __init__(self, endpoints: Sequence[str], client: EtcdClient, run_id: str, lease_ttl: float) -> None:
+        self.operations: list[Operation] = []
+        self.seats: list[Seat] = []
+        self.answered = [0] * len(endpoints)
+        self.errors: list[BaseException] = []
+        self._client, self._key = client, f"{run_prefix(KEY_PREFIX, run_id)}/decided"
+        self._from = client.get(self._key).revision + 1
+        self._stopping = threading.Event()
+        conf = {"lease_ttl": lease_ttl, "last_call_timeout": 2 * DEADLINE, "join_timeout": 2 * DEADLINE}
+        self._nodes = [Nodes(one, run_id, (2, len(endpoints)), **conf) for one in endpoints]
+        self._threads = [
+            threading.Thread(target=self._agent, args=(number, nodes.one())) for number, nodes in enumerate(self._nodes)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def small(self) -> int:
+        """In how many rounds somebody was missing."""
+        return len({seat.round for seat in list(self.seats) if seat.world < len(self._nodes)})
+
+    def stop(self) -> None:
+        """Whoever waits for a round then has no answer."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        assert not self.errors, self.errors
+
+    def judge(self) -> None:
+        """After `stop`: what the nodes were told fits etcd's own record, in which no number comes twice."""
+        ranks = [(seat.round, seat.rank) for seat in self.seats]
+        assert len(set(ranks)) == len(ranks), "two nodes have one rank"
+        findings = check_reads(self.operations, self._history())
+        assert not findings, findings
+
+    def close(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        for nodes in self._nodes:
+            nodes.end()
+
+    def _history(self) -> History:
+        """Each round, and the revision that it was decided at."""
+        seen = Seen()
+        watch = self._client.watch(Span(self._key), self._from, seen)
+        last = self._client.get(self._key, timeout=DEADLINE).kvs[0].mod_revision
+        decided: list[tuple[int, bytes | None]] = []
+        number, at = 0, 0
+        while at < last:
+            item = seen.next()
+            assert not isinstance(item, Exception), item
+            for event in item.events if isinstance(item, Batch) else ():
+                at, record = event.kv.mod_revision, parse_round(self._key, event.kv.value)
+                assert record.number >= number, "the rounds went back"
+                if record.number > number:
+                    decided.append((at, _of(record)))
+                assert decided[-1][1] == _of(record), "a round was changed"
+                number = record.number
+        watch.cancel()
+        return decided
+
+    def _agent(self, number: int, node: Node) -> None:
+        dice = random.Random(number)
+        try:
+            while not self._stopping.is_set():
+                if not self._joined(spawn(lambda: self._join(node))):
+                    return
+                self.answered[number] += 1
+                fails = time.monotonic() + dice.uniform(0.1, 0.5)
+                while not node.signalled() and time.monotonic() < fails:
+                    self._stopping.wait(LOOK)
+        except Exception as error:  # shown by whoever waits for progress
+            if not self._stopping.is_set():
+                self.errors.append(error)
+
+    def _joined(self, join: Future[None]) -> bool:
+        """Wait for it, or until nobody waits any more."""
+        while not wait([join], LOOK).done:
+            if self._stopping.is_set():
+                return False
+        join.result()
+        return True
+
+    def _join(self, node: Node) -> None:
+        operation = Operation("get", self._key, (), time.monotonic())
+        self.operations.append(operation)
+        seat = node.join().result()
+        operation.told = _told(seat.round, seat.world, seat.address, seat.port)
+        operation.ended = time.monotonic()
+        self.seats.append(seat)
+
+
+def _of(record: Round) -> bytes:
+    return _told(record.number, len(record.seats), record.address, record.port)
+
+
+def _told(number: int, world: int, address: str, port: int) -> bytes:
+    return f"round {number} of {world} at {address}:{port}".encode()
