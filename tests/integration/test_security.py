@@ -6,10 +6,14 @@ import contextlib
 import os
 import queue
 import shutil
+import socket
+import ssl
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,6 +206,51 @@ def test_an_expired_server_certificate_is_a_clear_error(
 ) -> None:
     with SecureServer(authority, days=-1) as server:
         refused_in_time(connect(url(server), ca_cert=authority.cert, cert=node.cert, key=node.key))
+    assert capfd.readouterr() == ("", "")
+
+
+@contextmanager
+def served_by_tls_1_1(issued: Issued) -> Iterator[int]:
+    """The port of a server that knows no newer TLS."""
+    context = old_tls(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(issued.cert, issued.key)
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # it was shut down
+                return
+            with connection, contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True):
+                pass
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def old_tls(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.set_ciphers("ALL:@SECLEVEL=0")  # OpenSSL itself refuses what is so old at all others
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+    return context
+
+
+def test_tls_that_is_too_old_is_a_clear_error(
+    authority: Authority, node: Issued, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with served_by_tls_1_1(authority.issue("old", "DNS:localhost")) as port:
+        lenient = old_tls(ssl.PROTOCOL_TLS_CLIENT)
+        lenient.load_verify_locations(authority.cert)
+        raw = socket.create_connection((LOOPBACK, port))
+        with lenient.wrap_socket(raw, server_hostname="localhost") as old:
+            assert old.version() == "TLSv1.1"
+        refused_in_time(connect(f"https://localhost:{port}", ca_cert=authority.cert, cert=node.cert, key=node.key))
     assert capfd.readouterr() == ("", "")
 
 
