@@ -227,9 +227,11 @@ def served_by_tls_1_1(issued: Issued) -> Iterator[int]:
     with socket.create_server((LOOPBACK, 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def old_tls(protocol: int) -> ssl.SSLContext:
