@@ -41,6 +41,6 @@ def is_anothers(cert: str, key: str) -> bool:
 
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")
-    except ssl.SSLError as error:
-        return error.reason == "KEY_VALUES_MISMATCH"
+    except OSError as error:  # ssl.SSLError too; a file that has gone meanwhile is missed by whoever reads it next
+        return getattr(error, "reason", None) == "KEY_VALUES_MISMATCH"
     return False

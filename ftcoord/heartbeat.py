@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from ftcoord.config import EtcdConfig, whole
 from ftcoord.core.heartbeats import Beat, HeartbeatEvent, Roll, beat_key, encode, heartbeats_prefix, parse
-from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, StateError
+from ftcoord.errors import ClientClosed, ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable, StateError
 from ftcoord.etcd.api import Etcd, KeyValue, Span
 from ftcoord.etcd.feed import Feed
 from ftcoord.etcd.keys import KEY_PREFIX, full_text
@@ -167,6 +167,8 @@ class HeartbeatWatch:
             return news.changes if news else []
         except ClientClosed:
             self._closed.set()
+        except EtcdAuthError:
+            raise
         except EtcdError as error:
             log.debug("the heartbeats cannot be watched for now: %s", error)
             self._closed.wait(RETRY)
@@ -197,7 +199,8 @@ def watch_heartbeats(
         etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
         key_prefix: the `key_prefix` of `rdzv_conf`.
 
-    Raises ConfigError for bad arguments, before any socket is opened.
+    Raises ConfigError for bad arguments, before any socket is opened; iterating raises EtcdAuthError when etcd refuses
+    the login, or has no such permission for the user.
     """
     return HeartbeatWatch(Run.open(run, etcd, key_prefix))
 

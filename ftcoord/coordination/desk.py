@@ -102,7 +102,7 @@ def _parse(line: str, kv: KeyValue) -> Call | None:
     try:
         body = json.loads(kv.value)
         return Call(line, str(body["id"]), body, time.monotonic() + float(body["timeout"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         log.warning("etcd key %r is no call of ftcoord's and is ignored: %r", kv.key, error)
         return None
 

@@ -65,12 +65,13 @@ class Gathering:
             all_there, self._there = self._there, {}
         return future, lambda: self._conclude(all_there, ask)
 
-    def leave(self, rank: int, future: Future[Quorum]) -> None:
-        """A rank gave up."""
+    def leave(self, rank: int, future: Future[Quorum]) -> bool:
+        """A rank gave up, whether the others ask for it already or not."""
         with self._lock:
             there = self._there.get(rank)
             if there is not None and there[1] is future:
                 del self._there[rank]
+        return True
 
     def _conclude(self, all_there: Mapping[int, tuple[Ask, Future[Quorum]]], last: Ask) -> None:
         futures = [future for _, future in all_there.values()]
@@ -122,20 +123,21 @@ class Polling:
                 self._waiting[rank] = (newest, future)
                 self._votes[rank] = Vote(newest.step, newest.attempt, self._votes[rank].yes)
 
-    def leave(self, rank: int, future: Future[bool]) -> None:
-        """A rank gave up: its vote does not count any more."""
+    def leave(self, rank: int, future: Future[bool]) -> bool:
+        """A rank gave up: its vote does not count any more. False if it has counted, and the outcome is at hand."""
         with self._lock:
             waiting = self._waiting.get(rank)
-            if waiting is not None and waiting[1] is future:
-                del self._waiting[rank], self._votes[rank]
+            if waiting is None or waiting[1] is not future:
+                return False
+            del self._waiting[rank], self._votes[rank]
+            return True
 
 
-def outcome(future: Future[T], timeout: float, give_up: Callable[[], None]) -> T:
-    """What a rank is told. After `timeout` seconds it gives up, and TimeoutError is raised."""
+def outcome(future: Future[T], timeout: float, give_up: Callable[[], bool]) -> T:
+    """What a rank is told. After `timeout` seconds it gives up, if it can, and TimeoutError is raised."""
     try:
         return future.result(timeout)
     except FutureTimeout:
-        if future.done():  # it ended with a TimeoutError of its own
-            raise
-        give_up()
+        if future.done() or not give_up():
+            return future.result()  # perhaps a TimeoutError of its own
         raise TimeoutError("the other ranks did not come in time") from None

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -21,15 +21,16 @@ from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_result
-from ftcoord.coordination.desk import Call, Caller, Desk, put_all
+from ftcoord.coordination.desk import Call, Caller, Desk
 from ftcoord.coordination.group import Ask, Cast, Gathering, Polling, outcome
+from ftcoord.coordination.notices import Notices
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import encode, parse_quorum
-from ftcoord.errors import EtcdError, LeaseLost
-from ftcoord.etcd.api import Get, Put, Span
+from ftcoord.errors import EtcdError
+from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.understudy import Understudy
 
@@ -92,9 +93,8 @@ class ManagerServer:
         self._announced = 0
         self._gathering = Gathering(self._world_size, self._ask)
         self._polling = Polling(self._world_size)
-        self._publishing = threading.Lock()
-        self._published: dict[str, tuple[int, str]] = {}
-        self._remote: dict[str, Future[Any]] = {}
+        self._notices = Notices(self._etcd, self._prefix, self._replica, self._closed)
+        self._remote: dict[str, Callable[[], object]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-manager")
         self._replies = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-replies")
         self._begin(patience, interval if job.heartbeat_timeout < LEASE_FLOOR else None)
@@ -138,8 +138,9 @@ class ManagerServer:
             with torchft_errors():
                 deadline = time.monotonic() + patience
                 self._replica.beat(deadline)
-                self._publish({"server": ""}, deadline)
+                self._notices.put({"server": ""}, deadline)
         except (TimeoutError, RuntimeError) as error:
+            self._replica.leave(LEAVE_TIMEOUT)
             self._etcd.close()
             raise RuntimeError(f"failed to join the job at {self._job}: {error}") from error
         self._desk = Desk(self._etcd, self._prefix, self._hear)
@@ -150,20 +151,21 @@ class ManagerServer:
         """Send beats, if that is how it lives; and come back when its lease is lost, also while no rank asks."""
         timeout = PATIENCE if beat_interval is None else beat_interval
         while not self._closed.is_set():
-            self._replica.await_loss(beat_interval)
+            if self._notices.current:
+                self._replica.await_loss(beat_interval)
             if self._closed.is_set():
                 return
             deadline = time.monotonic() + timeout
             try:
                 self._replica.beat(deadline)
-                self._publish({}, deadline)
+                self._notices.put({}, deadline)
             except (TimeoutError, EtcdError) as error:
                 log.info("a heartbeat was not sent: %s", error)
                 self._closed.wait(timeout)
 
     def _ask(self, asks: Mapping[int, Ask], last: Ask) -> Quorum:
         deadline = time.monotonic() + last.timeout
-        self._publish({f"metadata/{rank}": ask.metadata for rank, ask in asks.items()}, deadline)
+        self._notices.put({f"metadata/{rank}": ask.metadata for rank, ask in asks.items()}, deadline)
         request = Request(
             self._id,
             self.address(),
@@ -177,32 +179,14 @@ class ManagerServer:
         )
         return self._replica.ask(request, deadline)
 
-    def _publish(self, texts: Mapping[str, str], deadline: float) -> None:
-        """What others read of it, under its lease; mostly the same as before, and then nothing is written."""
-        with self._publishing:
-            while not self._closed.is_set():
-                lease = self._replica.lease
-                wanted = {key: text for key, (_, text) in self._published.items()} | dict(texts)
-                new = {key: (lease, text) for key, text in wanted.items() if self._published.get(key) != (lease, text)}
-                try:
-                    if new:
-                        puts = [Put(f"{self._prefix}/{key}", text.encode(), lease) for key, (_, text) in new.items()]
-                        put_all(self._etcd, puts, deadline)
-                    self._published.update(new)
-                    return
-                except LeaseLost:
-                    self._replica.beat(deadline)
-
     # -- ranks in other processes -------------------------------------------------------------------------------
 
     def _hear(self, line: str, call: Call | None) -> None:
         """Raises StateError for a call that is not ours; it is then left alone."""
-        kind, _, rank = line.partition("-")
-        gone = self._remote.pop(line, None)
-        if gone is not None and kind == QUORUM:
-            self._gathering.leave(int(rank), gone)
-        elif gone is not None:
-            self._polling.leave(int(rank), gone)
+        kind = line.partition("-")[0]
+        leave = self._remote.pop(line, None)
+        if leave is not None:
+            leave()
         if call is None:
             return
         if kind == KILL:
@@ -212,19 +196,20 @@ class ManagerServer:
         else:
             cast = call.read(Cast)
             future = self._polling.cast(cast.rank, cast.step, cast.yes)
-            self._remote[line] = future
+            self._remote[line] = lambda: self._polling.leave(cast.rank, future)
             future.add_done_callback(lambda done: self._replies.submit(self._reply, call, {"yes": done.result()}))
 
     def _hear_ask(self, line: str, call: Call) -> None:
-        future, conclude = self._gathering.join(call.read(Ask))
-        self._remote[line] = future
+        ask = call.read(Ask)
+        future, conclude = self._gathering.join(ask)
+        self._remote[line] = lambda: self._gathering.leave(ask.rank, future)
         future.add_done_callback(lambda done: self._replies.submit(self._reply, call, _body(done)))
         if conclude is not None:
             self._threads.submit(conclude)
 
     def _reply(self, call: Call, body: Mapping[str, Any]) -> None:
         try:
-            self._desk.answer(call, body, self._replica.lease)
+            self._notices.under_lease(lambda lease: self._desk.answer(call, body, lease), call.deadline)
         except (TimeoutError, EtcdError) as error:
             log.warning("a rank was not answered: %s", error)
 

@@ -128,8 +128,10 @@ class Observer:
         if self._on_lost is None or self._current is None:
             return
         for seat in self._current.seats:
-            gone = self._members + seat.member not in alive
-            if gone and seat.member not in self._told_lost:
+            key = self._members + seat.member
+            if key in alive or seat.member in self._told_lost:
+                continue
+            if self._etcd.get(key).one is None:  # else it is so new that its own watch has not told of it yet
                 self._told_lost.add(seat.member)
                 self._on_lost(seat.request.replica_id)
 

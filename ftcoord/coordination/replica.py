@@ -73,7 +73,8 @@ class Replica:
         self._member: Membership[Quorum] | None = None
         self._ids: set[str] = set()
         self._petition = Petition(Request(replica_id, "", "", 0, 0, False, "", 0, ()), 0, 0, 0)
-        self._asked = 0
+        self._asked = self._answered = 0
+        self._highest = 0
         self._entered_after = 0
         self._left = False
         self._waiting = 0
@@ -105,13 +106,15 @@ class Replica:
         gone = gone or threading.Event()
         with self._changed:
             self._waiting += 1
+        answered = False
         try:
             asked = self._put(request, deadline, gone)
-            return self._await(asked, deadline, gone)
-        except TimeoutError:
-            self._withdraw()
-            raise
+            quorum = self._await(asked, deadline, gone)
+            answered = self._is_seated(quorum)
+            return quorum
         finally:
+            if not answered:
+                self._withdraw()
             self._rest()
 
     def beat(self, deadline: float) -> None:
@@ -166,7 +169,7 @@ class Replica:
     def _put(self, request: Request, deadline: float, gone: threading.Event) -> int:
         with self._turn(deadline):
             self._asked += 1
-            self._petition = Petition(request, self._asked, self._knows(), self._petition.beat)
+            self._petition = Petition(request, self._asked, 0, self._petition.beat)
             self._renew_rank()
             self._insist(self._write, deadline, gone)
             return self._asked
@@ -205,9 +208,11 @@ class Replica:
     def _write(self) -> None:
         self._enter(self._live())
 
-    def _enter(self, member: Membership[Quorum]) -> None:
+    def _enter(self, member: Membership[Quorum], timeout: float | None = None) -> None:
+        """Put what it asks, if that is open still: what was answered is no request, also of a new member's."""
         first = not member.entered
-        member.enter(encode(self._petition))
+        asked = self._petition.asked if self._petition.asked > self._answered else 0
+        member.enter(encode(replace(self._petition, asked=asked, after=self._knows())), timeout)
         if first:
             self._entered_after = member.record.number if member.record else 0
 
@@ -254,16 +259,19 @@ class Replica:
             self._understudy.drop(int(member.id, 16))
 
     def _withdraw(self) -> None:
-        """A caller that gave up does not ask any more."""
-        member = self._member
+        """Nobody asks any more, unless there is another caller of the same replica."""
+        with self._changed:
+            if self._waiting > 1:
+                return
+            self._answered = self._asked
+            member = self._member
         if member is None or member.lost or not self._writing.acquire(timeout=WITHDRAW_TIMEOUT):
             return
         try:
-            if self._waiting > 1:  # another caller of the same replica still asks
-                return
-            self._petition = replace(self._petition, asked=0, beat=self._petition.beat + 1)
-            with contextlib.suppress(EtcdError):
-                member.enter(encode(self._petition), WITHDRAW_TIMEOUT)
+            self._petition = replace(self._petition, beat=self._petition.beat + 1)
+            self._enter(member, WITHDRAW_TIMEOUT)
+        except EtcdError as error:
+            log.info("a request of replica %s was not taken back: %s", self.replica_id, error)
         finally:
             self._writing.release()
 
@@ -285,9 +293,10 @@ class Replica:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _knows(self) -> int:
-        """The highest quorum id that this replica knows of."""
+        """The highest quorum id that this replica knows of, also when etcd has forgotten it."""
         quorum = self.quorum
-        return max(self._petition.after, quorum.id if quorum else 0)
+        self._highest = max(self._highest, quorum.id if quorum else 0)
+        return self._highest
 
     def _await(self, asked: int, deadline: float, gone: threading.Event) -> Quorum:
         hurry_at = time.monotonic() + IMPATIENCE
@@ -299,6 +308,8 @@ class Replica:
                 if member.problem is not None:
                     raise member.problem
                 if member.record is not None and self._is_answered(member.record, asked):
+                    self._answered = max(self._answered, asked)
+                    self._knows()
                     return member.record
                 missed = member.record is not None and self._was_missed(member.record, asked)
                 # A quorum of before it asked, of which it was only told now.
@@ -323,6 +334,11 @@ class Replica:
 
     def _is_answered(self, quorum: Quorum, asked: int) -> bool:
         return any(seat.member in self._ids and seat.asked >= asked for seat in quorum.seats)
+
+    def _is_seated(self, quorum: Quorum) -> bool:
+        """Whether it was answered as the member that it is now: an older one's seat leaves this one's request open."""
+        member = self._member
+        return member is None or quorum.seat_of(member.id) is not None
 
     def _was_missed(self, quorum: Quorum, asked: int) -> bool:
         """Whether the quorum that answered this was replaced before it was seen here."""

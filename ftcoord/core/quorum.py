@@ -61,7 +61,7 @@ class Replica:
     Args:
         member: the member id, which is its lease.
         request: what it asks, or asked last.
-        asked: which of the member's requests that is, never 0 and never the same twice; 0 while it does not ask.
+        asked: which of the member's requests that is, 1, 2, ...; 0 while it does not ask.
         after: the highest quorum id that it knows of; 0 for none.
         joined: when it was first seen asking that; means nothing while it does not ask.
     """
@@ -201,7 +201,7 @@ def decide(
 
 def _poll(replicas: Sequence[Replica], answered: Mapping[str, int], before: set[str]) -> _Poll:
     newest = {one.request.replica_id: one for one in replicas}
-    asking = {name: one for name, one in newest.items() if one.asked and answered.get(one.member) != one.asked}
+    asking = {name: one for name, one in newest.items() if one.asked > answered.get(one.member, 0)}
     shrink_only = any(one.request.shrink_only for one in asking.values())
     eligible = [one for name, one in asking.items() if not (shrink_only and before) or name in before]
     return _Poll(len(newest), asking, eligible, shrink_only)
@@ -229,7 +229,7 @@ def _conclude(chosen: Iterable[Replica], members: Sequence[Replica], previous: Q
     ordered = sorted(chosen, key=lambda one: one.request.replica_id)
     seats = tuple(Seat(one.member, one.asked, one.request) for one in ordered)
     idle = tuple(
-        Answered(one.member, one.asked) for one in members if one.asked and answered.get(one.member) == one.asked
+        Answered(one.member, answered[one.member]) for one in members if 0 < one.asked <= answered.get(one.member, 0)
     )
     number = previous.number + 1 if previous else 1
     return Quorum(number, _id_of(seats, members, previous), seats, idle, created)

@@ -32,7 +32,7 @@ class Follower:
     def __init__(self, etcd: Etcd, spans: Sequence[Span], tell: Callable[..., None], name: str) -> None:
         self._inbox: queue.SimpleQueue[tuple[Mirror, Posted] | None] = queue.SimpleQueue()
         self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]
-        self._tell = tell
+        self._tell, self._said = tell, ""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -53,7 +53,9 @@ class Follower:
             except queue.Empty:
                 pass
             except EtcdError as error:
-                log.debug("%s: %s", self._thread.name, error)
+                self._say(error)
+                timeout = RETRY
+                continue
             timeout = self._settle()
         for mirror in self._mirrors:
             mirror.close()
@@ -67,6 +69,13 @@ class Follower:
             if all(mirror.synced for mirror in self._mirrors):
                 self._tell(*self._mirrors)
         except (EtcdError, StateError) as error:
-            log.warning("%s cannot go on for now: %s", self._thread.name, error)
+            self._say(error)
             return RETRY
+        self._said = ""
         return None
+
+    def _say(self, error: Exception) -> None:
+        """Warn, but not of the same thing again and again."""
+        if str(error) != self._said:
+            self._said = str(error)
+            log.warning("%s cannot go on for now: %s", self._thread.name, error)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from ftcoord.errors import EtcdError, LeaseLost, StateError
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Began, Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
 from ftcoord.etcd.deciding import Policy, Publish, View, Wait
 from ftcoord.etcd.mirror import Mirror, Posted
@@ -194,8 +194,11 @@ class Group:
                 self._say(f"a lease is gone: {error}")
                 self._drop_record_lease()
                 until = self._clock() + RETRY
-            except (EtcdError, StateError) as error:
+            except (EtcdUnavailable, OutcomeUnknown) as error:
                 self._say(f"cannot go on for now: {error}")
+                until = self._clock() + RETRY
+            except (EtcdError, StateError) as error:  # nobody may ever decide, until somebody sees to that
+                self._say(f"cannot go on: {error}", logging.WARNING)
                 until = self._clock() + RETRY
 
     def _take(self, until: float | None) -> None:
@@ -326,7 +329,7 @@ class Group:
             raise self._unreadable
         in_order = tuple(sorted(filter(_is_member, members.kvs.values()), key=lambda kv: kv.create_revision))
         if all(kv.key != self.key for kv in in_order):
-            self.check()
+            self._begun += 1  # the next step puts it back, if it is gone
             return self._clock() + RETRY
         seen = {key: at for key, (_, at) in self._seen.items()}
         vanished = self._known is not None and self._decided.one is None
@@ -367,11 +370,11 @@ class Group:
             self._record_lease = KeptLease(self._etcd, self._etcd.grant(self._record_ttl), now)
         return self._record_lease.id
 
-    def _say(self, reason: str) -> None:
+    def _say(self, reason: str, level: int = logging.DEBUG) -> None:
         """Log the reason only when it changes."""
         if reason != self._said:
             self._said = reason
-            log.debug("%s: %s", self.id, reason)
+            log.log(level, "member %s of %s: %s", self.id, self._decided.span.start.rpartition("/")[0], reason)
 
 
 def _is_member(kv: KeyValue) -> bool:

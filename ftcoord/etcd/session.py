@@ -74,8 +74,9 @@ class Keeper:
 
     def _start(self) -> None:
         if self._thread is None and self._due:
-            self._thread = threading.Thread(target=self._run, name="ftcoord-leases", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="ftcoord-leases", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ftcoord import files
 from ftcoord.config import Endpoint, EtcdConfig, Tls
-from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError
+from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd import faults, wire
 from ftcoord.etcd.identity import Identity
 from ftcoord.etcd.patience import repeat
@@ -247,6 +247,11 @@ class Transport:
             if not self.closed.is_set():
                 raise
             raise ClientClosed(CLOSED) from error
+        except RuntimeError as error:
+            kind = OutcomeUnknown if write else EtcdUnavailable
+            raise kind(
+                f"gRPC could not call etcd: {error}; may this process start no more threads (ulimit -u)?"
+            ) from error
         finally:
             self._threads.leave()
 

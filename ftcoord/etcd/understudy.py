@@ -33,7 +33,7 @@ class Understudy:
         self._config = config
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._leases: set[int] = set()
+        self._leases: dict[int, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -55,7 +55,7 @@ class Understudy:
                 return
             if self._process is None:
                 self._start()
-            self._leases.add(lease_id)
+            self._leases[lease_id] = ttl
             self._send(f"keep {lease_id:x} {ttl}")
 
     def drop(self, lease_id: int) -> None:
@@ -63,7 +63,7 @@ class Understudy:
         with self._lock:
             if os.getpid() != self._pid or lease_id not in self._leases:
                 return
-            self._leases.remove(lease_id)
+            del self._leases[lease_id]
             self._send(f"drop {lease_id:x}")
             if not self._leases:
                 self._end()
@@ -83,6 +83,8 @@ class Understudy:
             log.warning("no process could be started to renew leases while this one is busy: %s", error)
             return
         self._send(config_text(self._config))
+        for lease_id, ttl in list(self._leases.items()):  # of one that has ended
+            self._send(f"keep {lease_id:x} {ttl}")
 
     def _end(self) -> None:
         process, self._process = self._process, None

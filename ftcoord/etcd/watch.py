@@ -72,14 +72,17 @@ class WatchHub:
         """Start watching; `deliver` is called on the hub's thread. Raises EtcdUnavailable when the client is closed."""
         self._transport.member()
         with self._lock:
+            if self._transport.closed.is_set():
+                raise ClientClosed(CLOSED)
             self._last_id += 1
             watcher = Watcher(self, self._last_id, span, start_revision, deliver, deletes_only)
             self._watchers[watcher.id] = watcher
             if self._stream is not None:
                 self._stream.send(_create(watcher))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ftcoord-watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="ftcoord-watch", daemon=True)
+                thread.start()
+                self._thread = thread
         return watcher
 
     def remove(self, watcher: Watcher) -> None:

@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final, NoReturn
 
 import tenacity
@@ -38,13 +37,12 @@ from torch.distributed.elastic.rendezvous.api import (
 from ftcoord.core import records
 from ftcoord.core.records import Ask, Round
 from ftcoord.core.rendezvous import Options
-from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Get, KeyValue, Span
+from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.membership import Membership
 from ftcoord.etcd.server import EtcdServer
-from ftcoord.etcd.settle import amend
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
+from ftcoord.rendezvous.decided import Decided
 from ftcoord.rendezvous.policy import RendezvousPolicy
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions
@@ -80,13 +78,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if server is not None:
             self._ends.callback(server.stop)
         self._ends.callback(etcd.close)
-        self._decided_key = f"{settings.prefix}/decided"
+        self._decided = Decided(etcd, settings)
         self._address = own_address(settings.local_addr, etcd.config)
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
         self._node = uuid.uuid4().hex
         self._changed = threading.Condition()
         self._member: Membership[Round] | None = None
         self._round: Round | None = None
+        self._deadline = 0.0
+        self._was_spare = False
         self._store: EtcdStore | None = None
         self._tcp_store: TCPStore | None = None
         self._left = False
@@ -143,15 +143,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return count
 
     def is_closed(self) -> bool:
-        """Whether the run is over; from memory once this node knows of a round."""
+        """Whether the run is over; from memory once this node knows of a round, as long as it has its lease."""
         with self._recorded("is_closed"):
-            known = (self._member.record if self._member else None) or self._read_round()
+            member = self._member
+            known = (member.record if member and not member.lost else None) or self._decided.read()
         return known is not None and bool(known.closed)
 
     def set_closed(self) -> None:
         """End the run for all nodes. Raises RendezvousConnectionError after `close_timeout` seconds."""
         with self._recorded("set_closed"):
-            self._close(f"closed by {self.host}")
+            self._decided.close(f"closed by {self.host}")
 
     def shutdown(self) -> bool:
         """Leave, and close the run if this node's workers are done or have used up their restarts.
@@ -163,7 +164,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         error = sys.exc_info()[1]
         try:
             if error is None or isinstance(error, ChildFailedError):
-                self._close(f"{self.host} {'finished' if error is None else 'failed'}")
+                self._decided.close(f"{self.host} {'finished' if error is None else 'failed'}")
         except RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
@@ -191,24 +192,28 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._refuse_when_left()
         self._end_round()
         after = self._round.number if self._round else 0
-        deadline = time.monotonic() + self._settings.join_timeout
+        self._was_spare = False
+        self._extend()
         while True:
             reservation = Reservation(self._address)
             try:
-                member = self._enter(reservation.port, after, deadline)
-                round_ = self._await_round(member, after, deadline)
-                if round_ is not None and not round_.recalled:
+                member = self._enter(reservation.port, after)
+                round_ = self._await_round(member, after)
+                if round_ is not None and not round_.recalled and round_.rank_of(member.id) is not None:
                     return round_, self._begin_round(member, round_, reservation)
                 after = round_.number if round_ else after
             finally:
                 reservation.release()
 
-    def _enter(self, port: int, after: int, deadline: float) -> Membership[Round]:
+    def _extend(self) -> None:
+        self._deadline = time.monotonic() + self._settings.join_timeout
+
+    def _enter(self, port: int, after: int) -> Membership[Round]:
         """Ask for a round, as a new incarnation if the last one lost its lease."""
         ask = Ask(self._node, self._address, port, after, self.host, uuid.uuid4().hex)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_TRANSIENT) & tenacity.retry_if_not_exception_type(ClientClosed),
-            stop=tenacity.stop_after_delay(max(deadline - time.monotonic(), 0)),
+            stop=tenacity.stop_after_delay(max(self._deadline - time.monotonic(), 0)),
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=2.0),
             reraise=True,
         )
@@ -244,25 +249,27 @@ class EtcdRendezvousHandler(RendezvousHandler):
         )
         return self._member
 
-    def _await_round(self, member: Membership[Round], after: int, deadline: float) -> Round | None:
-        """The next round that has a seat for us; None when the lease was lost meanwhile."""
+    def _await_round(self, member: Membership[Round], after: int) -> Round | None:
+        """The next round that has a seat for us, or had one in a round before it that was not seen here; None when the
+        lease was lost meanwhile."""
         with self._changed:
             first_look = True
             check_at = time.monotonic() + CHECK
             while not member.lost:
                 self._refuse_when_left()
-                found = self._judge(member, after, late=first_look)
+                found = self._judge(member, after, late=first_look and not self._was_spare)
                 if found is not None:
                     return found
                 first_look = False
                 if self._is_spare(member):
-                    deadline = time.monotonic() + self._settings.join_timeout
-                elif time.monotonic() >= deadline:
+                    self._was_spare = True
+                    self._extend()
+                elif time.monotonic() >= self._deadline:
                     self._give_up()
                 if time.monotonic() >= check_at:
                     check_at += CHECK
                     member.check()
-                self._changed.wait(min(max(deadline - time.monotonic(), 0), HEED))
+                self._changed.wait(min(max(self._deadline - time.monotonic(), 0), HEED))
         return None
 
     def _refuse_when_left(self) -> None:
@@ -277,7 +284,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             return None
         if now.closed:
             self._raise_closed(now, spare=not late and bool(now.seats) and now.rank_of(member.id) is None)
-        return now if now.number > after and now.rank_of(member.id) is not None else None
+        return now if now.last_seat_of(member.id) > after else None
 
     def _is_spare(self, member: Membership[Round]) -> bool:
         """Others run without us: we may wait for ever."""
@@ -330,28 +337,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._store.close()
         self._store = self._tcp_store = None
 
-    # -- closing ------------------------------------------------------------------------------------------------
-
-    def _close(self, reason: str) -> None:
-        def closed(kv: KeyValue | None) -> bytes | None:
-            now = records.parse_round(kv.key, kv.value) if kv else records.NO_ROUND
-            return None if now.closed else records.encode(replace(now, closed=reason, by=uuid.uuid4().hex))
-
-        try:
-            amend(self._etcd, self._decided_key, self._settings.run_ttl, closed, self._settings.close_timeout)
-        except StateError as error:
-            raise RendezvousStateError(str(error)) from error
-        except EtcdError as error:
-            raise RendezvousConnectionError(f"run {self._settings.run_id!r} could not be closed: {error}") from error
-
-    def _read_round(self) -> Round | None:
-        try:
-            kv = self._etcd.range(Get(Span(self._decided_key))).one
-            return records.parse_round(kv.key, kv.value) if kv else None
-        except StateError as error:
-            raise RendezvousStateError(str(error)) from error
-        except EtcdError as error:
-            raise RendezvousConnectionError(str(error)) from error
+    # -- the end ------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Give everything up: at the end, and when the process ends on a signal, which skips `shutdown()`."""
@@ -391,9 +377,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
 def _call_back(member: Membership[Round], mine: Round) -> tuple[int, str]:
     """How many nodes wait for a participant of `mine` to come back for another round, and why; 0 if none."""
     now = member.record
+    if now is not None and now.closed:
+        return 0, ""
     if member.lost:
         return 1, "this node's lease expired"
-    if now is None or now.closed:
+    if now is None:
         return 0, ""
     if now.number != mine.number:
         return 1, f"round {now.number} was formed without this node"

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Final
 
 from torch.distributed import Store, register_rendezvous_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
+from ftcoord.config import EtcdConfig
 from ftcoord.rendezvous.create import connect
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 from ftcoord.rendezvous.url import SCHEMES, parse_url
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 _registered: set[str] = set()
+_here: dict[tuple[EtcdConfig, str], _Handler] = {}
+"""Who has a seat in which run, of this process: one that takes part again gives up the one that it had."""
 
 
 def register_init_methods() -> None:
@@ -43,16 +47,19 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
     """One world. Raises ConfigError before any socket is opened, and what `next_rendezvous` raises."""
     asked = parse_url(url, timeout.total_seconds())
     assert asked.settings.etcd is not None
+    run = (asked.settings.etcd, asked.settings.prefix)
+    if before := _here.pop(run, None):
+        before.leave()
     handler = _Handler(asked.settings, connect(asked.settings.etcd))
-    info = handler.next_rendezvous()
-    info.store.set_timeout(timeout)
-    rank = info.rank if asked.rank is None else asked.rank
-    if asked.rank is not None:
-        try:
+    with ExitStack() as undo:
+        undo.callback(handler.leave)  # else it would keep its seat, and whoever tries again find the world full
+        info = handler.next_rendezvous()
+        info.store.set_timeout(timeout)
+        rank = info.rank if asked.rank is None else asked.rank
+        if asked.rank is not None:
             _claim(info.store, asked.rank, handler.host)
-        except RendezvousStateError:
-            handler.shutdown()
-            raise
+        undo.pop_all()
+    _here[run] = handler
     yield info.store, rank, info.world_size
     raise RendezvousStateError("this world is decided for good: start the process again to take part in another one")
 
@@ -61,6 +68,10 @@ class _Handler(EtcdRendezvousHandler):
     """Ends with its process; nobody asks it for a TCPStore."""
 
     use_agent_store = False
+
+    def leave(self) -> None:
+        """Give the seat up, and leave the run to the others."""
+        self._leave()
 
 
 def _claim(store: Store, rank: int, host: str) -> None:

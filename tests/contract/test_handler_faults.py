@@ -7,7 +7,20 @@ import time
 
 import pytest
 from helpers import DEADLINE, eventually
-from rdzv_nodes import MakeNodes, Node, NodeProcess, all_join, all_signalled, join_all, keys_under, processes, seats_of
+from late import Late
+from rdzv_nodes import (
+    MakeNodes,
+    Node,
+    NodeProcess,
+    all_join,
+    all_signalled,
+    join_all,
+    join_as_agents,
+    keys_under,
+    processes,
+    seats_of,
+    spawn,
+)
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
 from ftcoord.etcd.api import Span
@@ -17,6 +30,31 @@ from ftcoord.rendezvous import handler as handler_module
 
 LONG_TTL = 600
 """Seconds; a lease that outlives the test, so that only giving it up can end it."""
+
+
+# -- a view that lags --------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
+    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had one, and the round was recalled and another formed without it, before it heard of any of that."""
+    run = make_nodes(1, 3, last_call_timeout=2)
+    first = run.one()
+    monkeypatch.setattr("ftcoord.rendezvous.create.EtcdClient", Late)
+    late = run.one()
+    news = late.handler._etcd
+    assert isinstance(news, Late)
+    join_as_agents([first, late], [first.join(), late.join()])
+    before = first.handler._round.number
+    news.hold()
+    waiting = late.join()
+    all_signalled([first])
+    assert first.join().result(DEADLINE).world == 2  # the round that the other one misses
+    alone = first.join().result(DEADLINE)  # its workers failed
+    assert (alone.round, alone.world) == (before + 2, 1)
+    news.release_the_last()
+    assert join_as_agents([first, late], [spawn(lambda: alone), waiting])[0].round > alone.round
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------

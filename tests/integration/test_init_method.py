@@ -98,6 +98,19 @@ def test_a_run_that_is_started_again_meets_nothing_of_its_former_life(etcd: Etcd
     eventually(lambda: not keys_under(client, "/ftcoord/v1/again/"), what="its keys expire")
 
 
+def test_processes_that_live_on_meet_again(etcd: EtcdServer) -> None:
+    """destroy_process_group(), and init_process_group() with the same URL."""
+    url = f"etcd://{etcd.get_endpoint()}/once-more"
+    with world([url, 0, 2], [url, 1, 2]) as processes:
+        assert told(processes) == expected(2)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert told(processes) == expected(2)
+        end(processes)
+
+
 def test_one_rank_for_two_is_refused(etcd: EtcdServer) -> None:
     url = f"etcd://{etcd.get_endpoint()}/twice"
     with world([url, 0, 2], [url, 0, 2]) as processes:

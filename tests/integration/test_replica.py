@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from helpers import DEADLINE, eventually
+from late import Late
 
 from ftcoord import EtcdServer
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum import Quorum, Request
-from ftcoord.core.quorum_records import parse_petition
-from ftcoord.etcd.api import Get, Span, Watch, WatchItem
+from ftcoord.core.quorum_records import Petition, parse_petition
+from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 
 REQUEST = Request("x", "", "", 0, 1, False, "", 0, ())
@@ -41,10 +42,15 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def requests(client: EtcdClient, job: Job) -> list[int]:
-    """What each member asks."""
+def petitions(client: EtcdClient, job: Job) -> dict[int, Petition]:
+    """What each member asks, by its lease."""
     kvs = client.range(Get(Span(f"{job.prefix}/members/", is_prefix=True))).kvs
-    return [parse_petition(kv.key, kv.value).asked for kv in kvs]
+    return {kv.lease: parse_petition(kv.key, kv.value) for kv in kvs}
+
+
+def requests(client: EtcdClient, job: Job) -> list[int]:
+    """Which of its requests each member makes."""
+    return [one.asked for one in petitions(client, job).values()]
 
 
 def test_a_caller_that_is_gone_does_not_ask(
@@ -106,35 +112,6 @@ def test_who_is_abandoned_lives_until_its_lease_ends(client: EtcdClient, job: Jo
     eventually(lambda: requests(client, job) == [], "the lease expires")
 
 
-class Late(EtcdClient):
-    """Hears of nothing between `hold()` and `release()`; its requests are answered at once."""
-
-    def __init__(self, config: EtcdConfig) -> None:
-        super().__init__(config)
-        self._turn = threading.Lock()
-        self._held: list[Callable[[], None]] | None = None
-
-    def hold(self) -> None:
-        with self._turn:
-            self._held = []
-
-    def release(self) -> None:
-        with self._turn:
-            held, self._held = self._held or [], None
-            for deliver in held:
-                deliver()
-
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
-        def late(item: WatchItem) -> None:
-            with self._turn:
-                if self._held is None:
-                    deliver(item)
-                else:
-                    self._held.append(lambda: deliver(item))
-
-        return super().watch(span, start_revision, late, **how)
-
-
 def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
     etcd: EtcdServer, client: EtcdClient, job: Job, threads: ThreadPoolExecutor
 ) -> None:
@@ -162,3 +139,38 @@ def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
         finally:
             for one in (peer, here, there):
                 one.leave(DEADLINE)
+
+
+def test_who_comes_back_after_its_lease_asks_for_nothing_that_was_answered(
+    client: EtcdClient, job: Job, replica: Replica, threads: ThreadPoolExecutor
+) -> None:
+    """Else the others would get a quorum with it, and wait for one that is not there. And it knows which ids were."""
+    peer = Replica(client, job, "y", kept=True)
+    try:
+        other = threads.submit(peer.ask, replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
+        quorum = replica.ask(REQUEST, time.monotonic() + DEADLINE)
+        assert other.result(DEADLINE) == quorum
+        lost = replica.lease
+        client.revoke(lost)
+        replica.beat(time.monotonic() + DEADLINE)
+        assert replica.lease != lost
+        back = petitions(client, job)[replica.lease]
+        assert (back.asked, back.after) == (0, quorum.id)
+    finally:
+        peer.leave(DEADLINE)
+
+
+def test_who_lost_its_lease_while_it_asks_asks_again(
+    client: EtcdClient, job: Job, replica: Replica, threads: ThreadPoolExecutor
+) -> None:
+    call = threads.submit(replica.ask, REQUEST, time.monotonic() + DEADLINE)
+    eventually(lambda: requests(client, job) == [1], "it asks")
+    lost = replica.lease
+    client.revoke(lost)
+    eventually(lambda: [one.asked for lease, one in petitions(client, job).items() if lease != lost] == [1], "it asks")
+    peer = Replica(client, job, "y", kept=True)
+    try:
+        quorum = peer.ask(replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
+        assert call.result(DEADLINE) == quorum
+    finally:
+        peer.leave(DEADLINE)

@@ -20,7 +20,36 @@ LIMIT = 900.0
 """Seconds for one module, on a machine that is busy with other things."""
 
 
-@pytest.mark.timeout(LIMIT + 60)
+TIMED = "upscale"
+"""In the names of tests that end only if three replicas come within torchft's join time-out, which is 100 ms there: by
+its rule a quorum is decided without a later one, which then waits for two that have finished. They get another try."""
+TRIES = 3
+
+
+def run(directory: Path, module: str, endpoint: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """pytest on a module of torchft's, on ours; it leaves its report in the directory."""
+    source = str(Path(str(ftcoord.__file__)).parent.parent)
+    fixed = ("-p", "no:cacheprovider", "--junit-xml=report.xml", f"--rootdir={directory}", *options)
+    return subprocess.run(
+        [sys.executable, "-m", "ftcoord.torchft", "-m", "pytest", *fixed, "--pyargs", f"torchft.{module}"],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": source, "FTCOORD_ENDPOINTS": endpoint, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def outcomes(directory: Path) -> tuple[int, set[str]]:
+    """How many tests passed, and which ones did not, by the report."""
+    cases = list(ElementTree.parse(directory / "report.xml").getroot().iter("testcase"))
+    bad = {case.attrib["name"] for case in cases if case.find("failure") is not None or case.find("error") is not None}
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return len(cases) - skipped - len(bad), bad
+
+
+@pytest.mark.timeout(TRIES * LIMIT + 60)
 @pytest.mark.parametrize(
     ("module", "known"),
     [
@@ -33,19 +62,13 @@ LIMIT = 900.0
 )
 def test_of_torchft(etcd: EtcdServer, tmp_path: Path, module: str, known: int) -> None:
     """As many tests as are in torchft 0.2.0; what needs a GPU is skipped there, and does not count."""
-    source = str(Path(str(ftcoord.__file__)).parent.parent)
-    options = ("-p", "no:cacheprovider", "--junit-xml=report.xml", f"--rootdir={tmp_path}")
-    done = subprocess.run(
-        [sys.executable, "-m", "ftcoord.torchft", "-m", "pytest", *options, "--pyargs", f"torchft.{module}"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": source, "FTCOORD_ENDPOINTS": etcd.get_endpoint(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    done = run(tmp_path, module, etcd.get_endpoint())
+    passed, bad = outcomes(tmp_path)
+    for _ in range(TRIES - 1):
+        if bad and all(TIMED in name for name in bad):
+            done = run(tmp_path, module, etcd.get_endpoint(), "-k", " or ".join(sorted(bad)))
+            again, bad = outcomes(tmp_path)
+            passed += again
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
-    (suite,) = ElementTree.parse(tmp_path / "report.xml").getroot().iter("testsuite")
-    count = {name: int(suite.attrib[name]) for name in ("tests", "skipped", "failures", "errors")}
-    assert count["failures"] == count["errors"] == 0, done.stdout
-    assert count["tests"] - count["skipped"] >= known, done.stdout
+    assert not bad, done.stdout
+    assert passed >= known, done.stdout

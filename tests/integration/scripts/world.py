@@ -1,6 +1,6 @@
 """One process of a job without torchrun: `world.py URL [RANK] [WORLD_SIZE]`.
 
-Says that it is ready, begins when it gets a line, and says what it found, as a line of JSON.
+Says that it is ready, begins when it gets a line, and says what it found, as a line of JSON; again for each further line.
 """
 
 from __future__ import annotations
@@ -18,16 +18,24 @@ url, rank, world_size = (*sys.argv[1:], "-1", "-1")[:3]
 ftcoord.register_init_methods()
 print("ready", flush=True)
 sys.stdin.readline()
-dist.init_process_group(
-    "gloo", init_method=url, rank=int(rank), world_size=int(world_size), timeout=timedelta(seconds=60)
-)
-ranks = torch.tensor([float(dist.get_rank())])
-dist.all_reduce(ranks)
-store = dist.distributed_c10d._get_default_store()
-used = store.check(["left behind"])
-dist.barrier()
-store.set("left behind", "x")
-sys.stdout.write(json.dumps([dist.get_rank(), dist.get_world_size(), ranks.item(), used]) + "\n")
-sys.stdout.flush()
-sys.stdin.read()  # until the test lets it end, or ends it
+
+
+def meet() -> str:
+    """Take part in the world, and tell what was found."""
+    dist.init_process_group(
+        "gloo", init_method=url, rank=int(rank), world_size=int(world_size), timeout=timedelta(seconds=60)
+    )
+    ranks = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(ranks)
+    store = dist.distributed_c10d._get_default_store()
+    used = store.check(["left behind"])
+    dist.barrier()
+    store.set("left behind", "x")
+    return json.dumps([dist.get_rank(), dist.get_world_size(), ranks.item(), used])
+
+
+print(meet(), flush=True)
+for _ in sys.stdin:  # until the test lets it end, or ends it; each line is for another world of the same run
+    dist.destroy_process_group()
+    print(meet(), flush=True)
 dist.destroy_process_group()
