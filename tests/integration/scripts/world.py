@@ -1,6 +1,6 @@
 """One process of a job without torchrun: `world.py URL [RANK] [WORLD_SIZE]`.
 
-Says that it is ready, begins when it gets a line, and says what it found, as a line of JSON; again for each further line.
+Says that it is ready, begins when it gets a line, and says what it found, as JSON; again for each further line.
 """
 
 from __future__ import annotations
