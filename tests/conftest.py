@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import eventually
+from helpers import DEADLINE, eventually
 
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.client import EtcdClient
@@ -48,7 +48,7 @@ def prefix() -> str:
 @pytest.fixture
 def client(etcd: EtcdServer) -> Iterator[EtcdClient]:
     """A client of `etcd`."""
-    with etcd.get_client() as client:
+    with EtcdClient(EtcdConfig.load(etcd.get_endpoint(), env={}, request_timeout=DEADLINE)) as client:
         yield client
 
 

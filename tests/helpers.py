@@ -42,8 +42,11 @@ def freeze(pid: int) -> None:
 
 
 def _states(pid: int) -> set[str]:
-    stats = (task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
-    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+    states = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            states.add(task.joinpath("stat").read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 class Seen:

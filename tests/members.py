@@ -157,7 +157,7 @@ class Counting(Door):
 class Node:
     """One member of the group at `prefix`, from the start until `leave()`."""
 
-    def __init__(self, etcd: Etcd, prefix: str, ask: str = "", ttl: int = 2, record_ttl: int = RECORD_TTL) -> None:
+    def __init__(self, etcd: Etcd, prefix: str, ask: str = "", ttl: int = 30, record_ttl: int = RECORD_TTL) -> None:
         self.rolls: list[dict[str, Any]] = []
         self.errors: list[StateError] = []
         self._heard = threading.Condition()
@@ -204,7 +204,7 @@ class Node:
 
 
 if __name__ == "__main__":
-    own = Node(EtcdClient(EtcdConfig.load(sys.argv[1])), sys.argv[2])
+    own = Node(EtcdClient(EtcdConfig.load(sys.argv[1])), sys.argv[2], ttl=6)  # it may be killed
     print(own.id, flush=True)
     sys.stdin.read()
     own.leave()

@@ -67,7 +67,7 @@ class Node:
     def __init__(
         self, endpoint: str, run_id: str, nodes: tuple[int, int], local_addr: str | None = "127.0.0.1", **conf: Any
     ) -> None:
-        conf = {"join_timeout": DEADLINE, "lease_ttl": 2, "settle_timeout": 0.2, "last_call_timeout": 60, **conf}
+        conf = {"join_timeout": DEADLINE, "lease_ttl": 6, "settle_timeout": 0.2, "last_call_timeout": 60, **conf}
         handler = create_handler(RendezvousParameters("etcd-v3", endpoint, run_id, *nodes, local_addr, **conf))
         assert isinstance(handler, EtcdRendezvousHandler)
         self.handler = handler
@@ -121,6 +121,19 @@ class Node:
     def finish(self) -> bool:
         """Leave as an agent does whose workers are done: this closes the run."""
         return self.handler.shutdown()
+
+
+def waits(node: Node) -> Future[Seat]:
+    """Let the node join, and return when it waits."""
+    join = node.join()
+    eventually(lambda: is_waiting(node, join), what="the node waits")
+    return join
+
+
+def is_waiting(node: Node, join: Future[Seat]) -> bool:
+    """Whether the node's ask is in etcd, and it has looked at what was decided and found no seat yet."""
+    member, waiters = node.handler._member, node.handler._changed._waiters  # type: ignore[attr-defined]
+    return member is not None and member.entered and bool(waiters) and not join.done()
 
 
 class Nodes:

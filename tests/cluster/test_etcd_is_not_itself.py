@@ -20,9 +20,10 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import Compacted, RoundOver
-from ftcoord.etcd.api import Batch, Get, Span
+from ftcoord.etcd.api import Batch, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
+from ftcoord.etcd.settle import write_once
 from ftcoord.store import EtcdStore
 
 pytestmark = pytest.mark.alone
@@ -106,9 +107,13 @@ def two_jobs(endpoints: str, prefix: str) -> Iterator[tuple[Run, Training]]:
         yield run, training
 
 
-def never_lower(run: Run, training: Training) -> tuple[int, int]:
+def latest(run: Run, training: Training) -> tuple[int, int]:
+    """The highest round, and quorum's id, that anybody was told."""
+    return max(seat.round for seat in run.seats), max(told[-1][0] for told in training.told)
+
+
+def never_lower(run: Run, training: Training, before: tuple[int, int]) -> tuple[int, int]:
     """What is decided next has a higher number than all before; the round and the quorum's id."""
-    before = max(seat.round for seat in run.seats), max(told[-1][0] for told in training.told)
     eventually(lambda: run.evictions() == len(run.nodes), what="all nodes are called back")
     seats = run.come_back()
     told = eventually(lambda: _later(training, before[1]), what="a quorum of all again")
@@ -129,10 +134,11 @@ def test_etcd_is_wiped(
 ) -> None:
     with two_jobs(cluster.endpoints, prefix) as (run, training):
         store = run.nodes[0].info.store  # type: ignore[union-attr]
+        before = latest(run, training)
         cluster.wipe()
         with pytest.raises(RoundOver):
             store.set("late", "")
-        round_, quorum = never_lower(run, training)
+        round_, quorum = never_lower(run, training, before)
     assert "its data was lost" in caplog.text
     figures(round_after=round_, quorum_after=quorum)
 
@@ -149,8 +155,9 @@ def test_another_cluster_is_behind_the_name(
                     second.put("/filler", b"")
         line = stack.enter_context(Lines(cluster.endpoints.split(",")))
         run, training = stack.enter_context(two_jobs(line.endpoints, prefix))
+        before = latest(run, training)
         line.lead_to(*[other.get_endpoint()] * SIZE)
-        round_, quorum = never_lower(run, training)
+        round_, quorum = never_lower(run, training, before)
     assert "belongs to another cluster" in caplog.text
     figures(round_after=round_, quorum_after=quorum)
 
@@ -165,17 +172,20 @@ def test_compactions_under_watches(cluster: Cluster, prefix: str, figures: Calla
         stack.callback(run.close)
         done = threading.Event()
         followed = spawn(lambda: follow(reader, prefix + "-key", done))
-        count = 0
+        count = revision = 0
         for compaction in range(COMPACTIONS):
             until = time.monotonic() + 0.1
             while time.monotonic() < until:
                 count += 1
-                revision = writer.put(prefix + "-key", b"%d" % count, timeout=DEADLINE).revision
+                put = Put(prefix + "-key", b"%d" % count)
+                written = write_once(writer, put, revision, timeout=DEADLINE).kv
+                assert written is not None
+                revision = written.mod_revision
             writer.compact(revision)
             if compaction % 5 == 2:
                 line.reset()
         done.set()
-        writer.put(prefix + "-key", b"%d" % (count + 1), timeout=DEADLINE)
+        write_once(writer, Put(prefix + "-key", b"%d" % (count + 1)), revision, timeout=DEADLINE)
         seen, gaps = followed.result(DEADLINE)
         assert run.evictions() == 0
     figures(compactions=COMPACTIONS, writes=count, seen=seen, listed_again=gaps, evictions=0)

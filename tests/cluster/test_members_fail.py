@@ -63,7 +63,7 @@ def test_a_member_hangs(cluster: Cluster, prefix: str, figures: Callable[..., No
         load.progress()
         told = load.end(may_evict=revokes_wrongly(cluster))
         if told["evictions"]:
-            assert {seat.round for seat in load.run.come_back()} == {2}
+            assert len({seat.round for seat in load.run.come_back()}) == 1
     figures(seconds=PAUSE, **told)
 
 

@@ -84,7 +84,7 @@ def test_no_etcd(fragile: EtcdServer) -> None:
     with fragile.get_client() as client:
         backend = EtcdRendezvousBackend(client, "/state")
         backend.set_state(b"1")
-        fragile.stop()
+        fragile.kill()
         for call in (backend.get_state, lambda: backend.set_state(b"2")):
             with pytest.raises(RendezvousConnectionError, match="etcd"):
                 call()

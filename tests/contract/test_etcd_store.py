@@ -135,10 +135,10 @@ def test_use_in_a_forked_child_is_refused(make: MakeEtcdStore) -> None:
 
 
 def test_keys_go_away_after_the_store(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
-    store = make(ttl=2)
+    store = make(ttl=5)
     store.set("a", b"1")
     store.add("n", 1)
-    threading.Event().wait(4)  # longer than the lease
+    threading.Event().wait(8)  # longer than the lease
     assert store.get("a") == b"1"
     assert all(kv.lease for kv in keys_under(client, prefix).values())
     store.close()

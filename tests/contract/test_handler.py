@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually
-from rdzv_nodes import MakeNodes, Node, all_signalled, join_all, seats_of
+from rdzv_nodes import MakeNodes, Node, all_signalled, is_waiting, join_all, seats_of, waits
 from torch.distributed import DistStoreError, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
@@ -29,18 +29,6 @@ from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous import handler as handler_module
 
 SHORT = timedelta(milliseconds=200)
-
-
-def is_waiting(node: Node, join: Future[Any]) -> bool:
-    """Whether the node's ask is in etcd and it has no seat yet."""
-    return node.handler._member is not None and node.handler._member.group._mine is not None and not join.done()
-
-
-def waits(node: Node) -> Future[Any]:
-    """Let the node join, and return when it waits."""
-    join = node.join()
-    eventually(lambda: is_waiting(node, join), what="the node waits")
-    return join
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -92,7 +80,7 @@ def test_the_last_call_ends(make_nodes: MakeNodes) -> None:
 
 
 def test_the_last_call_lets_more_nodes_in(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, 4, last_call_timeout=5).add(3)
+    nodes = make_nodes(2, 3, last_call_timeout=60).add(3)
     joins = [waits(node) for node in nodes[:2]]
     joins.append(nodes[2].join())
     assert len(seats_of(joins)) == 3
@@ -132,6 +120,7 @@ def test_a_node_that_timed_out_may_try_again(make_nodes: MakeNodes) -> None:
     impatient = nodes.one(join_timeout=0.5)
     with pytest.raises(RendezvousTimeoutError):
         impatient.join().result(DEADLINE)
+    impatient.handler._settings = replace(impatient.handler._settings, join_timeout=DEADLINE)
     other = waits(nodes.one())
     assert len(seats_of([impatient.join(), other])) == 2
 
@@ -140,7 +129,7 @@ def test_a_node_that_timed_out_may_try_again(make_nodes: MakeNodes) -> None:
 
 
 def test_a_late_node_is_signalled_and_admitted(make_nodes: MakeNodes) -> None:
-    run = make_nodes(2, 3, last_call_timeout=0.5)
+    run = make_nodes(2, 3, last_call_timeout=5)
     old = run.add(2)
     before = join_all(old)
     late = run.one()
@@ -159,10 +148,11 @@ def test_redundancy_list(make_nodes: MakeNodes) -> None:
     run = make_nodes(2, 2, join_timeout=0.5)
     first, second = run.add(2, join_timeout=DEADLINE)
     join_all([first, second])
-    spare, other = run.add(2)
+    spare, other = run.add(2, join_timeout=DEADLINE)
     waiting = {spare: waits(spare), other: waits(other)}
+    impatient = waits(run.one())
     threading.Event().wait(1)
-    assert not any(join.done() for join in waiting.values())
+    assert not any(join.done() for join in (impatient, *waiting.values()))
     assert not any(node.signalled() for node in (first, second))
     second.fail()
     all_signalled([first])
@@ -253,7 +243,7 @@ def test_stores_are_shared_in_a_round_and_fresh_in_the_next(make_nodes: MakeNode
 
 def test_writes_to_the_store_of_an_old_round_are_refused(make_nodes: MakeNodes) -> None:
     """Invariant S3, for a node that was cut off and believes that its round still runs."""
-    slow, other = make_nodes(1, 2, last_call_timeout=0.5).add(2)
+    slow, other = make_nodes(1, 2).add(2)
     join_all([slow, other])
     assert slow.info is not None
     slow.info.store.set("key", b"1")
@@ -329,7 +319,7 @@ def test_a_spare_leaves_cleanly_when_the_run_closes(make_nodes: MakeNodes) -> No
 
 @pytest.mark.parametrize("error", [ValueError("local"), SystemExit(0), RendezvousTimeoutError(), KeyboardInterrupt()])
 def test_a_local_error_leaves_the_run_to_the_others(make_nodes: MakeNodes, error: BaseException) -> None:
-    run = make_nodes(1, 2)
+    run = make_nodes(1, 2, settle_timeout=60)
     nodes = run.add(2)
     join_all(nodes)
     nodes[0].end_with(error)
@@ -375,11 +365,12 @@ def silent() -> Iterator[str]:
 
 
 def test_no_etcd(silent: str) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        refused = f"127.0.0.1:{server.getsockname()[1]}"
-    for endpoint in (refused, silent, f"{refused},{silent}"):
-        with pytest.raises(RendezvousConnectionError, match=endpoint.replace(",", ".*")):
-            Node(endpoint, "run", (1, 1), read_timeout=1)
+    with closing(socket.socket()) as kept:
+        kept.bind(("127.0.0.1", 0))  # and it does not listen
+        refused = f"127.0.0.1:{kept.getsockname()[1]}"
+        for endpoint in (refused, silent, f"{refused},{silent}"):
+            with pytest.raises(RendezvousConnectionError, match=endpoint.replace(",", ".*")):
+                Node(endpoint, "run", (1, 1), read_timeout=1)
 
 
 @pytest.fixture
@@ -391,8 +382,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_events_are_recorded(make_nodes: MakeNodes, fragile: EtcdServer, events: list[dict[str, Any]]) -> None:
-    run = make_nodes(1, 1, on=fragile, run_id="events", close_timeout=0.5, read_timeout=0.5)
-    node, other = run.add(2)
+    run = make_nodes(1, 1, on=fragile, run_id="events")
+    node, other = run.one(), run.one(close_timeout=0.5, read_timeout=3)
     join_all([node])
     assert events[-1]["run_id"] == "events"
     assert (events[-1]["node_state"].value, events[-1]["rank"]) == ("RUNNING", 0)

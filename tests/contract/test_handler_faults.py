@@ -20,6 +20,7 @@ from rdzv_nodes import (
     processes,
     seats_of,
     spawn,
+    waits,
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
@@ -162,8 +163,7 @@ def test_a_waiting_node_whose_key_is_deleted_is_not_forgotten(
 
 def test_shutdown_ends_a_rendezvous_under_way(make_nodes: MakeNodes) -> None:
     node = make_nodes(2, 2).one()
-    join = node.join()
-    eventually(lambda: node.handler._member, what="the node waits")
+    join = waits(node)
     node.handler.shutdown()
     with pytest.raises(RendezvousClosedError, match=r"shut down|is over"):
         join.result(DEADLINE)
@@ -247,7 +247,7 @@ class AgentLoop:
 
 @pytest.mark.parametrize("trouble", ["kill", "pause"])
 def test_an_outage_does_not_touch_running_workers(make_nodes: MakeNodes, fragile: EtcdServer, trouble: str) -> None:
-    run = make_nodes(2, 3, on=fragile, last_call_timeout=0.5)
+    run = make_nodes(2, 3, on=fragile, last_call_timeout=0.5, lease_ttl=2)
     nodes = run.add(2)
     late = run.one()
     join_all(nodes)
@@ -262,7 +262,8 @@ def test_an_outage_does_not_touch_running_workers(make_nodes: MakeNodes, fragile
         fragile.restart()
     else:
         fragile.resume()
-    assert {seat.world for seat in join_all([*nodes, late])} == {3}
+    everyone = [*nodes, late]
+    assert {seat.world for seat in join_as_agents(everyone, [node.join() for node in everyone])} == {3}
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ def test_two_runs_side_by_side(make_nodes: MakeNodes) -> None:
 
 def test_a_long_run_keeps_its_state_and_leaves_nothing(make_nodes: MakeNodes, client: EtcdClient) -> None:
     """Longer than every TTL; afterwards all that is left has a lease, and goes with it."""
-    ttls = {"lease_ttl": 2, "run_ttl": 9}
+    ttls = {"lease_ttl": 4, "run_ttl": 17}
     prefix = "/long-run"
     run = make_nodes(2, 2, key_prefix=prefix, **ttls)
     nodes = run.add(2)
@@ -311,7 +312,7 @@ def test_a_long_run_keeps_its_state_and_leaves_nothing(make_nodes: MakeNodes, cl
     assert nodes[0].info is not None
     nodes[0].info.store.set("key", b"1")
     loops = [AgentLoop(node) for node in nodes]
-    threading.Event().wait(12)
+    threading.Event().wait(18)
     for loop in loops:
         loop.stop()
         assert loop.answers == {0}

@@ -118,7 +118,7 @@ def test_wait_for_nothing_and_for_what_is_there(store: Store) -> None:
     store.wait([])
     store.set("a", b"1")
     store.wait(["a", "a"])
-    store.wait(["a"], SHORT)
+    store.wait(["a"], LONG)
 
 
 def test_add_wakes_who_waits(make_store: MakeStore) -> None:
@@ -142,6 +142,7 @@ def test_get_times_out(store: Store) -> None:
         store.get("absent")
     with pytest.raises(DistStoreError, match="timeout"):
         store.wait(["absent"])
+    store.set_timeout(LONG)
     store.set("absent", b"1")
     assert store.get("absent") == b"1"
 

@@ -50,7 +50,7 @@ def kind(request: pytest.FixtureRequest, etcd: EtcdServer, prefix: str) -> Itera
         yield Kind(LocalTimerServer(queue, max_interval=0.05), LocalTimers(queue))
         return
     server = EtcdTimerServer(prefix, etcd.get_endpoint(), max_interval=0.05)
-    yield Kind(server, EtcdTimers(prefix, etcd.get_endpoint()))
+    yield Kind(server, EtcdTimers(prefix, etcd.get_endpoint(), ttl=30))
     server.stop()
 
 
@@ -97,8 +97,8 @@ def test_the_queue(kind: Kind) -> None:
         assert kind.queue.get(1, timeout=0.01) == []
         worker.do("acquire", LONG, "a", "b", "c")
         eventually(lambda: kind.queue.size() == 3, "three requests")
-        first = kind.queue.get(2, timeout=1)
-        (last,) = kind.queue.get(9, timeout=1)
+        first = kind.queue.get(2, timeout=60)
+        (last,) = kind.queue.get(1, timeout=60)
         assert [request.scope_id for request in [*first, last]] == ["a", "b", "c"]
         assert last.expiration_time == pytest.approx(time.time() + LONG, abs=100)
         assert len({request.worker_id for request in first}) == 1

@@ -76,11 +76,11 @@ def test_one_that_is_killed_expires_and_its_successor_speaks_for_it(
     client: EtcdClient, etcd: EtcdServer, prefix: str
 ) -> None:
     endpoint = etcd.get_endpoint()
-    code = "import ftcoord, sys\nwith ftcoord.Heartbeat(*sys.argv[1:3], 2, 1, etcd=sys.argv[3]): sys.stdin.read()"
+    code = "import ftcoord, sys\nwith ftcoord.Heartbeat(*sys.argv[1:3], 10, 1, etcd=sys.argv[3]): sys.stdin.read()"
     with watching(prefix, endpoint) as events:
         with python("-c", code, prefix, "a", endpoint), python("-c", code, prefix, "b", endpoint):
             assert {events.next().name, events.next().name} == {"a", "b"}
-        with ftcoord.Heartbeat(prefix, "a", 2, 2, etcd=endpoint):
+        with ftcoord.Heartbeat(prefix, "a", 10, 2, etcd=endpoint):
             assert events.next() == HeartbeatEvent("updated", "a", 2)
             assert events.next() == HeartbeatEvent("lost", "b", 1, "expired")
         assert events.next() == HeartbeatEvent("lost", "a", 2, "left")
@@ -88,7 +88,7 @@ def test_one_that_is_killed_expires_and_its_successor_speaks_for_it(
 
 def test_an_outage_loses_nobody(fragile: EtcdServer) -> None:
     endpoint = fragile.get_endpoint()
-    with ftcoord.Heartbeat("job", "a", 2, 1, etcd=endpoint) as heartbeat, watching("job", endpoint) as events:
+    with ftcoord.Heartbeat("job", "a", 10, 1, etcd=endpoint) as heartbeat, watching("job", endpoint) as events:
         assert events.next() == HeartbeatEvent("joined", "a", 1)
         fragile.kill()
         with pytest.raises((EtcdUnavailable, OutcomeUnknown)):

@@ -63,7 +63,7 @@ def test_a_caller_that_is_gone_does_not_ask(
     replica.nudge()
     with pytest.raises(TimeoutError):
         call.result(DEADLINE)
-    assert requests(client, job) == [0]
+    eventually(lambda: requests(client, job) == [0], "it is taken back")
 
 
 def test_of_two_callers_one_may_go(client: EtcdClient, job: Job, replica: Replica, threads: ThreadPoolExecutor) -> None:

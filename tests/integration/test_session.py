@@ -22,6 +22,8 @@ from ftcoord.etcd.session import Keeper, KeptLease, Session
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 TTL = 2
+LONGER = 6
+"""Of leases that must live on, also where the machine stalls for some seconds."""
 
 
 class Told:
@@ -202,12 +204,12 @@ def test_sessions_are_independent(client: EtcdClient, fragile: EtcdServer) -> No
     with fragile.get_client() as other_client:
         lost = Session(client, TTL)
         stuck = [Session(other_client, ttl, others_told) for ttl in (6, 3600)]
-        with Session(client, TTL, told) as session:
+        with Session(client, LONGER, told) as session:
             client.revoke(lost.lease_id)
             fragile.pause()
             assert others_told.next() is SUSPENDED
-            wait_a_while(2 * TTL)
-            assert client.renew(session.lease_id) == TTL
+            wait_a_while(LONGER + 2)
+            assert client.renew(session.lease_id) == LONGER
             fragile.resume()
         for one in stuck:
             one.close()
@@ -220,22 +222,22 @@ def test_a_listener_that_raises_ends_its_own_session_only(client: EtcdClient) ->
     def broken(state: SessionState) -> None:
         raise RuntimeError(f"the owner cannot take {state}")
 
-    with Session(client, 6, broken) as first, Session(client, TTL) as second:
+    with Session(client, 6, broken) as first, Session(client, LONGER) as second:
         client.revoke(first.lease_id)
         eventually(lambda: first.state is LOST, what="the loss")
-        wait_a_while(2 * TTL)
-        assert client.renew(second.lease_id) == TTL
+        wait_a_while(LONGER + 2)
+        assert client.renew(second.lease_id) == LONGER
 
 
 def test_closing_the_client_does_not_end_the_keep_alive_thread(client: EtcdClient, etcd: EtcdServer) -> None:
     clients = [etcd.get_client() for _ in range(5)]
     orphans = [Session(one, TTL) for one in clients]
-    with Session(client, TTL) as session:
+    with Session(client, LONGER) as session:
         for one in clients:
             wait_a_while(0.2)
             one.close()
-        wait_a_while(2 * TTL)
-        assert client.renew(session.lease_id) == TTL
+        wait_a_while(LONGER + 2)
+        assert client.renew(session.lease_id) == LONGER
     for orphan in orphans:
         orphan.orphan()
 
@@ -309,9 +311,10 @@ def test_a_forked_child_may_have_its_own(client: EtcdClient, etcd: EtcdServer) -
 
 
 def own_session(endpoint: str) -> str:
-    with EtcdClient(EtcdConfig.load(endpoint, env={})) as client, Session(client, TTL) as session:
-        wait_a_while(2 * TTL)
-        assert client.renew(session.lease_id) == TTL
+    with EtcdClient(EtcdConfig.load(endpoint, env={})) as client, Session(client, LONGER) as session:
+        wait_a_while(LONGER + 2)
+        assert client.renew(session.lease_id) == LONGER
+        eventually(lambda: session.state is CONNECTED, what="a renewal in time")
         return session.state.value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -141,9 +142,9 @@ def test_a_worker_that_releases_in_the_last_50_ms_is_never_killed(
         for _ in range(1000 // len(scopes)):
             worker.do("acquire", LONG, *scopes)
             server.knows(len(scopes))
-            clock.now += LONG - 0.04
+            clock.now = min(one.due for one in server._book.entries.values()) - 0.04
             worker.do("release", *scopes)
-            clock.now += 0.05
+            clock.now += LONG  # over for all of them
             server._queue.wake()
             server.knows(0)
         assert worker.runs()
@@ -296,10 +297,9 @@ def test_an_outage(
         getattr(fragile, back)()
         eventually(lambda: clock.goes_on(0.1) or not stuck.runs(), "the server has waited for late releases")
         stuck.killed()
-        running = lambda: ftcoord.timer.active("job", endpoint)  # noqa: E731
-        (held,) = eventually(lambda: len(running()) == 1 and running(), "what was released and held is written")
+        told = lambda: [(one.pid, one.scope) for one in ftcoord.timer.active("job", endpoint)]  # noqa: E731
+        eventually(lambda: told() == [(busy.pid, "held")], "what was released and held is written")
         server.knows(1)
-        assert (held.pid, held.scope) == (busy.pid, "held")
         assert freed.runs()
         assert busy.runs()
     assert how == "pause" or "no worker is reaped" in caplog.text
@@ -429,5 +429,5 @@ def test_under_torchrun_a_stuck_worker_is_killed_and_the_job_goes_on(etcd: EtcdS
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "attempt 0: rank 0 is stuck in step 10" in done.stdout
-    assert "'step 10' for 10." in done.stderr
+    assert re.search(r"'step 10' for \d+\.\d s", done.stderr), done.stderr
     assert done.stdout.count("attempt 1: rank") == 2
