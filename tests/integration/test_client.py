@@ -616,7 +616,7 @@ def test_no_thread_is_left_behind(etcd: EtcdServer, prefix: str) -> None:
     with etcd.get_client() as client:
         client.watch(Span(prefix), 1, lambda item: None)
         client.renew(client.grant(5).id)
-    assert set(threading.enumerate()) <= before
+    eventually(lambda: set(threading.enumerate()) <= before, what="the end of its threads")
 
 
 def test_the_messages_carry_etcds_field_numbers() -> None:

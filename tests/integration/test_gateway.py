@@ -305,7 +305,7 @@ def test_without_etcd_calls_wait_and_time_out(natives: Natives, fragile: EtcdSer
         with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
             call.result(DEADLINE)
         began = time.monotonic()
-    assert time.monotonic() - began < 15, "it ends all the same"
+    assert time.monotonic() - began < DEADLINE, "it ends all the same"
 
 
 def test_with_a_hanging_etcd_calls_time_out(natives: Natives, fragile: EtcdServer) -> None:
@@ -356,7 +356,7 @@ def test_the_command_serves_until_it_is_told_to_end(natives: Natives, job: str, 
         code, errors = gateway.end(number)
         assert code == 0
         assert re.fullmatch(r"(etcd \S+ has known .*\n)?", errors)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < DEADLINE
     with pytest.raises(TimeoutError):
         waiting.result(DEADLINE)
 

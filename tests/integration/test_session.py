@@ -132,7 +132,9 @@ def test_lost_when_the_lease_was_revoked_behind_its_back(client: EtcdClient, pre
     told = Told()
     with Session(client, TTL, told) as session:
         client.revoke(session.lease_id)
-        assert told.next() is LOST
+        while (state := told.next()) is SUSPENDED:  # a renewal was late, on a machine that is very slow
+            pass
+        assert state is LOST
         assert session.state is LOST
         wait_a_while(TTL)
         assert told.is_quiet()
@@ -264,7 +266,7 @@ def test_a_stopped_lease_is_never_renewed_again(client: EtcdClient) -> None:
 
 def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again() -> None:
     etcd = Answering(600)
-    kept = KeptLease(etcd, Lease(1, 1), time.monotonic(), keeper=Keeper())
+    kept = KeptLease(etcd, Lease(1, 6), time.monotonic(), keeper=Keeper())
     kept.rest()
     eventually(lambda: keeper_threads() == 0, what="the time of a renewal")
     assert etcd.answers.empty()
@@ -365,10 +367,10 @@ def test_renewals_ask_for_no_more_time_than_the_shortest_lease_can_spare(client:
             raise EtcdError("no")
 
     keeper = Keeper()
-    long = KeptLease(Etcd(), Lease(1, 3600), time.monotonic() - 3600, keeper=keeper)  # type: ignore[arg-type]
     short = KeptLease(Etcd(), Lease(2, 3), time.monotonic(), keeper=keeper)  # type: ignore[arg-type]
+    long = KeptLease(Etcd(), Lease(1, 3600), time.monotonic() - 3600, keeper=keeper)  # type: ignore[arg-type]
     eventually(lambda: len(timeouts[1]) > 2 and len(timeouts[2]) > 2, what="renewals")
-    short.stop()
     long.stop()
-    assert max(timeouts[1][1:]) <= 1.01  # the first one may have been alone
+    short.stop()
+    assert max(timeouts[1]) <= 1.01
     assert max(timeouts[2]) <= 1.01
