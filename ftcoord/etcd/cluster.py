@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from ftcoord.errors import ConfigError, ServerError
@@ -140,8 +140,7 @@ class EtcdCluster:
         active = self._active()
         if not active:
             raise ServerError("no member of the cluster is running: call start(), restart(i) or resume(i)")
-        for i in active:
-            self.members[i].wait_ready(deadline - time.monotonic())
+        self._wait_ready(active, deadline)
 
     def __enter__(self) -> EtcdCluster:
         self.start()
@@ -159,8 +158,12 @@ class EtcdCluster:
             for member in self.members:
                 member.launch(initial_cluster)
             self._started = True
-            self.wait_healthy(deadline - time.monotonic())
+            self._wait_ready(range(len(self.members)), deadline)
             undo.pop_all()
+
+    def _wait_ready(self, indices: Iterable[int], deadline: float) -> None:
+        for i in indices:
+            self.members[i].wait_ready(deadline - time.monotonic())
 
     def _active(self) -> list[int]:
         return [i for i, member in enumerate(self.members) if member.is_running() and not member.is_paused()]

@@ -436,7 +436,7 @@ def test_tokens_that_run_out_are_renewed(guarded: EtcdServer) -> None:
         calling.put("/job/key", b"1")
         watching.watch(Span("/job/key"), 1, first)
         first.events(1)
-        with Session(keeping, 5) as session:
+        with Session(keeping, 15) as session:
             keeping.put("/job/lease", b"", session.lease_id)
             outlive_a_token()
             assert calling.put("/job/key", b"2").succeeded
@@ -454,7 +454,7 @@ def test_tokens_that_run_out_are_renewed(guarded: EtcdServer) -> None:
 def test_logins_survive_a_restart(guarded: EtcdServer) -> None:
     """The server has forgotten all tokens then."""
     seen = Seen()
-    with trainer(guarded) as client, Session(client, 10) as session:
+    with trainer(guarded) as client, Session(client, 30) as session:
         client.put("/job/key", b"1", session.lease_id)
         client.watch(Span("/job/key"), 1, seen)
         seen.events(1)
