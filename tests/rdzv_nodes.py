@@ -26,9 +26,11 @@ from helpers import DEADLINE, eventually, freeze
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
+from ftcoord.core.records import Round
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.membership import Membership
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.create import create_handler
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
@@ -88,11 +90,15 @@ class Node:
         """Whether the agent would come back to the rendezvous."""
         return self.handler.num_nodes_waiting() > 0
 
-    def lease(self) -> int:
-        """The lease this node lives under now."""
+    def member(self) -> Membership[Round]:
+        """This node in the group, as it is now."""
         member = self.handler._member
         assert member is not None
-        return int(member.id, 16)
+        return member
+
+    def lease(self) -> int:
+        """The lease this node lives under now."""
+        return int(self.member().id, 16)
 
     def cut_off(self) -> None:
         """Take part no more, as if nothing from here reached etcd: the lease is not renewed."""

@@ -46,7 +46,9 @@ def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
     late = run.one()
     news = late.handler._etcd
     assert isinstance(news, Late)
-    join_as_agents([first, late], [first.join(), late.join()])
+    joining = first.join()
+    eventually(lambda: first.member().entered, what="the first node is the older one, and so the decider")
+    join_as_agents([first, late], [joining, late.join()])
     before = first.handler._round.number
     news.hold()
     waiting = late.join()
