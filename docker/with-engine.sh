@@ -1,7 +1,9 @@
 #!/bin/sh
 # Runs a command with a Docker engine: with the one that answers, else with one of its own, which is stopped afterwards
 # and leaves nothing behind. with-engine.sh COMMAND... For that it must be root, on Debian or Ubuntu or with dockerd there.
+# Exits with 69 when no engine is to be had.
 set -eu
+NONE=69
 PATH=$PATH:/usr/sbin:/sbin # where dockerd is, and what it needs
 
 answers() {
@@ -15,11 +17,11 @@ has_compose() {
 install_packages() {
     if [ "$(id -u)" -ne 0 ] || ! command -v apt-get > /dev/null; then
         echo "install Docker and Docker Compose first, or run this as root on Debian or Ubuntu" >&2
-        exit 1
+        exit "$NONE"
     fi
     apt-get update -q > "$1" 2>&1 &&
         DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends docker.io docker-compose iptables \
-            >> "$1" 2>&1 || { tail -n 20 "$1" >&2; exit 1; }
+            >> "$1" 2>&1 || { tail -n 20 "$1" >&2; exit "$NONE"; }
 }
 
 stop() {
@@ -51,7 +53,7 @@ until answers; do
     if [ "$tries" -gt 120 ] || ! kill -0 "$engine" 2> /dev/null; then
         echo "dockerd does not start; the end of its log:" >&2
         tail -n 20 "$directory/log" >&2
-        exit 1
+        exit "$NONE"
     fi
     sleep 0.5
 done
