@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from clusters import Cluster, LocalCluster
-from containers import ContainerCluster, compose_command, engine_problem, free_ports
+from containers import REMOVE, ContainerCluster, compose_command, engine_problem, free_ports
 from helpers import DEADLINE
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +36,11 @@ def docker_compose_command() -> str:
 @pytest.fixture(scope="session")
 def docker_compose_file() -> str:
     return str(ROOT / "docker-compose.yml")
+
+
+@pytest.fixture(scope="session")
+def docker_cleanup() -> list[str]:
+    return [REMOVE]
 
 
 @pytest.fixture(scope="session")

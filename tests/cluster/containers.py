@@ -14,6 +14,8 @@ from clusters import SIZE
 from helpers import DEADLINE, eventually
 
 HOST = "127.0.0.1"
+REMOVE = "down -v -t 0"
+"""Kills at once what is removed with its data."""
 NETWORKS = {"clients": "etcd", "peers": "peer"}
 """The networks that every member is on, and the first part of its name there."""
 
@@ -92,7 +94,7 @@ class ContainerCluster:
         return eventually(self._leader, what="a leader")[0]
 
     def wipe(self) -> None:
-        self._compose("down -v")
+        self._compose(REMOVE)
         self._compose("up -d")
         self.restore()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from containers import ContainerCluster, free_ports
+from containers import REMOVE, ContainerCluster, free_ports
 from helpers import DEADLINE, eventually
 from load import everything
 
@@ -52,7 +52,7 @@ def project(command: str, name: str, ports: list[int], override: str) -> Iterato
     try:
         yield compose, variables
     finally:
-        compose("down", "-v")
+        compose(*REMOVE.split())
 
 
 def healthy(compose: Compose) -> bool:
