@@ -202,6 +202,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 if round_ is not None and not round_.recalled and round_.rank_of(member.id) is not None:
                     return round_, self._begin_round(member, round_, reservation)
                 after = round_.number if round_ else after
+            except (RendezvousTimeoutError, RendezvousClosedError, RendezvousGracefulExitError, SystemExit):
+                self._abandon()
+                raise
             finally:
                 reservation.release()
 
@@ -292,7 +295,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return now is not None and bool(now.seats) and not now.recalled and now.rank_of(member.id) is None
 
     def _give_up(self) -> NoReturn:
-        self._abandon()
         raise RendezvousTimeoutError(
             f"no round of run {self._settings.run_id!r} with a seat for {self.host} came about within "
             f"{self._settings.join_timeout:g} s (join_timeout); are at least {self._settings.min_nodes} nodes started, "
@@ -301,7 +303,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _raise_closed(self, now: Round, spare: bool) -> NoReturn:
         text = f"run {self._settings.run_id!r} is over: {now.closed}"
-        self._abandon()
         if not spare:
             raise RendezvousClosedError(f"{text}; start a new run under another --rdzv-id")
         if self._settings.on_spare_close == "raise":
