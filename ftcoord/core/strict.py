@@ -7,7 +7,8 @@ its fields and types raises StateError naming the key, and is never guessed at o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, Final, TypeVar, get_origin, get_type_hints
 
 from ftcoord.errors import StateError
@@ -46,14 +47,23 @@ def load(key: str, value: bytes) -> Raw:
 
 def build(kind: type[Record], key: str, raw: Raw) -> Record:
     """The record of these fields; fields that are records or tuples must have been built before. Raises StateError."""
-    wanted = _types_of(kind)
+    form = _form_of(kind)
+    if raw.keys() == form.types.keys():
+        values = form.values(raw)
+        if tuple(map(type, values)) == form.kinds and all(-LARGEST <= values[at] <= LARGEST for at in form.numbers):
+            return kind(*values)
+    raise StateError(key, _problem(kind.__name__, raw, form.types))
+
+
+def _problem(record: str, raw: Raw, wanted: Mapping[str, type]) -> str:
+    """Why `build` takes no such fields."""
     if raw.keys() != wanted.keys():
         odd = ", ".join(sorted(raw.keys() ^ wanted.keys()))
-        raise StateError(key, f"does not have the fields of a {kind.__name__} (differing: {odd})")
+        return f"does not have the fields of a {record} (differing: {odd})"
     for name, value in raw.items():
         if type(value) is not wanted[name] or (type(value) is int and abs(value) > LARGEST):
-            raise StateError(key, f"has a {name} that is no {wanted[name].__name__}")
-    return kind(**raw)
+            return f"has a {name} that is no {wanted[name].__name__}"
+    raise AssertionError("nothing is wrong")
 
 
 def build_each(kind: type[Record], key: str, raw: Raw, name: str) -> tuple[Record, ...]:
@@ -81,8 +91,10 @@ def texts(key: str, raw: Raw, name: str) -> tuple[str, ...]:
 
 def json_problem(text: str) -> str:
     """Why a text is no JSON; nothing if it is, or is empty."""
+    if not text:
+        return ""
     try:
-        json.loads(text or "null")
+        json.loads(text)
     except (ValueError, RecursionError) as error:
         return str(error)
     return ""
@@ -96,15 +108,31 @@ def _items(kind: type, key: str, raw: Raw, name: str) -> list[Any]:
 
 
 def _plain(record: object) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in _types_of(type(record))}
+    form = _form_of(type(record))
+    return dict(zip(form.types, form.attributes(record), strict=True))
 
 
-_types: Final[dict[type, dict[str, type]]] = {}
+class _Form:
+    """What the fields of a record must be (of a tuple, only that it is one), and how to take them all at once."""
+
+    def __init__(self, kind: type) -> None:
+        self.types = {name: get_origin(hint) or hint for name, hint in get_type_hints(kind).items()}
+        self.kinds = tuple(self.types.values())
+        self.numbers = [at for at, wanted in enumerate(self.kinds) if wanted is int]
+        self.values: Callable[[Raw], tuple[Any, ...]] = _all(itemgetter, tuple(self.types))
+        self.attributes: Callable[[object], tuple[Any, ...]] = _all(attrgetter, tuple(self.types))
 
 
-def _types_of(kind: type) -> dict[str, type]:
-    """What each field of a record must be; of a tuple, only that it is one."""
-    types = _types.get(kind)
-    if types is None:
-        types = _types[kind] = {name: get_origin(hint) or hint for name, hint in get_type_hints(kind).items()}
-    return types
+def _all(getter: Callable[..., Any], names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    get = getter(*names)
+    return get if len(names) > 1 else lambda record: (get(record),)
+
+
+_forms: Final[dict[type, _Form]] = {}
+
+
+def _form_of(kind: type) -> _Form:
+    form = _forms.get(kind)
+    if form is None:
+        form = _forms[kind] = _Form(kind)
+    return form

@@ -36,16 +36,19 @@ class Readings(Generic[T]):
 
     def of(self, members: Sequence[KeyValue]) -> list[tuple[KeyValue, T]]:
         """The members that can be read, in the order given."""
-        self._known = {kv.key: self._read(kv) for kv in members}
-        said = ((kv, self._known[kv.key][1]) for kv in members)
-        return [(kv, value) for kv, value in said if value is not None]
+        before, self._known, said = self._known, {}, []
+        for kv in members:
+            known = before.get(kv.key)
+            if known is None or known[0] != kv.mod_revision:
+                known = kv.mod_revision, self._read(kv)
+            self._known[kv.key] = known
+            if known[1] is not None:
+                said.append((kv, known[1]))
+        return said
 
-    def _read(self, kv: KeyValue) -> tuple[int, T | None]:
-        known = self._known.get(kv.key)
-        if known is not None and known[0] == kv.mod_revision:
-            return known
+    def _read(self, kv: KeyValue) -> T | None:
         try:
-            return kv.mod_revision, self._parse(kv.key, kv.value)
+            return self._parse(kv.key, kv.value)
         except StateError as error:
             log.warning("not counted as a member: %s", error)
-            return kv.mod_revision, None
+            return None
