@@ -114,9 +114,10 @@ def run(sizes: tuple[int, ...], repeat: int) -> str:
     small, large = found[sizes[0]][OURS].seconds / raw, found[sizes[-1]]
     return f"""## Quorums
 
-Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. A round: N replicas, in 4
-processes, all ask at once; ms until the last one is answered, median of {repeat}. A raw transaction that puts one key
-took {1000 * raw:.3f} ms by itself; "N writes" is N of them at once, from the same processes.
+Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. A round: N replicas, in 4 processes (of ftcoord's,
+those of a process share its connection), all ask at once; ms until the last one is answered, median of {repeat}.
+A raw transaction that puts one key took {1000 * raw:.3f} ms by itself; "N writes" is N of them at once, from as many
+clients in the same processes.
 
 {table(["N", *(f"{kind}, ms" for kind in KINDS), "N writes, ms", *_RATIOS, "etcd writes a replica"], rows)}
 - N = {sizes[0]}: {small:.1f} raw transactions (target {TARGET_SMALL:g}).

@@ -68,6 +68,10 @@ class ReplicaProcess:
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
+    def code(self) -> int:
+        """With what it ends by itself."""
+        return self._process.wait(DEADLINE)
+
     def kill(self) -> None:
         """SIGKILL. Idempotent."""
         self._process.kill()

@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.errors import ConfigError, EtcdError, StateError
-from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.shared import SharedClient
 
 ATTEMPT: float = 5.0
 """Seconds that one request to etcd may take."""
 
 
-def connect(address: str, connect_timeout: float) -> tuple[Job, EtcdClient]:
+def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
     """The job of an address, and a client whose etcd has answered. Raises RuntimeError after `connect_timeout` seconds.
 
     Also for a malformed address, as torchft does; but at once.
     """
     try:
         job = parse_address(address)
-        client = EtcdClient(replace(job.config(), request_timeout=ATTEMPT))
+        client = SharedClient(replace(job.config(), request_timeout=ATTEMPT))
     except ConfigError as error:
         raise _unreachable(address, connect_timeout, error) from error
-    try:
-        client.status(timeout=max(connect_timeout, 0.05))
-    except EtcdError as error:
-        client.close()
-        raise _unreachable(address, connect_timeout, error) from error
+    with contextlib.ExitStack() as undo:
+        undo.callback(client.close)
+        try:
+            client.status(timeout=max(connect_timeout, 0.05))
+        except EtcdError as error:
+            raise _unreachable(address, connect_timeout, error) from error
+        undo.pop_all()
     return job, client
+
+
+def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> None:
+    """Has `close(*arguments)` called when nobody holds `owner` any more; not at the end of the process.
+
+    On a thread of its own, for a finalizer may run in any line that takes memory, whatever locks are held there.
+    """
+
+    def later() -> None:
+        threading.Thread(target=close, args=arguments, name="ftcoord-forget", daemon=True).start()
+
+    weakref.finalize(owner, later).atexit = False
 
 
 def _unreachable(address: str, connect_timeout: float, error: Exception) -> RuntimeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ftcoord.coordination import checks
@@ -17,7 +18,11 @@ def quorum_reply(quorum: Quorum) -> QuorumReply:
     """A quorum as torchft's users know it."""
     seconds, fraction = divmod(quorum.created, 1)
     created = Timestamp(int(seconds), int(fraction * 1e9))
-    return QuorumReply(quorum.id, [_member(request) for request in quorum.requests], created)
+    return QuorumReply(quorum.id, partial(_members, quorum), created)
+
+
+def _members(quorum: Quorum) -> list[QuorumMember]:
+    return [_member(request) for request in quorum.requests]
 
 
 def _member(request: Request) -> QuorumMember:

@@ -50,12 +50,13 @@ _TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What was asked on a line; `deadline` on the clock of the one who answers."""
+    """What was asked on a line, and at which revision; `deadline` on the clock of the one who answers."""
 
     line: str
     id: str
     body: Mapping[str, Any]
     deadline: float
+    revision: int
 
     def read(self, kind: type[T]) -> T:
         """Its body as a record of that kind. Raises StateError when it is none."""
@@ -101,7 +102,7 @@ class Desk:
 def _parse(line: str, kv: KeyValue) -> Call | None:
     try:
         body = json.loads(kv.value)
-        return Call(line, str(body["id"]), body, time.monotonic() + float(body["timeout"]))
+        return Call(line, str(body["id"]), body, time.monotonic() + float(body["timeout"]), kv.mod_revision)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         log.warning("etcd key %r is no call of ftcoord's and is ignored: %r", kv.key, error)
         return None

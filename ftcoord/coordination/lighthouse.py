@@ -5,21 +5,21 @@ The API is that of `torchft.coordination` (https://docs.pytorch.org/torchft/coor
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import threading
 import time
-import weakref
 from datetime import timedelta
 from typing import Any, Final
 
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
-from ftcoord.coordination.connection import connect, torchft_errors
+from ftcoord.coordination.connection import connect, torchft_errors, when_forgotten
 from ftcoord.coordination.convert import json_text, quorum_reply
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import Quorum
 from ftcoord.core.quorum import Request
-from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.shared import SharedClient
 
 PROBE: Final = timedelta(seconds=10)
 """How long a new LighthouseServer looks for etcd."""
@@ -61,7 +61,7 @@ class LighthouseServer:
             checks.integer("heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms),
         )
         _, client = connect(str(job), PROBE.total_seconds())
-        with client:
+        with contextlib.closing(client):
             self._address = str(job.at(client.config))
 
     def address(self) -> str:
@@ -89,7 +89,7 @@ class LighthouseClient:
         self._lock = threading.Lock()
         self._impatience = threading.Lock()
         self._replicas: dict[str, Replica] = {}
-        weakref.finalize(self, _forget, self._replicas, self._etcd)
+        when_forgotten(self, _forget, self._replicas, self._etcd)
 
     def quorum(
         self,
@@ -170,7 +170,7 @@ class LighthouseClient:
             return self._replicas[replica_id]
 
 
-def _forget(replicas: dict[str, Replica], etcd: EtcdClient) -> None:
+def _forget(replicas: dict[str, Replica], etcd: SharedClient) -> None:
     """Of a client that nobody holds any more: its replicas' leases expire by themselves."""
     for replica in replicas.values():
         replica.abandon()

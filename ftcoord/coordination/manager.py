@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.connection import connect, torchft_errors
+from ftcoord.coordination.connection import connect, torchft_errors, when_forgotten
 from ftcoord.coordination.convert import quorum_result
 from ftcoord.coordination.desk import Call, Caller, Desk
 from ftcoord.coordination.group import Ask, Cast, Gathering, Polling, outcome
@@ -31,7 +31,7 @@ from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import encode, parse_quorum
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import Get, Span
-from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.shared import SharedClient
 from ftcoord.etcd.understudy import Understudy
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,8 @@ class ManagerServer:
         if call is None:
             return
         if kind == KILL:
-            _exit(call)
+            if call.revision > self._notices.began_at:  # else it was meant for one of the same name before this one
+                _exit(call)
         elif kind == QUORUM:
             self._hear_ask(line, call)
         else:
@@ -236,7 +237,7 @@ class ManagerClient:
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
         self._prefix = desk_prefix(self._job)
         self._caller = Caller(self._etcd, self._prefix)
-        weakref.finalize(self, _disconnect, self._caller, self._etcd)
+        when_forgotten(self, _disconnect, self._caller, self._etcd)
         if self._address not in _here:
             self._find(deadline, connect_timeout)
 
@@ -369,7 +370,7 @@ def _body(done: Future[Quorum]) -> Mapping[str, Any]:
     return {"error": str(error), "timed_out": isinstance(error, TimeoutError)}
 
 
-def _disconnect(caller: Caller, etcd: EtcdClient) -> None:
+def _disconnect(caller: Caller, etcd: SharedClient) -> None:
     caller.close()
     etcd.close()
 

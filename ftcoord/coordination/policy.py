@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -9,8 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from ftcoord.core.quorum import Decision, Options, Replica, decide
-from ftcoord.core.quorum_records import Petition, encode, parse_petition, parse_quorum
-from ftcoord.etcd.api import KeyValue
+from ftcoord.core.quorum_records import encode, parse_petition, parse_quorum
 from ftcoord.etcd.deciding import Publish, View, Wait
 from ftcoord.etcd.readings import Reading, Readings
 
@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 LEASE_FLOOR: Final = 3.0
 """Seconds. A shorter heartbeat time-out is judged by beats: etcd's leases do not end that soon (2 s at the least)."""
+
+parse_decided = functools.lru_cache(maxsize=4)(parse_quorum)
+"""`parse_quorum`: each quorum is read once in a process, which may represent many replicas."""
 
 
 class QuorumPolicy:
@@ -31,25 +34,15 @@ class QuorumPolicy:
         self._options, self._wall_clock = options, wall_clock
         self._patience = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
         self._readings = Readings(parse_petition)
-        self._decided = Reading(parse_quorum)
-        self._joined: dict[str, tuple[int, float]] = {}
+        self._decided = Reading(parse_decided)
+        self._known: dict[str, tuple[int, Replica]] = {}
         self._said = ""
 
     def decide(self, view: View, me: str, now: float) -> Publish | Wait:
         """Raises StateError when the decided record is not ours to read."""
         previous = self._decided.of(view.decided) if view.decided else None
-        said = self._readings.of(view.members)
-        self._joined = {kv.key: self._since(kv, one, view) for kv, one in said}
-        alive, silent, next_death = [], [], None
-        for kv, one in said:
-            replica = Replica(kv.key.rpartition("/")[2], one.request, one.asked, one.after, self._joined[kv.key][1])
-            dies_at = None if self._patience is None else view.seen[kv.key] + self._patience
-            if dies_at is not None and dies_at <= now:
-                silent.append(replica)
-                continue
-            alive.append(replica)
-            if dies_at is not None and (next_death is None or dies_at < next_death):
-                next_death = dies_at
+        self._note(view)
+        alive, silent, next_death = self._judge(view, now)
         verdict = decide(
             alive, previous, self._options, now, self._wall_clock(), previous_at=view.decided_at, silent=silent
         )
@@ -59,10 +52,26 @@ class QuorumPolicy:
         times = [at for at in (verdict.until, next_death) if at is not None]
         return Wait(verdict.reason, min(times, default=None))
 
-    def _since(self, kv: KeyValue, one: Petition, view: View) -> tuple[int, float]:
-        """What it asks, and since when: beats do not change that."""
-        known = self._joined.get(kv.key)
-        return known if known is not None and known[0] == one.asked else (one.asked, view.seen[kv.key])
+    def _note(self, view: View) -> None:
+        """The members, and the revision at which each said what it says. Beats do not change since when it asks."""
+        before, self._known = self._known, {}
+        for kv, one in self._readings.of(view.members):
+            known = before.get(kv.key)
+            if known is None or known[0] != kv.mod_revision:
+                since = known[1].joined if known and known[1].asked == one.asked else view.seen[kv.key]
+                member = kv.key.rpartition("/")[2]
+                known = kv.mod_revision, Replica(member, one.request, one.asked, one.after, since)
+            self._known[kv.key] = known
+
+    def _judge(self, view: View, now: float) -> tuple[list[Replica], list[Replica], float | None]:
+        """Who lives, who is silent, and when the next one may be called so."""
+        replicas = [(key, replica) for key, (_, replica) in self._known.items()]
+        if self._patience is None:
+            return [replica for _, replica in replicas], [], None
+        dies_at = {key: view.seen[key] + self._patience for key, _ in replicas}
+        alive = [replica for key, replica in replicas if dies_at[key] > now]
+        silent = [replica for key, replica in replicas if dies_at[key] <= now]
+        return alive, silent, min((at for at in dies_at.values() if at > now), default=None)
 
     def _say(self, reason: str) -> None:
         if reason != self._said:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import threading
@@ -13,13 +12,14 @@ from dataclasses import replace
 from typing import Final
 
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.policy import LEASE_FLOOR, QuorumPolicy
+from ftcoord.coordination.policy import LEASE_FLOOR, QuorumPolicy, parse_decided
 from ftcoord.core.quorum import Quorum, Request
-from ftcoord.core.quorum_records import Petition, encode, parse_quorum
+from ftcoord.core.quorum_records import Petition, encode
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.membership import Membership
 from ftcoord.etcd.patience import repeat
+from ftcoord.etcd.settle import LEAST
 from ftcoord.etcd.understudy import Understudy
 
 log = logging.getLogger(__name__)
@@ -31,9 +31,6 @@ WITHDRAW_TIMEOUT: Final = 0.5
 IMPATIENCE: Final = 5.0
 """Seconds without a decision until a replica that waits decides too: the decider's interpreter may be stuck."""
 _TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
-
-_parse_quorum = functools.lru_cache(maxsize=4)(parse_quorum)
-# One process may represent many replicas, and each is told of every quorum.
 
 
 class Replica:
@@ -76,7 +73,7 @@ class Replica:
         self._asked = self._answered = 0
         self._highest = 0
         self._entered_after = 0
-        self._left = False
+        self._left = self._unwritten = False
         self._waiting = 0
 
     @property
@@ -171,8 +168,28 @@ class Replica:
             self._asked += 1
             self._petition = Petition(request, self._asked, 0, self._petition.beat)
             self._renew_rank()
-            self._insist(self._write, deadline, gone)
+            if not self._write_soon(deadline):
+                self._insist(self._write, deadline, gone)
             return self._asked
+
+    def _write_soon(self, deadline: float) -> bool:
+        """Write without waiting for the outcome, as a member that is there already may: `_await` sees to a failure."""
+        member = self._member
+        if member is None or member.lost or not member.entered:
+            return False
+        self._unwritten = False
+        member.session.wake()
+        timeout = min(self._timeout, max(deadline - time.monotonic(), LEAST))
+        member.enter_soon(self._value(), timeout, lambda written: self._note_written(member, written))
+        return True
+
+    def _note_written(self, member: Membership[Quorum], written: bool) -> None:
+        if written and not self._is_outranked(member.record):
+            return  # whoever waits, waits on
+        with self._changed:
+            if member is self._member:
+                self._unwritten = not written
+            self._changed.notify_all()
 
     def _renew_rank(self) -> None:
         """Of several members with one name only the newest counts: become it, if another one was in a quorum since."""
@@ -207,14 +224,18 @@ class Replica:
 
     def _write(self) -> None:
         self._enter(self._live())
+        self._unwritten = False
 
     def _enter(self, member: Membership[Quorum], timeout: float | None = None) -> None:
-        """Put what it asks, if that is open still: what was answered is no request, also of a new member's."""
         first = not member.entered
-        asked = self._petition.asked if self._petition.asked > self._answered else 0
-        member.enter(encode(replace(self._petition, asked=asked, after=self._knows())), timeout)
+        member.enter(self._value(), timeout)
         if first:
             self._entered_after = member.record.number if member.record else 0
+
+    def _value(self) -> bytes:
+        """What it asks, if that is open still: what was answered is no request, also of a new member's."""
+        asked = self._petition.asked if self._petition.asked > self._answered else 0
+        return encode(replace(self._petition, asked=asked, after=self._knows()))
 
     def _live(self) -> Membership[Quorum]:
         """This replica's membership, with its lease kept if somebody waits: a new one if the last is lost."""
@@ -225,7 +246,7 @@ class Replica:
                 self._etcd,
                 job.prefix,
                 QuorumPolicy(job.options, job.heartbeat_timeout),
-                _parse_quorum,
+                parse_decided,
                 self._changed,
                 ttl=max(math.ceil(job.heartbeat_timeout), 1),
                 record_ttl=RECORD_TTL,
@@ -317,11 +338,11 @@ class Replica:
                 now = time.monotonic()
                 if now >= deadline or gone.is_set():
                     raise TimeoutError("no quorum was decided in time")
-                if not (member.lost or missed or outranked):
+                if not (member.lost or missed or outranked or self._unwritten):
                     self._changed.wait(min(deadline, max(hurry_at, now + 1)) - now)
             if missed or outranked:
                 asked = self._put(self._petition.request, deadline, gone)
-            elif member.lost:
+            elif member.lost or self._unwritten:
                 with self._turn(deadline):
                     self._insist(self._write, deadline, gone)
             elif time.monotonic() >= hurry_at:
@@ -333,13 +354,13 @@ class Replica:
             member.group.hurry(self._impatient)
 
     def _is_answered(self, quorum: Quorum, asked: int) -> bool:
-        return any(seat.member in self._ids and seat.asked >= asked for seat in quorum.seats)
+        return any(quorum.seated.get(member, 0) >= asked for member in self._ids)
 
     def _is_seated(self, quorum: Quorum) -> bool:
         """Whether it was answered as the member that it is now: an older one's seat leaves this one's request open."""
         member = self._member
-        return member is None or quorum.seat_of(member.id) is not None
+        return member is None or member.id in quorum.seated
 
     def _was_missed(self, quorum: Quorum, asked: int) -> bool:
         """Whether the quorum that answered this was replaced before it was seen here."""
-        return any(one.member in self._ids and one.asked >= asked for one in quorum.idle)
+        return any(quorum.answered.get(member, 0) >= asked for member in self._ids)

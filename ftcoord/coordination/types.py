@@ -5,6 +5,8 @@ https://docs.pytorch.org/torchft/coordination.html
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 
@@ -14,7 +16,7 @@ class _Record:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
+        names = [name.lstrip("_") for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
@@ -70,10 +72,27 @@ class Quorum(_Record):
         created: when it was decided.
     """
 
-    __slots__ = ("created", "participants", "quorum_id")
+    __slots__ = ("_participants", "created", "quorum_id")
 
-    def __init__(self, quorum_id: int, participants: list[QuorumMember], created: Timestamp) -> None:
-        self.quorum_id, self.participants, self.created = quorum_id, participants, created
+    def __init__(
+        self,
+        quorum_id: int,
+        participants: Sequence[QuorumMember] | Callable[[], Sequence[QuorumMember]],
+        created: Timestamp,
+    ) -> None:
+        self.quorum_id, self.created = quorum_id, created
+        self._participants = participants
+
+    @property
+    def participants(self) -> list[QuorumMember]:
+        """Copies, made at each reading: most callers want none of them."""
+        if callable(self._participants):
+            self._participants = self._participants()
+        return [copy(member) for member in self._participants]
+
+    @participants.setter
+    def participants(self, participants: Sequence[QuorumMember]) -> None:
+        self._participants = participants
 
 
 class QuorumResult(_Record):

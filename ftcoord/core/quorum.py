@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import TypeAlias
 
@@ -90,7 +91,7 @@ class Answered:
     asked: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Quorum:
     """The decided record.
 
@@ -110,17 +111,25 @@ class Quorum:
     created: float
     by: str = ""
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The replica ids of the participants."""
+        return frozenset(seat.request.replica_id for seat in self.seats)
+
     @property
     def requests(self) -> tuple[Request, ...]:
         """What the participants asked, in the order of their ranks."""
         return tuple(seat.request for seat in self.seats)
 
-    def seat_of(self, member: str) -> Seat | None:
-        return next((seat for seat in self.seats if seat.member == member), None)
+    @cached_property
+    def seated(self) -> Mapping[str, int]:
+        """By member with a seat: its request that this quorum answers."""
+        return {seat.member: seat.asked for seat in self.seats}
 
-    def answered(self) -> dict[str, int]:
+    @cached_property
+    def answered(self) -> Mapping[str, int]:
         """By member: its last request that this quorum or an earlier one answered."""
-        return {one.member: one.asked for one in self.idle} | {seat.member: seat.asked for seat in self.seats}
+        return {one.member: one.asked for one in self.idle} | dict(self.seated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +196,8 @@ def decide(
         silent: members that are not alive but may be again (they keep their lease and send no beats). They do not
             count; but it is not forgotten which of their requests were answered, and which ids they know.
     """
-    answered = previous.answered() if previous else {}
-    before = {seat.request.replica_id for seat in previous.seats} if previous else set()
+    answered = previous.answered if previous else {}
+    before = previous.names if previous else frozenset()
     poll = _poll(replicas, answered, before)
     if before and before <= poll.asking.keys():
         reason = f"Fast quorum found, all replicas of the last one ask again {poll}"
@@ -199,7 +208,7 @@ def decide(
     return Decision(_conclude(poll.eligible, (*silent, *replicas), previous, created), reason)
 
 
-def _poll(replicas: Sequence[Replica], answered: Mapping[str, int], before: set[str]) -> _Poll:
+def _poll(replicas: Sequence[Replica], answered: Mapping[str, int], before: frozenset[str]) -> _Poll:
     newest = {one.request.replica_id: one for one in replicas}
     asking = {name: one for name, one in newest.items() if one.asked > answered.get(one.member, 0)}
     shrink_only = any(one.request.shrink_only for one in asking.values())
@@ -224,7 +233,7 @@ def _obstacle(poll: _Poll, options: Options, previous_at: float, now: float) -> 
 
 
 def _conclude(chosen: Iterable[Replica], members: Sequence[Replica], previous: Quorum | None, created: float) -> Quorum:
-    answered = previous.answered() if previous else {}
+    answered = previous.answered if previous else {}
     # Python compares texts by code point, which is the order of their UTF-8 bytes.
     ordered = sorted(chosen, key=lambda one: one.request.replica_id)
     seats = tuple(Seat(one.member, one.asked, one.request) for one in ordered)

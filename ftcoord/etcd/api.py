@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from ftcoord.errors import EtcdError
+
 
 class KeyValue(NamedTuple):
     """One key as etcd stored it. A `mod_revision` of 0 with an empty value stands for "no such key"."""
@@ -173,7 +175,7 @@ class Began:
 
 WatchItem: TypeAlias = "Began | Batch | Exception"
 """What a watch delivers: Began whenever it stands, batches, then at most one exception (Compacted, Rewound,
-EtcdAuthError ...), after which it is over."""
+EtcdAuthError ...), after which it is over. See `Etcd.watch` for the order."""
 
 
 class Watch(Protocol):
@@ -204,6 +206,20 @@ class Etcd(Protocol):
         timeout: float | None = None,
     ) -> TxnResult: ...
 
+    def submit(
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Op],
+        done: Callable[[TxnResult | EtcdError], None],
+        *,
+        timeout: float,
+    ) -> None:
+        """A transaction that writes, for somebody who does not wait for it; it may share a request, and a revision,
+        with others that are made at the same time.
+
+        `done` is told once how it ended, on this thread before this returns or on the client's; it must not block. What
+        would be raised by `txn` is told too."""
+
     def grant(self, ttl: int) -> Lease: ...
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
@@ -221,7 +237,8 @@ class Etcd(Protocol):
         watch stands: etcd serves watches that begin in its past only ten times a second. With `deletes_only` etcd tells
         of no puts.
 
-        `deliver` is called on the client's own thread and must not block."""
+        `deliver` is called on the client's own thread and must not block. What says that the watch stands comes on the
+        caller's, before this returns, where the client watches the same already; a change may then come before it."""
 
 
 def encode_key(key: str) -> bytes:

@@ -66,5 +66,5 @@ class Feed:
     def _since(self, before: dict[str, KeyValue]) -> list[Change]:
         """How a read differs from what was known."""
         now = self._mirror.kvs
-        gone = [Change(was, None) for key, was in before.items() if key not in now]
-        return gone + [Change(before.get(key), kv) for key, kv in now.items() if before.get(key) != kv]
+        gone = [Change(key, was, None) for key, was in before.items() if key not in now]
+        return gone + [Change(key, before.get(key), kv) for key, kv in now.items() if before.get(key) != kv]

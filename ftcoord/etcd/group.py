@@ -18,13 +18,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Began, Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
+from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
 from ftcoord.etcd.deciding import Policy, Publish, View, Wait
 from ftcoord.etcd.mirror import Mirror, Posted
+from ftcoord.etcd.place import Place, is_member
 from ftcoord.etcd.session import Clock, KeptLease, Session
 from ftcoord.etcd.settle import Settled, write_once
 
@@ -45,9 +46,9 @@ class Group:
         prefix: the group's keys are `<prefix>/members/...` and `<prefix>/decided`.
         policy: what to decide when this member is the decider.
         record_ttl: seconds that the decided record outlives the last decider.
-        listener: called on the group's thread with the decided record whenever it changed; must not block. Raises
-            StateError when it cannot be read: nothing is decided then until it is replaced or deleted, of which the
-            latter is told with None.
+        listener: called with the decided record whenever it changed, on the client's thread or the group's; must not
+            block. Raises StateError when it cannot be read: nothing is decided then until it is replaced or deleted, of
+            which the latter is told with None.
         restless: members change all the time what they ask for. Who waits for one of them to go is then told of that
             alone, and has to `hurry()` when nothing is decided: a stranger may have taken a dead member's key.
     """
@@ -65,7 +66,7 @@ class Group:
         restless: bool = False,
     ) -> None:
         self.id = f"{session.lease_id:016x}"
-        self.key = f"{prefix}/members/{self.id}"
+        self._place = Place(etcd, f"{prefix}/members/", session)
         self._etcd, self._session, self._policy = etcd, session, policy
         self._record_ttl, self._listener, self._clock = record_ttl, listener, clock
         self._members_span = Span(f"{prefix}/members/", is_prefix=True)
@@ -73,7 +74,6 @@ class Group:
         self._decided = Mirror(etcd, Span(f"{prefix}/decided"), self._post)
         self._ahead: Mirror | None = None
         self._members: Mirror | None = None
-        self._mine: KeyValue | None = None
         self._known: KeyValue | None = None
         self._unreadable: StateError | None = None
         self._known_at = self._changed_at = clock()
@@ -82,7 +82,7 @@ class Group:
         self._record_lease: KeptLease | None = None
         self._said = ""
         self._hurried = False
-        self._writing = threading.Lock()
+        self._turn = threading.Lock()
         self._begun = 0
         self._checked = 1
         self._restless = restless
@@ -95,14 +95,19 @@ class Group:
         return self._known
 
     @property
+    def key(self) -> str:
+        """This member's own."""
+        return self._place.key
+
+    @property
     def entered(self) -> bool:
         """Whether this member has its key."""
-        return self._mine is not None
+        return self._place.kv is not None
 
     @property
     def asked_at(self) -> int:
         """The revision at which this member last asked for something; 0 if it never did."""
-        return self._mine.mod_revision if self._mine else 0
+        return self._place.kv.mod_revision if self._place.kv else 0
 
     def hurry(self, on: bool) -> None:
         """Decide too, though an older member lives, until told otherwise: that one may be stuck. Harmless."""
@@ -121,26 +126,16 @@ class Group:
 
         Raises LeaseLost when the session is over, and EtcdError when etcd cannot be reached; it may then be repeated.
         """
-        with self._writing:
-            first, outcome = self._mine is None, self._put(value, timeout)
-            self._mine = outcome.kv
-        if first:
+        if not self.entered:
+            self.prepare(timeout)
+        newest = Get(self._members_span, keys_only=True, order="newest", limit=2)
+        outcome = self._place.put(value, timeout, (Get(self._decided.span), newest))
+        if outcome.reads:
             self._begin(outcome)
 
-    def _put(self, value: bytes, timeout: float) -> Settled:
-        expected = self._mine.mod_revision if self._mine else 0
-        put = Put(self.key, value, self._session.lease_id)
-        newest = Get(self._members_span, keys_only=True, order="newest", limit=2)
-        reads = () if self._mine else (Get(self._decided.span), newest)
-        if self._mine is None:
-            self.prepare(timeout)
-        outcome = write_once(self._etcd, put, expected, reads=reads, timeout=timeout)
-        if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
-            # Ours after all: an earlier call's, whose outcome was unknown.
-            outcome = write_once(self._etcd, put, outcome.kv.mod_revision, reads=reads, timeout=timeout)
-        if not outcome.done:
-            raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
-        return outcome
+    def enter_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
+        """As `enter()` for one that has joined: `done` is told whether it worked, see `Place.put_soon`."""
+        self._place.put_soon(value, timeout, done)
 
     def check(self) -> None:
         """Have this member's key put back if it is gone, though its lease is not."""
@@ -157,7 +152,23 @@ class Group:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _post(self, mirror: Mirror, posted: Posted) -> None:
-        self._inbox.put((mirror, posted))
+        if not self._apply_here(mirror, posted):
+            self._inbox.put((mirror, posted))
+
+    def _apply_here(self, mirror: Mirror, posted: Posted) -> bool:
+        """What is decided concerns most members in no other way than that they hear of it: their threads sleep on.
+
+        It may overtake what the thread has in hand: of a single key only the newest value counts.
+        """
+        if mirror is not self._decided or not isinstance(posted.item, Batch) or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._members is not None or self._thread.ident is None:
+                return False
+            self._apply(mirror, posted)
+            return True
+        finally:
+            self._turn.release()
 
     def _begin(self, outcome: Settled) -> None:
         decided, newest = outcome.reads
@@ -169,7 +180,7 @@ class Group:
             self._members = Mirror(self._etcd, self._members_span, self._post)
         elif others[0].create_revision > outcome.kv.create_revision:
             pass  # it came before this member's write was settled: `_look_ahead` finds who was there already
-        elif _is_member(others[0]):
+        elif is_member(others[0]):
             self._follow(others[0], newest.revision)
         self._thread.start()
 
@@ -189,7 +200,8 @@ class Group:
         while not self._closing:
             try:
                 self._take(until)
-                until = self._step()
+                with self._turn:
+                    until = self._step()
             except LeaseLost as error:
                 self._say(f"a lease is gone: {error}")
                 self._drop_record_lease()
@@ -207,31 +219,35 @@ class Group:
             timeout = None if until is None else max(until - self._clock(), 0)
             item = self._inbox.get(timeout=timeout)
             while item is not None:
-                self._apply(*item)
+                with self._turn:
+                    self._apply(*item)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             pass
 
     def _apply(self, mirror: Mirror, posted: Posted) -> None:
-        mirror.apply(posted)
+        changes = mirror.apply(posted)
         if mirror is self._decided:
             self._note_decided()
             self._begun += isinstance(posted.item, Began)
-        elif mirror is self._members:
-            self._note_members(mirror)
+        elif mirror is self._members and mirror.synced:
+            self._note_members(mirror, [change.key for change in changes])
 
     def _step(self) -> float | None:
         if not self._decided.synced:
             self._decided.sync()
             self._note_decided()
         if self._checked < self._begun:
-            self._check_mine()
+            begun = self._begun
+            self._place.restore()
+            self._checked = begun
         self._see_to_hurry()
         if self._members is None:
             self._look_ahead()
         if self._members is not None and not self._members.synced:
             self._members.sync()
-            self._note_members(self._members)
+            if self._members.synced:
+                self._note_members(self._members, {*self._members.kvs, *self._seen})
         if self._members is None or not (self._members.synced and self._decided.synced):
             return None  # what is missing is on its way to the inbox
         self._keep_record()
@@ -245,33 +261,20 @@ class Group:
             self._members = None
             self._drop_record_lease()
 
-    def _check_mine(self) -> None:
-        """Put this member's key back if etcd has lost it: while it was away, or because somebody deleted it."""
-        with self._writing:
-            assert self._mine is not None
-            begun, now = self._begun, self._etcd.range(Get(Span(self.key))).one
-            if now is not None and _is_member(now) and now.mod_revision > self._mine.mod_revision:
-                self._mine = now  # ours, though its answer was lost
-            elif now is None or now.mod_revision != self._mine.mod_revision:
-                log.warning("etcd lost what member %s asked for: asking again", self.id)
-                put = Put(self.key, self._mine.value, self._session.lease_id)
-                self._mine = write_once(self._etcd, put, now.mod_revision if now else 0).kv or self._mine
-        self._checked = begun
-
     def _look_ahead(self) -> None:
         """Make sure that the predecessor is watched; without one, become the decider."""
         if self._ahead is not None:
             if not self._ahead.synced:
                 self._ahead.sync()
-            if not self._ahead.synced or (self._ahead.one is not None and _is_member(self._ahead.one)):
+            if not self._ahead.synced or (self._ahead.one is not None and is_member(self._ahead.one)):
                 return
             self._ahead.close()
-        assert self._mine is not None
-        before = self._mine.create_revision
+        assert self._place.kv is not None
+        before = self._place.kv.create_revision
         while True:
             older = Get(self._members_span, 1, keys_only=True, order="newest", created_before=before)
             found = self._etcd.range(older)
-            if found.one is None or _is_member(found.one):
+            if found.one is None or is_member(found.one):
                 break
             before = found.one.create_revision
         if found.one is not None:
@@ -301,16 +304,18 @@ class Group:
         if kv is not None:
             self._known, self._known_at = kv, self._clock()
 
-    def _note_members(self, members: Mirror) -> None:
-        if not members.synced:
-            return
+    def _note_members(self, members: Mirror, keys: Iterable[str]) -> None:
+        """Note when these came to say what they say now."""
         now = self._clock()
-        seen = {}
-        for key, kv in members.kvs.items():
-            revision, at = self._seen.get(key, (0, now))
-            seen[key] = (kv.mod_revision, at if revision == kv.mod_revision else now)
-        if seen != self._seen:
-            self._seen, self._changed_at = seen, now
+        for key in keys:
+            kv = members.kvs.get(key)
+            if kv is None:
+                self._seen.pop(key, None)
+            elif self._seen.get(key, (0, 0.0))[0] != kv.mod_revision:
+                self._seen[key] = (kv.mod_revision, now)
+            else:
+                continue
+            self._changed_at = now
 
     def _keep_record(self) -> None:
         """The decider keeps the lease of the decided record alive."""
@@ -324,10 +329,9 @@ class Group:
             self._record_lease = KeptLease(self._etcd, Lease(lease_id, self._etcd.renew(lease_id)), now)
 
     def _decide(self, members: Mirror) -> float | None:
-        assert self._mine is not None
         if self._unreadable is not None:
             raise self._unreadable
-        in_order = tuple(sorted(filter(_is_member, members.kvs.values()), key=lambda kv: kv.create_revision))
+        in_order = tuple(sorted(filter(is_member, members.kvs.values()), key=lambda kv: kv.create_revision))
         if all(kv.key != self.key for kv in in_order):
             self._begun += 1  # the next step puts it back, if it is gone
             return self._clock() + RETRY
@@ -375,8 +379,3 @@ class Group:
         if reason != self._said:
             self._said = reason
             log.log(level, "member %s of %s: %s", self.id, self._decided.span.start.rpartition("/")[0], reason)
-
-
-def _is_member(kv: KeyValue) -> bool:
-    """Whether the key is a member's, which lies under the lease that it is named for and so will go one day."""
-    return kv.lease != 0 and kv.key.endswith(f"/{kv.lease:016x}")

@@ -82,6 +82,10 @@ class Membership(Generic[T]):
             self.lose()
             raise
 
+    def enter_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
+        """See `Group.enter_soon`."""
+        self.group.enter_soon(value, timeout, done)
+
     def leave(self, timeout: float) -> None:
         """Tell the others at once by giving up the lease; never raises for an etcd that is out of reach."""
         self.group.close()

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 class Change(NamedTuple):
     """What became of a key: what it `was` before, None if it was not there, and is `now`, None if it is gone."""
 
+    key: str
     was: KeyValue | None
     now: KeyValue | None
 
@@ -107,7 +108,8 @@ class Mirror:
         if isinstance(item, Began):
             self._stands = True
         elif isinstance(item, Batch):
-            return self._apply_batch(item)
+            # One that overtook the news that the watch stands is in the read that follows these.
+            return self._apply_batch(item) if self._stands else []
         elif isinstance(item, (Compacted, ClientClosed)):
             log.debug("the watch of mirror %r is over: %s", self.span.start, item)
             self.close()
@@ -151,5 +153,5 @@ class Mirror:
                 self.kvs[now.key] = now
             else:
                 self.kvs.pop(event.kv.key, None)
-            changes.append(Change(was, now))
+            changes.append(Change(event.kv.key, was, now))
         return changes

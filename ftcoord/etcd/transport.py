@@ -140,14 +140,17 @@ class Transport:
         """One unary call, answered or failed within `timeout` seconds (default: the configured one)."""
         return self._retry(lambda deadline: self._unary(method, request, deadline, write), timeout)
 
-    def exchange(self, method: wire.Method, request: Any, *, timeout: float | None = None) -> Any:
-        """One request and one response over a streaming method; repeated like a read."""
-        return self._retry(lambda deadline: self._one_response(method, request, deadline), timeout)
+    def write(self, request: Any, timeout: float) -> Any:
+        """A transaction that writes."""
+        return self.call(wire.TXN, request, timeout=timeout, write=True)
 
     def stream(self, method: wire.Method, requests: Iterator[Any], member: Member, token: str | None) -> Any:
         """Open a stream on `member`; errors come raw, as grpc.RpcError, for the caller to judge."""
         with self._judged(member):
-            return self._open(method, requests, member, token)
+            invoke = member.channel.stream_stream(method.path, method.serialize, method.parse)
+            call = invoke(self._threads.noted(requests), metadata=_metadata(token))
+            self._threads.expect(call)
+            return call
 
     def token(self, deadline: float | None = None) -> str | None:
         """The login token, None without a user, '' while authentication is off. May log in, until `deadline`."""
@@ -199,31 +202,6 @@ class Transport:
         member.seen()
         self._identity.note(response.header, known, member.name)
         return response
-
-    def _one_response(self, method: wire.Method, request: Any, deadline: float) -> Any:
-        member = self.member()
-        token = self.token(deadline)
-        with self._judged(member, token=token):
-            call = self._open(method, iter([request]), member, token, self._patience(deadline, False))
-            response = next(call, None)
-        if response is None:
-            raise EtcdUnavailable(f"etcd at {member.name} ended the stream without an answer")
-        call.cancel()
-        member.seen()
-        return response
-
-    def _open(
-        self,
-        method: wire.Method,
-        requests: Iterator[Any],
-        member: Member,
-        token: str | None,
-        timeout: float | None = None,
-    ) -> Any:
-        invoke = member.channel.stream_stream(method.path, method.serialize, method.parse)
-        call = invoke(self._threads.noted(requests), timeout=timeout, metadata=_metadata(token))
-        self._threads.expect(call)
-        return call
 
     def _patience(self, deadline: float, write: bool) -> float:
         """Seconds for one attempt: a read leaves time to ask another member, a write is only sent once."""

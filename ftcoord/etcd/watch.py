@@ -1,8 +1,8 @@
 """All watches of a client on one gRPC stream, which is opened again wherever etcd can be reached.
 
-Each watcher remembers the revision it needs next, so a new stream goes on exactly where the last one ended:
+Each watch of etcd's remembers the revision it needs next, so a new stream goes on exactly where the last one ended:
 nothing is missed and nothing comes twice. Revisions come from events only, never from progress responses,
-which servers before 3.5.8 may send too early (etcd issue 15220).
+which servers before 3.5.8 may send too early (etcd issue 15220). Those who watch the same span from now on share one.
 """
 
 from __future__ import annotations
@@ -39,20 +39,33 @@ PROBE_ID: Final = 1
 """The watch that a stream asks for in order to be answered."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Watcher:
     """One running watch; see `ftcoord.etcd.api.Watch`."""
 
     hub: WatchHub
-    id: int
-    span: Span
-    next_revision: int
+    source: _Source
     deliver: Callable[[WatchItem], None]
-    deletes_only: bool = False
-    denied: bool = False
 
     def cancel(self) -> None:
         self.hub.remove(self)
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One watch of etcd's, and who hears of it."""
+
+    id: int
+    span: Span
+    next_revision: int
+    deletes_only: bool
+    stood: bool = False
+    denied: bool = False
+    watchers: tuple[Watcher, ...] = ()
+
+    def deliver(self, item: WatchItem) -> None:
+        for watcher in self.watchers:
+            watcher.deliver(item)
 
 
 class WatchHub:
@@ -61,7 +74,8 @@ class WatchHub:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._lock = threading.Lock()
-        self._watchers: dict[int, Watcher] = {}
+        self._sources: dict[int, _Source] = {}
+        self._shared: dict[tuple[Span, bool], _Source] = {}
         self._last_id = PROBE_ID
         self._stream: _Stream | None = None
         self._thread: threading.Thread | None = None
@@ -69,45 +83,80 @@ class WatchHub:
     def add(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], deletes_only: bool = False
     ) -> Watcher:
-        """Start watching; `deliver` is called on the hub's thread. Raises EtcdUnavailable when the client is closed."""
+        """Start watching; `deliver` is called on the hub's thread, and for a watch that stands already on this one too.
+
+        Raises EtcdUnavailable when the client is closed.
+        """
         self._transport.member()
         with self._lock:
             if self._transport.closed.is_set():
                 raise ClientClosed(CLOSED)
-            self._last_id += 1
-            watcher = Watcher(self, self._last_id, span, start_revision, deliver, deletes_only)
-            self._watchers[watcher.id] = watcher
-            if self._stream is not None:
-                self._stream.send(_create(watcher))
+            source = self._source(span, start_revision, deletes_only)
+            watcher = Watcher(self, source, deliver)
+            source.watchers += (watcher,)
+            stands_since = source.next_revision - 1 if source.stood else None
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="ftcoord-watch", daemon=True)
                 thread.start()
                 self._thread = thread
+        if stands_since is not None:
+            deliver(Began(stands_since))
         return watcher
+
+    def _source(self, span: Span, start_revision: int, deletes_only: bool) -> _Source:
+        """A new one, unless there is one from now on already."""
+        known = self._shared.get((span, deletes_only)) if start_revision == 0 else None
+        if known is not None:
+            return known
+        self._last_id += 1
+        source = _Source(self._last_id, span, start_revision, deletes_only)
+        self._sources[source.id] = source
+        if start_revision == 0:
+            self._shared[span, deletes_only] = source
+        if self._stream is not None:
+            self._stream.send(_create(source))
+        return source
 
     def remove(self, watcher: Watcher) -> None:
         if not self._transport.is_owner():
             return
         with self._lock:
-            if self._watchers.pop(watcher.id, None) is not None and self._stream is not None:
-                self._stream.send(_cancel(watcher.id))
+            source = watcher.source
+            source.watchers = tuple(one for one in source.watchers if one is not watcher)
+            if not source.watchers and self._drop(source) and self._stream is not None:
+                self._stream.send(_cancel(source.id))
+
+    def _drop(self, source: _Source) -> bool:
+        """Forget a source, with the lock held; whether it was known still."""
+        if self._shared.get((source.span, source.deletes_only)) is source:
+            del self._shared[source.span, source.deletes_only]
+        return self._sources.pop(source.id, None) is not None
 
     def close(self) -> None:
         """End every watch; the transport must be marked closed before. Nothing happens in a forked child."""
         if not self._transport.is_owner():
             return
         with self._lock:
-            watchers = list(self._watchers.values())
-            self._watchers.clear()
+            sources = list(self._sources.values())
+            self._sources.clear()
+            self._shared.clear()
             stream, thread = self._stream, self._thread
-        for watcher in watchers:
-            watcher.deliver(ClientClosed(CLOSED))
+        for source in sources:
+            source.deliver(ClientClosed(CLOSED))
         if stream is not None:
             stream.cancel()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=2 * TICK)
 
     def _run(self) -> None:
+        try:
+            self._follow_on()
+        finally:  # after an error of ours the next watcher starts another
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _follow_on(self) -> None:
         closed = self._transport.closed
         backoff = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
         state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
@@ -126,18 +175,18 @@ class WatchHub:
     def _wanted(self) -> bool:
         """Whether a stream is needed. If not, the thread ends, and the next watcher starts another."""
         with self._lock:
-            if self._watchers and not self._transport.closed.is_set():
+            if self._sources and not self._transport.closed.is_set():
                 return True
             self._thread = None
             return False
 
     def _follow(self) -> bool:
         """Read one stream until it ends; whether it brought anything."""
-        stream = _Stream(self._transport, idle=lambda: not self._watchers)
+        stream = _Stream(self._transport, idle=lambda: not self._sources)
         with self._lock:
             self._stream = stream
-            for watcher in self._watchers.values():
-                stream.send(_create(watcher))
+            for source in self._sources.values():
+                stream.send(_create(source))
         try:
             for response in stream.open():
                 self._handle(stream, response)
@@ -162,63 +211,70 @@ class WatchHub:
     def _handle(self, stream: _Stream, response: Any) -> None:
         watch_id = stream.note_answer(response)
         with self._lock:
-            watcher = self._watchers.get(watch_id)
+            source = self._sources.get(watch_id)
         if response.canceled and stream.token is not None and faults.is_stale_token(response.cancel_reason):
             self._log_in_again(stream)
-        elif watcher is None:
+        elif source is None:
             return
         elif response.canceled:
-            self._handle_cancel(stream, watcher, response)
+            self._handle_cancel(stream, source, response)
         elif response.created:
-            self._note_created(stream, watcher, response.header.revision)
+            self._note_created(stream, source, response.header.revision)
         elif response.events:
-            self._hand_over(watcher, response.events)
+            self._hand_over(source, response.events)
 
-    def _note_created(self, stream: _Stream, watcher: Watcher, revision: int) -> None:
-        watcher.denied = False
-        if revision + 1 < watcher.next_revision:  # perhaps only a member that lags: listing again tells
-            stream.send(_cancel(watcher.id))
-            self._fail(watcher, Rewound(revision, watcher.next_revision - 1))
+    def _note_created(self, stream: _Stream, source: _Source, revision: int) -> None:
+        source.denied = False
+        if revision + 1 < source.next_revision:  # perhaps only a member that lags: listing again tells
+            stream.send(_cancel(source.id))
+            self._fail(source, Rewound(revision, source.next_revision - 1))
             return
-        watcher.next_revision = watcher.next_revision or revision + 1
-        watcher.deliver(Began(revision))
+        with self._lock:
+            source.next_revision = source.next_revision or revision + 1
+            source.stood = True
+        source.deliver(Began(revision))
 
     def _log_in_again(self, stream: _Stream) -> None:
         self._transport.forget_token(stream.token)
         stream.reject()
 
-    def _hand_over(self, watcher: Watcher, raw: Any) -> None:
-        events = tuple(_event(one) for one in raw if one.kv.mod_revision >= watcher.next_revision)
-        if events:
-            watcher.next_revision = events[-1].kv.mod_revision + 1
-            watcher.deliver(Batch(events))
+    def _hand_over(self, source: _Source, raw: Any) -> None:
+        events = tuple(_event(one) for one in raw if one.kv.mod_revision >= source.next_revision)
+        if not events:
+            return
+        with self._lock:  # who comes from now on is told that it stands behind these
+            source.next_revision = events[-1].kv.mod_revision + 1
+            watchers = source.watchers
+        batch = Batch(events)
+        for watcher in watchers:
+            watcher.deliver(batch)
 
-    def _handle_cancel(self, stream: _Stream, watcher: Watcher, response: Any) -> None:
+    def _handle_cancel(self, stream: _Stream, source: _Source, response: Any) -> None:
         reason = response.cancel_reason
         if response.compact_revision:
-            self._fail(watcher, Compacted(response.compact_revision))
-        elif "permission denied" in reason and stream.token is not None and not watcher.denied:
-            watcher.denied = True  # etcd before 3.5.5 says the same of a token that has run out
+            self._fail(source, Compacted(response.compact_revision))
+        elif "permission denied" in reason and stream.token is not None and not source.denied:
+            source.denied = True  # etcd before 3.5.5 says the same of a token that has run out
             self._log_in_again(stream)
         elif faults.is_stale_token(reason) or "permission denied" in reason:
             self._fail(
-                watcher, EtcdAuthError(f"watching {watcher.span.start!r}: {reason}; give the user's role this prefix")
+                source, EtcdAuthError(f"watching {source.span.start!r}: {reason}; give the user's role this prefix")
             )
         else:
-            log.debug("watch on %r cancelled by etcd (%s); opening it again", watcher.span.start, reason or "no reason")
+            log.debug("watch on %r cancelled by etcd (%s); opening it again", source.span.start, reason or "no reason")
             stream.reject()
 
-    def _fail(self, watcher: Watcher, error: EtcdError) -> None:
+    def _fail(self, source: _Source, error: EtcdError) -> None:
         with self._lock:
-            cancelled = self._watchers.pop(watcher.id, None) is None
-        if not cancelled:
-            watcher.deliver(error)
+            known = self._drop(source)
+        if known:
+            source.deliver(error)
 
     def _fail_all(self, error: EtcdError) -> None:
         with self._lock:
-            watchers = list(self._watchers.values())
-        for watcher in watchers:
-            self._fail(watcher, error)
+            sources = list(self._sources.values())
+        for source in sources:
+            self._fail(source, error)
 
 
 class _Stream:
@@ -306,13 +362,13 @@ class _Stream:
         self.cancel()
 
 
-def _create(watcher: Watcher) -> Any:
+def _create(source: _Source) -> Any:
     create = {
-        "key": encode_key(watcher.span.start) or b"\0",
-        "range_end": watcher.span.end,
-        "start_revision": watcher.next_revision,
-        "watch_id": watcher.id,
-        "filters": [wire.NO_PUTS] if watcher.deletes_only else [],
+        "key": encode_key(source.span.start) or b"\0",
+        "range_end": source.span.end,
+        "start_revision": source.next_revision,
+        "watch_id": source.id,
+        "filters": [wire.NO_PUTS] if source.deletes_only else [],
     }
     return wire.message("WatchRequest")(create_request=create)
 

@@ -23,9 +23,9 @@ _MESSAGES: Final[dict[str, str]] = {
     "DeleteRangeRequest": "key 1 bytes, range_end 2 bytes",
     "DeleteRangeResponse": "header 1 Header, deleted 2 int64",
     "RequestOp": "request_range 1 RangeRequest?request, request_put 2 PutRequest?request,"
-    " request_delete_range 3 DeleteRangeRequest?request",
+    " request_delete_range 3 DeleteRangeRequest?request, request_txn 4 TxnRequest?request",
     "ResponseOp": "response_range 1 RangeResponse?response, response_put 2 PutResponse?response,"
-    " response_delete_range 3 DeleteRangeResponse?response",
+    " response_delete_range 3 DeleteRangeResponse?response, response_txn 4 TxnResponse?response",
     "Compare": "result 1 int32, target 2 int32, key 3 bytes, version 4 int64?operand, create_revision 5 int64?operand,"
     " mod_revision 6 int64?operand, value 7 bytes?operand, lease 8 int64?operand",
     "TxnRequest": "compare 1 Compare*, success 2 RequestOp*, failure 3 RequestOp*",

@@ -168,6 +168,16 @@ def test_defaults_of_a_request(site: Site) -> None:
     assert [getattr(member, name) for name in names] == ["", "", 0, 0, False, None]
 
 
+def test_participants_are_copies_but_for_their_data(site: Site) -> None:
+    quorum = site.client(site.job()).quorum("a", LONG, data={"x": 1})
+    participants = quorum.participants
+    participants[0].step = 99
+    assert [member.step for member in quorum.participants] == [0]
+    assert quorum.participants[0].data is quorum.participants[0].data
+    quorum.participants = participants
+    assert [member.step for member in quorum.participants] == [99]
+
+
 @pytest.mark.parametrize("replica_id", ["", "a/b", "ü%", "x" * 10_000])
 def test_any_text_is_a_replica_id(site: Site, replica_id: str) -> None:
     assert members(site.client(site.job()).quorum(replica_id, LONG)) == [replica_id]

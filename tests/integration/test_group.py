@@ -16,7 +16,7 @@ import pytest
 from helpers import DEADLINE, Seen, eventually, python
 from members import CALL_TIMEOUT, Blind, Counting, Lossy, Node, Overtaken, read
 
-from ftcoord.errors import Compacted, LeaseLost
+from ftcoord.errors import Compacted, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Batch, Etcd, Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
@@ -88,6 +88,66 @@ def test_a_member_changes_what_it_asks_for(join: Join) -> None:
         node.hears(lambda roll: roll["members"] == expected)
         assert node.group.decided is not None
         assert read(node.group.decided)["members"] == expected
+
+
+def test_most_members_hear_of_decisions_without_their_threads(join: Join) -> None:
+    """Only the decider's thread has something to do: the others' sleep on, which makes large groups cheap."""
+    first, second = join(), join()
+    first.sees(first, second)
+    second.sees(first, second)
+    heard_on: list[str] = []
+    listener = second.group._listener
+    second.group._listener = lambda kv: (heard_on.append(threading.current_thread().name), listener(kv))[1]
+    for ask in "abc":
+        first.ask(ask)
+        second.hears(lambda roll, ask=ask: roll["members"][first.id] == f"{ask}/1")
+    assert set(heard_on) == {"ftcoord-watch"}
+
+
+def written(node: Node, value: bytes) -> bool:
+    """Whether the node's member writes a value without waiting for it."""
+    told: list[bool] = []
+    node.group.enter_soon(value, CALL_TIMEOUT, told.append)
+    return eventually(lambda: told, "it is told")[0]
+
+
+def test_a_member_asks_without_waiting(join: Join, client: EtcdClient) -> None:
+    first, second = join(), join()
+    assert written(second, b"soon")
+    for node in (first, second):
+        node.hears(lambda roll: roll["members"].get(second.id) == "soon")
+    kv = client.get(second.group.key).one
+    assert kv == second.group._place.kv
+    second.ask("later")
+    first.hears(lambda roll: roll["members"].get(second.id) == "later/1")
+
+
+def test_a_member_that_could_not_ask_without_waiting_asks_again(join: Join, client: EtcdClient) -> None:
+    """Whatever became of the first attempt: the key is written once more if it must, and is never written twice."""
+    node = join(Lossy(client, seed=3))
+    outcomes = set()
+    for number in range(40):
+        before = client.get(node.group.key).kvs[0].version
+        value = b"%d/0" % number
+        told = written(node, value)
+        changed = client.get(node.group.key).kvs[0].version - before
+        outcomes.add((told, changed))
+        assert changed == 1 or not told
+        while not told:
+            with contextlib.suppress(EtcdUnavailable, OutcomeUnknown):
+                node.group.enter(value, CALL_TIMEOUT)
+                told = True
+        now = client.get(node.group.key).kvs[0]
+        assert (now.value, now.version) == (value, before + 1)
+    assert outcomes == {(True, 1), (False, 0), (False, 1)}
+
+
+def test_a_member_whose_key_is_gone_is_told(join: Join, client: EtcdClient) -> None:
+    node = join()
+    client.revoke(node.session.lease_id)
+    assert not written(node, b"late")
+    with pytest.raises(LeaseLost):
+        node.group.enter(b"late", CALL_TIMEOUT)
 
 
 def test_the_next_oldest_decides_when_the_decider_leaves(join: Join) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -62,6 +64,18 @@ def test_ranks_train_and_vote(group: Group) -> None:
     assert [group.one.metadata(group.address, rank) for rank in (0, 1)] == ["weights 0", "weights 1"]
     votes = [group.zero.commit(group.address, 0, 5), group.one.commit(group.address, 1, 5, yes=False)]
     assert [vote.result(DEADLINE) for vote in votes] == [False, False]
+
+
+def test_a_kill_ends_the_manager_that_it_was_meant_for(fragile: EtcdServer) -> None:
+    """Its successor of the same name finds the call in etcd, and lives; a call of its own ends it."""
+    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1"
+    prefix = desk_prefix(replace(parse_address(job), manager="a"))
+    with fragile.get_client() as client, replica_processes(job, 2) as (zero, one):
+        client.put(f"{prefix}/in/kill-0", json.dumps({"id": "1", "timeout": DEADLINE, "message": "before"}).encode())
+        group = Group(fragile, job, zero, one)
+        assert group.train(0) == 1
+        ManagerClient(group.address, LONG).kill("now", LONG)
+        assert zero.code() == 1
 
 
 def test_a_failed_call_of_the_group_reaches_all_ranks_at_once(fragile: EtcdServer) -> None:

@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually
 from late import Late
+from members import Door
 
 from ftcoord import EtcdServer
 from ftcoord.config import EtcdConfig
@@ -18,7 +20,8 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import Petition, parse_petition
-from ftcoord.etcd.api import Get, Span
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.etcd.api import Etcd, Get, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
 
 REQUEST = Request("x", "", "", 0, 1, False, "", 0, ())
@@ -173,4 +176,76 @@ def test_who_lost_its_lease_while_it_asks_asks_again(
         quorum = peer.ask(replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
         assert call.result(DEADLINE) == quorum
     finally:
+        peer.leave(DEADLINE)
+
+
+class Refusing(Door):
+    """Loses a request, or its answer, of every two that nobody waits for."""
+
+    def __init__(self, real: Etcd) -> None:
+        super().__init__(real)
+        self.lost = 0
+
+    def submit(self, *args: Any, **kwargs: Any) -> None:
+        compares, success, done = args
+        self.lost += 1
+        if self.lost % 4 == 1:
+            done(EtcdUnavailable("refused by the test"))
+        elif self.lost % 4 == 3:
+            super().submit(compares, success, lambda _: done(OutcomeUnknown("the test lost the answer")), **kwargs)
+        else:
+            super().submit(*args, **kwargs)
+
+
+def test_requests_that_are_lost_on_the_way_are_made_again(
+    client: EtcdClient, job: Job, threads: ThreadPoolExecutor
+) -> None:
+    """A caller does not wait until its request is written; it sees to it all the same, and asks once."""
+    etcd = Refusing(client)
+    pair = [Replica(etcd, job, name, kept=True) for name in "xy"]
+    try:
+        for number in range(1, 21):
+            asked = [replace(REQUEST, replica_id=one.replica_id, step=number) for one in pair]
+            until = time.monotonic() + DEADLINE
+            calls = [threads.submit(one.ask, request, until) for one, request in zip(pair, asked, strict=True)]
+            for call in calls:
+                quorum = call.result(DEADLINE)
+                assert quorum.number == number
+                assert list(quorum.requests) == asked
+        assert etcd.lost > 30
+    finally:
+        for one in pair:
+            one.leave(DEADLINE)
+
+
+class Away(Door):
+    """An etcd that cannot be written to while it is `away`."""
+
+    away = False
+
+    def txn(self, *args: Any, **kwargs: Any) -> TxnResult:
+        if self.away:
+            raise EtcdUnavailable("away for the test")
+        return super().txn(*args, **kwargs)
+
+
+def test_who_gives_up_takes_nobody_elses_request_along(
+    client: EtcdClient, job: Job, threads: ThreadPoolExecutor
+) -> None:
+    """Two callers of one replica whose request could not be written: the first fails, the second is still there."""
+    etcd = Away(client)
+    replica, peer = Replica(etcd, job, "x", kept=True), Replica(client, job, "y", kept=True)
+    try:
+        replica.beat(time.monotonic() + DEADLINE)
+        etcd.away = True
+        first = threads.submit(replica.ask, REQUEST, time.monotonic() + 2)
+        second = threads.submit(replica.ask, replace(REQUEST, step=1), time.monotonic() + DEADLINE)
+        with pytest.raises(TimeoutError):
+            first.result(DEADLINE)
+        etcd.away = False
+        quorum = peer.ask(replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
+        assert second.result(DEADLINE) == quorum
+        assert quorum.requests[0].step in {0, 1}
+    finally:
+        replica.leave(DEADLINE)
         peer.leave(DEADLINE)

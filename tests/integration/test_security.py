@@ -23,8 +23,8 @@ from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
-from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
-from ftcoord.etcd.api import Get, Span
+from ftcoord.errors import ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable
+from ftcoord.etcd.api import Compare, Get, Put, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.ports import LOOPBACK, ReservedPort
 from ftcoord.etcd.server import EtcdServer
@@ -371,6 +371,9 @@ def guarded_for_all() -> Iterator[EtcdServer]:
         yield server
 
 
+IN_TIME = {"timeout": DEADLINE}
+
+
 def trainer(server: EtcdServer) -> EtcdClient:
     return connect(server.get_endpoint(), user="trainer", password="swordfish")
 
@@ -464,6 +467,25 @@ def test_logins_survive_a_restart(guarded: EtcdServer) -> None:
             client.put("/job/key", str(i).encode(), session.lease_id, timeout=DEADLINE)
             assert [event.kv.value for event in seen.events(i)] == [b"1", b"2", b"3"][:i]
         assert session.state is not SessionState.LOST
+
+
+def test_users_write_together_also_when_their_token_has_run_out(guarded: EtcdServer) -> None:
+    with trainer(guarded) as client:
+        for attempt in range(1, 4):
+            told: queue.SimpleQueue[TxnResult | EtcdError] = queue.SimpleQueue()
+            guards = [Compare(f"/job/{i}", "version", "=", attempt - 1) for i in range(16)]
+            threads = [
+                threading.Thread(target=client.submit, args=([guard], [Put(guard.key, b"")], told.put), kwargs=IN_TIME)
+                for guard in guards
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            results = [told.get(timeout=DEADLINE) for _ in guards]
+            assert [result.succeeded for result in results if isinstance(result, TxnResult)] == [True] * 16, results
+            if attempt < 3:
+                outlive_a_token()
 
 
 def test_many_threads_log_in_once(guarded: EtcdServer) -> None:

@@ -38,6 +38,13 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watch_module, name, seconds)
 
 
+@pytest.fixture
+def own(etcd: EtcdServer) -> Iterator[EtcdClient]:
+    """A client on which nothing else is watched."""
+    with etcd.get_client() as client:
+        yield client
+
+
 def watch_from_now(client: EtcdClient, span: Span, seen: Seen) -> Watcher:
     return client.watch(span, client.get("/").revision + 1, seen)
 
@@ -129,6 +136,111 @@ def test_the_changes_of_a_revision_come_together(client: EtcdClient, prefix: str
     seen.events(2100)
     for batch in seen.batches:
         assert len(batch.events) % 100 == 0
+
+
+def test_those_who_watch_the_same_share_a_watch_of_etcds(own: EtcdClient, prefix: str) -> None:
+    first, late, other, deletes = Seen(), Seen(), Seen(), Seen()
+    watch = own.watch(Span(prefix), 0, first)
+    assert isinstance(first.next(), Began)
+    before = own.put(prefix, b"1").revision
+    assert values(first, 1) == [b"1"]
+    others = [
+        own.watch(Span(prefix), 0, late),
+        own.watch(Span(prefix, is_prefix=True), 0, other),
+        own.watch(Span(prefix), 0, deletes, deletes_only=True),
+    ]
+    began = late.next()
+    assert isinstance(began, Began)
+    assert began.revision >= before
+    assert isinstance(other.next(), Began)
+    assert isinstance(deletes.next(), Began)
+    assert len(own._watches._sources) == 3
+    own.put(prefix, b"2")
+    assert values(first, 2) == [b"1", b"2"]
+    assert values(late, 1) == [b"2"]
+    watch.cancel()
+    watch.cancel()
+    own.put(prefix, b"3")
+    assert values(late, 2) == [b"2", b"3"]
+    assert values(other, 2) == [b"2", b"3"]
+    assert first.is_quiet()
+    for one in others:
+        one.cancel()
+    assert not own._watches._sources
+    again = Seen()
+    own.watch(Span(prefix), 0, again)
+    assert isinstance(again.next(), Began)
+    own.put(prefix, b"4")
+    assert values(again, 1) == [b"4"]
+
+
+def test_who_joins_a_watch_misses_nothing_and_hears_nothing_twice(
+    own: EtcdClient, etcd: EtcdServer, prefix: str
+) -> None:
+    """Watchers come and go while a key is written: each hears all versions behind the revision at which it began."""
+    problems: list[str] = []
+
+    def come_and_go() -> None:
+        for _ in range(15):
+            items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            watch = own.watch(Span(prefix), 0, items.put)
+            heard = [items.get(timeout=DEADLINE) for _ in range(4)]
+            watch.cancel()
+            heard += [items.get_nowait() for _ in range(items.qsize())]
+            began = [item.revision for item in heard if isinstance(item, Began)]
+            events = [event.kv for item in heard if not isinstance(item, Began) for event in item.events]
+            versions = [kv.version for kv in events]
+            behind = own.range(Get(Span(prefix), revision=began[0])).one
+            first = behind.version + 1 if behind else 1
+            if versions != list(range(first, first + len(versions))):
+                problems.append(f"began at {began}, version {first - 1}, heard {versions}")
+
+    with Writer(etcd.get_endpoint(), prefix) as writer:
+        threads = [threading.Thread(target=come_and_go) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        writer.finish()
+    assert not problems
+    assert not own._watches._sources
+
+
+def test_a_change_that_overtakes_the_news_that_the_watch_stands_is_read(own: EtcdClient, prefix: str) -> None:
+    """As it may for who joins a watch: a deletion of what was never known is no change."""
+    posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+    mirror = Mirror(own, Span(prefix), lambda _, item: posted.put(item))
+    mirror.sync()
+    began = posted.get(timeout=DEADLINE)
+    own.put(prefix, b"1")
+    own.delete(Span(prefix))
+    own.put(prefix, b"2")
+    early = [posted.get(timeout=DEADLINE) for _ in range(3)]
+    assert [mirror.apply(item) for item in [*early[:2], began, early[2]]][:3] == [[], [], []]
+    mirror.sync()
+    assert mirror.synced
+    assert mirror.one is not None
+    assert mirror.one.value == b"2"
+    mirror.close()
+
+
+def test_a_shared_watch_outlives_its_stream(fragile: EtcdServer, prefix: str) -> None:
+    """Who joins while etcd is away is told of it all when it is back."""
+    with fragile.get_client() as client:
+        first, late = Seen(), Seen()
+        client.watch(Span(prefix), 0, first)
+        assert isinstance(first.next(), Began)
+        client.put(prefix, b"1")
+        assert values(first, 1) == [b"1"]
+        fragile.kill()
+        client.watch(Span(prefix), 0, late)
+        fragile.restart()
+        written = Put(prefix, b"2")
+        eventually(
+            lambda: attempt(lambda: write_once(client, written, client.get(prefix).kvs[0].mod_revision)), "a write"
+        )
+        assert values(first, 2) == [b"1", b"2"]
+        assert values(late, 1) == [b"2"]
 
 
 def test_a_watch_begins_in_the_past(client: EtcdClient, prefix: str) -> None:

@@ -221,7 +221,7 @@ def test_who_is_left_behind_is_idle_until_it_asks_again() -> None:
     second = decided(judge([asks("a", joined=-HOUR), asks("b", 1), asks("c", 1)], quorum("a b"), join_timeout=1.0))
     assert [seat.member for seat in second.seats] == ["lease-a", "lease-c"]
     assert second.idle == (Answered("lease-b", 1),)
-    assert second.answered() == {"lease-a": 2, "lease-b": 1, "lease-c": 1}
+    assert second.answered == {"lease-a": 2, "lease-b": 1, "lease-c": 1}
 
     third = judge([asks("a", 3), asks("b", 1), asks("c", 2)], second)
     assert names(third) == "a c"
@@ -463,7 +463,7 @@ class Case:
 
     @property
     def asking(self) -> set[str]:
-        answered = self.previous.answered() if self.previous else {}
+        answered = self.previous.answered if self.previous else {}
         newest = {one.request.replica_id: one for one in self.replicas}
         return {name for name, one in newest.items() if one.asked not in (0, answered.get(one.member))}
 
@@ -525,9 +525,9 @@ def test_a_decision_moves_on(case: Case) -> None:
         assert previous is None or [a.replica_id for a in new.requests] == [b.replica_id for b in previous.requests]
     else:
         assert new.id > max(known, previous.id)
-    was = previous.answered() if previous else {}
+    was = previous.answered if previous else {}
     asked = {one.member: one.asked for one in (*case.replicas, *case.silent)}
-    assert {m for m, number in was.items() if asked.get(m) == number} <= new.answered().keys()
+    assert {m for m, number in was.items() if asked.get(m) == number} <= new.answered.keys()
 
 
 @given(cases())

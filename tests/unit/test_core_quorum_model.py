@@ -148,7 +148,7 @@ class History:
             self.asked += 1
             member, after = (known.member, known.after) if known else (self._lease(), 0)
             self.members[name] = Replica(member, request(name, number == 0, number // 6), self.asked, after, 0.0)
-        elif what == "learn" and known and self.last and self.last.seat_of(known.member):
+        elif what == "learn" and known and self.last and known.member in self.last.seated:
             after = max(known.after, self.last.id)
             self.members[name] = Replica(known.member, known.request, known.asked, after, known.joined)
         elif what == "die":

@@ -1,0 +1,136 @@
+"""One client a process for all who want the same etcd."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from helpers import DEADLINE, Seen, eventually, in_fork
+
+from ftcoord.config import EtcdConfig
+from ftcoord.coordination import LighthouseClient
+from ftcoord.errors import ClientClosed
+from ftcoord.etcd import shared
+from ftcoord.etcd.api import Began, Put, Span, TxnResult
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.etcd.shared import SharedClient
+
+
+@pytest.fixture
+def config(etcd: EtcdServer) -> EtcdConfig:
+    """One that nobody else in this process has."""
+    return EtcdConfig.load(etcd.get_endpoint(), request_timeout=7.25)
+
+
+def open_clients() -> int:
+    return sum(thread.name == "ftcoord-watch" for thread in threading.enumerate())
+
+
+def test_holders_share_one_client(config: EtcdConfig, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[EtcdConfig] = []
+    real = EtcdClient.__init__
+
+    def init(client: EtcdClient, config: EtcdConfig) -> None:
+        made.append(config)
+        real(client, config)
+
+    monkeypatch.setattr(EtcdClient, "__init__", init)
+    one, two, other = SharedClient(config), SharedClient(config), SharedClient(replace(config, request_timeout=7.5))
+    assert len(made) == 2
+    one.put(prefix, b"x")
+    one.close()
+    assert two.get(prefix).kvs[0].value == b"x"
+    two.close()
+    other.close()
+    again = SharedClient(config)
+    assert again.get(prefix).kvs[0].value == b"x"
+    assert len(made) == 3
+    again.close()
+
+
+def test_a_holder_that_let_go_can_do_nothing_and_others_can(config: EtcdConfig, prefix: str) -> None:
+    one, two = SharedClient(config), SharedClient(config)
+    mine, theirs = Seen(), Seen()
+    one.watch(Span(prefix), 0, mine)
+    two.watch(Span(prefix), 0, theirs)
+    eventually(lambda: isinstance(theirs.next(), Began), "the watch stands")
+    one.close()
+    one.close()
+    assert isinstance(mine.error(), ClientClosed)
+    with pytest.raises(ClientClosed):
+        one.get(prefix)
+    with pytest.raises(ClientClosed):
+        one.watch(Span(prefix), 0, mine)
+    told: list[object] = []
+    one.submit((), [Put(prefix, b"mine")], told.append, timeout=5)
+    assert isinstance(told[0], ClientClosed)
+    two.submit((), [Put(prefix, b"theirs")], told.append, timeout=5)
+    assert [event.kv.value for event in theirs.events(1)] == [b"theirs"]
+    assert isinstance(told[1], TxnResult)
+    two.close()
+    assert isinstance(theirs.error(), ClientClosed)
+
+
+def test_the_last_to_let_go_closes(config: EtcdConfig, prefix: str) -> None:
+    before = open_clients()
+    holders = [SharedClient(config) for _ in range(20)]
+    seen = [Seen() for _ in holders]
+    for holder, one in zip(holders, seen, strict=True):
+        holder.watch(Span(prefix), 0, one)
+    for one in seen:
+        eventually(lambda one=one: isinstance(one.next(), Began), "the watch stands")
+    assert open_clients() == before + 1
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(SharedClient.close, holders))
+    eventually(lambda: open_clients() == before, "the client is closed")
+    assert config not in shared._clients[shared.os.getpid()].known
+
+
+def test_a_watch_that_was_cancelled_tells_nothing_at_the_end(config: EtcdConfig, prefix: str) -> None:
+    one, two = SharedClient(config), SharedClient(config)
+    seen = Seen()
+    watch = one.watch(Span(prefix), 0, seen)
+    assert isinstance(seen.next(), Began)
+    watch.cancel()
+    watch.cancel()
+    one.close()
+    two.close()
+    assert seen.is_quiet()
+
+
+def test_a_forked_child_has_a_client_of_its_own(config: EtcdConfig, prefix: str) -> None:
+    mine = SharedClient(config)
+    mine.put(prefix, b"x")
+
+    def child() -> bytes:
+        mine.close()
+        own = SharedClient(config)
+        value = own.get(prefix).kvs[0].value
+        own.close()
+        return value
+
+    assert in_fork(child, DEADLINE) == repr(b"x")
+    assert in_fork(lambda: mine.get(prefix)) == "ForkedProcessError"
+    assert mine.get(prefix).kvs[0].value == b"x"
+    mine.close()
+
+
+def test_a_client_that_nobody_holds_any_more_lets_go_wherever_it_is_found(config: EtcdConfig) -> None:
+    """On a thread of its own: the collector may find it in any line, under any lock."""
+    job = f"etcd://{config.endpoints[0]}/forgotten"
+    client = LighthouseClient(job, timedelta(seconds=DEADLINE))
+    holder = client._etcd
+    client.itself = client  # type: ignore[attr-defined]
+    del client
+    let_go_on: list[str] = []
+    real = holder.close
+    holder.close = lambda: (let_go_on.append(threading.current_thread().name), real())[1]  # type: ignore[method-assign]
+    gc.collect()
+    eventually(lambda: let_go_on, "it is closed")
+    assert let_go_on == ["ftcoord-forget"]
+    eventually(lambda: holder._closed, "it let go")
