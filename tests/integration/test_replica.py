@@ -219,33 +219,54 @@ def test_requests_that_are_lost_on_the_way_are_made_again(
 
 
 class Away(Door):
-    """An etcd that cannot be written to while it is `away`."""
+    """An etcd that cannot be written to while it is `away`; `tried` is set when somebody does, and waits for it."""
 
-    away = False
+    def __init__(self, real: Etcd) -> None:
+        super().__init__(real)
+        self.away = False
+        self.tried = threading.Event()
 
     def txn(self, *args: Any, **kwargs: Any) -> TxnResult:
         if self.away:
+            self.tried.set()
             raise EtcdUnavailable("away for the test")
         return super().txn(*args, **kwargs)
 
+    def submit(self, *args: Any, **kwargs: Any) -> None:
+        if self.away:
+            args[2](EtcdUnavailable("away for the test"))
+        else:
+            super().submit(*args, **kwargs)
+
 
 def test_who_gives_up_takes_nobody_elses_request_along(
-    client: EtcdClient, job: Job, threads: ThreadPoolExecutor
+    client: EtcdClient, job: Job, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two callers of one replica whose request could not be written: the first fails, the second is still there."""
+    """Two callers of one replica: the first tries in vain to write what the second asks, until its time is over."""
     etcd = Away(client)
     replica, peer = Replica(etcd, job, "x", kept=True), Replica(client, job, "y", kept=True)
+    put = replica._put
+
+    def put_and_linger(request: Request, *how: Any) -> int:
+        asked = put(request, *how)
+        if request.step == 2:
+            assert etcd.tried.wait(DEADLINE)
+        return asked
+
+    monkeypatch.setattr(replica, "_put", put_and_linger)
     try:
         replica.beat(time.monotonic() + DEADLINE)
+        first = threads.submit(replica.ask, replace(REQUEST, step=1), time.monotonic() + 5)
+        eventually(lambda: requests(client, job) == [1], "the first asks")
         etcd.away = True
-        first = threads.submit(replica.ask, REQUEST, time.monotonic() + 2)
-        second = threads.submit(replica.ask, replace(REQUEST, step=1), time.monotonic() + DEADLINE)
+        second = threads.submit(replica.ask, replace(REQUEST, step=2), time.monotonic() + DEADLINE)
         with pytest.raises(TimeoutError):
             first.result(DEADLINE)
         etcd.away = False
+        eventually(lambda: requests(client, job) == [2], "the second asks")
         quorum = peer.ask(replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
         assert second.result(DEADLINE) == quorum
-        assert quorum.requests[0].step in {0, 1}
+        assert [one.step for one in quorum.requests] == [2, 0]
     finally:
         replica.leave(DEADLINE)
         peer.leave(DEADLINE)
