@@ -2,39 +2,58 @@
 
 Rules
   1. A run starts without a round; each decided round replaces the one before and has the next number.
-  2. A running round is recalled when a participant is gone or comes back for another round, or when somebody
-     waits while there is room. Recalling only tells the participants to come back; it changes no membership.
-  3. The next round forms among the members that ask for it. It is complete
+  2. A round that was decided is not yet ready: first each participant says that it takes its seat. When all have, the
+     round is ready, and only then does anybody start. A round that is recalled before is nobody's.
+  3. A round is recalled when a participant is gone or comes back for another round, when somebody waits while there is
+     room, or when seats are not taken within the last call. Recalling only tells the participants to come back; it
+     changes no membership.
+  4. The next round forms among the members that ask for it. It is complete
        - at once, when every seat is taken and no participant of the last round is still to come back;
        - when the settle time-out has passed without change and all live participants of the last round are back;
-       - when the last call, which starts as soon as there are `min_nodes`, is over.
+       - when the last call, which starts as soon as there are `min_nodes`, is over. It is half as long again while
+         participants of the last round are still to come back: torch gives workers 30 s to end before it kills them.
      Seats of participants that are still to come back are kept free until then. Who is not back by the end of the last
      call is away: it has no seat, and asks for none before it comes back.
-  4. Participants of the last round go before newcomers. They keep their ranks where the new size allows, and
+  5. Participants of the last round go before newcomers. They keep their ranks where the new size allows, and
      rank 0 is one of them: newcomers fill the gaps.
-  5. A closed run stays closed.
+  6. All members share one pair of limits (--nnodes): those of the record as long as any live member wants the same,
+     else those of the oldest member. Members with other limits count for nothing, and the record tells them.
+  7. A closed run stays closed, unless the user's `restart` lets new members go on from it. They say so, and wait until
+     nobody of the closed round is left.
 
 Times are the decider's own monotonic seconds, from when it saw the thing happen.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from ftcoord.core.records import Ask, Away, Round, Seat
+from ftcoord.core.records import FAILED, FINISHED, NO_ROUND, Ask, Away, Round, Seat
+
+RETURNING: Final = 1.5
+"""How much longer than the last call participants of the last round have to come back. With the defaults, 30 s and
+torch's `shutdown_timeout` of 30 s, a node whose workers had to be killed would else be too late by a moment."""
+
+Restart: TypeAlias = Literal["failed", "always", "never"]
+"""Which closed runs may be gone on from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for. Times in seconds."""
+    """What the decider's user asked for, but for the limits, which are in what its members ask. Times in seconds."""
 
-    min_nodes: int
-    max_nodes: int
     last_call_timeout: float = 30.0
     settle_timeout: float = 1.0
     recall_on_loss: bool = True
+    restart: Restart = "failed"
+
+    @property
+    def return_timeout(self) -> float:
+        """How long participants of a recalled round have to come back."""
+        return self.last_call_timeout * RETURNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +73,7 @@ class Situation:
         changed_at: when any member last came, changed or went.
         previous_at: when `previous` was first seen.
         vanished: `previous` is known, but its key is gone from etcd.
+        highest: the highest number that the decider ever saw, also in records that etcd has lost since.
     """
 
     members: Sequence[Member]
@@ -61,6 +81,7 @@ class Situation:
     previous: Round | None
     previous_at: float
     vanished: bool = False
+    highest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,82 +106,179 @@ Verdict: TypeAlias = "Decision | Waiting"
 def decide(situation: Situation, options: Options, now: float) -> Verdict:
     """What to do now. Depends on nothing but its arguments."""
     previous = situation.previous
-    if previous is None:
-        return _form(situation, options, now, list(situation.members), [])
-    if previous.closed and not situation.vanished:
-        return Waiting("the run is closed")
-    if situation.vanished:
+    if previous is not None and situation.vanished:
         return _recall(previous, "its record vanished from etcd", 0)
-    asking = [member for member in situation.members if member.ask.after >= previous.last_seat_of(member.id)]
-    busy = [member for member in situation.members if member.ask.after < previous.last_seat_of(member.id)]
-    if not previous.recalled:
-        return _judge_running(previous, busy, asking, options)
-    return _form(situation, options, now, asking, busy)
+    if previous is not None and previous.closed and not may_reopen(previous, options.restart):
+        return Waiting("the run is closed")
+    limits = limits_of(situation)
+    if _must_be_told(situation, limits):
+        stated = replace(previous or NO_ROUND, min_nodes=limits[0], max_nodes=limits[1])
+        return Decision(stated, f"--nnodes is {spelled(limits)}, not what all members want")
+    poll = _poll(situation, limits)
+    if previous is not None and previous.closed:
+        return _judge_closed(previous, poll, options, now)
+    if previous is not None and previous.seats and not previous.recalled:
+        return _judge_running(previous, poll, options, now)
+    return _form(poll, options, now)
 
 
-def _judge_running(previous: Round, busy: Sequence[Member], asking: Sequence[Member], options: Options) -> Verdict:
-    running = [member for member in busy if previous.rank_of(member.id) is not None]
-    back = [member for member in asking if previous.rank_of(member.id) is not None]
-    new = len(asking) - len(back)
+def limits_of(situation: Situation) -> tuple[int, int]:
+    """The fewest and the most nodes of a round: rule 6. Zeros without members."""
+    wanted = [member.ask.limits for member in situation.members]
+    if situation.previous is not None and situation.previous.limits in wanted:
+        return situation.previous.limits
+    return wanted[0] if wanted else (0, 0)
+
+
+def spelled(limits: tuple[int, int]) -> str:
+    """Limits as torchrun's --nnodes takes them."""
+    return ":".join(map(str, dict.fromkeys(limits)))
+
+
+def _must_be_told(situation: Situation, limits: tuple[int, int]) -> bool:
+    """Whether somebody wants other limits, and the record does not say which count."""
+    stated = situation.previous.limits if situation.previous else None
+    return stated != limits and any(member.ask.limits != limits for member in situation.members)
+
+
+@dataclass(frozen=True, slots=True)
+class _Poll:
+    """The members that count, by what they do. Of one node only the newest incarnation does: nobody renews the lease of
+    an older one any more.
+
+    Args:
+        asking: those that ask for a round, oldest first.
+        busy: those that still have one to end.
+        leaving: the ids of those that are about to go, and why; they count as gone.
+    """
+
+    situation: Situation
+    limits: tuple[int, int]
+    asking: Sequence[Member]
+    busy: Sequence[Member]
+    leaving: dict[str, str]
+
+
+def _poll(situation: Situation, limits: tuple[int, int]) -> _Poll:
+    previous = situation.previous
+    newest = {member.ask.node: member.id for member in situation.members}
+    counted = [
+        member
+        for member in situation.members
+        if member.ask.limits == limits and not member.ask.leaving and newest[member.ask.node] == member.id
+    ]
+    busy = [one for one in counted if previous is not None and one.ask.after < previous.last_seat_of(one.id)]
+    leaving = {member.id: member.ask.leaving for member in situation.members if member.ask.leaving}
+    if not busy:
+        return _Poll(situation, limits, counted, busy, leaving)
+    ids = {member.id for member in busy}
+    return _Poll(situation, limits, [member for member in counted if member.id not in ids], busy, leaving)
+
+
+def _judge_closed(previous: Round, poll: _Poll, options: Options, now: float) -> Verdict:
+    """Rule 7. Only members that have seen the end may go on from it: one that waited before it came must hear of it."""
+    reopening = [member for member in poll.asking if member.ask.reopens == previous.number]
+    left = [member for member in poll.situation.members if previous.last_seat_of(member.id)]
+    if not reopening:
+        return Waiting("the run is closed")
+    if left:
+        return Waiting(f"the run is closed, and {_names(member.ask.host for member in left)} has still to leave it")
+    return _form(replace(poll, asking=reopening, busy=()), options, now)
+
+
+def may_reopen(closed: Round, restart: Restart) -> bool:
+    """Whether new members may go on from a closed run."""
+    return restart == "always" or (restart == "failed" and closed.outcome == FAILED)
+
+
+def _judge_running(previous: Round, poll: _Poll, options: Options, now: float) -> Verdict:
+    running = [member for member in poll.busy if previous.rank_of(member.id) is not None]
+    back = [member for member in poll.asking if previous.rank_of(member.id) is not None]
+    new = len(poll.asking) - len(back)
     live = {member.id for member in (*running, *back)}
     gone = [seat for seat in previous.seats if seat.member not in live]
     if back:
         return _recall(previous, f"{_names(member.ask.host for member in back)} came back for a new round", new)
-    if gone and (options.recall_on_loss or not running):
-        return _recall(previous, f"{_names(seat.host for seat in gone)} is gone", new)
-    if new and len(previous.seats) - len(gone) < options.max_nodes:
-        return _recall(previous, f"{_names(member.ask.host for member in asking)} waits to join", new)
+    if gone and (options.recall_on_loss or not running or not previous.ready):
+        return _recall(previous, _why_gone(gone, poll.leaving), new)
+    if new and len(previous.seats) - len(gone) < poll.limits[1]:
+        return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
+    if not previous.ready:
+        return _judge_seated(previous, running, poll.situation.previous_at + options.last_call_timeout, now)
     return Waiting(f"round {previous.number} is running on {len(running)} nodes")
+
+
+def _judge_seated(previous: Round, participants: Sequence[Member], until: float, now: float) -> Verdict:
+    """Rule 2: all take their seats, or nobody starts."""
+    missing = [member for member in participants if member.ask.seated != previous.number]
+    if not missing:
+        return Decision(replace(previous, ready=True), f"round {previous.number} is ready on {len(participants)} nodes")
+    if now >= until:
+        return _recall(previous, f"{_names(member.ask.host for member in missing)} did not take its seat", 0)
+    return Waiting(f"{len(missing)} of {len(participants)} nodes have still to take their seats", until)
+
+
+def _why_gone(gone: Sequence[Seat], leaving: dict[str, str]) -> str:
+    """Who left, with what they said, and who ended without a word."""
+    said = {seat.host: leaving[seat.member] for seat in gone if seat.member in leaving}
+    silent = [seat.host for seat in gone if seat.member not in leaving]
+    parts = [f"{_names(said)} left ({', '.join(sorted(set(said.values())))})"] if said else []
+    parts += [f"{_names(silent)} is gone (its lease ended)"] if silent else []
+    return "; ".join(parts)
 
 
 def _recall(previous: Round, reason: str, waiting: int) -> Decision:
     return Decision(replace(previous, recalled=reason, waiting=waiting), f"round {previous.number} recalled: {reason}")
 
 
-def _form(
-    situation: Situation, options: Options, now: float, asking: Sequence[Member], busy: Sequence[Member]
-) -> Verdict:
-    """The next round, or why not yet; `busy` are the members that still have an earlier one to end."""
+def _form(poll: _Poll, options: Options, now: float) -> Verdict:
+    """The next round, or why not yet."""
+    situation, (fewest, most) = poll.situation, poll.limits
     previous = situation.previous
-    nodes_before = [seat.node for seat in previous.seats] if previous else []
-    back = [member for member in asking if member.ask.node in nodes_before]
-    if len(asking) < options.min_nodes:
-        return Waiting(f"{len(asking)} of at least {options.min_nodes} nodes are there")
-    still_out = sum(1 for member in busy if previous and previous.rank_of(member.id) is not None)
-    full = len(asking) >= options.max_nodes
-    if full and not still_out:
-        return _complete(situation, options, asking, busy)
-    until, why = _last_call_end(situation, options, asking), "the last call"
+    nodes_before = {seat.node for seat in previous.seats} if previous else set()
+    back = [member for member in poll.asking if member.ask.node in nodes_before]
+    if not poll.asking or len(poll.asking) < fewest:
+        return Waiting(f"{len(poll.asking)} of at least {fewest} nodes are there")
+    still_out = sum(1 for member in poll.busy if previous and previous.rank_of(member.id) is not None)
+    if len(poll.asking) >= most and not still_out:
+        return _complete(poll)
+    last_call = options.return_timeout if still_out else options.last_call_timeout
+    until, why = _enough_at(poll) + last_call, "the last call"
     if back and not still_out:
         until, why = min(until, situation.changed_at + options.settle_timeout), "the settle time-out"
     if now >= until:
-        return _complete(situation, options, asking, busy)
-    return Waiting(f"{len(asking)} nodes are there, {still_out} still to come back; {why} runs", until)
+        return _complete(poll)
+    return Waiting(f"{len(poll.asking)} nodes are there, {still_out} still to come back; {why} runs", until)
 
 
-def _last_call_end(situation: Situation, options: Options, asking: Sequence[Member]) -> float:
-    """The last call starts when there are enough members, but not before the last round was recalled."""
-    enough_at = sorted(member.seen for member in asking)[options.min_nodes - 1]
-    recalled_at = situation.previous_at if situation.previous else enough_at
-    return max(enough_at, recalled_at) + options.last_call_timeout
+def _enough_at(poll: _Poll) -> float:
+    """When the last call began: when there were enough members, but not before the last round was recalled."""
+    enough_at = sorted(member.seen for member in poll.asking)[poll.limits[0] - 1]
+    return max(enough_at, poll.situation.previous_at) if poll.situation.previous else enough_at
 
 
-def _complete(situation: Situation, options: Options, asking: Sequence[Member], busy: Sequence[Member]) -> Decision:
-    previous = situation.previous
-    nodes_before = [seat.node for seat in previous.seats] if previous else []
+def _complete(poll: _Poll) -> Decision:
+    situation, previous = poll.situation, poll.situation.previous or NO_ROUND
+    nodes_before = [seat.node for seat in previous.seats]
     back = sorted(
-        (member for member in asking if member.ask.node in nodes_before),
+        (member for member in poll.asking if member.ask.node in nodes_before),
         key=lambda member: nodes_before.index(member.ask.node),
     )
-    new = [member for member in asking if member.ask.node not in nodes_before]
-    chosen = (back + new)[: options.max_nodes]
-    ranked = _rank(chosen, nodes_before)
-    latest = max([member.ask.after for member in situation.members], default=0)
-    number = max(latest, previous.number if previous else 0) + 1
-    away = tuple(Away(member.id, previous.last_seat_of(member.id)) for member in busy) if previous else ()
+    new = [member for member in poll.asking if member.ask.node not in nodes_before]
+    ranked = _rank((back + new)[: poll.limits[1]], nodes_before)
+    known = [max(member.ask.after, member.ask.seated) for member in situation.members]
+    number = max([*known, previous.number, situation.highest]) + 1
     first = ranked[0].ask
-    seats = tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked)
-    return Decision(Round(number, seats, first.address, first.port, away), f"round {number} on {len(seats)} nodes")
+    decided = Round(
+        number,
+        tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked),
+        first.address,
+        first.port,
+        tuple(Away(member.id, previous.last_seat_of(member.id)) for member in poll.busy),
+        *poll.limits,
+        before=previous.closed or previous.recalled,
+    )
+    return Decision(decided, f"round {number} on {len(ranked)} nodes")
 
 
 def _rank(chosen: Sequence[Member], nodes_before: Sequence[str]) -> list[Member]:
@@ -182,3 +300,74 @@ def _names(hosts: Iterable[str]) -> str:
     names = sorted(set(hosts))
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+# -- the member's half ------------------------------------------------------------------------------------------
+
+
+class Outlook(enum.Enum):
+    """What a decided record means for a member that asks."""
+
+    PENDING = "pending"
+    """Nothing yet: wait."""
+    SEATED = "seated"
+    """It has a seat, and must say that it takes it."""
+    READY = "ready"
+    """It has a seat, and so have all: start."""
+    MISSED = "missed"
+    """The round that it had a seat in came to nothing, or went on without it: ask for a later one."""
+    SPARE = "spare"
+    """A round runs without it: it may wait for ever."""
+    CLOSED = "closed"
+    """The run is over."""
+    REFUSED = "refused"
+    """The run has other limits than it wants: it counts for nothing, as long as any other member shares those."""
+
+
+def outlook(now: Round | None, me: str, ask: Ask) -> Outlook:
+    """What the decided record `now` means for the member `me`, which asks for this."""
+    if now is None:
+        return Outlook.PENDING
+    if now.closed and now.number != ask.reopens:
+        return Outlook.CLOSED
+    if now.limits not in (ask.limits, NO_ROUND.limits):
+        return Outlook.REFUSED
+    if now.closed:
+        return Outlook.PENDING
+    has_seat = now.rank_of(me) is not None
+    if has_seat and now.number > ask.after:
+        if now.ready:
+            return Outlook.READY
+        if now.recalled:
+            return Outlook.MISSED
+        return Outlook.PENDING if ask.seated == now.number else Outlook.SEATED
+    if now.last_seat_of(me) > ask.after:
+        return Outlook.MISSED
+    return Outlook.SPARE if now.seats and not now.recalled and not has_seat else Outlook.PENDING
+
+
+def call_back(now: Round | None, mine: Round) -> tuple[int, str]:
+    """How many nodes wait for a participant of the round `mine` to come back to the rendezvous, and why; 0 if none.
+
+    A run that is over calls everybody back, to hear why, unless its workers are done: then all others are, or soon
+    will be, and must not be disturbed.
+    """
+    if now is None:
+        return 0, ""
+    if now.closed:
+        return (0, "") if now.outcome == FINISHED else (1, f"the run is over: {now.closed}")
+    if now.number != mine.number or now.seats != mine.seats:
+        return 1, f"round {now.number} was formed without this node"
+    return (max(1, now.waiting), now.recalled) if now.recalled else (0, "")
+
+
+def close(now: Round, reason: str, outcome: str, node: str | None) -> Round | None:
+    """The record that ends the run; None to leave it as it is.
+
+    Args:
+        node: the node that ends it because of its own workers, None for anybody else. It speaks only for a round that
+            it has a seat in: when the others went on without it, what became of its workers says nothing.
+    """
+    if now.closed or (node is not None and all(seat.node != node for seat in now.seats)):
+        return None
+    return replace(now, closed=reason, outcome=outcome)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
@@ -81,7 +81,13 @@ def write_once(
     return Settled(done, kv, answers, result.revision)
 
 
-def amend(etcd: Etcd, key: str, ttl: int, change: Callable[[KeyValue | None], bytes | None], timeout: float) -> None:
+Amendment: TypeAlias = tuple[bytes, Sequence[Op]]
+"""A key's new value, and what to do in the same transaction."""
+
+
+def amend(
+    etcd: Etcd, key: str, ttl: int, change: Callable[[KeyValue | None], Amendment | None], timeout: float
+) -> None:
     """Replace a key by what `change` makes of it; None leaves it. Under its lease, or a new one of `ttl` seconds.
 
     Raises OutcomeUnknown and EtcdUnavailable when etcd cannot be reached in `timeout` seconds.
@@ -89,8 +95,10 @@ def amend(etcd: Etcd, key: str, ttl: int, change: Callable[[KeyValue | None], by
     done = False
     while not done:
         now = etcd.range(Get(Span(key)), timeout=timeout).one
-        value = change(now)
-        if value is None:
+        amendment = change(now)
+        if amendment is None:
             return
+        value, also = amendment
         lease = now.lease if now and now.lease else etcd.grant(ttl).id
-        done = write_once(etcd, Put(key, value, lease), now.mod_revision if now else 0, timeout=timeout).done
+        expected = now.mod_revision if now else 0
+        done = write_once(etcd, Put(key, value, lease), expected, also=also, timeout=timeout).done

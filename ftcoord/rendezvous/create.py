@@ -12,6 +12,7 @@ from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
+from ftcoord.rendezvous.logs import show_log_lines
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     Raises ValueError (ConfigError) for bad settings before any socket is opened, and RendezvousConnectionError when
     etcd does not answer within `read_timeout` seconds (default 5).
     """
+    show_log_lines()
     handler = EtcdRendezvousHandler(*open_run(params))
     handler.prepare()
     return handler
@@ -68,5 +70,5 @@ def connect(config: EtcdConfig) -> EtcdClient:
         client.status()
     except EtcdError as error:
         client.close()
-        raise RendezvousConnectionError(f"no etcd at {config.describe()}: {error}") from error
+        raise RendezvousConnectionError(f"no etcd at {config.describe()}: {error}") from None
     return client

@@ -1,18 +1,21 @@
-"""A run's decided record, read and closed by whoever is no member."""
+"""A run in etcd, as whoever is no member reads and closes it."""
 
 from __future__ import annotations
 
+import logging
 import uuid
 from dataclasses import replace
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
-from ftcoord.core import records
-from ftcoord.core.records import Round
+from ftcoord.core import records, rendezvous
+from ftcoord.core.records import Ask, Round
 from ftcoord.errors import EtcdError, StateError
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
-from ftcoord.etcd.settle import amend
+from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Span
+from ftcoord.etcd.settle import Amendment, amend
 from ftcoord.rendezvous.settings import RendezvousSettings
+
+log = logging.getLogger(__name__)
 
 
 class Decided:
@@ -28,21 +31,52 @@ class Decided:
             kv = self._etcd.range(Get(Span(self._key))).one
             return records.parse_round(kv.key, kv.value) if kv else None
         except StateError as error:
-            raise RendezvousStateError(str(error)) from error
+            raise RendezvousStateError(str(error)) from None
         except EtcdError as error:
-            raise RendezvousConnectionError(str(error)) from error
+            raise RendezvousConnectionError(str(error)) from None
 
-    def close(self, reason: str) -> None:
-        """End the run, within `close_timeout` seconds."""
+    def close(self, reason: str, outcome: str, node: str | None = None) -> None:
+        """End the run, within `close_timeout` seconds, unless it is over or went on without `node`.
 
-        def closed(kv: KeyValue | None) -> bytes | None:
-            now = records.parse_round(kv.key, kv.value) if kv else records.NO_ROUND
-            return None if now.closed else records.encode(replace(now, closed=reason, by=uuid.uuid4().hex))
-
+        A run that did not finish ends its round too: whoever waits in the round's store, as torch's agents do in their
+        exit barrier, waits for nodes that will not come.
+        """
         settings = self._settings
+
+        def closed(kv: KeyValue | None) -> Amendment | None:
+            now = records.parse_round(kv.key, kv.value) if kv else records.NO_ROUND
+            ended = rendezvous.close(now, reason, outcome, node)
+            if ended is None:
+                log.info("run %r is left as it is: it is over, or went on without this node", settings.run_id)
+                return None
+            fence = Delete(Span(records.round_key(settings.prefix, now.number)))
+            value = records.encode(replace(ended, by=uuid.uuid4().hex))
+            return value, () if outcome == records.FINISHED else (fence,)
+
         try:
             amend(self._etcd, self._key, settings.run_ttl, closed, settings.close_timeout)
         except StateError as error:
-            raise RendezvousStateError(str(error)) from error
+            raise RendezvousStateError(str(error)) from None
         except EtcdError as error:
-            raise RendezvousConnectionError(f"run {settings.run_id!r} could not be closed: {error}") from error
+            raise RendezvousConnectionError(f"run {settings.run_id!r} could not be closed: {error}") from None
+
+    def members(self, limit: int, timeout: float) -> tuple[list[Ask], int]:
+        """What the oldest members of the run ask, `limit` of them at the most; and how many members there are.
+
+        Raises EtcdError.
+        """
+        span = Span(records.members_prefix(self._settings.prefix), is_prefix=True)
+        found = self._etcd.range(Get(span, limit=limit, order="oldest"), timeout=timeout)
+        asks = []
+        for kv in found.kvs:
+            try:
+                asks.append(records.parse_ask(kv.key, kv.value))
+            except StateError as error:
+                log.debug("not counted as a member: %s", error)
+        return asks, found.count
+
+    def highest_round(self, timeout: float) -> int:
+        """The highest round of which anything is left in etcd, also when the record was deleted. Raises EtcdError."""
+        span = Span(records.rounds_prefix(self._settings.prefix), is_prefix=True)
+        found = self._etcd.range(Get(span, keys_only=True), timeout=timeout)
+        return max((records.number_of(kv.key) for kv in found.kvs), default=0)

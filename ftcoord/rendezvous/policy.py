@@ -19,29 +19,38 @@ class RendezvousPolicy:
         self._options = options
         self._readings = Readings(records.parse_ask)
         self._decided = Reading(records.parse_round)
+        self._highest = 0
 
     def decide(self, view: View, me: str, now: float) -> Publish | Wait:
         """Raises StateError when the decided record is not ours to read."""
         previous = self._decided.of(view.decided) if view.decided else None
+        # An etcd that lost its last writes may show an older record than this member has seen.
+        self._highest = max(self._highest, previous.number if previous else 0)
         members = [
             Member(kv.key.rpartition("/")[2], ask, view.seen[kv.key]) for kv, ask in self._readings.of(view.members)
         ]
-        situation = Situation(members, view.changed_at, previous, view.decided_at, view.vanished)
+        situation = Situation(members, view.changed_at, previous, view.decided_at, view.vanished, self._highest)
         verdict = decide(situation, self._options, now)
         if isinstance(verdict, Decision):
             return self._publish(verdict, previous, me)
         return Wait(verdict.reason, verdict.until)
 
     def _publish(self, decision: Decision, previous: records.Round | None, me: str) -> Publish:
-        """A new round opens its store and ends that of the round before, in the same transaction."""
+        """A new round opens its store and ends those before, in the same transaction.
+
+        The round before is that of the record, or where the record was lost the one before this by its number.
+        """
         value = records.encode(replace(decision.round, by=me))
-        number, before = decision.round.number, previous.number if previous else 0
-        if number == before:
+        number, last = decision.round.number, previous.number if previous else 0
+        if number == last:
             return Publish(value, decision.reason)
-        old = (
-            Span(records.round_key(self._prefix, before)),
-            Span(records.store_prefix(self._prefix, before), is_prefix=True),
-        )
-        return Publish(
-            value, decision.reason, puts={records.round_key(self._prefix, number): b""}, deletes=old if before else ()
-        )
+        old = [
+            span
+            for before in sorted({last, number - 1})
+            if before
+            for span in (
+                Span(records.round_key(self._prefix, before)),
+                Span(records.store_prefix(self._prefix, before), is_prefix=True),
+            )
+        ]
+        return Publish(value, decision.reason, puts={records.round_key(self._prefix, number): b""}, deletes=old)

@@ -27,7 +27,7 @@ SHORT_TTL = 3
 
 
 def state(node: Node) -> SessionState:
-    member = node.handler._member
+    member = node.handler._participant.member
     assert member is not None
     return member.session.state
 

@@ -120,7 +120,8 @@ def test_a_node_that_timed_out_may_try_again(make_nodes: MakeNodes) -> None:
     impatient = nodes.one(join_timeout=0.5)
     with pytest.raises(RendezvousTimeoutError):
         impatient.join().result(DEADLINE)
-    impatient.handler._settings = replace(impatient.handler._settings, join_timeout=DEADLINE)
+    participant = impatient.handler._participant
+    participant.settings = replace(participant.settings, join_timeout=DEADLINE)
     other = waits(nodes.one())
     assert len(seats_of([impatient.join(), other])) == 2
 
@@ -278,7 +279,7 @@ def test_set_closed_is_seen_by_all(make_nodes: MakeNodes) -> None:
     nodes[0].handler.set_closed()
     for node in [*nodes, late]:
         eventually(node.handler.is_closed, what="the run is closed")
-    assert not any(node.signalled() for node in nodes)
+    all_signalled(nodes)  # each agent stops its workers, and comes back to hear why
     for node in [*nodes, late]:
         with pytest.raises(RendezvousClosedError, match="is over: closed by"):
             node.join().result(DEADLINE)

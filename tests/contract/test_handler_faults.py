@@ -49,7 +49,7 @@ def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
     joining = first.join()
     eventually(lambda: first.member().entered, what="the first node is the older one, and so the decider")
     join_as_agents([first, late], [joining, late.join()])
-    before = first.handler._round.number
+    before = first.handler._participant.round.number
     news.hold()
     waiting = late.join()
     all_signalled([first])
@@ -112,10 +112,12 @@ def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, c
     waiting = run.one()
     join = waiting.join()
     for _ in range(2):
-        member = eventually(lambda: waiting.handler._member, what="the node has a lease")
+        member = eventually(lambda: waiting.handler._participant.member, what="the node has a lease")
         eventually(lambda member=member: client.get(member.group.key).one, what="the node waits")
         client.revoke(waiting.lease())
-        eventually(lambda member=member: waiting.handler._member is not member, what="the node takes a new lease")
+        eventually(
+            lambda member=member: waiting.handler._participant.member is not member, what="the node takes a new lease"
+        )
     other = run.one()
     assert other.join().result(DEADLINE).world == join.result(DEADLINE).world == 2
 
@@ -157,8 +159,8 @@ def test_a_waiting_node_whose_key_is_deleted_is_not_forgotten(
     nodes = run.add(2)
     for node in nodes:
         joins.append(node.join())
-        eventually(lambda node=node: client.get(node.handler._member.group.key).one, what="the node waits")
-    client.delete(Span(nodes[victim].handler._member.group.key))
+        eventually(lambda node=node: client.get(node.handler._participant.member.group.key).one, what="the node waits")
+    client.delete(Span(nodes[victim].handler._participant.member.group.key))
     joins.append(run.one().join())
     assert {seat.world for seat in seats_of(joins)} == {3}
 

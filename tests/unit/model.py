@@ -1,7 +1,8 @@
 """A small world around `decide()`: three nodes at most, one record in etcd, and everything that can happen to them.
 
 A state is what the decider sees (a Situation whose times are relative to `now = 0`) and what only the nodes know. Time
-passes in ticks: the settle time-out is one, the last call is two, and what is older than that stays that old. Round
+passes in ticks: the settle time-out is one, the last call is two, participants have three to come back, and what is
+older than that stays that old. Round
 numbers are counted from the present round, so that the same situation in a later round is the same state.
 """
 
@@ -14,10 +15,11 @@ from typing import Final, NamedTuple
 
 from ftcoord.core import rendezvous
 from ftcoord.core.records import NO_ROUND, Ask, Away, Round
-from ftcoord.core.rendezvous import Decision, Member, Options, Situation, Verdict
+from ftcoord.core.rendezvous import RETURNING, Decision, Member, Options, Situation, Verdict
 
 SETTLE: Final = 1.0
 LAST_CALL: Final = 2.0
+RETURN: Final = LAST_CALL * RETURNING
 TICK: Final = 1.0
 BASE: Final = 2
 """What the present round's number is counted from."""
@@ -41,7 +43,8 @@ class State(NamedTuple):
     """The world. Members are oldest first, so the first one is the decider.
 
     Args:
-        running: the members that were given a seat since they last asked: they run workers, and ask for nothing.
+        running: the members that were given a seat since they last asked: they ask for nothing. They run workers once
+            the round is ready, for which each must have taken its seat.
         blind: the members that joined since the record vanished, so never saw it.
         pending: only where deciders race.
     """
@@ -69,29 +72,42 @@ def participants(view: Situation) -> list[str]:
 # -- what must hold of every decision ---------------------------------------------------------------------------
 
 
-def check(view: Situation, running: frozenset[str], options: Options, verdict: Verdict) -> None:
+def check(view: Situation, running: frozenset[str], limits: tuple[int, int], verdict: Verdict) -> None:
     """Raises Broken."""
     if not isinstance(verdict, Decision):
         _hold("until is in the future", verdict.until is None or verdict.until > 0)
         return
     old, new = view.previous, verdict.round
     _hold("a closed run stays closed", not (old and old.closed) or (view.vanished and new.closed == old.closed))
-    if old and new.number == old.number:
-        _check_recall(view, running, options, old, new)
+    if old and new.number == old.number and new.ready and not old.ready:
+        _check_ready(view, old, new)
+    elif old and new.number == old.number:
+        _check_recall(view, running, limits, old, new)
     else:
-        _check_round(view, running, options, old, new)
+        _check_round(view, running, limits, old, new)
 
 
-def _check_recall(view: Situation, running: frozenset[str], options: Options, old: Round, new: Round) -> None:
+def _check_ready(view: Situation, old: Round, new: Round) -> None:
+    asks = {member.id: member.ask for member in view.members}
+    seated = [seat.member in asks and asks[seat.member].seated == old.number for seat in old.seats]
+    _hold("nobody starts before all have taken their seats", all(seated))
+    _hold("S1 being ready changes nothing else", new == replace(old, ready=True))
+    _hold("a recalled round does not start", not old.recalled)
+
+
+def _check_recall(view: Situation, running: frozenset[str], limits: tuple[int, int], old: Round, new: Round) -> None:
     same = replace(old, recalled=new.recalled, waiting=new.waiting)
     at_work = running.intersection(participants(view))
     _hold("S1 a recall changes no membership", new == same)
     _hold("a recall says why", bool(new.recalled))
     _hold("a round is recalled once", view.vanished or not old.recalled)
-    _hold("L2 a surplus node recalls nothing", view.vanished or len(at_work) < options.max_nodes)
+    late = not old.ready and view.previous_at <= -LAST_CALL
+    _hold("L2 a surplus node recalls nothing", view.vanished or late or len(at_work) < limits[1])
 
 
-def _check_round(view: Situation, running: frozenset[str], options: Options, old: Round | None, new: Round) -> None:
+def _check_round(
+    view: Situation, running: frozenset[str], limits: tuple[int, int], old: Round | None, new: Round
+) -> None:
     members = {member.id: member for member in view.members}
     known = max([old.number if old else 0, *(member.ask.after for member in view.members)])
     chosen = [seat.member for seat in new.seats]
@@ -100,15 +116,16 @@ def _check_round(view: Situation, running: frozenset[str], options: Options, old
     out = running.intersection(participants(view))
     _hold("S2 rounds only grow", new.number > known)
     _hold("S1 one seat for each", len(set(chosen)) == len(chosen))
-    _hold("S1 min <= n <= max", options.min_nodes <= len(chosen) <= options.max_nodes)
+    _hold("S1 min <= n <= max", limits[0] <= len(chosen) <= limits[1])
     _hold("S1 only live members are seated", members.keys() >= set(chosen))
     _hold("a new round is neither recalled nor closed", not (new.recalled or new.closed or new.waiting))
+    _hold("nobody starts before all have taken their seats", not new.ready)
     _hold("a running round is recalled before it is replaced", old is None or bool(old.recalled))
     _hold("rank 0 serves the bootstrap address", new.address == members[chosen[0]].ask.address)
     _hold("rank 0 is a survivor", not back or new.seats[0].node in before)
     new_nodes = {seat.node for seat in new.seats}.difference(before)
     _hold("survivors go before newcomers", not new_nodes or {m.id for m in back} <= set(chosen))
-    _hold("participants have the last call to come back", not out or view.previous_at <= -LAST_CALL)
+    _hold("participants have the last call to come back", not out or view.previous_at <= -RETURN)
     _hold("only those that ask are seated", running.isdisjoint(chosen))
     _hold("who is not back is away", {away.member for away in new.away} == running.intersection(members))
 
@@ -126,6 +143,7 @@ class World:
     """The rules of one exploration, and what it found.
 
     Args:
+        limits: the fewest and the most nodes of a round, which all want.
         nodes: how many, at most.
         deciders: 1, or 2 that race: each publishes some time after it decided, guarded by the record's revision.
         guarded: whether that guard is there.
@@ -133,7 +151,8 @@ class World:
         hanging: whether to ask of every state also what becomes of the others when one participant never comes back.
     """
 
-    options: Options
+    limits: tuple[int, int]
+    options: Options = field(default_factory=lambda: Options(LAST_CALL, SETTLE))
     nodes: int = 3
     deciders: int = 1
     guarded: bool = True
@@ -182,6 +201,8 @@ class World:
             yield f"{member.id} is gone", self._lose(state, member.id)
             if member.id in state.running:
                 yield f"{member.id} comes back", _canonical(self._ask(state, member.id))
+            if member.id in self._untaken(state):
+                yield f"{member.id} takes its seat", _canonical(self._take_seat(state, member.id))
         yield from self._joins(state)
         if view.previous is None or not view.previous.closed:
             yield "closed", self._written(state, replace(self._record(state) or NO_ROUND, closed="closed"))
@@ -208,7 +229,7 @@ class World:
                 fresh_one = True
             member = next(name for i in range(9) if (name := f"{node}{i}") not in text)
             for after in known:
-                joined = Member(member, _ask(node, after, text), 0.0)
+                joined = Member(member, self._new_ask(node, after, text), 0.0)
                 blind = state.blind | {member} if view.vanished else state.blind
                 there = replace(view, members=(*view.members, joined), changed_at=0.0)
                 yield f"{member} joins after round {after}", _canonical(state._replace(view=there, blind=blind))
@@ -236,10 +257,29 @@ class World:
 
         def asking(old: Member) -> Member:
             after = max(old.ask.after, last_seat)
-            return Member(old.id, _ask(old.ask.node, after, text), 0.0)
+            return Member(old.id, self._new_ask(old.ask.node, after, text), 0.0)
 
         members = tuple(asking(old) if old.id == member else old for old in view.members)
         return state._replace(view=replace(view, members=members, changed_at=0.0), running=state.running - {member})
+
+    def _new_ask(self, node: str, after: int, text: str) -> Ask:
+        nonce = next(name for i in range(9) if (name := f"{node}-{i}") not in text)
+        return Ask(node, f"{node}.example", 1, after, node, nonce, *self.limits)
+
+    def _untaken(self, state: State) -> list[str]:
+        """The members with a seat in a round that is to start, who have not yet said that they take it."""
+        view, last = state.view, state.view.previous
+        if last is None or last.ready or last.recalled or last.closed or view.vanished:
+            return []
+        there = [m for m in view.members if m.id in state.running and last.rank_of(m.id) is not None]
+        return [member.id for member in there if member.ask.seated != last.number]
+
+    def _take_seat(self, state: State, member: str) -> State:
+        view = state.view
+        assert view.previous is not None
+        number = view.previous.number
+        members = tuple(Member(m.id, replace(m.ask, seated=number), 0.0) if m.id == member else m for m in view.members)
+        return state._replace(view=replace(view, members=members, changed_at=0.0))
 
     def _record(self, state: State) -> Round | None:
         return None if state.view.vanished else state.view.previous
@@ -250,7 +290,7 @@ class World:
 
     def _verdict(self, state: State) -> Verdict:
         verdict = self.decide(state.view, self.options, 0.0)
-        check(state.view, state.running, self.options, verdict)
+        check(state.view, state.running, self.limits, verdict)
         return verdict
 
     def _written(self, state: State, record: Round) -> State:
@@ -258,7 +298,7 @@ class World:
         view, old = state.view, state.view.previous
         seated = {m.id for m in view.members if record.rank_of(m.id) is not None and m.ask.after < record.number}
         took = state.running if old and old.number == record.number else state.running | seated
-        plain = replace(record, recalled=record.recalled and "recalled", waiting=0)
+        plain = replace(record, recalled=record.recalled and "recalled", waiting=0, before="")
         pending = tuple(p._replace(fresh=False) for p in state.pending if not self.guarded)
         view = replace(view, previous=plain, previous_at=0.0, vanished=False)
         return _canonical(State(view, took, frozenset(), pending))
@@ -297,12 +337,13 @@ class World:
     def _check_end(self, elapsed: float, end: State, hung: str | None) -> None:
         view, last = end.view, end.view.previous
         others = len(view.members) - (hung is not None)
-        if others < self.options.min_nodes or (last and last.closed):
+        if others < self.limits[0] or (last and last.closed):
             return
         at_work = end.running.intersection(participants(view))
-        _hold("L1 a round runs", last is not None and not last.recalled and not view.vanished)
-        _hold("L1 nobody is left out", len(at_work) >= min(self.options.max_nodes, others))
-        _hold("L1 within the last call", elapsed <= LAST_CALL)
+        _hold("L1 a round runs", last is not None and last.ready and not last.recalled and not view.vanished)
+        _hold("L1 nobody is left out", len(at_work) >= min(self.limits[1], others))
+        # Who hangs may first have to miss its seat, and then the recall.
+        _hold("L1 within the last call", elapsed <= (LAST_CALL if hung is None else LAST_CALL + RETURN))
 
     def _calmed(self, state: State, hung: str | None) -> tuple[float, State]:
         """How long it takes until nothing more is to be done, and what the world is then."""
@@ -329,6 +370,9 @@ class World:
         for member in live(view):
             if member in state.running and member not in stay and member != hung:
                 return 0.0, _canonical(self._ask(state, member))
+        for member in self._untaken(state):
+            if member != hung:
+                return 0.0, _canonical(self._take_seat(state, member))
         verdict = self._verdict(state)
         if isinstance(verdict, Decision):
             return 0.0, self._written(state, verdict.round)
@@ -340,14 +384,9 @@ def _written_names(state: State) -> str:
     return repr(state.view.previous) + repr(state.pending)
 
 
-def _ask(node: str, after: int, text: str) -> Ask:
-    nonce = next(name for i in range(9) if (name := f"{node}-{i}") not in text)
-    return Ask(node, f"{node}.example", 1, after, node, nonce)
-
-
 def _pass(state: State, time: float) -> State:
     def older(at: float) -> float:
-        return max(at - time, -LAST_CALL)
+        return max(at - time, -RETURN)
 
     view = state.view
     members = tuple(Member(m.id, m.ask, older(m.seen)) for m in view.members)
@@ -379,4 +418,7 @@ def _count_from(member: Member, last: Round) -> Member:
     seat = last.last_seat_of(member.id)
     before = BASE - 1 if 0 < seat <= member.ask.after else 0
     after = member.ask.after - last.number + BASE if member.ask.after >= last.number else before
-    return member if after == member.ask.after else Member(member.id, replace(member.ask, after=after), member.seen)
+    seated = BASE if member.ask.seated == last.number else 0
+    if (after, seated) == (member.ask.after, member.ask.seated):
+        return member
+    return Member(member.id, replace(member.ask, after=after, seated=seated), member.seen)

@@ -161,7 +161,7 @@ def test_created_is_a_time(created: bytes) -> None:
 def test_one_kind_is_not_read_as_the_other() -> None:
     refused(parse_petition, encode(QUORUM))
     refused(parse_quorum, encode(PETITION))
-    refused(parse_petition, encode_ask(Ask("node", "host", 1, 0, "host", "nonce")))
+    refused(parse_petition, encode_ask(Ask("node", "host", 1, 0, "host", "nonce", 1, 2)))
 
 
 json_values = st.recursive(

@@ -17,10 +17,23 @@ from ftcoord.errors import StateError
 
 KEY = "/ftcoord/v1/job/decided"
 SEAT = Seat("694d8a2f1c3e5b07", "4f1c0d6e8b7a49d2a7e5c3b1f0987654", "host1 (pid 4711)")
-ASK = Ask(SEAT.node, "10.0.0.7", 29500, 3, SEAT.host, "a nonce")
+ASK = Ask(SEAT.node, "10.0.0.7", 29500, 3, SEAT.host, "a nonce", 2, 4, seated=3, reopens=1, leaving="SIGTERM")
 AWAY = Away("694d8a2f1c3e5b08", 2)
 ROUND = Round(
-    4, (SEAT,), "10.0.0.7", 29500, (AWAY,), recalled="host2 is gone", waiting=1, closed="done", by=SEAT.member
+    4,
+    (SEAT,),
+    "10.0.0.7",
+    29500,
+    (AWAY,),
+    2,
+    4,
+    ready=True,
+    recalled="host2 is gone",
+    waiting=1,
+    closed="done",
+    outcome=records.FINISHED,
+    before="host3 is gone",
+    by=SEAT.member,
 )
 
 Parse = Callable[[str, bytes], "Ask | Round"]
@@ -28,7 +41,12 @@ BOTH = pytest.mark.parametrize(("parse", "record"), [(parse_ask, ASK), (parse_ro
 
 texts = st.text(st.characters(), max_size=20)
 whole = st.integers(-strict.LARGEST, strict.LARGEST)
-asks = st.builds(Ask, texts, texts, whole, whole, texts, texts)
+limits = st.tuples(st.integers(1, strict.LARGEST), st.integers(1, strict.LARGEST)).map(sorted)
+asks = st.builds(
+    lambda limits, *rest: Ask(*rest[:6], *limits, *rest[6:]),
+    limits,
+    *(texts, texts, whole, whole, texts, texts, whole, whole, texts),
+)
 seats = st.builds(Seat, texts, texts, texts)
 rounds = st.builds(
     Round,
@@ -37,9 +55,14 @@ rounds = st.builds(
     address=texts,
     port=whole,
     away=st.lists(st.builds(Away, texts, whole), max_size=3).map(tuple),
+    min_nodes=whole,
+    max_nodes=whole,
+    ready=st.booleans(),
     recalled=texts,
     waiting=whole,
     closed=texts,
+    outcome=texts,
+    before=texts,
     by=texts,
 )
 
@@ -123,7 +146,7 @@ def test_a_field_that_we_do_not_know_is_refused(parse: Parse, record: Ask | Roun
 @pytest.mark.parametrize("wrong", [None, True, 1.0, float("nan"), [], {}, [1], [[]], [{}]], ids=repr)
 def test_every_field_must_have_its_type(parse: Parse, record: Ask | Round, wrong: object) -> None:
     for name, value in fields(record).items():
-        if not (isinstance(value, list) and isinstance(wrong, list)):
+        if not (isinstance(value, list) and isinstance(wrong, list)) and type(value) is not type(wrong):
             assert name in refused(parse, {**fields(record), name: wrong}).replace("version", "v")
 
 
@@ -186,9 +209,20 @@ def test_whatever_is_there_is_a_record_or_a_state_error(value: bytes) -> None:
 
 
 def test_keys() -> None:
-    assert records.member_key("/p", "0a") == "/p/members/0a"
+    assert records.members_prefix("/p") == "/p/members/"
     assert records.round_key("/p", 12) == "/p/rounds/12"
+    assert records.number_of("/p/rounds/12") == 12
     assert records.store_prefix("/p", 1) == "/p/store/1/"
+
+
+@pytest.mark.parametrize("name", ["", "x", "1x", "-1", "9" * 18, "9" * 5000, "\u0661"])
+def test_a_key_that_names_no_round_has_no_number(name: str) -> None:
+    assert records.number_of(f"/p/rounds/{name}") == 0
+
+
+@pytest.mark.parametrize("limits", [(0, 1), (2, 1), (-1, 1), (0, 0)])
+def test_limits_that_cannot_be_are_refused(limits: tuple[int, int]) -> None:
+    assert "cannot be" in refused(parse_ask, fields(ASK) | {"min_nodes": limits[0], "max_nodes": limits[1]})
 
 
 def test_one_rounds_store_is_no_prefix_of_anothers() -> None:

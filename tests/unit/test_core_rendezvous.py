@@ -13,18 +13,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core.records import NO_ROUND, Ask, Round, Seat
-from ftcoord.core.rendezvous import Decision, Member, Options, Situation, Verdict, Waiting, decide
+from ftcoord.core.records import CLOSED, FAILED, FINISHED, NO_ROUND, Ask, Away, Round, Seat
+from ftcoord.core.rendezvous import (
+    Decision,
+    Member,
+    Options,
+    Outlook,
+    Situation,
+    Verdict,
+    Waiting,
+    call_back,
+    close,
+    decide,
+    limits_of,
+    may_reopen,
+    outlook,
+)
 
-LAST_CALL, SETTLE = 30.0, 1.0
+LAST_CALL, SETTLE, RETURN = 30.0, 1.0, 45.0
 AGO = -1000.0
 """Long before now; all times here are relative to now."""
 PORTS = {node: 1000 + number for number, node in enumerate("ABCDEFGH")}
 
 
-def asks(name: str, after: int = 0, seen: float = 0.0) -> Member:
+def asks(name: str, after: int = 0, seen: float = 0.0, **more: Any) -> Member:
+    """A member; `judge` has it want the limits of the test, if it is not said here what it wants."""
     node = name[0]
-    return Member(name, Ask(node, f"{node}.example", PORTS[node], after, f"host{node}", f"{name}/{after}"), seen)
+    ask = Ask(node, f"{node}.example", PORTS[node], after, f"host{node}", f"{name}/{after}", *NO_ROUND.limits)
+    return Member(name, replace(ask, **more), seen)
 
 
 def all_ask(names: str, after: int = 0, seen: float = 0.0) -> list[Member]:
@@ -34,15 +50,24 @@ def all_ask(names: str, after: int = 0, seen: float = 0.0) -> list[Member]:
 def a_round(names: str, number: int = 1, **more: Any) -> Round:
     seats = tuple(Seat(name, name[0], f"host{name[0]}") for name in names.split())
     first = names[0]
-    return replace(Round(number, seats, f"{first}.example", PORTS[first]), **more)
+    return replace(Round(number, seats, f"{first}.example", PORTS[first], ready=True), **more)
 
 
 def recalled(names: str, number: int = 1) -> Round:
     return a_round(names, number, recalled="somebody is gone")
 
 
-def options(min_nodes: int, max_nodes: int, **more: Any) -> Options:
-    return replace(Options(min_nodes, max_nodes, LAST_CALL, SETTLE), **more)
+def within(limits: tuple[int, int], record: Any) -> Any:
+    """A record with these limits, unless it has some."""
+    return record if record.limits != NO_ROUND.limits else replace(record, min_nodes=limits[0], max_nodes=limits[1])
+
+
+def situation(
+    members: Sequence[Member], changed_at: float, previous: Round | None, limits: tuple[int, int], *more: Any
+) -> Situation:
+    """All that is there, where nothing else is said with these limits."""
+    there = [replace(member, ask=within(limits, member.ask)) for member in members]
+    return Situation(there, changed_at, previous and within(limits, previous), *more)
 
 
 def judge(
@@ -55,7 +80,8 @@ def judge(
     vanished: bool = False,
     **more: Any,
 ) -> Verdict:
-    return decide(Situation(members, changed_at, previous, previous_at, vanished), options(*limits, **more), 0.0)
+    options = replace(Options(LAST_CALL, SETTLE), **more)
+    return decide(situation(members, changed_at, previous, limits, previous_at, vanished), options, 0.0)
 
 
 def seats(verdict: Verdict) -> str:
@@ -70,7 +96,8 @@ def is_recall(verdict: Verdict, previous: Round, why: str, waiting: int = 0) -> 
     assert isinstance(verdict, Decision), verdict
     assert why in verdict.round.recalled
     assert verdict.round.recalled in verdict.reason
-    return verdict.round == replace(previous, recalled=verdict.round.recalled, waiting=waiting)
+    before = within(verdict.round.limits, previous)
+    return verdict.round == replace(before, recalled=verdict.round.recalled, waiting=waiting)
 
 
 def waits(verdict: Verdict, until: float | None) -> bool:
@@ -89,7 +116,8 @@ def test_too_few_wait_for_others_without_a_limit() -> None:
 @pytest.mark.parametrize("names", ["A", "A B", "A B C"])
 def test_a_full_round_is_decided_at_once(names: str) -> None:
     nodes = len(names.split())
-    assert judge(all_ask(names), limits=(1, nodes)) == Decision(a_round(names), f"round 1 on {nodes} nodes")
+    decided = within((1, nodes), a_round(names, ready=False))
+    assert judge(all_ask(names), limits=(1, nodes)) == Decision(decided, f"round 1 on {nodes} nodes")
 
 
 def test_beyond_max_the_oldest_are_seated() -> None:
@@ -174,7 +202,7 @@ def test_many_names_are_cut_short() -> None:
 def test_all_back_and_full_goes_on_at_once() -> None:
     verdict = judge(all_ask("A B", after=1), recalled("A B"), (2, 2))
     assert isinstance(verdict, Decision)
-    assert verdict.round == a_round("A B", 2)
+    assert verdict.round == within((2, 2), a_round("A B", 2, ready=False, before="somebody is gone"))
 
 
 def test_all_survivors_back_go_on_when_it_has_settled() -> None:
@@ -194,30 +222,39 @@ def test_a_newcomer_takes_the_seat_of_one_that_is_gone() -> None:
 
 def test_seats_are_kept_for_those_still_to_come_back() -> None:
     members = [asks("A"), asks("B", after=1), *all_ask("C D")]
-    assert waits(judge(members, recalled("A B"), (2, 2)), LAST_CALL)
+    assert waits(judge(members, recalled("A B"), (2, 2)), RETURN)
     members[0] = asks("A", after=1)
     assert seats(judge(members, recalled("A B"), (2, 2))) == "A B"
 
 
 def test_the_last_call_ends_without_those_that_did_not_come_back() -> None:
-    members = [asks("A"), asks("B", after=1, seen=-LAST_CALL), asks("C", seen=AGO)]
-    assert seats(judge(members, recalled("A B"), previous_at=-LAST_CALL)) == "B C"
+    members = [asks("A"), asks("B", after=1, seen=-RETURN), asks("C", seen=AGO)]
+    assert seats(judge(members, recalled("A B"), previous_at=-RETURN)) == "B C"
+
+
+def test_workers_that_torch_had_to_kill_are_back_in_time() -> None:
+    """With the defaults: torch kills them 30 s after the recall, which is when the last call for newcomers ends."""
+    members = [asks("A"), asks("B", after=1, seen=-30.0)]
+    assert waits(judge(members, recalled("A B"), (1, 2), previous_at=-30.0, changed_at=-30.0), 15.0)
+    members[0] = asks("A", after=1)
+    assert seats(judge(members, recalled("A B"), (1, 2), previous_at=-30.5)) == "A B"
 
 
 def test_who_missed_the_last_call_has_no_seat_before_it_asks_again() -> None:
-    hangs, back = asks("A"), asks("B", after=1, seen=-LAST_CALL)
-    without = judge([hangs, back], recalled("A B"), (1, 2), previous_at=-LAST_CALL)
+    hangs, back = asks("A"), asks("B", after=1, seen=-RETURN)
+    without = judge([hangs, back], recalled("A B"), (1, 2), previous_at=-RETURN)
     assert seats(without) == "B"
     assert isinstance(without, Decision)
-    assert waits(judge([hangs, back], without.round, (1, 2), previous_at=0.0), None)
+    runs, seated = replace(without.round, ready=True), asks("B", after=1, seated=2)
+    assert waits(judge([hangs, seated], runs, (1, 2), previous_at=0.0), None)
 
-    again = judge([asks("A", after=1), back], without.round, (1, 2), previous_at=0.0)
-    assert is_recall(again, without.round, "hostA waits to join", waiting=1)
+    again = judge([asks("A", after=1), seated], runs, (1, 2), previous_at=0.0)
+    assert is_recall(again, runs, "hostA waits to join", waiting=1)
 
 
 def test_a_spare_of_hours_does_not_shorten_the_last_call() -> None:
     members = [*all_ask("A B"), asks("C", after=1, seen=-2.0), *all_ask("D E", seen=AGO)]
-    assert waits(judge(members, recalled("A B C"), previous_at=-3.0), LAST_CALL - 3.0)
+    assert waits(judge(members, recalled("A B C"), previous_at=-3.0), RETURN - 3.0)
 
 
 def test_newcomers_alone_have_a_last_call_of_their_own() -> None:
@@ -291,6 +328,175 @@ def test_a_closed_run_stays_closed(record: Round) -> None:
     assert (verdict.round.closed, verdict.round.number) == ("done", record.number)
 
 
+REOPENED = a_round("A B", 4, closed="hostB failed", outcome=FAILED)
+
+
+def test_a_failed_run_is_gone_on_from_when_nobody_of_it_is_left() -> None:
+    new = [asks(name, after=4, reopens=4) for name in "CD"]
+    verdict = judge(new, REOPENED, (2, 2))
+    assert seats(verdict) == "C D"
+    assert isinstance(verdict, Decision)
+    assert (verdict.round.number, verdict.round.before, verdict.round.closed) == (5, "hostB failed", "")
+    assert waits(judge([asks("A"), *new], REOPENED, (2, 2)), None)
+
+
+def test_only_those_that_have_seen_the_end_go_on_from_it() -> None:
+    assert waits(judge(all_ask("C D"), REOPENED, (2, 2)), None)
+    assert waits(judge([asks("C", reopens=4), asks("D", reopens=3)], REOPENED, (2, 2)), None)
+    assert waits(judge([asks("C", reopens=4), asks("D", reopens=4)], REOPENED, (3, 3)), None)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "restart", "goes_on"),
+    [
+        (FAILED, "failed", True),
+        (FAILED, "never", False),
+        (FINISHED, "failed", False),
+        (FINISHED, "always", True),
+        (CLOSED, "failed", False),
+        (CLOSED, "always", True),
+    ],
+)
+def test_which_runs_may_be_gone_on_from(outcome: str, restart: str, goes_on: bool) -> None:
+    record = replace(REOPENED, outcome=outcome)
+    assert may_reopen(record, restart) is goes_on  # type: ignore[arg-type]
+    verdict = judge([asks(name, reopens=4) for name in "CD"], record, (2, 2), restart=restart)
+    assert isinstance(verdict, Decision) is goes_on
+
+
+# -- limits -----------------------------------------------------------------------------------------------------
+
+
+def test_who_wants_other_limits_is_told_and_disturbs_nobody() -> None:
+    odd = within((3, 3), asks("C").ask)
+    there = [*all_ask("A B"), replace(asks("C"), ask=odd)]
+    told = judge(there, None, (2, 2))
+    assert isinstance(told, Decision)
+    assert told.round == within((2, 2), NO_ROUND)
+    assert seats(judge(there, told.round, (2, 2))) == "A B"
+    assert waits(judge(there, RUNNING, (2, 2)), None)
+    assert outlook(told.round, "C", odd) is Outlook.REFUSED
+
+
+def test_the_oldest_member_says_what_the_limits_are() -> None:
+    there = [replace(asks("C"), ask=within((3, 3), asks("C").ask)), *all_ask("A B")]
+    told = judge(there, None, (2, 2))
+    assert isinstance(told, Decision)
+    assert told.round.limits == (3, 3)
+
+
+def test_limits_that_nobody_alive_shares_bind_nobody() -> None:
+    new = [asks("C"), asks("D")]
+    assert is_recall(judge(new, within((2, 3), RUNNING), (2, 2)), within((2, 3), RUNNING), "is gone", waiting=2)
+    forms = judge(new, within((2, 3), recalled("A B")), (2, 2))
+    assert seats(forms) == "C D"
+    assert isinstance(forms, Decision)
+    assert forms.round.limits == (2, 2)
+
+
+# -- taking seats -----------------------------------------------------------------------------------------------
+
+DECIDED = a_round("A B", ready=False)
+
+
+def test_a_round_is_not_ready_before_all_have_taken_their_seats() -> None:
+    one = [asks("A", seated=1), asks("B")]
+    assert waits(judge(one, DECIDED, (2, 2), previous_at=-1.0), LAST_CALL - 1.0)
+    verdict = judge([asks("A", seated=1), asks("B", seated=1)], DECIDED, (2, 2))
+    assert isinstance(verdict, Decision)
+    assert verdict.round == within((2, 2), replace(DECIDED, ready=True))
+
+
+def test_seats_that_are_not_taken_recall_the_round() -> None:
+    one = [asks("A", seated=1), asks("B")]
+    assert is_recall(judge(one, DECIDED, (2, 2), previous_at=-LAST_CALL), DECIDED, "hostB did not take its seat")
+
+
+@pytest.mark.parametrize("recall_on_loss", [True, False])
+def test_who_dies_before_it_took_its_seat_recalls_the_round(recall_on_loss: bool) -> None:
+    """Nobody has started: without a recall the others would wait for it in torch's rank assignment."""
+    verdict = judge([asks("A", seated=1)], DECIDED, (1, 2), recall_on_loss=recall_on_loss)
+    assert is_recall(verdict, DECIDED, "hostB is gone")
+
+
+def test_a_recall_leaves_a_round_ready() -> None:
+    """Who hears late of a round that others have started starts it too."""
+    late = asks("A", seated=1)
+    recall = judge([late, asks("B", seated=1), asks("C")], RUNNING)
+    assert isinstance(recall, Decision)
+    assert recall.round.ready
+    assert outlook(recall.round, "A", within((2, 3), late.ask)) is Outlook.READY
+
+
+def test_who_says_that_it_leaves_is_gone_at_once() -> None:
+    verdict = judge([asks("A"), asks("B", leaving="SignalException")], RUNNING, (1, 2))
+    assert is_recall(verdict, RUNNING, "hostB left (SignalException)")
+    both = judge([asks("B", leaving="SignalException")], a_round("A B C"), (1, 3))
+    assert is_recall(both, a_round("A B C"), "hostB left (SignalException); hostA, hostC is gone (its lease ended)")
+
+
+def test_of_two_incarnations_of_one_node_the_newer_counts() -> None:
+    assert seats(judge([asks("A", after=1), asks("B", after=1), asks("A'", after=1)], recalled("A B"), (2, 2))) == (
+        "A' B"
+    )
+    assert waits(judge([asks("A"), asks("A'")], None, (2, 2)), None)
+    assert is_recall(judge([asks("A"), asks("B"), asks("A'")], RUNNING, (2, 2)), RUNNING, "hostA is gone", waiting=1)
+
+
+# -- the member's half ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "ask", "look"),
+    [
+        pytest.param(None, {}, Outlook.PENDING, id="nothing was decided"),
+        pytest.param(DECIDED, {}, Outlook.SEATED, id="it has a seat"),
+        pytest.param(DECIDED, {"seated": 1}, Outlook.PENDING, id="it has taken it, others have not"),
+        pytest.param(RUNNING, {"seated": 1}, Outlook.READY, id="all have"),
+        pytest.param(replace(RUNNING, recalled="x"), {"seated": 1}, Outlook.READY, id="all have, and it hears late"),
+        pytest.param(replace(DECIDED, recalled="x"), {"seated": 1}, Outlook.MISSED, id="not all did"),
+        pytest.param(DECIDED, {"after": 1}, Outlook.PENDING, id="it has a seat, and wants a later one"),
+        pytest.param(a_round("B C"), {}, Outlook.SPARE, id="others run"),
+        pytest.param(recalled("B C"), {}, Outlook.PENDING, id="others come back"),
+        pytest.param(a_round("B", 2, away=(Away("A", 1),)), {}, Outlook.MISSED, id="they went on without it"),
+        pytest.param(REOPENED, {}, Outlook.CLOSED, id="the run is over"),
+        pytest.param(REOPENED, {"reopens": 4}, Outlook.PENDING, id="it goes on from there"),
+        pytest.param(RUNNING, {"min_nodes": 9, "max_nodes": 9}, Outlook.REFUSED, id="other limits"),
+    ],
+)
+def test_outlook(record: Round | None, ask: dict[str, Any], look: Outlook) -> None:
+    mine = within((1, 2), asks("A", **{name: value for name, value in ask.items() if name != "after"}).ask)
+    mine = replace(mine, after=ask.get("after", 0))
+    assert outlook(record and within((1, 2), record), "A", mine) is look
+
+
+@pytest.mark.parametrize(
+    ("record", "called", "why"),
+    [
+        pytest.param(RUNNING, 0, "", id="it runs"),
+        pytest.param(replace(RUNNING, recalled="C waits", waiting=2), 2, "C waits", id="a recall"),
+        pytest.param(replace(RUNNING, closed="A finished", outcome=FINISHED), 0, "", id="others are done"),
+        pytest.param(replace(RUNNING, closed="A failed", outcome=FAILED), 1, "A failed", id="a failure"),
+        pytest.param(replace(RUNNING, closed="by hand", outcome=CLOSED), 1, "by hand", id="by hand"),
+        pytest.param(a_round("A", 2), 1, "round 2 was formed without", id="they went on without it"),
+        pytest.param(a_round("A C"), 1, "round 1 was formed without", id="etcd lost it, and the number came again"),
+    ],
+)
+def test_call_back(record: Round, called: int, why: str) -> None:
+    count, reason = call_back(record, RUNNING)
+    assert count == called
+    assert why in reason
+    assert bool(reason) is bool(count)
+
+
+def test_closing() -> None:
+    ended = close(RUNNING, "it failed", FAILED, "A")
+    assert ended == replace(RUNNING, closed="it failed", outcome=FAILED)
+    assert close(ended, "again", FINISHED, "A") is None
+    assert close(RUNNING, "it failed", FAILED, "C") is None  # they went on without C, whose workers say nothing
+    assert close(RUNNING, "by hand", CLOSED, None) is not None
+
+
 @pytest.mark.parametrize("record", [RUNNING, recalled("A B")])
 def test_a_record_that_vanished_is_written_again_as_a_recall(record: Round) -> None:
     assert is_recall(judge(all_ask("A B"), record, vanished=True), record, "vanished")
@@ -318,14 +524,31 @@ limits = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted)
 def cases(draw: st.DrawFn) -> Case:
     nodes = draw(st.permutations("ABCDEF"))
     low, high = draw(limits)
+    others = st.sampled_from([(low, high)] * 3 + [(1, 1), (2, 4)])
     names = [node + draw(st.sampled_from(["", "'"])) for node in nodes[: draw(st.integers(0, 6))]]
-    members = [asks(name, draw(st.integers(0, 4)), draw(times)) for name in names]
+    members = []
+    for name in names:
+        said = {
+            "seated": draw(st.integers(0, 4)),
+            "reopens": draw(st.integers(-1, 4)),
+            "leaving": draw(st.sampled_from(["", "", "", "SIGTERM"])),
+        }
+        one = asks(name, draw(st.integers(0, 4)), draw(times), **said)
+        members.append(replace(one, ask=within(draw(others), one.ask)))
     before = draw(st.permutations("ABCDEF"))[: draw(st.integers(1, high))]
-    why = {"recalled": draw(st.sampled_from(["", "gone"])), "closed": draw(st.sampled_from(["", "", "", "done"]))}
-    previous = draw(st.none() | st.just(a_round(" ".join(before), draw(st.integers(1, 4)), **why)))
+    why = {
+        "recalled": draw(st.sampled_from(["", "gone"])),
+        "closed": draw(st.sampled_from(["", "", "", "done"])),
+        "outcome": draw(st.sampled_from([FINISHED, FAILED])),
+        "ready": draw(st.booleans()),
+    }
+    stated = within(draw(others), a_round(" ".join(before), draw(st.integers(1, 4)), **why))
+    previous = draw(st.none() | st.just(stated))
     vanished = previous is not None and draw(st.integers(0, 9)) == 0
-    chosen = options(low, high, recall_on_loss=draw(st.booleans()))
-    return Case(Situation(members, draw(times), previous, draw(times), vanished), chosen, 0.0)
+    restart = draw(st.sampled_from(["failed", "always", "never"]))
+    chosen = Options(LAST_CALL, SETTLE, draw(st.booleans()), restart)
+    there = situation(members, draw(times), previous, (low, high), draw(times), vanished, draw(st.integers(0, 5)))
+    return Case(there, chosen, 0.0)
 
 
 @given(cases())
@@ -358,27 +581,72 @@ def test_a_decision_does_not_expire(case: Case, later: float) -> None:
         assert decide(case.situation, case.options, case.now + later) == case.verdict
 
 
+def new_round(case: Case) -> Round | None:
+    """The round that is decided, if one is."""
+    verdict, before = case.verdict, case.situation.previous
+    if not isinstance(verdict, Decision) or verdict.round.number == (before.number if before else 0):
+        return None
+    return verdict.round
+
+
+def of_the_same_round(case: Case, *fields: str) -> Round | None:
+    """The record that is decided, if it is that of before with other values in some of these fields."""
+    verdict, before = case.verdict, case.situation.previous
+    if not isinstance(verdict, Decision) or before is None or verdict.round == before:
+        return None
+    same = replace(verdict.round, **{name: getattr(before, name) for name in fields})
+    return verdict.round if same == before else None
+
+
 @given(cases())
 def test_a_new_round_is_sound(case: Case) -> None:
-    verdict, before = case.verdict, case.situation.previous
-    if not isinstance(verdict, Decision) or verdict.round.recalled:
+    new, before = new_round(case), case.situation.previous
+    if new is None:
         return
-    new, members = verdict.round, {member.id: member for member in case.situation.members}
+    members = {member.id: member for member in case.situation.members}
     chosen = [seat.member for seat in new.seats]
     assert len(set(chosen)) == len(chosen)
-    assert case.options.min_nodes <= len(chosen) <= case.options.max_nodes
+    assert new.min_nodes <= len(chosen) <= new.max_nodes
+    assert new.limits == limits_of(case.situation)
+    assert {members[member].ask.limits for member in chosen} == {new.limits}
+    assert not any(members[member].ask.leaving for member in chosen)
     assert all(seat == Seat(seat.member, (m := members[seat.member]).ask.node, m.ask.host) for seat in new.seats)
-    assert new.number > max([before.number if before else 0, *(member.ask.after for member in members.values())])
+    known = [max(member.ask.after, member.ask.seated) for member in members.values()]
+    assert new.number > max([before.number if before else 0, case.situation.highest, *known])
     assert (new.address, new.port) == (members[chosen[0]].ask.address, members[chosen[0]].ask.port)
-    assert before is None or (before.recalled and not before.closed)
+    assert (new.ready, new.recalled, new.closed) == (False, "", "")
+    assert before is None or before.recalled or before.closed
+    assert before is None or new.before == (before.closed or before.recalled)
+
+
+@given(cases())
+def test_a_closed_run_is_gone_on_from_by_new_members_alone(case: Case) -> None:
+    new, before = new_round(case), case.situation.previous
+    if new is None or before is None or not before.closed:
+        return
+    members = {member.id: member for member in case.situation.members}
+    assert may_reopen(before, case.options.restart)
+    assert all(members[seat.member].ask.reopens == before.number for seat in new.seats)
+    assert not any(before.last_seat_of(member) for member in members)
+
+
+@given(cases())
+def test_a_round_is_ready_when_all_have_taken_their_seats(case: Case) -> None:
+    ready = of_the_same_round(case, "ready")
+    if ready is None:
+        return
+    members = {member.id: member for member in case.situation.members}
+    assert ready.ready
+    assert (ready.recalled, ready.closed) == ("", "")
+    assert all(members[seat.member].ask.seated == ready.number for seat in ready.seats)
 
 
 @given(cases())
 def test_survivors_keep_their_ranks(case: Case) -> None:
-    verdict, before = case.verdict, case.situation.previous
-    if not isinstance(verdict, Decision) or verdict.round.recalled or before is None:
+    decided, before = new_round(case), case.situation.previous
+    if decided is None or before is None:
         return
-    old, new = ([seat.node for seat in record.seats] for record in (before, verdict.round))
+    old, new = ([seat.node for seat in record.seats] for record in (before, decided))
     survivors = [node for node in old if node in new]
     assert new[0] in survivors or not survivors
     assert all(new[rank] == node for rank, node in enumerate(old) if node in survivors[1:] and 0 < rank < len(new))
@@ -386,11 +654,21 @@ def test_survivors_keep_their_ranks(case: Case) -> None:
 
 @given(cases())
 def test_a_recall_has_a_cause_and_changes_no_membership(case: Case) -> None:
-    verdict, before, s = case.verdict, case.situation.previous, case.situation
-    if not isinstance(verdict, Decision) or not verdict.round.recalled:
+    recall, before, s = of_the_same_round(case, "recalled", "waiting"), case.situation.previous, case.situation
+    if recall is None:
         return
     assert before is not None
-    assert verdict.round == replace(before, recalled=verdict.round.recalled, waiting=verdict.round.waiting)
+    assert recall.recalled
     at_work = [m for m in s.members if before.rank_of(m.id) is not None and m.ask.after < before.number]
     assert s.vanished or not (before.recalled or before.closed)
-    assert s.vanished or len(at_work) < len(before.seats) or len(before.seats) < case.options.max_nodes
+    complete = len(at_work) == len(before.seats) == before.max_nodes and all(m.ask.seated for m in at_work)
+    went = any(m.ask.leaving or m.ask.limits != before.limits for m in at_work)
+    assert s.vanished or went or not complete or case.situation.previous_at <= -LAST_CALL
+
+
+@given(cases())
+def test_every_decision_is_one_of_these(case: Case) -> None:
+    verdict = case.verdict
+    if isinstance(verdict, Decision) and case.situation.previous is not None:
+        kinds = [("recalled", "waiting"), ("ready",), ("min_nodes", "max_nodes")]
+        assert new_round(case) or any(of_the_same_round(case, *kind) for kind in kinds)

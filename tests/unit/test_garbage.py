@@ -29,8 +29,8 @@ PREFIX = "/ftcoord/v1/run"
 NOW = 1000.0
 REQUEST = Request("a", "addr", "store", 3, 1, False, "", 0, ())
 GOOD = [
-    records.encode(Ask("n1", "10.0.0.1", 1234, 0, "h", "x")),
-    records.encode(Ask("n2", "10.0.0.2", 1234, 7, "h", "y")),
+    records.encode(Ask("n1", "10.0.0.1", 1234, 0, "h", "x", 1, 2)),
+    records.encode(Ask("n2", "10.0.0.2", 1234, 7, "h", "y", 1, 2)),
     records.encode(Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234)),
     records.encode(Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234, recalled="somebody left")),
     quorum_records.encode(Petition(REQUEST, 1, 0, 0)),
@@ -85,7 +85,7 @@ garbage = (
 
 def policies() -> list[Any]:
     return [
-        RendezvousPolicy(PREFIX, Options(1, 4, 30.0, 0.1, True)),
+        RendezvousPolicy(PREFIX, Options(30.0, 0.1, True)),
         QuorumPolicy(QuorumOptions(1, 60.0), 5.0, wall_clock=lambda: 0.0),
     ]
 

@@ -1,0 +1,57 @@
+"""What torchrun's user reads of a rendezvous: log lines with time and level, and the words for nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from ftcoord.core.records import Round
+
+SHOWN: Final = 8
+"""Hosts that a message names; it counts the others."""
+_FORMAT: Final = "%(levelname).1s%(asctime)s %(process)d %(name)s] %(message)s"
+_TIME: Final = "%m%d %H:%M:%S"
+
+
+def show_log_lines() -> None:
+    """Print ftcoord's log lines on stderr, in a process whose user has set up no logging. Idempotent.
+
+    LOGLEVEL, torch's switch (https://docs.pytorch.org/docs/stable/elastic/run.html), says from which level on. Without
+    it these are warnings, and of the rendezvous one line for each round too.
+    """
+    package = logging.getLogger("ftcoord")
+    if package.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(_FORMAT, _TIME))
+    package.addHandler(handler)
+    level = os.environ.get("LOGLEVEL", "").strip().upper()
+    if isinstance(logging.getLevelName(level), int):
+        package.setLevel(level)
+    else:
+        package.setLevel(logging.WARNING)
+        logging.getLogger("ftcoord.rendezvous").setLevel(logging.INFO)
+
+
+def round_line(run_id: str, round_: Round, rank: int) -> str:
+    """What a participant is told of a round that is ready."""
+    hosts = named(seat.host for seat in round_.seats)
+    before = f"; the round before ended: {round_.before}" if round_.before else ""
+    return f"run {run_id!r}, round {round_.number}: this node is rank {rank} of {len(round_.seats)}, on {hosts}{before}"
+
+
+def attendance(hosts: Sequence[str], count: int, least: int) -> str:
+    """How many nodes of at least `least` came, and who; `hosts` are the first ones of `count`."""
+    who = f" ({named(hosts, count)})" if hosts else ""
+    return f"{count} of at least {least} nodes came{who}"
+
+
+def named(hosts: Iterable[str], count: int | None = None) -> str:
+    """The first hosts by name, and how many there are besides."""
+    names = list(hosts)
+    more = max(len(names) if count is None else count, len(names)) - SHOWN
+    shown = ", ".join(names[:SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown

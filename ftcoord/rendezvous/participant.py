@@ -1,0 +1,297 @@
+"""A node that asks for rounds: through lost answers and lost leases, until it has a seat in one that is ready."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+import tenacity
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from ftcoord.core import records
+from ftcoord.core.records import Ask, Round
+from ftcoord.core.rendezvous import Options, Outlook, may_reopen, outlook, spelled
+from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.membership import Membership
+from ftcoord.rendezvous.decided import Decided
+from ftcoord.rendezvous.logs import SHOWN, attendance
+from ftcoord.rendezvous.policy import RendezvousPolicy
+from ftcoord.rendezvous.settings import RendezvousSettings
+
+log = logging.getLogger(__name__)
+
+HEED: Final = 1.0
+"""Seconds until a signal is heeded that came in the moment before a wait: Python looks for those when a wait ends."""
+CHECK: Final = 10.0
+"""Seconds between two looks of a node that waits at whether its key is still there."""
+SAY: Final = 30.0
+"""Seconds between two lines of a node that waits about who is there."""
+LOOK: Final = 2.0
+"""Seconds that a look at the other nodes may take, and a word of parting. Nothing depends on either."""
+SHARERS: Final = 100
+"""Members, the oldest, among which a node with other limits than the run's looks for one that shares those."""
+_UNANSWERED: Final = (EtcdUnavailable, OutcomeUnknown)
+TRANSIENT: Final = (*_UNANSWERED, LeaseLost)
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Request:
+    """What the node asks, and what it knows of that.
+
+    Args:
+        looked: whether it has waited since it asked, and so does not come late to what it sees.
+        tolerated: a record with other limits, which nobody else alive shares.
+    """
+
+    member: Membership[Round]
+    ask: Ask
+    looked: bool = False
+    tolerated: Round | None = None
+
+
+class Participant:
+    """One node in a run, through all of its incarnations. For one thread, but for `member` and `stop()`.
+
+    Args:
+        etcd: the door to etcd.
+        settings: the run and its time-outs.
+        address: where the other nodes reach this host.
+        host: its name, for people.
+        changed: notified whenever there may be news; `member` says which.
+    """
+
+    def __init__(
+        self, etcd: Etcd, settings: RendezvousSettings, address: str, host: str, changed: threading.Condition
+    ) -> None:
+        self.settings, self.host = settings, host
+        self.node = uuid.uuid4().hex
+        self.member: Membership[Round] | None = None
+        """The incarnation that lives now."""
+        self.round: Round | None = None
+        """The last round that it took part in."""
+        self._etcd, self._address, self._changed = etcd, address, changed
+        self._run = Decided(etcd, settings)
+        self._after = 0
+        self._reopens = -1
+        self._numbers_known = self._was_spare = self._stopped = False
+        self._deadline = self._check_at = self._say_at = 0.0
+
+    def prepare(self) -> Membership[Round]:
+        """Take a lease, and begin the watch that the next ask needs. Raises EtcdError."""
+        settings = self.settings
+        options = Options(
+            settings.last_call_timeout, settings.settle_timeout, settings.on_member_loss == "restart", settings.restart
+        )
+        self.member = Membership(
+            self._etcd,
+            settings.prefix,
+            RendezvousPolicy(settings.prefix, options),
+            records.parse_round,
+            self._changed,
+            ttl=settings.lease_ttl,
+            record_ttl=settings.run_ttl,
+            timeout=settings.request_timeout,
+        )
+        return self.member
+
+    def begin(self) -> None:
+        """From now on the join time-out runs."""
+        now = time.monotonic()
+        self._was_spare = False
+        self._deadline, self._check_at, self._say_at = now + self.settings.join_timeout, now + CHECK, now + SAY
+
+    def ask(self, port: int) -> Round | None:
+        """The next round with a seat for this node, when all of it have taken theirs; None to be called again.
+
+        Args:
+            port: one that is held open, for the case that this node gets rank 0. Another one for each call.
+
+        Raises torch's rendezvous errors, and SystemExit for a spare that is not needed any more.
+        """
+        request = self._insist(lambda: self._enter(port), TRANSIENT)
+        while True:
+            look, now = self._await(request)
+            if now is None or look in (Outlook.PENDING, Outlook.SPARE):
+                if request.member.lost:
+                    return None
+                self._while_waiting(request, look)
+            elif look is Outlook.READY:
+                self.round, self._after = now, now.number
+                return now
+            elif look is Outlook.SEATED:
+                if not self._take_seat(request, now):
+                    return None
+            elif look is Outlook.REFUSED:
+                self._judge_limits(request, now)
+            else:
+                self._after = max(self._after, now.number)
+                if look is Outlook.CLOSED:
+                    self._go_on_or_end(request, now)
+                return None
+
+    def stop(self) -> None:
+        """Have the thread that waits end with RendezvousClosedError. From any thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def leave(self, why: str) -> None:
+        """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
+        member, self.member = self.member, None
+        if member is None:
+            return
+        if member.entered and not member.lost:
+            with contextlib.suppress(EtcdError):  # then the others see only that its lease ends
+                member.enter(records.encode(replace(self._new_ask(0), leaving=why)), LOOK)
+        member.leave(min(self.settings.close_timeout, self.settings.request_timeout))
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def _enter(self, port: int) -> _Request:
+        """Ask for a round, as a new incarnation if the last one lost its lease."""
+        member = self.prepare() if self.member is None or self.member.lost else self.member
+        if not self._numbers_known:
+            # Behind all rounds that have left something, though the record that would tell of them may be gone.
+            self._after = max(self._after, self._run.highest_round(self.settings.request_timeout))
+            self._numbers_known = True
+        ask = self._new_ask(port)
+        member.enter(records.encode(ask))
+        return _Request(member, ask)
+
+    def _new_ask(self, port: int) -> Ask:
+        settings = self.settings
+        return Ask(
+            self.node,
+            self._address,
+            port,
+            self._after,
+            self.host,
+            uuid.uuid4().hex,
+            settings.min_nodes,
+            settings.max_nodes,
+            reopens=self._reopens,
+        )
+
+    def _take_seat(self, request: _Request, now: Round) -> bool:
+        """Say that this node takes its seat; False when it has lost its lease, and the seat with it."""
+        ask = replace(request.ask, seated=now.number, nonce=uuid.uuid4().hex)
+        try:
+            self._insist(lambda: request.member.enter(records.encode(ask)), _UNANSWERED)
+        except LeaseLost:
+            self._after = max(self._after, now.number)
+            return False
+        request.ask = ask
+        return True
+
+    def _insist(self, attempt: Callable[[], T], transient: tuple[type[Exception], ...]) -> T:
+        """Repeat what etcd does not answer, until the deadline. Raises RendezvousConnectionError, and LeaseLost if that
+        is not among the `transient`."""
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(transient) & tenacity.retry_if_not_exception_type(ClientClosed),
+            stop=tenacity.stop_after_delay(max(self._deadline - time.monotonic(), 0)),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=2.0),
+            reraise=True,
+        )
+        try:
+            return retrying(attempt)
+        except EtcdError as error:
+            if isinstance(error, LeaseLost) and LeaseLost not in transient:
+                raise
+            raise RendezvousConnectionError(f"could not join run {self.settings.run_id!r}: {error}") from None
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def _await(self, request: _Request) -> tuple[Outlook, Round | None]:
+        """What becomes of the request; PENDING or SPARE if something is to be done meanwhile, or the lease is lost."""
+        with self._changed:
+            while True:
+                if self._stopped:
+                    raise RendezvousClosedError("this handler was shut down; make a new one")
+                if request.member.problem is not None:
+                    raise RendezvousStateError(str(request.member.problem))
+                now = request.member.record
+                if request.member.lost:
+                    self._after = max(self._after, now.number if now else 0)  # etcd may forget what was heard
+                    return Outlook.PENDING, now
+                look = outlook(now, request.member.id, request.ask)
+                if look is Outlook.REFUSED and now is request.tolerated:
+                    look = Outlook.PENDING
+                if look is Outlook.SPARE:  # others run without us: we may wait for ever
+                    self._was_spare = True
+                    self._deadline = time.monotonic() + self.settings.join_timeout
+                left = min(self._deadline, self._check_at, self._say_at) - time.monotonic()
+                if look not in (Outlook.PENDING, Outlook.SPARE) or left <= 0:
+                    return look, now
+                request.looked = True
+                self._changed.wait(min(left, HEED))
+
+    def _while_waiting(self, request: _Request, look: Outlook) -> None:
+        """What a node does from time to time while it waits. Raises RendezvousTimeoutError after the join time-out."""
+        now, settings = time.monotonic(), self.settings
+        if now >= self._deadline:
+            raise RendezvousTimeoutError(
+                f"no round of run {settings.run_id!r} with a seat for {self.host} came about within"
+                f" {settings.join_timeout:g} s (join_timeout): {self._attendance()}; start the missing nodes with the"
+                f" same --rdzv-id and --rdzv-endpoint"
+            )
+        if now >= self._check_at:
+            self._check_at = now + CHECK
+            request.tolerated = None
+            request.member.check()
+        if now >= self._say_at:
+            self._say_at = now + SAY
+            if look is Outlook.PENDING:
+                log.info("run %r: waiting for a round: %s", settings.run_id, self._attendance())
+
+    def _attendance(self) -> str:
+        try:
+            asks, count = self._run.members(SHOWN, LOOK)
+        except EtcdError as error:
+            return f"who is there cannot be told: {error}"
+        return attendance([ask.host for ask in asks], count, self.settings.min_nodes)
+
+    def _judge_limits(self, request: _Request, now: Round) -> None:
+        """Raises RendezvousStateError when another member shares the run's limits, which are not this node's."""
+        try:
+            asks, _ = self._run.members(SHARERS, LOOK)
+        except EtcdError as error:
+            log.debug("who shares the run's limits cannot be told: %s", error)
+            return
+        other = next((ask for ask in asks if ask.limits == now.limits and not ask.leaving), None)
+        if other is not None:
+            raise RendezvousStateError(
+                f"run {self.settings.run_id!r} has --nnodes={spelled(now.limits)}, as {other.host} wants, and this node"
+                f" has --nnodes={spelled(request.ask.limits)}: give all nodes the same, or this one another --rdzv-id"
+            )
+        request.tolerated = now
+
+    def _go_on_or_end(self, request: _Request, now: Round) -> None:
+        """Of a run that is over: go on from it, or raise what ends this node."""
+        has_waited, settings = request.looked or self._was_spare, self.settings
+        if not has_waited and self.round is None and may_reopen(now, settings.restart):
+            log.info("run %r is started again; it had ended: %s", settings.run_id, now.closed)
+            self._reopens = now.number
+            return
+        text = f"run {settings.run_id!r} is over: {now.closed}"
+        is_spare = has_waited and self.round is None and now.seats and now.rank_of(request.member.id) is None
+        if not is_spare:
+            raise RendezvousClosedError(f"{text}; start a new run under another --rdzv-id")
+        if settings.on_spare_close == "raise":
+            raise RendezvousGracefulExitError(text)
+        log.info("%s; this node was a spare and is not needed any more", text)
+        raise SystemExit(0)
