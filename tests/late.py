@@ -20,10 +20,15 @@ class Late(EtcdClient):
         super().__init__(config)
         self._turn = threading.Lock()
         self._held: list[tuple[Deliver, WatchItem]] | None = None
+        self._hold_from: Callable[[WatchItem], bool] = lambda item: False
 
     def hold(self) -> None:
         with self._turn:
             self._held = []
+
+    def hold_from(self, condition: Callable[[WatchItem], bool]) -> None:
+        """Hear of nothing any more from the first item on for which this holds, that one included."""
+        self._hold_from = condition
 
     def release(self) -> None:
         with self._turn:
@@ -41,6 +46,8 @@ class Late(EtcdClient):
     def watch(self, span: Span, start_revision: int, deliver: Deliver, **how: bool) -> Watch:
         def late(item: WatchItem) -> None:
             with self._turn:
+                if self._held is None and self._hold_from(item):
+                    self._held, self._hold_from = [], lambda item: False
                 if self._held is None:
                     deliver(item)
                 else:

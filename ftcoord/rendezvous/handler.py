@@ -199,9 +199,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 round_ = self._participant.ask(reservation.port)
                 if round_ is not None:
                     return round_, self._begin_round(round_, reservation)
-            except (RendezvousError, SystemExit) as error:
-                self._participant.leave(type(error).__name__)
-                raise
             finally:
                 reservation.release()
 

@@ -45,6 +45,12 @@ SHARERS: Final = 100
 """Members, the oldest, among which a node with other limits than the run's looks for one that shares those."""
 _UNANSWERED: Final = (EtcdUnavailable, OutcomeUnknown)
 TRANSIENT: Final = (*_UNANSWERED, LeaseLost)
+_FINAL: Final = (
+    RendezvousTimeoutError,
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousConnectionError,
+)
 
 T = TypeVar("T")
 
@@ -121,8 +127,32 @@ class Participant:
         Args:
             port: one that is held open, for the case that this node gets rank 0. Another one for each call.
 
-        Raises torch's rendezvous errors, and SystemExit for a spare that is not needed any more.
+        Raises torch's rendezvous errors, and SystemExit for a spare that is not needed any more. After that nobody
+        counts on the node, but where somebody has to repair the run's record first (RendezvousStateError).
         """
+        try:
+            return self._see_through(port)
+        except (*_FINAL, SystemExit) as error:
+            self.leave(type(error).__name__)
+            raise
+
+    def stop(self) -> None:
+        """Have the thread that waits end with RendezvousClosedError. From any thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def leave(self, why: str) -> None:
+        """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
+        member, self.member = self.member, None
+        if member is None:
+            return
+        if member.entered and not member.lost:
+            with contextlib.suppress(EtcdError):  # then the others see only that its lease ends
+                member.enter(records.encode(replace(self._new_ask(0), leaving=why)), LOOK)
+        member.leave(min(self.settings.close_timeout, self.settings.request_timeout))
+
+    def _see_through(self, port: int) -> Round | None:
         request = self._insist(lambda: self._enter(port), TRANSIENT)
         while True:
             look, now = self._await(request)
@@ -143,22 +173,6 @@ class Participant:
                 if look is Outlook.CLOSED:
                     self._go_on_or_end(request, now)
                 return None
-
-    def stop(self) -> None:
-        """Have the thread that waits end with RendezvousClosedError. From any thread."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def leave(self, why: str) -> None:
-        """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
-        member, self.member = self.member, None
-        if member is None:
-            return
-        if member.entered and not member.lost:
-            with contextlib.suppress(EtcdError):  # then the others see only that its lease ends
-                member.enter(records.encode(replace(self._new_ask(0), leaving=why)), LOOK)
-        member.leave(min(self.settings.close_timeout, self.settings.request_timeout))
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -274,6 +288,7 @@ class Participant:
             return
         other = next((ask for ask in asks if ask.limits == now.limits and not ask.leaving), None)
         if other is not None:
+            self.leave("other limits")
             raise RendezvousStateError(
                 f"run {self.settings.run_id!r} has --nnodes={spelled(now.limits)}, as {other.host} wants, and this node"
                 f" has --nnodes={spelled(request.ask.limits)}: give all nodes the same, or this one another --rdzv-id"

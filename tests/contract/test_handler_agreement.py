@@ -1,0 +1,329 @@
+"""Rounds that all agree on before anybody starts, limits that all share, and how a run ends and begins again.
+
+torch's agents are deaf from the moment in which `next_rendezvous` returns until all participants of the round have
+written to its store: one that returns while another does not is lost for minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from helpers import DEADLINE, eventually
+from late import Late
+from rdzv_nodes import MakeNodes, Node, all_signalled, is_waiting, join_all, seats_of, waits
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from ftcoord.core import records
+from ftcoord.core.records import Round
+from ftcoord.errors import RoundOver
+from ftcoord.etcd.api import Batch, Delete, Get, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+from ftcoord.rendezvous import participant
+
+FAILURE = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")})
+"""What an agent ends with whose workers have used up their restarts."""
+
+
+def decided(client: EtcdClient, node: Node) -> Round | None:
+    kv = client.get(f"{node.handler._settings.prefix}/decided").one
+    return records.parse_round(kv.key, kv.value) if kv else None
+
+
+# -- nobody starts alone ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def late_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes made from now on have clients whose news can be held back."""
+    monkeypatch.setattr("ftcoord.rendezvous.create.EtcdClient", Late)
+
+
+def news_of(node: Node) -> Late:
+    assert isinstance(node.handler._etcd, Late)
+    return node.handler._etcd
+
+
+def test_a_recall_does_not_overtake_the_decision(make_nodes: MakeNodes, client: EtcdClient, late_clients: None) -> None:
+    """A node hears of its round only when a newcomer has had it recalled: the others must not have started it."""
+    run = make_nodes(2, 3, last_call_timeout=600, settle_timeout=0.2)
+    quick, slow = run.add(2, last_call_timeout=1)
+    first = waits(quick)
+    news_of(slow).hold()
+    second = slow.join()
+    eventually(lambda: decided(client, quick), what="the first round is decided")
+    third = run.one().join()
+    recalled = eventually(lambda: (now := decided(client, quick)) and now.recalled and now, what="it is recalled")
+    assert not recalled.ready
+    news_of(slow).release()
+    assert len(seats_of([first, second, third])) == 3
+
+
+def test_who_hears_late_of_a_round_that_others_started_starts_it_too(
+    make_nodes: MakeNodes, client: EtcdClient, late_clients: None
+) -> None:
+    run = make_nodes(2, 3, last_call_timeout=600)
+    quick, slow = run.add(2, last_call_timeout=1)
+    first = waits(quick)
+    news_of(slow).hold_from(lambda item: isinstance(item, Batch) and b'"ready":true' in item.events[-1].kv.value)
+    second = slow.join()
+    assert first.result(DEADLINE).round == 1
+    newcomer = waits(run.one())
+    eventually(lambda: (now := decided(client, quick)) and now.recalled, what="the round is recalled")
+    assert not second.done()
+    news_of(slow).release_the_last()
+    assert seats_of([first, second])[0].world == 2
+    assert not newcomer.done()
+
+
+def test_a_node_that_died_while_it_waited_starts_no_round(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    """Its lease lives on, so it is given a seat: torch's agents would wait for it for five minutes."""
+    survivor, dead, other, replacement = make_nodes(3, 3, last_call_timeout=600).add(4)
+    first = waits(survivor)
+    waits(dead)
+    dead.crash()
+    second = other.join()
+    eventually(lambda: decided(client, survivor), what="a round is decided, with the dead one")
+    assert not first.done()
+    assert not second.done()
+    assert len(seats_of([first, second, replacement.join()])) == 3
+
+
+def test_a_node_that_does_not_take_its_seat_is_left_out(make_nodes: MakeNodes, late_clients: None) -> None:
+    """It lives, so its lease does too, but it hears nothing."""
+    decider, healthy, deaf = make_nodes(2, 3, last_call_timeout=1).add(3)
+    joins = [waits(decider)]
+    news_of(deaf).hold()
+    deaf.join()
+    joins.append(healthy.join())
+    assert {seat.world for seat in seats_of(joins)} == {2}
+    news_of(deaf).release()
+
+
+def test_rounds_go_on_where_they_were_after_the_record_and_all_who_knew_it_are_gone(
+    make_nodes: MakeNodes, client: EtcdClient
+) -> None:
+    run = make_nodes(1, 1)
+    old = run.one()
+    join_all([old])
+    assert join_all([old])[0].round == 2
+    assert old.info is not None
+    store = old.info.store
+    old.crash()
+    prefix = old.handler._settings.prefix
+    client.txn((), (Delete(Span(f"{prefix}/decided")), Delete(Span(f"{prefix}/members/", is_prefix=True))))
+    (seat,) = join_all([run.one()])
+    assert seat.round == 3
+    assert [kv.key for kv in client.range(Get(Span(f"{prefix}/rounds/", is_prefix=True))).kvs] == [f"{prefix}/rounds/3"]
+    with pytest.raises((RoundOver, RuntimeError)):  # the store was closed, and its round is over
+        store.set("key", b"late")
+
+
+def test_a_spare_knows_the_rounds_that_it_heard_of_when_etcd_has_forgotten_them(
+    make_nodes: MakeNodes, fragile: EtcdServer
+) -> None:
+    run = make_nodes(1, 1, on=fragile, lease_ttl=2)
+    worker, spare = run.add(2)
+    join_all([worker])
+    seat = join_all([worker])[0]
+    assert seat.round == 2
+    join = waits(spare)
+    worker.crash()
+    fragile.wipe()
+    fragile.restart()
+    assert join.result(DEADLINE).round > 2
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_with_other_limits_is_refused_and_disturbs_nobody(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, 2, run_id="limits").add(2)
+    join_all(nodes)
+    odd = make_nodes(3, 3, run_id="limits").one()
+    with pytest.raises(RendezvousStateError, match=r"--nnodes=2, as .* wants, and this node has --nnodes=3: give all"):
+        odd.join().result(DEADLINE)
+    assert not any(node.signalled() for node in nodes)
+
+
+def test_of_nodes_that_contradict_each_other_before_the_first_round_the_newer_is_refused(
+    make_nodes: MakeNodes,
+) -> None:
+    two, three = make_nodes(2, 2, run_id="contradiction"), make_nodes(1, 3, run_id="contradiction")
+    first = two.one()
+    join = waits(first)
+    with pytest.raises(RendezvousStateError, match=r"--nnodes=2, .* --nnodes=1:3"):
+        three.one().join().result(DEADLINE)
+    assert len(seats_of([join, two.one().join()])) == 2
+
+
+def test_limits_of_nodes_that_are_gone_bind_nobody(make_nodes: MakeNodes) -> None:
+    old = make_nodes(1, 1, run_id="changed limits").one()
+    join_all([old])
+    old.fail()
+    seats = join_all(make_nodes(2, 2, run_id="changed limits").add(2))
+    assert {(seat.world, seat.round) for seat in seats} == {(2, 2)}
+
+
+# -- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_ends_the_run_on_all_nodes(make_nodes: MakeNodes) -> None:
+    run = make_nodes(3, 3)
+    nodes = run.add(3)
+    join_all(nodes)
+    nodes[0].end_with(FAILURE)
+    all_signalled(nodes[1:])
+    for node in nodes[1:]:
+        with pytest.raises(RendezvousClosedError, match=r"is over: .* failed"):
+            node.join().result(DEADLINE)
+    assert nodes[1].info is not None
+    with pytest.raises((RoundOver, RuntimeError)):  # so torch's exit barrier waits for nobody
+        nodes[1].info.store.set("key", b"late")
+
+
+def test_workers_that_are_done_disturb_nobody(make_nodes: MakeNodes, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = make_nodes(2, 2).add(2)
+    join_all(nodes)
+    nodes[0].finish()
+    eventually(nodes[1].handler.is_closed, what="the run is closed")
+    assert not nodes[1].signalled()
+    assert nodes[1].info is not None
+    nodes[1].info.store.set("torchelastic/agent/terminal_state", b"done")  # the exit barrier goes on
+    assert "are stopped" not in caplog.text
+
+
+def test_a_node_that_the_others_went_on_without_does_not_end_their_run(make_nodes: MakeNodes) -> None:
+    run = make_nodes(1, 2)
+    cut, other = run.add(2)
+    join_all([cut, other])
+    cut.cut_off()
+    all_signalled([other])
+    assert join_all([other])[0].world == 1
+    cut.end_with(FAILURE)
+    assert not other.handler.is_closed()
+    assert not other.signalled()
+
+
+def test_a_participant_of_a_failed_run_is_no_spare_of_it(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    """It lost its lease, and waits as a new incarnation when another one's failure ends the run: no exit code 0."""
+    nodes = make_nodes(2, 2, settle_timeout=60, last_call_timeout=600).add(2)
+    join_all(nodes)
+    client.revoke(nodes[1].lease())
+    all_signalled([nodes[1]])
+    join = nodes[1].join()
+    eventually(lambda: is_waiting(nodes[1], join), what="it waits")
+    nodes[0].end_with(FAILURE)
+    with pytest.raises(RendezvousClosedError, match="failed"):
+        join.result(DEADLINE)
+
+
+def test_an_agent_that_is_launched_in_an_except_block_closes_the_run_that_it_finished(make_nodes: MakeNodes) -> None:
+    run = make_nodes(1, 1)
+    node, other = run.add(2)
+    try:
+        raise ValueError("an earlier try of the user's")
+    except ValueError:
+        node.handler.next_rendezvous()
+        node.handler.shutdown()
+    assert other.handler.is_closed()
+
+
+# -- a run that is started again --------------------------------------------------------------------------------------
+
+
+def test_a_failed_run_is_started_again_under_its_id(make_nodes: MakeNodes) -> None:
+    run = make_nodes(2, 2)
+    nodes = run.add(2)
+    join_all(nodes)
+    nodes[0].end_with(FAILURE)
+    again = [node.join() for node in run.add(2)]  # while one of the failed run is still there
+    all_signalled(nodes[1:])
+    assert not any(join.done() for join in again)
+    with pytest.raises(RendezvousClosedError):
+        nodes[1].join().result(DEADLINE)
+    seats = seats_of(again)
+    assert (seats[0].world, seats[0].round) == (2, 2)
+
+
+def test_a_spare_of_a_failed_run_does_not_start_it_again(make_nodes: MakeNodes) -> None:
+    run = make_nodes(1, 1)
+    worker, spare = run.add(2)
+    join_all([worker])
+    join = waits(spare)
+    worker.end_with(FAILURE)
+    with pytest.raises(SystemExit):
+        join.result(DEADLINE)
+    assert join_all([run.one()])[0].round == 2
+
+
+@pytest.mark.parametrize(
+    ("restart", "failed", "finished", "by_hand"),
+    [("failed", True, False, False), ("always", True, True, True), ("never", False, False, False)],
+)
+def test_which_runs_are_started_again(
+    make_nodes: MakeNodes, restart: str, failed: bool, finished: bool, by_hand: bool
+) -> None:
+    ends = {
+        "failed": (failed, lambda node: node.end_with(FAILURE)),
+        "finished": (finished, lambda node: node.finish()),
+        "by hand": (by_hand, lambda node: (node.handler.set_closed(), node.fail())),
+    }
+    for name, (goes_on, end) in ends.items():
+        run = make_nodes(1, 1, run_id=f"{restart} after {name}", restart=restart)
+        first = run.one()
+        join_all([first])
+        end(first)
+        join = run.one().join()
+        if goes_on:
+            assert join.result(DEADLINE).round == 2
+        else:
+            with pytest.raises(RendezvousClosedError, match="start a new run under another"):
+                join.result(DEADLINE)
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_a_join_time_out_says_who_came(make_nodes: MakeNodes) -> None:
+    run = make_nodes(3, 3)
+    waits(run.one())
+    with pytest.raises(
+        RendezvousTimeoutError, match=r"2 of at least 3 nodes came \(\S+ \(pid \d+\), \S+ \(pid \d+\)\)"
+    ):
+        run.one(join_timeout=2).join().result(DEADLINE)
+
+
+def test_a_node_that_waits_says_for_what(
+    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(participant, "SAY", 0.2)
+    with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
+        waits(make_nodes(2, 2).one())
+        eventually(lambda: "waiting for a round: 1 of at least 2 nodes came" in caplog.text, what="it says so")
+
+
+def test_why_a_round_ended_is_known_as_far_as_it_can_be(
+    make_nodes: MakeNodes, client: EtcdClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_nodes(1, 3, lease_ttl=2)
+    nodes = run.add(3)
+    join_all(nodes)
+    nodes[2].fail()
+    all_signalled(nodes[:2])
+    assert "left (ValueError)" in str(decided(client, nodes[0]))
+    join_all(nodes[:2])
+    nodes[1].crash()
+    all_signalled(nodes[:1])
+    assert "is gone (its lease ended)" in str(decided(client, nodes[0]))
+    with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
+        join_all(nodes[:1])
+    assert "round 3: this node is rank 0 of 1, on " in caplog.text
+    assert "the round before ended: " in caplog.text
+    assert "is gone (its lease ended)" in caplog.text
