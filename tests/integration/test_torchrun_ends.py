@@ -1,0 +1,91 @@
+"""How jobs end, on real torchrun agents: everywhere at once when they failed, undisturbed when they are done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers import eventually
+from jobs import Job
+from test_torchrun import await_members, decided, keys
+
+from ftcoord.core import records
+from ftcoord.etcd.server import EtcdServer
+
+
+def test_a_job_that_failed_ends_on_all_nodes_though_workers_sleep(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "2", "idle.py", restarts=0, conf={"lease_ttl": 600}) as job:
+        job.start("a")
+        job.start("b", entry=["--no-python", "/bin/sh", "-c", "sleep 2; exit 3"])
+        job.expect_exit(1, "b")
+        job.expect_exit(1, "a")
+        assert not job.processes("ab")
+        assert "failed" in decided(etcd, job).closed
+        told = job.agents["a"].terminal()
+        assert "the workers are stopped: the run is over: " in told
+        assert told.splitlines()[-1].startswith("torch.distributed.elastic.rendezvous.api.RendezvousClosedError: run ")
+        assert "failed" in told.splitlines()[-1]
+
+
+def test_a_job_that_is_done_on_one_node_goes_on_on_the_others(etcd: EtcdServer, tmp_path: Path) -> None:
+    """The one that is done waits in torch's exit barrier."""
+    with Job(tmp_path, etcd.get_endpoint(), "2", "idle.py", restarts=0) as job:
+        job.start("a")
+        job.start("b", entry=["--no-python", "/bin/sh", "-c", "exit 0"])
+        eventually(lambda: job.events("started"), what=job.story)
+        barrier = "torchelastic/agent/terminal_state"
+        eventually(lambda: any(barrier in kv.key for kv in keys(etcd, job, "store/")), what=job.story)
+        assert job.agents["b"].exit_code is None
+        job.finish("ab")
+        assert decided(etcd, job).outcome == records.FINISHED
+        assert len(job.events("finished")) == 1
+        assert "are stopped" not in job.terminals()
+
+
+def test_a_typo_costs_no_run_id(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "2", restarts=0) as job:
+        job.start("ab", entry=["no_such_script.py"])
+        job.expect_exit(1, "ab")
+        job.start("cd")
+        job.round_of("cd")
+        assert decided(etcd, job).number > 1
+        job.finish("cd")
+        job.start("e")
+        job.expect_exit(1, "e")
+        assert "start a new run under another --rdzv-id" in job.agents["e"].terminal()
+
+
+def test_a_node_with_another_nnodes_is_refused(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "2") as job:
+        job.start("ab")
+        first = job.round_of("ab")
+        job.start("c", "--nnodes=3")
+        job.expect_exit(1, "c")
+        told = job.agents["c"].terminal().splitlines()[-1]
+        assert "--nnodes=2, as " in told
+        assert "this node has --nnodes=3" in told
+        assert job.rounds("started").keys() == {first}
+        job.finish("ab")
+
+
+def test_a_line_for_each_round_is_shown_by_default(etcd: EtcdServer, tmp_path: Path) -> None:
+    """With time and level; and LOGLEVEL, torch's switch, silences it."""
+    with Job(tmp_path, etcd.get_endpoint(), "1:2") as job:
+        job.start("a")
+        job.round_of("a")
+        job.start("b", conf={"lease_ttl": 2})
+        await_members(etcd, job, 2)
+        job.round_of("ab")
+        job.finish("ab")
+        lines = [line for line in job.agents["a"].terminal().splitlines() if "this node is rank" in line]
+        assert len(lines) == 2
+        assert lines[0].startswith("I")
+        assert ", round 1: this node is rank 0 of 1, on " in lines[0]
+        assert "waits to join" in lines[1]
+
+
+def test_loglevel_silences_the_lines(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "1", env={"LOGLEVEL": "ERROR"}) as job:
+        job.start("a")
+        job.round_of("a")
+        job.finish("a")
+        assert "this node is rank" not in job.terminals()
