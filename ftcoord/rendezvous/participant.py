@@ -41,6 +41,10 @@ SAY: Final = 30.0
 """Seconds between two lines of a node that waits about who is there."""
 LOOK: Final = 2.0
 """Seconds that a look at the other nodes may take, and a word of parting. Nothing depends on either."""
+LOOK_AGAIN: Final = 1.0
+"""Seconds between two such looks of a node that has other limits than the run."""
+OUTLIVED: Final = 1.5
+"""How many times the TTL of a lease must pass until whoever is still there does live."""
 SHARERS: Final = 100
 """Members, the oldest, among which a node with other limits than the run's looks for one that shares those."""
 _UNANSWERED: Final = (EtcdUnavailable, OutcomeUnknown)
@@ -96,6 +100,7 @@ class Participant:
         self._reopens = -1
         self._numbers_known = self._was_spare = self._stopped = False
         self._deadline = self._check_at = self._say_at = 0.0
+        self._refused_since: float | None = None
 
     def prepare(self) -> Membership[Round]:
         """Take a lease, and begin the watch that the next ask needs. Raises EtcdError."""
@@ -118,7 +123,7 @@ class Participant:
     def begin(self) -> None:
         """From now on the join time-out runs."""
         now = time.monotonic()
-        self._was_spare = False
+        self._was_spare, self._refused_since = False, None
         self._deadline, self._check_at, self._say_at = now + self.settings.join_timeout, now + CHECK, now + SAY
 
     def ask(self, port: int) -> Round | None:
@@ -280,20 +285,31 @@ class Participant:
         return attendance([ask.host for ask in asks], count, self.settings.min_nodes)
 
     def _judge_limits(self, request: _Request, now: Round) -> None:
-        """Raises RendezvousStateError when another member shares the run's limits, which are not this node's."""
+        """Raises RendezvousStateError when other members share the run's limits, which are not this node's.
+
+        Not before a lease is over: they may be of an earlier start that was killed, and only seem to live.
+        """
+        moment, settings = time.monotonic(), self.settings
+        request.tolerated, self._check_at = now, min(self._check_at, moment + LOOK_AGAIN)
         try:
             asks, _ = self._run.members(SHARERS, LOOK)
         except EtcdError as error:
             log.debug("who shares the run's limits cannot be told: %s", error)
             return
         other = next((ask for ask in asks if ask.limits == now.limits and not ask.leaving), None)
-        if other is not None:
+        if other is None:
+            self._refused_since = None
+            return
+        text = (
+            f"run {settings.run_id!r} has --nnodes={spelled(now.limits)}, as {other.host} wants, and this node has"
+            f" --nnodes={spelled(request.ask.limits)}: give all nodes the same, or this one another --rdzv-id"
+        )
+        if self._refused_since is None:
+            self._refused_since = moment
+            log.warning("%s; waiting until it is certain that the other one lives", text)
+        elif moment > self._refused_since + settings.lease_ttl * OUTLIVED:
             self.leave("other limits")
-            raise RendezvousStateError(
-                f"run {self.settings.run_id!r} has --nnodes={spelled(now.limits)}, as {other.host} wants, and this node"
-                f" has --nnodes={spelled(request.ask.limits)}: give all nodes the same, or this one another --rdzv-id"
-            )
-        request.tolerated = now
+            raise RendezvousStateError(text)
 
     def _go_on_or_end(self, request: _Request, now: Round) -> None:
         """Of a run that is over: go on from it, or raise what ends this node."""

@@ -111,6 +111,20 @@ def test_processes_that_live_on_meet_again(etcd: EtcdServer) -> None:
         end(processes)
 
 
+def test_processes_that_live_on_meet_again_in_a_smaller_world(etcd: EtcdServer) -> None:
+    """The first one to come back wants a world that contradicts those of the others, which are about to leave."""
+    url = f"etcd://{etcd.get_endpoint()}/smaller"
+    with world([url, 0, 2], [url, 1, 2]) as processes:
+        assert told(processes) == expected(2)
+        alone = processes[0]
+        assert alone.stdin is not None
+        alone.stdin.write("1\n")
+        alone.stdin.flush()
+        end(processes[1:])
+        assert told([alone]) == expected(1)
+        end([alone])
+
+
 def test_one_rank_for_two_is_refused(etcd: EtcdServer) -> None:
     url = f"etcd://{etcd.get_endpoint()}/twice"
     with world([url, 0, 2], [url, 0, 2]) as processes:

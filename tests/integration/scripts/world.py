@@ -1,6 +1,7 @@
 """One process of a job without torchrun: `world.py URL [RANK] [WORLD_SIZE]`.
 
-Says that it is ready, begins when it gets a line, and says what it found, as JSON; again for each further line.
+Says that it is ready, begins when it gets a line, and says what it found, as JSON; again for each further line, which
+may name another size of the world.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ print("ready", flush=True)
 sys.stdin.readline()
 
 
-def meet() -> str:
+def meet(size: int) -> str:
     """Take part in the world, and tell what was found."""
-    dist.init_process_group(
-        "gloo", init_method=url, rank=int(rank), world_size=int(world_size), timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", init_method=url, rank=int(rank), world_size=size, timeout=timedelta(seconds=60))
     ranks = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(ranks)
     store = dist.distributed_c10d._get_default_store()
@@ -34,8 +33,8 @@ def meet() -> str:
     return json.dumps([dist.get_rank(), dist.get_world_size(), ranks.item(), used])
 
 
-print(meet(), flush=True)
-for _ in sys.stdin:  # until the test lets it end, or ends it; each line is for another world of the same run
+print(meet(int(world_size)), flush=True)
+for line in sys.stdin:  # until the test lets it end, or ends it; each line is for another world of the same run
     dist.destroy_process_group()
-    print(meet(), flush=True)
+    print(meet(int(line.strip() or world_size)), flush=True)
 dist.destroy_process_group()
