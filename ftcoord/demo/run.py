@@ -29,8 +29,8 @@ PATIENCE: Final = 180.0
 """Seconds without a sign of what is waited for: a slow machine takes long to import torch four times."""
 TELL_EVERY: Final = 10.0
 """Seconds between two lines that say what is waited for."""
-TAIL: Final = 12
-"""Lines of an agent's log that a failure shows."""
+TAIL: Final = 50
+"""Lines of an agent's log that a failure shows: torchrun writes forty after the one that says why."""
 STEPS: Final = 60
 """Steps to see between two events."""
 _SCRIPT: Final = Path(__file__).with_name("train.py")

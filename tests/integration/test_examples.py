@@ -1,4 +1,4 @@
-"""examples/train.py, started as the README says: it goes on after a `kill -9`, and from its checkpoint after a restart."""
+"""examples/train.py as the README starts it: it goes on after a `kill -9`, and from its checkpoint after a restart."""
 
 from __future__ import annotations
 
