@@ -108,7 +108,7 @@ class Demo:
         while True:
             now = self._until(self._next_record, lambda: f"a round of {world} nodes")
             news = (now.number, bool(now.recalled))
-            if now.closed or news in self._told:
+            if now.closed or not now.seats or news in self._told:
                 continue
             self._told.add(news)
             if now.recalled:
