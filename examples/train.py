@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-PATH, STEPS = os.environ.get("CHECKPOINT", "checkpoint.pt"), int(os.environ.get("STEPS", "10000"))
+PATH, STEPS = os.environ.get("CHECKPOINT", "checkpoint.pt"), int(os.environ.get("STEPS", "5000"))
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 me, world = f"rank {dist.get_rank()} of {dist.get_world_size()}", dist.get_world_size()
