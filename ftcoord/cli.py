@@ -9,9 +9,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ftcoord import __version__
 from ftcoord.errors import EtcdError, FtcoordError
+
+if TYPE_CHECKING:
+    from ftcoord.etcd.server import EtcdServer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,11 +72,25 @@ def _server(options: argparse.Namespace) -> int:
         endpoint = etcd.get_endpoint()
         print(f"etcd serves on {endpoint}; Ctrl-C ends it", flush=True)
         print(f"torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint={endpoint} --rdzv-id=RUN ...", flush=True)
+        _advise(etcd)
         while etcd.is_running() and not ended.wait(1.0):
             pass
         if not ended.is_set():
             print("ftcoord: etcd has ended by itself", file=sys.stderr)
     return 0 if ended.is_set() else 1
+
+
+def _advise(etcd: EtcdServer) -> None:
+    """Say what this release is good for: clients do not say it of an etcd that ftcoord started."""
+    from ftcoord.etcd.release import newer_wanted
+
+    version = str((etcd.http("GET", "/version") or {}).get("etcdserver", ""))
+    if version and (wanted := newer_wanted(version)):
+        print(
+            f"etcd {version} is good for trying things out; it has known lease and watch bugs, so use {wanted} or"
+            " newer for real training runs",
+            flush=True,
+        )
 
 
 def _gateway(options: argparse.Namespace) -> int:

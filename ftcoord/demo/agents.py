@@ -30,6 +30,11 @@ class Agent:
     def pid(self) -> int:
         return self.process.pid
 
+    def last_words(self, count: int) -> str:
+        """The last `count` lines of its log, as a paragraph for a message."""
+        lines = self.log.read_text(errors="replace").splitlines()[-count:] or ["(empty)"]
+        return "\n  ".join([f"the end of {self.log}:", *lines])
+
     def lose(self) -> None:
         """SIGKILL the agent and its workers, as if the host had lost its power."""
         self.lost = True

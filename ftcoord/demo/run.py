@@ -6,15 +6,16 @@ import importlib.util
 import itertools
 import json
 import logging
+import os
 import queue
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ftcoord.core.records import Round, parse_round
 from ftcoord.demo.agents import Agent, no_orphans
@@ -25,25 +26,39 @@ from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 PATIENCE: Final = 180.0
-"""Seconds to wait for anything: a slow machine takes long to import torch four times."""
+"""Seconds without a sign of what is waited for: a slow machine takes long to import torch four times."""
+TELL_EVERY: Final = 10.0
+"""Seconds between two lines that say what is waited for."""
+TAIL: Final = 50
+"""Lines of an agent's log that a failure shows: torchrun writes forty after the one that says why."""
 STEPS: Final = 60
 """Steps to see between two events."""
 _SCRIPT: Final = Path(__file__).with_name("train.py")
 
+T = TypeVar("T")
+
 
 class DemoError(FtcoordError):
-    """The demo did not go as it should; the agents' logs say why."""
+    """The demo did not go as it should; the message has the end of the agents' logs."""
 
 
 class Demo:
     """One run of the demo in `folder`."""
 
-    def __init__(self, folder: Path, server: EtcdServer, client: EtcdClient, stack: ExitStack) -> None:
-        self._folder, self._server, self._client, self._stack = folder, server, client, stack
-        self._started_at = time.monotonic()
+    def __init__(
+        self,
+        folder: Path,
+        server: EtcdServer,
+        client: EtcdClient,
+        stack: ExitStack,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._server, self._client, self._stack, self._clock = folder, server, client, stack, clock
+        self._started_at = clock()
         self._run = f"demo-{folder.name}"
         self._agents: dict[str, Agent] = {}
         self._rounds: queue.SimpleQueue[Round] = queue.SimpleQueue()
+        self._told: set[tuple[int, bool]] = set()
         self._progress = folder / "progress.jsonl"
         self._progress.touch()
         self._tick = threading.Event()
@@ -56,10 +71,10 @@ class Demo:
         lost = self._agents[self._seated(first)[0]]
         before = self._await_steps()
         self._say(f"kill -9 agent {lost.name} (pid {lost.pid}) and its worker: rank 0 and its store are gone")
-        killed_at = time.monotonic()
+        killed_at = self._clock()
         lost.lose()
         second = self._await_round(2)
-        took = time.monotonic() - killed_at
+        took = self._clock() - killed_at
         self._say(f"{lost.name} is out, the survivors have a new round {took:.1f} s after the kill (lease TTL 10 s)")
         alone = self._await_steps()
         if lost.name in self._seated(second):
@@ -72,7 +87,7 @@ class Demo:
         self._check_losses([before, alone, together, self._reports()[-STEPS // 2 :]])
 
     def _say(self, text: str) -> None:
-        print(f"{time.monotonic() - self._started_at:6.1f} s  {text}", flush=True)
+        print(f"{self._clock() - self._started_at:6.1f} s  {text}", flush=True)
 
     # -- rounds, as etcd tells them -----------------------------------------------------------------------------
 
@@ -89,16 +104,23 @@ class Demo:
                     self._rounds.put(parse_round(event.kv.key, event.kv.value))
 
     def _await_round(self, world: int) -> Round:
-        """The next round with so many nodes."""
+        """The next round with so many nodes. A record is written several times: each news counts once."""
         while True:
-            self._until(lambda: not self._rounds.empty(), f"no round of {world} nodes came about")
-            now = self._rounds.get()
+            now = self._until(self._next_record, lambda: f"a round of {world} nodes")
+            news = (now.number, bool(now.recalled))
+            if now.closed or not now.seats or news in self._told:
+                continue
+            self._told.add(news)
             if now.recalled:
                 self._say(f"round {now.number} is recalled: {self._named(now.recalled)}")
-            elif not now.closed and len(now.seats) == world:
-                ranks = ", ".join(f"{name} rank {rank}" for rank, name in enumerate(self._seated(now)))
-                self._say(f"round {now.number}: {ranks}; bootstrap at {now.address}:{now.port}")
+                continue
+            ranks = ", ".join(f"{name} rank {rank}" for rank, name in enumerate(self._seated(now)))
+            self._say(f"round {now.number}: {ranks}; bootstrap at {now.address}:{now.port}")
+            if len(now.seats) == world:
                 return now
+
+    def _next_record(self) -> Round | None:
+        return None if self._rounds.empty() else self._rounds.get()
 
     def _seated(self, now: Round) -> list[str]:
         return [self._named(seat.host) for seat in now.seats]
@@ -134,28 +156,55 @@ class Demo:
     def _await_steps(self) -> list[dict[str, Any]]:
         """The reports of the next STEPS steps."""
         seen = len(self._reports())
+
+        def new() -> list[dict[str, Any]]:
+            return self._reports()[seen:]
+
         reports = self._until(
-            lambda: len(now := self._reports()) >= seen + STEPS and now[seen:], "training does not go on"
+            lambda: now if len(now := new()) >= STEPS else None,
+            lambda: f"{STEPS} steps of training ({len(new())} so far)",
+            lambda: len(new()),
         )
         last = reports[-1]
         self._say(f"training on {last['world']} nodes: step {last['step']}, loss {last['loss']:.4f}")
-        return list(reports)
+        return reports
 
     def _await_end(self) -> None:
-        live = [agent for agent in self._agents.values() if not agent.lost]
-        self._until(lambda: all(agent.process.poll() == 0 for agent in live), "the agents do not end")
+        live = self._live()
+        self._until(
+            lambda: all(agent.process.poll() == 0 for agent in live),
+            lambda: f"the end of {', '.join(agent.name for agent in live if agent.process.poll() is None)}",
+            lambda: len(self._reports()) + sum(agent.process.poll() is not None for agent in live),
+        )
         self._say(
             f"the job is done at step {self._reports()[-1]['step']}; {', '.join(a.name for a in live)} ended with 0"
         )
 
-    def _until(self, ready: Callable[[], Any], problem: str) -> Any:
-        deadline = time.monotonic() + PATIENCE
+    def _live(self) -> list[Agent]:
+        return [agent for agent in self._agents.values() if not agent.lost]
+
+    def _until(self, ready: Callable[[], T | None], what: Callable[[], str], sign: Callable[[], int] = lambda: 0) -> T:
+        """What `ready` answers once that is true.
+
+        Args:
+            what: what is waited for: told now and then, and when it does not come.
+            sign: changes with each step towards it. A slow machine may take as long as it likes; one on which nothing
+                happens any more may take PATIENCE seconds.
+        """
+        last, moved_at = sign(), self._clock()
+        tell_at = moved_at + TELL_EVERY
         while not (result := ready()):
-            failed = [agent.name for agent in self._agents.values() if not agent.lost and agent.process.poll()]
-            if failed:
-                raise self._failure(f"agent {', '.join(failed)} failed")
-            if time.monotonic() > deadline:
-                raise self._failure(problem)
+            now = self._clock()
+            if (current := sign()) != last:
+                last, moved_at = current, now
+            if failed := [agent for agent in self._live() if agent.process.poll()]:
+                names = ", ".join(f"{agent.name} (exit code {agent.process.poll()})" for agent in failed)
+                raise self._failure(f"these agents failed: {names}", failed)
+            if now > moved_at + PATIENCE:
+                raise self._failure(f"for {PATIENCE:g} s nothing came of what was waited for: {what()}", self._live())
+            if now >= tell_at:
+                self._say(f"... waiting for {what()}")
+                tell_at = now + TELL_EVERY
             self._tick.wait(0.1)
         return result
 
@@ -163,11 +212,19 @@ class Demo:
         losses = [sum(report["loss"] for report in phase) / len(phase) for phase in phases]
         shown = " -> ".join(f"{loss:.4f}" for loss in losses)
         if any(later >= earlier for earlier, later in itertools.pairwise(losses)):
-            raise self._failure(f"the loss did not keep falling: {shown}")
+            raise self._failure(f"the loss did not keep falling: {shown}", [])
         self._say(f"the loss kept falling through both changes: {shown}")
 
-    def _failure(self, problem: str) -> DemoError:
-        return DemoError(f"{problem}; look at the logs in {self._folder}")
+    def _failure(self, problem: str, agents: Sequence[Agent]) -> DemoError:
+        """The error, with the end of these agents' logs: what they say later is about being ended by the demo."""
+        parts = [problem, *(agent.last_words(TAIL) for agent in agents)]
+        parts.append(
+            f"the whole logs are in {self._folder}; after this moment they tell only how the demo ended the agents"
+        )
+        load, processors = os.getloadavg()[0], os.cpu_count() or 1
+        if load > 2 * processors:
+            parts.append(f"this machine is busy (load {load:.0f} on {processors} processors): try again when it is not")
+        return DemoError("\n".join(parts))
 
 
 def run_demo(folder: Path | None) -> None:

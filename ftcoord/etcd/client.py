@@ -26,14 +26,12 @@ from ftcoord.etcd.api import (
     WatchItem,
     encode_key,
 )
+from ftcoord.etcd.release import EMBEDDED_NAMES, newer_wanted
 from ftcoord.etcd.together import Together
 from ftcoord.etcd.transport import Transport
 from ftcoord.etcd.watch import Watcher, WatchHub, key_value
 
 log = logging.getLogger(__name__)
-
-FLOORS: Final[dict[tuple[int, ...], tuple[int, ...]]] = {(3, 5): (3, 5, 28), (3, 6): (3, 6, 9)}
-"""The oldest release of each line in which the lease, watch and stale-read bugs that matter here are fixed."""
 
 PATIENCE: Final = 2.0
 """Seconds that `close()` waits for gRPC's threads, which have nothing left to do."""
@@ -152,10 +150,15 @@ class EtcdClient:
         self._transport.call(wire.COMPACT, wire.message("CompactionRequest")(revision=revision), write=True)
 
     def status(self, *, timeout: float | None = None) -> Status:
-        """Ask a member who it is; warns once a process of a release with bugs that endanger coordination."""
+        """Ask a member who it is.
+
+        Warns once a process of a release with bugs that endanger coordination, but not of an etcd that ftcoord started:
+        whoever started it to try things out has nothing to mend, and `ftcoord server` says it by itself.
+        """
         response = self._transport.call(wire.STATUS, wire.message("StatusRequest")(), timeout=timeout)
-        _warn_below_floor(response.version)
         header = response.header
+        if newer_wanted(response.version) and not self._is_embedded(header.member_id):
+            _warn_below_floor(response.version)
         return Status(response.version, header.cluster_id, header.member_id, response.leader, header.revision)
 
     def close(self) -> None:
@@ -179,13 +182,20 @@ class EtcdClient:
     def __repr__(self) -> str:
         return f"EtcdClient({self.config.describe()})"
 
+    def _is_embedded(self, member_id: int) -> bool:
+        """Whether ftcoord started this member, here or in another process; False where etcd does not tell."""
+        try:
+            response = self._transport.call(wire.MEMBERS, wire.message("MemberListRequest")())
+        except EtcdError as error:  # the warning is not worth a failure
+            log.debug("etcd does not list its members: %s", error)
+            return False
+        return any(member.id == member_id and member.name.startswith(EMBEDDED_NAMES) for member in response.members)
+
 
 def _warn_below_floor(version: str) -> None:
-    numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
-    floor = FLOORS.get(numbers[:2], (3, 5, 28))
-    if numbers < floor and version not in _warned_of:
+    wanted = newer_wanted(version)
+    if wanted is not None and version not in _warned_of:
         _warned_of.add(version)
-        wanted = ".".join(map(str, floor))
         log.warning("etcd %s has known lease and watch bugs; use %s or newer for real training runs", version, wanted)
 
 

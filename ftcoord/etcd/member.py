@@ -20,6 +20,7 @@ from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.binary import COMMIT_WHOLE, find_etcd, loses_writes
 from ftcoord.etcd.ports import LOOPBACK, PortLost, ReservedPort, join, listen_address, local_address
 from ftcoord.etcd.process import SupervisedProcess
+from ftcoord.etcd.release import EMBEDDED_NAMES
 
 POLL_INTERVAL = 0.02
 """Seconds between two looks at a server that is coming up: etcd announces nothing."""
@@ -41,7 +42,8 @@ class EtcdMember:
         heartbeat_interval_ms: etcd's flag.
         election_timeout_ms: etcd's flag, at least 5 heartbeat intervals. The smallest lease is 1.5 times this.
         extra_args: further etcd flags, last on its command line. Anyone on the machine can read them.
-        name: the member's name in its cluster.
+        name: the member's name among its fellows; in etcd it has ``ftcoord-`` before it, by which clients know that
+            ftcoord started this member.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -60,7 +62,7 @@ class EtcdMember:
         name: str = "default",
     ) -> None:
         _check(port, heartbeat_interval_ms, election_timeout_ms, extra_args)
-        self.name = name
+        self.name = f"{EMBEDDED_NAMES}{name}"
         self._host = listen_address(host)
         self._wanted_port = port
         self._data_dir = None if data_dir is None else os.path.abspath(data_dir)

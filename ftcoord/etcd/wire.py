@@ -48,6 +48,9 @@ _MESSAGES: Final[dict[str, str]] = {
     "LeaseKeepAliveResponse": "header 1 Header, id 2 int64, ttl 3 int64",
     "StatusRequest": "",
     "StatusResponse": "header 1 Header, version 2 string, db_size 3 int64, leader 4 uint64",
+    "Member": "id 1 uint64, name 2 string",
+    "MemberListRequest": "",
+    "MemberListResponse": "header 1 Header, members 2 Member*",
     "AuthenticateRequest": "name 1 string, password 2 string",
     "AuthenticateResponse": "header 1 Header, token 2 string",
 }
@@ -92,4 +95,5 @@ GRANT = Method("Lease/LeaseGrant", "LeaseGrantRequest", "LeaseGrantResponse")
 REVOKE = Method("Lease/LeaseRevoke", "LeaseRevokeRequest", "LeaseRevokeResponse")
 KEEP_ALIVE = Method("Lease/LeaseKeepAlive", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse")
 STATUS = Method("Maintenance/Status", "StatusRequest", "StatusResponse")
+MEMBERS = Method("Cluster/MemberList", "MemberListRequest", "MemberListResponse")
 AUTHENTICATE = Method("Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -13,7 +14,9 @@ import pytest
 from helpers import DEADLINE, eventually
 
 import ftcoord
+from ftcoord import cli
 from ftcoord.config import EtcdConfig
+from ftcoord.etcd import release
 from ftcoord.etcd.client import EtcdClient
 
 
@@ -39,6 +42,22 @@ def test_server_serves_until_it_is_told_to_end(number: int) -> None:
             assert client.status().revision >= 1
         process.send_signal(number)
         assert process.wait(DEADLINE) == 0
+
+
+@pytest.mark.parametrize("floor", [(3, 0), (99,)], ids=["new enough", "old"])
+def test_server_says_itself_that_its_etcd_is_old(
+    etcd: ftcoord.EtcdServer,
+    floor: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Clients do not say it of an etcd that ftcoord started."""
+    monkeypatch.setattr(release, "FLOORS", dict.fromkeys(itertools.product((3, 4), range(20)), floor))
+    cli._advise(etcd)
+    told = capsys.readouterr().out
+    assert told.partition("; ")[2] == (
+        "it has known lease and watch bugs, so use 99 or newer for real training runs\n" * (floor == (99,))
+    )
 
 
 def test_server_says_that_a_port_is_taken(etcd: ftcoord.EtcdServer) -> None:

@@ -19,7 +19,7 @@ from helpers import DEADLINE, eventually, in_fork, python
 from ftcoord.config import Credentials, EtcdConfig
 from ftcoord.errors import EtcdUnavailable, ForkedProcessError, LeaseLost, OutcomeUnknown, RequestRefused
 from ftcoord.etcd import client as client_module
-from ftcoord.etcd import wire
+from ftcoord.etcd import member, release, wire
 from ftcoord.etcd.api import Compare, Delete, Get, Put, RangeResult, Span, absent, exists, unchanged
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.cluster import EtcdCluster
@@ -174,14 +174,28 @@ def test_status_warns_once_below_the_floor(
 ) -> None:
     monkeypatch.setattr(client_module, "_warned_of", set())
     caplog.set_level(logging.WARNING, "ftcoord")
-    status = client.status()
-    assert status.leader_id == status.member_id
-    client.status()
     for version, warned in [("3.5.27", True), ("3.5.28", False), ("3.6.9", False), ("3.6.8", True), ("3.4.30", True)]:
         caplog.clear()
         client_module._warn_below_floor(version)
         client_module._warn_below_floor(version)
         assert len(caplog.records) == warned, version
+
+
+def test_an_old_etcd_is_warned_of_unless_ftcoord_started_it(
+    client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_warned_of", set())
+    monkeypatch.setattr(release, "FLOORS", dict.fromkeys(itertools.product(range(3, 5), range(20)), (99,)))
+    caplog.set_level(logging.WARNING, "ftcoord")
+    status = client.status()
+    assert status.leader_id == status.member_id
+    assert not caplog.records
+    monkeypatch.setattr(member, "EMBEDDED_NAMES", "")  # the next one is named as a user's is
+    with EtcdServer() as server, server.get_client() as users:
+        for _ in range(2):
+            users.status(timeout=DEADLINE)
+    (warning,) = caplog.records
+    assert "use 99 or newer for real training runs" in warning.getMessage()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from jobs import SCRIPTS
 
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.keys import KEY_PREFIX
 from ftcoord.etcd.server import EtcdServer
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
@@ -35,6 +37,14 @@ def test_a_slurm_job(etcd: EtcdServer, recipe: str, script: str) -> None:
     done = run(recipe, script, FTCOORD_ENDPOINTS=etcd.get_endpoint(), **slurm)
     assert sorted(done.stdout.split()) == ["0/2", "1/2"], done.stderr
     assert done.returncode == 0, done.stderr
+
+
+def test_a_requeued_srun_job_is_a_run_of_its_own(etcd: EtcdServer, client: EtcdClient) -> None:
+    slurm = {"SLURM_JOB_ID": "requeued", "SLURM_NNODES": "1", "SLURM_NTASKS": "1"}
+    for restarts, expected in (({}, "0"), ({"SLURM_RESTART_COUNT": "2"}, "2")):
+        done = run("srun.sbatch", "slurm_train.py", FTCOORD_ENDPOINTS=etcd.get_endpoint(), **slurm, **restarts)
+        assert done.returncode == 0, done.stderr
+        assert client.get(f"{KEY_PREFIX}/slurm-requeued-{expected}/decided").one is not None, expected
 
 
 @pytest.mark.parametrize("recipe", ["torchrun.sbatch", "srun.sbatch"])
