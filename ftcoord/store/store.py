@@ -72,8 +72,8 @@ class EtcdStore(Store):
             there.
 
     A store that nobody holds any more, neither Python nor C++ (a PrefixStore, a process group), is closed after a
-    moment. As long as C++ holds it, it works. One in a reference cycle, which C++ still holds when Python lets go of the
-    cycle, stays open until `close()`.
+    moment. As long as C++ holds it, it works. One in a reference cycle that Python lets go of while C++ holds the store
+    stays open until `close()`.
 
     Raises `torch.distributed.DistStoreError` when a key did not appear in time, or when etcd refuses a value as too
     large (1.5 MiB by its default), `DistNetworkError` when etcd could not be reached in time. Keys are str, values str
