@@ -45,7 +45,7 @@ class Run:
         )
         if hasattr(etcd, "txn"):
             return cls(prefix, cast(Etcd, etcd))
-        client = EtcdClient(cast(EtcdConfig, etcd))
+        client = EtcdClient(EtcdConfig.of(cast(str, etcd)))
         return cls(prefix, client, client)
 
     def close(self) -> None:
