@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ftcoord import timer
+    from ftcoord import coordination, errors, timer
     from ftcoord.config import EtcdConfig
     from ftcoord.etcd.client import EtcdClient
     from ftcoord.etcd.cluster import EtcdCluster
@@ -49,6 +49,8 @@ __all__ = [
     "EtcdStore",
     "Heartbeat",
     "Session",
+    "coordination",
+    "errors",
     "install_legacy_names",
     "register_init_methods",
     "timer",
@@ -56,9 +58,12 @@ __all__ = [
 ]
 
 
+_MODULES = ("coordination", "errors", "timer")
+
+
 def __getattr__(name: str) -> Any:
-    if name == "timer":
-        return importlib.import_module("ftcoord.timer")
+    if name in _MODULES:
+        return importlib.import_module(f"ftcoord.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'ftcoord' has no attribute {name!r}")
     try:
@@ -70,4 +75,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    """What is public, and what every module has; not what else happens to be loaded."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -208,6 +208,15 @@ class EtcdConfig:
             request_timeout=_request_timeout(given.get("request_timeout")),
         )
 
+    @classmethod
+    def of(cls, etcd: EtcdConfig | str | Sequence[str] | None) -> EtcdConfig:
+        """What a user gives to say where etcd is: this, endpoints, or None for what the environment says.
+
+        Raises:
+            ConfigError: as `load`.
+        """
+        return etcd if isinstance(etcd, EtcdConfig) else cls.load(etcd)
+
     def describe(self) -> str:
         """The endpoints as URLs, for messages to people; no secrets, no user."""
         return ", ".join(f"{_scheme(self.tls is not None)}://{endpoint}" for endpoint in self.endpoints)

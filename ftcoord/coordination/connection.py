@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +11,7 @@ from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.errors import ConfigError, EtcdError, StateError
 from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.threads import apart
 
 ATTEMPT: float = 5.0
 """Seconds that one request to etcd may take."""
@@ -40,13 +40,9 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
 def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> None:
     """Has `close(*arguments)` called when nobody holds `owner` any more; not at the end of the process.
 
-    On a thread of its own, for a finalizer may run in any line that takes memory, whatever locks are held there.
+    On a thread of its own, as `apart` says.
     """
-
-    def later() -> None:
-        threading.Thread(target=close, args=arguments, name="ftcoord-forget", daemon=True).start()
-
-    weakref.finalize(owner, later).atexit = False
+    weakref.finalize(owner, apart, close, *arguments).atexit = False
 
 
 def _unreachable(address: str, connect_timeout: float, error: Exception) -> RuntimeError:

@@ -170,7 +170,7 @@ class Changes:
             self._made = made
             return Made(True, self._look_back(look, count.mod_revision, deadline))
         if self._fence is not None and result.range(1).one is None:
-            raise RoundOver(f"the round of {self._fence} is over; join the next one and use its store")
+            raise round_over(self._fence)
         if made != self._made:
             if self._unanswered:
                 raise OutcomeUnknown(_GONE.format(self._count))
@@ -210,6 +210,11 @@ class Changes:
 
     def _begin_count(self) -> None:
         self._count, self._made = f"{self._prefix}{uuid.uuid4().hex}", 0
+
+
+def round_over(fence: str) -> RoundOver:
+    """What to say when a fence is gone."""
+    return RoundOver(f"the round of {fence} is over; join the next one and use its store")
 
 
 def _gets(key: str | None, keys_only: bool = False, revision: int = 0) -> list[Get]:

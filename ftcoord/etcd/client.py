@@ -64,12 +64,16 @@ class EtcdClient:
     calls that may safely happen twice, are repeated on other members until then; a transaction that writes is sent
     again only where it provably never left, and otherwise raises `OutcomeUnknown`.
 
+    Args:
+        etcd: endpoints such as "h1:2379,h2:2379", or a sequence of them, or an EtcdConfig; None takes them from
+            FTCOORD_ENDPOINTS and friends. ConfigError is raised for what is none of these.
+
     Thread-safe. In a forked child every call raises `ForkedProcessError`. Connects on first use. Closed when the
     interpreter exits, at the latest.
     """
 
-    def __init__(self, config: EtcdConfig | None = None) -> None:
-        self.config = config or EtcdConfig.load()
+    def __init__(self, etcd: EtcdConfig | str | Sequence[str] | None = None) -> None:
+        self.config = EtcdConfig.of(etcd)
         self._transport = Transport(self.config)
         self._watches = WatchHub(self._transport)
         self._together = Together(self._transport.write)
@@ -160,6 +164,11 @@ class EtcdClient:
         if newer_wanted(response.version) and not self._is_embedded(header.member_id):
             _warn_below_floor(response.version)
         return Status(response.version, header.cluster_id, header.member_id, response.leader, header.revision)
+
+    @property
+    def version(self) -> str:
+        """The release of the member that answers, such as "3.5.21". Raises EtcdError."""
+        return self.status().version
 
     def close(self) -> None:
         """End all watches and connections; idempotent, nothing in a forked child. Leases stay: revoke them first."""

@@ -297,7 +297,7 @@ class EtcdMember:
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None, timeout: float) -> tuple[int, Any] | None:
         """Status and JSON of etcd's answer, None without one."""
-        connection = http.client.HTTPConnection(self.get_host(), self.get_port(), timeout=timeout)
+        connection = http.client.HTTPConnection(local_address(self._host), self.get_port(), timeout=timeout)
         try:
             connection.request(method, path, body=None if body is None else json.dumps(body))
             response = connection.getresponse()

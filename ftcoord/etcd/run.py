@@ -45,8 +45,7 @@ class Run:
         )
         if hasattr(etcd, "txn"):
             return cls(prefix, cast(Etcd, etcd))
-        config = etcd if isinstance(etcd, EtcdConfig) else EtcdConfig.load(cast(str, etcd))
-        client = EtcdClient(config)
+        client = EtcdClient(EtcdConfig.of(cast(str, etcd)))
         return cls(prefix, client, client)
 
     def close(self) -> None:

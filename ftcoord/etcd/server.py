@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from ftcoord.errors import ServerError
 from ftcoord.etcd.member import EtcdMember
-from ftcoord.etcd.ports import PortLost
+from ftcoord.etcd.ports import LOOPBACK, PortLost
 
 if TYPE_CHECKING:
     from ftcoord.etcd.client import EtcdClient
@@ -28,7 +28,8 @@ class EtcdServer(EtcdMember):
 
     It listens on 127.0.0.1 unless told otherwise, and ends with the process that started it, also when that is killed
     with -9; its temporary data goes with it. It does not end with the thread that started it, nor with a forked child.
-    The arguments are those of `EtcdMember`; other than in torch, a `data_dir` that you give is kept.
+    The arguments are those of `EtcdMember`; other than in torch, a `data_dir` that you give is kept, and `get_client`
+    gives a client of etcd's v3 API.
     """
 
     def start(self, timeout: float = 60, num_retries: int = 3, stderr: int | IO[Any] | None = None) -> None:
@@ -58,12 +59,20 @@ class EtcdServer(EtcdMember):
                 logger.info("etcd serves on %s", self.get_endpoint())
                 return
 
+    def get_host(self) -> str:
+        """``localhost``, as torch's says, or the address that it was told to listen on, if that is another one."""
+        host = super().get_host()
+        return "localhost" if host == LOOPBACK else host
+
     def get_client(self) -> EtcdClient:
-        """A new client of this server; the caller closes it."""
-        from ftcoord.config import EtcdConfig
+        """A new client of this server; the caller closes it.
+
+        Of the client that torch's gives it has `version`. Reading, writing and watching are those of `EtcdClient`: the
+        rest of python-etcd's calls are those of etcd's v2 API, which an etcd from 3.6 on does not have.
+        """
         from ftcoord.etcd.client import EtcdClient
 
-        return EtcdClient(EtcdConfig.load(self.get_endpoint()))
+        return EtcdClient(self.get_endpoint())
 
     def __enter__(self: _Self) -> _Self:
         self.start()

@@ -1,4 +1,4 @@
-"""The threads that are in gRPC, which a process must not outrun when it ends.
+"""The threads that are in gRPC, which a process must not outrun when it ends; and those that finalizers start.
 
 gRPC gives each stream a daemon thread that sends, and one that receives. At its end Python stops daemon threads
 wherever they are, also while they hold the lock of their stream; the finalizer of that stream then waits for the lock
@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def apart(work: Callable[..., None], *arguments: object) -> None:
+    """Call `work(*arguments)` on a thread of its own, without waiting for it: the way out of a finalizer.
+
+    That may run in any line that takes memory, whatever locks are held there. Raises RuntimeError when no thread can be
+    started.
+    """
+    threading.Thread(target=work, args=arguments, name="ftcoord-forget", daemon=True).start()
 
 
 class GrpcThreads:

@@ -23,7 +23,7 @@ from ftcoord.config import redacted
 from ftcoord.errors import ConfigError, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, Put, Span
 from ftcoord.etcd.settle import Settled, write_once
-from ftcoord.rendezvous.create import open_run
+from ftcoord.rendezvous.create import open_run, with_conf
 from ftcoord.store import EtcdStore
 
 NAME: Final = "etcd-v3-dynamic"
@@ -101,10 +101,7 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
     conf = {key: value for key, value in params.config.items() if key not in _TORCHS_OWN}
     if conf.get("timers") is not None:
         raise ConfigError("timers", redacted(conf["timers"]), "leave it out: timers are served with etcd-v3 only")
-    checked = RendezvousParameters(
-        params.backend, params.endpoint, params.run_id, params.min_nodes, params.max_nodes, params.local_addr, **conf
-    )
-    settings, etcd, server = open_run(checked)
+    settings, etcd, server = open_run(with_conf(params, conf))
     if server is not None:
         atexit.register(server.stop)
     prefix = f"{settings.prefix}/dynamic"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
@@ -36,6 +37,13 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     handler = EtcdRendezvousHandler(*open_run(params))
     handler.prepare()
     return handler
+
+
+def with_conf(params: RendezvousParameters, conf: Mapping[str, object]) -> RendezvousParameters:
+    """The same parameters with another ``rdzv_conf``."""
+    return RendezvousParameters(
+        params.backend, params.endpoint, params.run_id, params.min_nodes, params.max_nodes, params.local_addr, **conf
+    )
 
 
 def open_run(params: RendezvousParameters) -> Opened:

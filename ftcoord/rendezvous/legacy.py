@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from ftcoord.rendezvous.settings import is_known
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
@@ -16,7 +18,8 @@ def install_legacy_names() -> None:
     """Make `--rdzv-backend=etcd` and `etcd-v2` run on ftcoord in this process; idempotent.
 
     FTCOORD_REPLACE_LEGACY=1 in torchrun's environment does the same. torch lets nobody register a name twice, so this
-    replaces the entries of its registry (tried with torch 2.6 and 2.13). The old `rdzv_conf` keys keep their meaning.
+    replaces the entries of its registry (tried with torch 2.6 and 2.13). The old `rdzv_conf` keys keep their meaning,
+    and those of `etcd-v3` have theirs; all others are ignored, as torch's back-ends do, with a warning that names them.
     """
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
@@ -25,7 +28,11 @@ def install_legacy_names() -> None:
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
-    from ftcoord.rendezvous.create import create_handler
+    from ftcoord.rendezvous.create import create_handler, with_conf
 
     log.warning("--rdzv-backend=%s runs on ftcoord's etcd-v3, through etcd's v3 API", params.backend)
-    return create_handler(params)
+    foreign = [key for key in params.config if not is_known(key)]
+    if foreign:  # without their values: nobody knows what is in them
+        ignored = ", ".join(foreign)
+        log.warning("rdzv_conf has keys that --rdzv-backend=%s does not know; ignored: %s", params.backend, ignored)
+    return create_handler(with_conf(params, {key: params.config[key] for key in params.config if is_known(key)}))

@@ -215,6 +215,11 @@ class RendezvousSettings:
         )
 
 
+def is_known(key: str) -> bool:
+    """Whether `key` is one of ``rdzv_conf``'s; for the old names, under which torch ignores all others."""
+    return key in _NAMES
+
+
 def _read(conf: Mapping[str, object]) -> dict[str, _Found]:
     """What `conf` sets, by setting. Every value is checked, also one that an earlier row of the table overrides."""
     for key in conf:

@@ -89,7 +89,13 @@ class EtcdTimerServer(TimerServer):
     # -- torch's interface --------------------------------------------------------------------------------------
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Take note of timers that were acquired and ended."""
+        """Take note of timers that were acquired and ended.
+
+        Raises TypeError for those of torch's LocalTimerClient, before any is noted: their workers are plain pids, and
+        nothing tells whose. A subclass with a `_reap_worker` of its own may know, and gets them.
+        """
+        for request in timer_requests:
+            self._refuse_integers(request)
         now = self._clock()
         for request in timer_requests:
             key = _key(request)
@@ -99,6 +105,16 @@ class EtcdTimerServer(TimerServer):
                 self._book.note(key, request, now + request.expiration_time - time.time(), now)
             elif request.timer.expired != self.id:
                 self._book.note(key, request, due(request.timer, self.id, now, request.listed), now)
+
+    def _refuse_integers(self, request: TimerRequest) -> None:
+        """Say what to do at once: a timer in the book that cannot be reaped guards nobody."""
+        unknown = type(self)._reap_worker is EtcdTimerServer._reap_worker and isinstance(request.worker_id, int)
+        if unknown and request.expiration_time >= 0:
+            raise TypeError(
+                f"the timer {request.scope_id!r} is of worker {request.worker_id}, a plain integer, which is no worker"
+                " of an EtcdTimerClient: have the worker call configure(ftcoord.timer.EtcdTimerClient()), or serve its"
+                " LocalTimerClient with torch's LocalTimerServer"
+            )
 
     def clear_timers(self, worker_ids: set[Any]) -> None:
         """Forget all timers of these workers."""

@@ -16,11 +16,12 @@ import pytest
 from helpers import DEADLINE, eventually, in_fork, python
 from members import Door
 from rdzv_nodes import keys_under, spawn
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RoundOver
-from ftcoord.etcd.api import Etcd, Get, Op, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.api import Began, Etcd, Get, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
 
@@ -192,6 +193,132 @@ def test_a_fence_refuses_writes_for_good(make: MakeEtcdStore, client: EtcdClient
 def test_a_new_store_behind_a_fence_that_is_gone(make: MakeEtcdStore, prefix: str) -> None:
     with pytest.raises(RoundOver):
         make(fence=f"{prefix}/fence").set("a", b"1")
+
+
+WAITS: dict[str, Callable[[Store], object]] = {
+    "get": lambda store: store.get("absent"),
+    "multi_get": lambda store: store.multi_get(["a", "absent"]),
+    "wait": lambda store: store.wait(["a", "absent"]),
+    "queue_pop": lambda store: store.queue_pop("absent"),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_what_waits_behind_a_fence_ends_with_it(
+    make: MakeEtcdStore, client: EtcdClient, prefix: str, wait: Callable[[Store], object], when: str
+) -> None:
+    """The time-out is longer than the test may take. For users of torch's errors it is one of those."""
+    fence = f"{prefix}/fence"
+    client.put(fence, b"")
+    watching = Watching(client)
+    store = make(watching, fence=fence, timeout=timedelta(hours=1))
+    store.set("a", b"1")
+    if when == "before":
+        client.delete(Span(fence))
+    waiting = spawn(partial(wait, store))
+    eventually(lambda: Span(fence) in watching.spans, "it watches the fence")
+    client.put(fence, b"again") if when == "meanwhile" else None
+    client.delete(Span(fence))
+    with pytest.raises(RoundOver, match="join the next one") as caught:
+        waiting.result(DEADLINE)
+    assert isinstance(caught.value, DistStoreError)
+    assert store.get("a") == b"1"
+    assert store.check(["a"])
+
+
+def test_the_end_of_a_fence_comes_through_cpp(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
+    store = PrefixStore("p", make(fence=f"{prefix}/fence"))
+    for call in (lambda: store.get("absent"), lambda: store.set("a", "1"), lambda: store.wait(["absent"])):
+        with pytest.raises(DistStoreError, match="join the next one") as caught:
+            call()
+        assert isinstance(caught.value, RoundOver)
+
+
+def test_a_key_that_was_put_before_the_fence_went_is_read(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
+    """Though the end of the fence is heard of first."""
+    fence = f"{prefix}/fence"
+    client.put(fence, b"")
+    deaf = Watching(client, deaf_to=f"{prefix}/data/key")
+    store, writer = make(deaf, fence=fence), make()
+    waiting = spawn(partial(store.get, "key"))
+    eventually(lambda: deaf.stands == 2, "both watches stand")
+    writer.set("key", b"1")
+    client.delete(Span(fence))
+    assert waiting.result(DEADLINE) == b"1"
+
+
+def test_what_is_there_costs_one_read_and_no_watch(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
+    """Also behind a fence, and also when it is gone."""
+    fence = f"{prefix}/fence"
+    client.put(fence, b"")
+    make().set("a", b"1")
+    watching = Watching(client)
+    store = make(watching, fence=fence)
+    for _ in range(2):
+        watching.reads = 0
+        assert store.get("a") == b"1"
+        store.wait(["a"])
+        assert store.check(["a"])
+        assert store.multi_get(["a"]) == [b"1"]
+        assert (watching.reads, watching.spans) == (4, [])
+        client.delete(Span(fence))
+
+
+def test_what_waits_watches_little(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
+    watching = Watching(client)
+    with_fence, without = make(watching, fence=f"{prefix}/fence"), make(watching, timeout=timedelta(seconds=0.5))
+    client.put(f"{prefix}/fence", b"")
+    for store, watches in ((with_fence, 2), (without, 1)):
+        watching.spans.clear()
+        waiting = spawn(partial(store.get, "absent"))
+        eventually(lambda: watching.spans, "it waits")
+        store.close() if store is with_fence else None
+        with pytest.raises(DistStoreError):
+            waiting.result(DEADLINE)
+        assert len(watching.spans) == watches
+
+
+class Watching(Door):
+    """An etcd that notes what is read and watched. Of `deaf_to` it delivers no changes."""
+
+    def __init__(self, real: Etcd, deaf_to: str = "") -> None:
+        super().__init__(real)
+        self.spans: list[Span] = []
+        self.reads = self.stands = 0
+        self._deaf_to = deaf_to
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        self.reads += 1
+        return super().range(get, timeout=timeout)
+
+    def txn(self, compares: Any, success: Sequence[Op], *rest: Any, **kwargs: Any) -> TxnResult:
+        self.reads += all(isinstance(op, Get) for op in success)
+        return super().txn(compares, success, *rest, **kwargs)
+
+    def watch(
+        self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
+    ) -> Watch:
+        def heard(item: WatchItem) -> None:
+            if isinstance(item, Began):
+                deliver(item)
+                self.stands += 1
+            elif span.start != self._deaf_to:
+                deliver(item)
+
+        self.spans.append(span)
+        return super().watch(span, start_revision, heard, deletes_only=deletes_only)
+
+
+def test_no_run_has_the_keys_of_a_store_without_a_prefix(etcd: EtcdServer) -> None:
+    store = EtcdStore(etcd.get_endpoint(), timeout=LONG)
+    store.set("mine", b"1")
+    runs = ["store", "@store", "%40store", "/", "", "a/../@store", "st\u00f6re"]
+    with etcd.get_client() as client:
+        (key,) = (key for key in keys_under(client, "/ftcoord/v1") if key.endswith("/mine"))
+    assert not any(key.startswith(f"{run_prefix(KEY_PREFIX, run)}/") for run in runs)
+    store.delete_key("mine")
+    store.close()
 
 
 # -- answers that are lost --------------------------------------------------------------------------------------------

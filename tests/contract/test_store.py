@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from helpers import DEADLINE
 from rdzv_nodes import spawn
-from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError, HashStore, PrefixStore, Store, TCPStore
 
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.store import EtcdStore, QueueEmptyError
@@ -328,13 +328,16 @@ def test_every_sum_is_told_once(make_store: MakeStore) -> None:
 # -- what torch passes on to no store in Python: only without a PrefixStore -------------------------------------------
 
 
-@pytest.fixture(params=["tcp", "etcd"])
+@pytest.fixture(params=["tcp", "hash", "etcd"])
 def bare(
     request: pytest.FixtureRequest, client: EtcdClient, prefix: str, tcp_clients: list[TCPStore]
 ) -> Iterator[list[Store]]:
     """Three clients of one store of its own."""
     if request.param == "tcp":
         yield [PrefixStore(prefix, store) for store in tcp_clients[:3]]
+        return
+    if request.param == "hash":
+        yield [HashStore()] * 3
         return
     stores = [EtcdStore(client, f"{prefix}/", LONG) for _ in range(3)]
     yield list(stores)
@@ -375,6 +378,68 @@ def test_an_empty_queue(bare: list[Store]) -> None:
     with pytest.raises(DistStoreError, match="timeout"):
         store.queue_pop("q")
     store.set_timeout(LONG)
+
+
+def test_who_sees_a_queue(bare: list[Store]) -> None:
+    """`check` and `wait` do while there is an item in it, and nobody else does."""
+    writer, reader, _ = bare
+    before = reader.num_keys()
+    assert not reader.check(["q"])
+    writer.queue_push("q", "a")
+    writer.queue_push("q", "b")
+    reader.wait(["q"], LONG)
+    assert reader.check(["q"])
+    assert not reader.check(["q", "other"])
+    assert not reader.check(["q/"])
+    assert not reader.check(["p", "r", "q "])
+    assert reader.num_keys() == before
+    assert reader.list_keys() == []
+    assert not reader.delete_key("q")
+    writer.set("key", "1")
+    assert reader.get("key") == b"1"
+    assert reader.check(["key", "q"])
+    reader.wait(["q", "key"], LONG)
+    for _ in range(2):
+        assert reader.check(["q"])
+        reader.queue_pop("q")
+    assert not reader.check(["q"])
+    with pytest.raises(DistStoreError, match="timeout"):
+        reader.wait(["q", "key"], SHORT)
+
+
+def test_a_key_and_a_queue_of_one_name(bare: list[Store]) -> None:
+    store = bare[0]
+    store.set("both", "value")
+    store.queue_push("both", "item")
+    assert store.delete_key("both")
+    assert store.check(["both"])
+    assert store.queue_pop("both") == b"item"
+    assert not store.check(["both"])
+
+
+def test_an_item_ends_a_wait(bare: list[Store]) -> None:
+    writer, *readers = bare
+    waiting = [
+        spawn(partial(reader.wait, keys, LONG)) for reader, keys in zip(readers, (["q"], ["there", "q"]), strict=True)
+    ]
+    writer.set("there", "1")
+    assert not any(one.done() for one in waiting)
+    for _ in readers:
+        writer.queue_push("q", "a")  # TCPStore wakes one of them for each item
+    for one in waiting:
+        one.result(DEADLINE)
+    assert writer.queue_len("q") == 2
+
+
+def test_queues_with_many_items_beside_each_other(bare: list[Store]) -> None:
+    store = bare[0]
+    for number in range(12):
+        store.queue_push("q1", f"{number}")
+    store.queue_push("q2/x", "a")
+    store.set("q3", "value")
+    assert store.check(["q1", "q2/x", "q3"])
+    assert not store.check(["q1", "q2", "q3"])
+    store.wait(["q2/x", "q3", "q1"], LONG)
 
 
 def test_a_queue_wakes_those_who_wait_and_gives_each_item_to_one(bare: list[Store]) -> None:

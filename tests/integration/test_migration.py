@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import DEADLINE
 from jobs import Job
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
@@ -24,19 +25,25 @@ OLD_CONF = {
     "etcd": {"protocol": "http", "etcd_prefix": "/old/p2p", "last_call_timeout": 3, "timeout": 90, "lease_ttl": 2},
     "etcd-v2": {"protocol": "HTTP", "read_timeout": 10, "keep_alive_interval": 1, "keep_alive_max_attempt": 2},
 }
+IGNORED = {"is_host": "1", "store_type": "file", "rank": 0, "cas_backoff_max_seconds": 3, "my_own": "hunter2"}
+"""What torch's own agent tests, and templates made for c10d, give to every backend: `etcd` and `etcd-v2` ignore it."""
 
 
 @pytest.mark.parametrize("name", OLD_CONF)
 def test_an_old_template_runs_with_one_variable_more(etcd: EtcdServer, tmp_path: Path, name: str) -> None:
     """The etcd has no v2 API."""
-    with Job(tmp_path, etcd.get_endpoint(), "2:3", backend=name, conf=OLD_CONF[name], env=REPLACE) as job:
+    conf = {**OLD_CONF[name], **IGNORED}
+    with Job(tmp_path, etcd.get_endpoint(), "2:3", backend=name, conf=conf, env=REPLACE) as job:
         job.start("abc")
         job.round_of("abc")
         job.kill("a")
         job.round_of("bc")
         job.finish("bc")
         for agent in "bc":
-            assert job.agents[agent].terminal().count(f"--rdzv-backend={name} runs on ftcoord") == 1
+            terminal = job.agents[agent].terminal()
+            assert terminal.count(f"--rdzv-backend={name} runs on ftcoord") == 1
+            assert terminal.count(f"does not know; ignored: {', '.join(IGNORED)}") == 1
+            assert "hunter2" not in terminal
 
 
 @pytest.mark.parametrize("name", OLD_CONF)
@@ -61,6 +68,52 @@ for name in ("etcd", "etcd-v2", "etcd-v3"):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = ("etcd", "etcd-v2", "etcd-v3")
     assert done.stdout.splitlines() == [f"EtcdRendezvousHandler {name}" for name in names]
+
+
+AGENT = """
+import sys, uuid
+import ftcoord
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+ftcoord.install_legacy_names()
+def add(*numbers):
+    return sum(numbers)
+backend, endpoint = sys.argv[1:]
+config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=str(uuid.uuid4()), rdzv_backend=backend,
+    rdzv_endpoint=endpoint, rdzv_configs={"is_host": True, "join_timeout": 60}, max_restarts=0, monitor_interval=0.1)
+if __name__ == "__main__":
+    print(sorted(elastic_launch(config, add)(20, 22).items()))
+"""
+
+
+@pytest.mark.parametrize("name", OLD_CONF)
+def test_an_agent_that_is_told_who_is_host(etcd: EtcdServer, tmp_path: Path, name: str) -> None:
+    """As torch's tests of its agent configure it, for every backend."""
+    script = tmp_path / "agent.py"
+    script.write_text(AGENT)
+    command = [sys.executable, str(script), name, etcd.get_endpoint()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE)
+    assert (done.returncode, done.stdout.strip()) == (0, "[(0, 42), (1, 42)]"), done.stderr
+
+
+@pytest.mark.parametrize("name", [*OLD_CONF, "etcd-v3", "etcd-v3-dynamic"])
+def test_what_is_malformed_stays_refused_under_all_names(name: str) -> None:
+    """And so does what nobody knows, under the new ones. Nothing listens at the endpoint: that is not come to."""
+    code = f"""
+import ftcoord
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+ftcoord.install_legacy_names()
+nowhere = ("{name}", "127.0.0.1:1", "refused", 1, 1)
+for conf in ({{"timeout": "soon"}}, {{"read_timeout": -1, "is_host": "1"}}, {{"is_host": "1"}}):
+    try:
+        get_rendezvous_handler(RendezvousParameters(*nowhere, request_timeout=1, **conf))
+    except Exception as error:
+        print(type(error).__name__, getattr(error, "key", ""))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    last = "RendezvousConnectionError" if name in OLD_CONF else "ConfigError is_host"
+    second = "ConfigError read_timeout" if name in OLD_CONF else "ConfigError is_host"
+    assert [line.strip() for line in done.stdout.splitlines()] == ["ConfigError timeout", second, last]
 
 
 def test_torchs_own_state_machine_on_etcd_v3(etcd: EtcdServer, tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def test_serves_until_stopped_and_leaves_nothing(scratch: Path) -> None:
     server.start()
     pid = server.pid
     assert server.get_endpoint() == f"{server.get_host()}:{server.get_port()}"
-    assert server.get_host() == "127.0.0.1"
+    assert server.get_host() == "localhost"
+    with server.get_client() as client:
+        assert client.version == client.status().version
     put(server, "a", "1")
     assert get(server, "a") == "1"
     assert len(list(scratch.iterdir())) == 1
@@ -147,7 +149,7 @@ def test_given_port_log_and_host(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with EtcdServer(port=port, host="localhost", log_path=log) as server:
         assert server.get_port() == port
-        assert server.get_endpoint() == f"127.0.0.1:{port}"
+        assert server.get_endpoint() == f"localhost:{port}"
         assert server.healthy()
     assert log.read_text()
 

@@ -268,8 +268,17 @@ def test_reaping_that_fails_is_tried_again(etcd: EtcdServer, prefix: str) -> Non
         eventually(lambda: len(calls) == 3, "three tries")
         server.knows(0)
         assert {(info.pid, info.scope) for info in calls} == {(one.pid, "scope")}
-        server.register_timers([TimerRequest(7, "not a worker of ours", time.time() - 1)])
-        server.knows(0)
+
+
+@pytest.mark.parametrize("left", [-1, 1e9], ids=["expired", "hardly ever expires"])
+def test_timers_of_torchs_local_client_are_refused_with_words(etcd: EtcdServer, prefix: str, left: float) -> None:
+    """Their workers are plain integers. Of a batch that has one, nothing stays behind."""
+    with serving(prefix, etcd.get_endpoint()) as server:
+        ours, theirs = (TimerRequest(worker, "scope", time.time() + left) for worker in ("ours", 7))
+        with pytest.raises(TypeError, match=r"worker 7, a plain integer.*configure\(ftcoord.timer.EtcdTimerClient"):
+            server.register_timers([ours, theirs])
+        assert not server.get_expired_timers(time.time() + 2e9)
+        server.register_timers([TimerRequest(7, "scope", -1)])  # a release ends nothing here, and harms nothing
 
 
 # -- etcd that is away ------------------------------------------------------------------------------------------------

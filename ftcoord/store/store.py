@@ -1,4 +1,4 @@
-"""EtcdStore: a c10d Store whose keys live in etcd.
+"""The c10d Store whose keys live in etcd.
 
 <prefix>data/<key>           the value (`core/values.py` says how)
 <prefix>ops/<id>             what makes a lost answer harmless (`etcd/changes.py`)
@@ -7,9 +7,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
+import sys
 import threading
 import time
 import uuid
@@ -17,18 +16,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, cast
 from urllib.parse import quote
 
-import torch.distributed
-from torch.distributed import DistNetworkError, DistStoreError, Store
+from torch.distributed import DistStoreError, Store
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.values import as_bytes, counter, counts_by, plain, stored
-from ftcoord.errors import EtcdAuthError, EtcdNoSpace, EtcdUnavailable, OutcomeUnknown, RequestRefused
 from ftcoord.etcd.api import (
-    Batch,
-    Began,
     Compare,
     Delete,
     Etcd,
@@ -39,7 +34,6 @@ from ftcoord.etcd.api import (
     RangeResult,
     Span,
     TxnResult,
-    WatchItem,
     absent,
     exists,
     unchanged,
@@ -47,8 +41,12 @@ from ftcoord.etcd.api import (
 from ftcoord.etcd.changes import CLOSED, Changes, Made
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.patience import persist
+from ftcoord.store.errors import QueueEmptyError, as_torch_errors
+from ftcoord.store.halves import Opened, let_go
+from ftcoord.store.waiting import Waiting
 
-_Items: TypeAlias = "queue.SimpleQueue[WatchItem | None]"
+DEFAULT_PREFIX: Final = "/ftcoord/v1/@store/"
+"""No run's keys lie there: an @ in a run's id is written %40 in its keys."""
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 CHUNK: Final = 100
 """Keys in one transaction; etcd allows 128 operations."""
@@ -59,11 +57,6 @@ REMEMBERED: Final = 256
 SMALL: Final = 4096
 FOREVER: Final = 1e9
 """Seconds; no wait is longer."""
-QueueEmptyError: type[Exception] = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
-"""What torch raises for an empty queue; torch 2.6 has none."""
-
-_in_use: set[EtcdStore] = set()
-# C++ (PrefixStore, process groups) holds only the C++ half of a store; this keeps the Python half until close().
 
 
 class EtcdStore(Store):
@@ -75,22 +68,34 @@ class EtcdStore(Store):
         timeout: how long operations wait (default 300 s), also through an outage of etcd.
         ttl: seconds that the keys written here outlive this store; it is kept up as long as the store is open.
         lease: put all keys under this lease instead, and never renew it.
-        fence: a key; once it is gone, every change raises RoundOver.
+        fence: a key; once it is gone, every change raises RoundOverError, and so does what waits for a key that is not
+            there.
+
+    A store that nobody holds any more, neither Python nor C++ (a PrefixStore, a process group), is closed after a
+    moment. As long as C++ holds it, it works. One in a reference cycle that Python lets go of while C++ holds the store
+    stays open until `close()`.
 
     Raises `torch.distributed.DistStoreError` when a key did not appear in time, or when etcd refuses a value as too
     large (1.5 MiB by its default), `DistNetworkError` when etcd could not be reached in time. Keys are str, values str
     or bytes, and bytes come back. A change is made at most once, and exactly once when the call returns. `multi_set`
     of more than 100 keys (or 1 MiB of values) is not atomic. Usable from several threads, not in a forked child.
 
-    The semantics are TCPStore's (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Store), but
-    `num_keys`, `list_keys`, `check` and `wait` do not see queues, and `add` to what is no number raises DistStoreError,
-    where TCPStore closes the connection. Unlike torch's own EtcdStore, time-outs raise DistStoreError, no LookupError.
+    The semantics are TCPStore's (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Store), also
+    for queues: `check` and `wait` see one that holds an item, and `num_keys`, `list_keys` and `delete_key` do not. But
+    `get` waits for a value where there is only a queue, as HashStore's does, and `add` to what is no number raises
+    DistStoreError, where TCPStore closes the connection. Unlike torch's own EtcdStore, time-outs raise DistStoreError,
+    no LookupError.
+
+    A PrefixStore has all of this but queues and `list_keys`, which torch passes on to no store written in Python: it
+    raises NotImplementedError ("queue support is not implemented"). Use the store itself, with a `prefix` of its own.
     """
+
+    _open: Opened | None = None  # None until all arguments were accepted
 
     def __init__(
         self,
-        etcd: Etcd | str | Sequence[str] | None = None,
-        prefix: str = "/ftcoord/v1/store/",
+        etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
+        prefix: str = DEFAULT_PREFIX,
         timeout: timedelta | None = None,
         *,
         ttl: int = 3600,
@@ -98,21 +103,21 @@ class EtcdStore(Store):
         fence: str | None = None,
     ) -> None:
         super().__init__()
-        self._client = EtcdClient(EtcdConfig.load(etcd)) if etcd is None or isinstance(etcd, (str, Sequence)) else None
-        self._etcd: Etcd = self._client if self._client is not None else etcd  # type: ignore[assignment]
+        own = None if hasattr(etcd, "txn") else EtcdClient(cast(EtcdConfig, etcd))
+        self._etcd: Etcd = cast(Etcd, etcd) if own is None else own
         self._data, self._queues = f"{prefix}data/", f"{prefix}queues/"
         self._closed = threading.Event()
         self._changes = Changes(self._etcd, f"{prefix}ops/", ttl, lease, fence, self._closed)
+        self._waiting = Waiting(self._etcd, fence, self._closed)
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
-        self._waiters: list[_Items] = []
+        self._open = Opened(self._changes, self._waiting, own, self._closed)
         self.set_timeout(DEFAULT_TIMEOUT if timeout is None else timeout)
-        _in_use.add(self)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:
         """The value of `key`; waits until there is one."""
-        return _value(self._await(Span(self._data + key), self._deadline()))
+        return _value(self._await(Get(Span(self._data + key)), key, self._deadline()))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, in order; waits until all are there."""
@@ -121,17 +126,17 @@ class EtcdStore(Store):
             found |= self._look(missing, deadline)
             still = next((key for key in missing if key not in found), None)
             if still is not None:
-                found[still] = self._await(Span(self._data + still), deadline)
+                found[still] = self._await(Get(Span(self._data + still)), still, deadline)
         return [_value(found[key]) for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
+        """Wait until all keys are there, each as a value or as a queue that holds an item."""
         deadline = self._deadline(timeout)
         while missing := self._missing(keys, deadline):
-            self._await(Span(self._data + missing[0]), deadline)
+            self._until(self._signs(missing[0]), missing[0], deadline)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there now."""
+        """Whether all keys are there now, each as a value or as a queue that holds an item."""
         return not self._missing(keys, self._deadline())
 
     def num_keys(self) -> int:
@@ -213,7 +218,7 @@ class EtcdStore(Store):
     # -- queues -------------------------------------------------------------------------------------------------
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Put an item at the end of the queue `key`. Not through a PrefixStore: torch passes no queues on."""
+        """Put an item at the end of the queue `key`."""
         self._make([Put(self._queue(key).start + uuid.uuid4().hex, as_bytes(value))])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
@@ -224,7 +229,7 @@ class EtcdStore(Store):
         deadline = self._deadline()
         first = Get(self._queue(key), limit=1, order="oldest")
         while True:
-            item = self._await(first.span, deadline, first) if block else self._range(first, deadline).one
+            item = self._await(first, key, deadline) if block else self._range(first, deadline).one
             if item is None:
                 raise QueueEmptyError(f"queue {key!r} is empty")
             if self._make([Delete(Span(item.key))], [exists(item.key)]).done:
@@ -249,13 +254,13 @@ class EtcdStore(Store):
 
     def close(self) -> None:
         """Let go of it: waiting calls fail, and keys written under its own lease expire after `ttl`. Idempotent."""
-        self._closed.set()
-        for items in list(self._waiters):
-            items.put(None)
-        _in_use.discard(self)
-        self._changes.close()
-        if self._client is not None:
-            self._client.close()
+        if self._open is not None:
+            self._open.close()
+
+    def __del__(self) -> None:
+        """Close what nobody holds any more, and keep what C++ still holds until then. Nothing at the process's end."""
+        if self._open is not None and not sys.is_finalizing():
+            let_go(self, self._open)
 
     # -- how ----------------------------------------------------------------------------------------------------
 
@@ -270,82 +275,70 @@ class EtcdStore(Store):
         return time.monotonic() + min(limit.total_seconds(), FOREVER)
 
     def _range(self, get: Get, deadline: float) -> RangeResult:
-        with _as_torch_errors():
+        with as_torch_errors():
             return persist(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
 
     def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
         return self._etcd.txn((), gets, timeout=left)
 
     def _missing(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """Those of the keys that are not there now.
+        """Those of the keys that are not there now, neither as a value nor as a queue.
 
         One read of all that begin as they do tells, at a third of the cost, unless there are many others among them.
         """
-        if not keys:
-            return []
         for key in keys:
             key.encode()  # refuses half characters: etcd would give back another key
-        start = self._data + os.path.commonprefix(list(keys))  # noqa: RUF071  # characters, not path components
-        seen = self._range(Get(Span(start, is_prefix=True), limit=2 * len(keys), keys_only=True), deadline)
-        names = {kv.key for kv in seen.kvs}
-        unseen = [key for key in keys if self._data + key not in names]
-        if seen.count == len(seen.kvs):
-            return unseen
-        found = self._look(unseen, deadline, keys_only=True)
-        return [key for key in unseen if key not in found]
+        unseen = list(keys)
+        if len(unseen) > 1:
+            start = os.path.commonprefix(unseen)  # noqa: RUF071  # characters, not path components
+            spans = [Span(self._data + start, True), Span(self._queues + quote(start, safe=""), True)]
+            values, items = self._ranges([Get(span, limit=2 * len(keys), keys_only=True) for span in spans], deadline)
+            names = {kv.key.removeprefix(self._data) for kv in values.kvs}
+            queues = {kv.key.removeprefix(self._queues).partition("/")[0] for kv in items.kvs}
+            unseen = [key for key in keys if key not in names and quote(key, safe="") not in queues]
+            if values.count == len(values.kvs) and items.count == len(items.kvs):
+                return unseen
+        found = self._ranges([sign for key in unseen for sign in self._signs(key)], deadline)
+        return [
+            key for key, value, item in zip(unseen, found[::2], found[1::2], strict=True) if not (value.kvs or item.kvs)
+        ]
 
-    def _look(self, keys: Sequence[str], deadline: float, keys_only: bool = False) -> dict[str, KeyValue]:
-        """Those of the keys that are there now."""
+    def _signs(self, key: str) -> list[Get]:
+        """What finds a key that is there: its value, or an item of its queue."""
+        return [Get(Span(self._data + key), keys_only=True), Get(self._queue(key), limit=1, keys_only=True)]
+
+    def _look(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
+        """Those of the keys that have a value now."""
         unique = list(dict.fromkeys(keys))
-        found: dict[str, KeyValue] = {}
-        for start in range(0, len(unique), CHUNK):
-            gets = [Get(Span(self._data + key), keys_only=keys_only) for key in unique[start : start + CHUNK]]
-            with _as_torch_errors():
-                result = persist(partial(self._read_all, gets), deadline, self._closed)
-            kvs = (result.range(index).one for index in range(len(gets)))
-            found.update({kv.key.removeprefix(self._data): kv for kv in kvs if kv is not None})
+        found = self._ranges([Get(Span(self._data + key)) for key in unique], deadline)
+        return {key: one.one for key, one in zip(unique, found, strict=True) if one.one is not None}
+
+    def _ranges(self, gets: Sequence[Get], deadline: float) -> list[RangeResult]:
+        """What each of `gets` finds, in as few requests as etcd allows."""
+        found: list[RangeResult] = []
+        for start in range(0, len(gets), CHUNK):
+            part = gets[start : start + CHUNK]
+            with as_torch_errors():
+                result = persist(partial(self._read_all, part), deadline, self._closed)
+            found += [result.range(index) for index in range(len(part))]
         return found
 
-    def _await(self, span: Span, deadline: float, get: Get | None = None) -> KeyValue:
-        """The key as soon as it is there (the first that `get` finds)."""
-        get = get or Get(span)
-        while True:
-            found = self._range(get, deadline).one or self._watch(get, deadline)
-            if found is not None:
-                return found
-            name = span.start.removeprefix(self._data).removeprefix(self._queues)
-            if self._closed.is_set():
-                raise DistStoreError(f"the store was closed while waiting for {name!r}")
-            if time.monotonic() >= deadline:
-                raise DistStoreError(
-                    f"wait timeout: nobody set {name!r} in time; is a rank gone, or the timeout too short?"
-                )
+    def _await(self, get: Get, name: str, deadline: float) -> KeyValue:
+        """What `get` finds, as soon as there is something."""
+        return self._range(get, deadline).one or self._until([get], name, deadline)
 
-    def _watch(self, get: Get, deadline: float) -> KeyValue | None:
-        """What `get` finds when a watch stands, or else the first value put later; None if the time is up first."""
-        items: _Items = queue.SimpleQueue()
-        with _as_torch_errors():
-            watch = self._etcd.watch(get.span, 0, items.put)
-        self._waiters.append(items)
-        try:
-            found = None
-            while found is None and not self._closed.is_set():
-                item = items.get(timeout=max(deadline - time.monotonic(), 0))
-                if isinstance(item, Began):
-                    found = self._range(get, deadline).one
-                elif isinstance(item, Batch):
-                    found = next((event.kv for event in item.events if event.kind == "put"), None)
-                else:  # the store was closed, or the watch broke off
-                    return None
+    def _until(self, gets: Sequence[Get], name: str, deadline: float) -> KeyValue:
+        """What one of `gets` will find, none of which found anything."""
+        with as_torch_errors():
+            found = self._waiting.first(gets, deadline)
+        if found is not None:
             return found
-        except queue.Empty:
-            return None
-        finally:
-            self._waiters.remove(items)
-            watch.cancel()
+        if self._closed.is_set():
+            raise DistStoreError(f"the store was closed while waiting for {name!r}")
+        raise DistStoreError(f"wait timeout: nobody set {name!r} in time; is a rank gone, or the timeout too short?")
 
     def _make(self, ops: Sequence[Op], guards: Sequence[Compare] = (), look: str | None = None) -> Made:
-        with _as_torch_errors():
+        with as_torch_errors():
             return self._changes.make(ops, guards, look, self._deadline())
 
     def _put(self, name: str, value: bytes, guard: Compare) -> Made:
@@ -359,16 +352,6 @@ class EtcdStore(Store):
         else:
             self._remembered.pop(name, None)
         return Made(made.done, kv)
-
-
-@contextlib.contextmanager
-def _as_torch_errors() -> Iterator[None]:
-    try:
-        yield
-    except (EtcdUnavailable, OutcomeUnknown) as error:
-        raise DistNetworkError(f"timeout: etcd did not answer in time: {error}") from error
-    except (EtcdAuthError, EtcdNoSpace, RequestRefused) as error:
-        raise DistStoreError(str(error)) from error
 
 
 def _value(kv: KeyValue) -> bytes:

@@ -1,0 +1,131 @@
+"""The two halves of a store that is written in Python, who holds the one in C++, and how a store ends with them.
+
+What torch passes on (to PrefixStore, to process groups) is an object in C++, which calls the methods of the Python
+object. It does not keep that alive, and nobody tells Python when the last one in C++ lets go of it. But the C++ object
+counts its holders, in the first bytes that it has, and while the Python object lives it is one of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from typing import Final
+
+from torch.distributed import PrefixStore, Store
+
+from ftcoord.etcd.changes import Changes
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.threads import apart
+from ftcoord.store.waiting import Waiting
+
+LOOK: Final = 0.5
+"""Seconds between two looks at whether C++ still holds a store that nobody in Python does."""
+_WORDS: Final = 6
+"""Words of 32 bits at the start of any C++ store: a pointer, its counts (c10's intrusive_ptr_target), its time-out."""
+
+
+class _Probe(Store):
+    """A store that nobody uses."""
+
+
+def holders(store: Store) -> int | None:
+    """How many hold the C++ half of a store, its Python half among them; None where that cannot be told."""
+    words = _words(store)
+    return None if _PLACE is None or words is None else words[_PLACE]
+
+
+class Opened:
+    """What a store has to close. Knows nothing of the store, so that its finalizer can pass this on."""
+
+    def __init__(self, changes: Changes, waiting: Waiting, client: EtcdClient | None, closed: threading.Event) -> None:
+        self._changes, self._waiting, self._client, self.closed = changes, waiting, client, closed
+        self._pid = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that opened it, not a forked child."""
+        return os.getpid() == self._pid
+
+    def close(self) -> None:
+        """End what waits, leave the lease to expire, and close the client, if it is the store's own. Idempotent."""
+        self.closed.set()
+        self._waiting.wake()
+        self._changes.close()
+        if self._client is not None:
+            self._client.close()
+
+
+_kept: list[Store] = []
+"""Stores that C++ may call, and whose end nothing tells: they stay."""
+
+
+def let_go(store: Store, opened: Opened) -> None:
+    """For the finalizer of a store: close it, or keep it as long as C++ may call it, and close it then."""
+    held = holders(store)
+    if held == 1 and (opened.closed.is_set() or not opened.is_ours):
+        return
+    try:
+        if held == 1:
+            apart(opened.close)
+        elif held is not None and opened.is_ours:
+            apart(_see_off, [store], opened)
+        else:
+            _kept.append(store)
+    except RuntimeError:  # no thread can be had; a lease that is kept for nobody is the lesser evil
+        _kept.append(store)
+
+
+def _see_off(box: list[Store], opened: Opened) -> None:
+    """Close the store in the box when nothing else holds it. A finalizer runs once, so this must not let go earlier."""
+    pause = threading.Event()
+    while not _is_over(box, opened):
+        pause.wait(LOOK)
+    opened.close()
+    box.clear()
+
+
+def _is_over(box: list[Store], opened: Opened) -> bool:
+    """Whether C++ does not hold it, and Python has closed it or holds it in this box alone.
+
+    Python may have it again: `PrefixStore.underlying_store` gives it back.
+    """
+    return holders(box[0]) == 1 and (opened.closed.is_set() or sys.getrefcount(box[0]) <= _ALONE)
+
+
+def _find_place() -> int | None:
+    """Which of the words is the count of holders. Tried out, not known: one that goes with those who hold it."""
+    probe, held, seen = _Probe(), list[Store](), list[list[int]]()
+    for _ in range(3):
+        words = _words(probe)
+        if words is None:
+            return None
+        seen.append(words)
+        held.append(PrefixStore("", probe))
+    held.clear()
+    seen.append(_words(probe) or [0] * _WORDS)
+    found = [place for place in range(_WORDS) if [words[place] for words in seen] == [1, 2, 3, 1]]
+    return found[0] if len(found) == 1 else None
+
+
+def _words(store: Store) -> list[int] | None:
+    """The first words of the C++ half; None if this Python half is not laid out as pybind11 does with one C++ half.
+
+    That is: behind the head of each object the address of the C++ object, and then its holder, which is one pointer to
+    the same.
+    """
+    value, holder = (ctypes.c_size_t * 2).from_address(id(store) + object.__basicsize__)
+    if not value or value != holder:
+        return None
+    return list((ctypes.c_uint32 * _WORDS).from_address(value))
+
+
+def _references_of_a_list() -> int:
+    box = [object()]
+    return sys.getrefcount(box[0])
+
+
+_PLACE: Final = _find_place()
+_ALONE: Final = _references_of_a_list()
+"""What `sys.getrefcount` says of what is in one list and nowhere else; that depends on the interpreter."""

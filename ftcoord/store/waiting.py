@@ -1,0 +1,104 @@
+"""Waiting for keys that are not there yet, or for the fence that says that nobody will write them any more."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Final, TypeAlias
+
+from ftcoord.errors import EtcdAuthError
+from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, Span, WatchItem
+from ftcoord.etcd.changes import round_over
+from ftcoord.etcd.patience import persist
+
+_Items: TypeAlias = "queue.SimpleQueue[tuple[int, WatchItem | None]]"
+_FENCE: Final = -1
+
+
+class Waiting:
+    """The calls of one store that wait, in any of its threads.
+
+    Args:
+        etcd: the door to etcd.
+        fence: a key; once it is gone, who waits is told so with RoundOver.
+        closed: set it, and call `wake()`, to make all of them give up.
+    """
+
+    def __init__(self, etcd: Etcd, fence: str | None, closed: threading.Event) -> None:
+        self._etcd, self._fence, self._closed = etcd, fence, closed
+        self._waiters: list[_Items] = []
+
+    def wake(self) -> None:
+        """End all waits, `closed` being set."""
+        for items in list(self._waiters):
+            items.put((_FENCE, None))
+
+    def first(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
+        """What one of `gets` finds, or the first value put later; None when the time is up or the store was closed.
+
+        Watches each of them, and the fence. Raises EtcdError; RoundOver when nothing is there and the fence is gone.
+        """
+        while not self._closed.is_set():
+            found = self._watch(gets, deadline)
+            if found is not None or time.monotonic() >= deadline:
+                return found
+        return None
+
+    def _watch(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
+        """As `first`, but None also when a watch broke off."""
+        items: _Items = queue.SimpleQueue()
+        self._waiters.append(items)
+        with ExitStack() as undo:
+            undo.callback(self._waiters.remove, items)
+            for index, get in enumerate(gets):
+                undo.callback(self._etcd.watch(get.span, 0, partial(_put, items, index)).cancel)
+            if self._fence is not None:
+                tell = partial(_put, items, _FENCE)
+                undo.callback(self._etcd.watch(Span(self._fence), 0, tell, deletes_only=True).cancel)
+            return self._hear(items, gets, deadline)
+
+    def _hear(self, items: _Items, gets: Sequence[Get], deadline: float) -> KeyValue | None:
+        """Read once all watches stand, so that nothing falls between reading and watching; then wait for what comes."""
+        standing = set[int]()
+        wanted = len(gets) + (self._fence is not None)
+        while not self._closed.is_set():
+            try:
+                index, item = items.get(timeout=max(deadline - time.monotonic(), 0))
+            except queue.Empty:
+                return None
+            found = None
+            if isinstance(item, Began):
+                standing.add(index)
+                found = self._read(gets, deadline) if len(standing) == wanted else None
+            elif isinstance(item, Batch):
+                # A key may have been put before the fence went: a read tells both as they are at one revision.
+                found = self._read(gets, deadline) if index == _FENCE else _put_in(item)
+            elif isinstance(item, EtcdAuthError):
+                raise item
+            else:
+                return None
+            if found is not None:
+                return found
+        return None
+
+    def _read(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
+        """What is there now. Raises RoundOver when that is nothing, behind a fence that is gone."""
+        fences = [] if self._fence is None else [Get(Span(self._fence), keys_only=True)]
+        reads = [*gets, *fences]
+        result = persist(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)
+        found = next((kv for index in range(len(gets)) if (kv := result.range(index).one)), None)
+        if found is None and self._fence is not None and result.range(len(gets)).one is None:
+            raise round_over(self._fence)
+        return found
+
+
+def _put(items: _Items, index: int, item: WatchItem) -> None:
+    items.put((index, item))
+
+
+def _put_in(batch: Batch) -> KeyValue | None:
+    return next((event.kv for event in batch.events if event.kind == "put"), None)
