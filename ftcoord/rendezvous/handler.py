@@ -215,7 +215,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._store = EtcdStore(
             self._etcd,
             records.store_prefix(prefix, round_.number),
-            lease=member.record_lease,
+            lease=member.record_lease or None,  # 0 if the record was deleted just now
             fence=records.round_key(prefix, round_.number),
         )
         return rank

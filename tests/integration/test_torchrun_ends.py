@@ -41,6 +41,19 @@ def test_a_job_that_is_done_on_one_node_goes_on_on_the_others(etcd: EtcdServer, 
         assert "are stopped" not in job.terminals()
 
 
+def test_a_failure_lets_those_go_that_are_done_and_wait_for_others(etcd: EtcdServer, tmp_path: Path) -> None:
+    """torch's exit barrier would hold them for five minutes."""
+    with Job(tmp_path, etcd.get_endpoint(), "2", restarts=0, conf={"lease_ttl": 600}) as job:
+        order = tmp_path / "orders" / "fail"
+        job.start("a", entry=["--no-python", "/bin/sh", "-c", f"until [ -e {order} ]; do sleep 0.1; done; exit 3"])
+        job.start("b", entry=["--no-python", "/bin/sh", "-c", "exit 0"])
+        barrier = "torchelastic/agent/terminal_state"
+        eventually(lambda: any(barrier in kv.key for kv in keys(etcd, job, "store/")), what=job.story)
+        job.order("fail")
+        job.expect_exit(1, "a")
+        job.expect_exit(0, "b")
+
+
 def test_a_typo_costs_no_run_id(etcd: EtcdServer, tmp_path: Path) -> None:
     with Job(tmp_path, etcd.get_endpoint(), "2", restarts=0) as job:
         job.start("ab", entry=["no_such_script.py"])
