@@ -66,8 +66,10 @@ class EtcdClient:
     calls that may safely happen twice, are repeated on other members until then; a transaction that writes is sent
     again only where it provably never left, and otherwise raises `OutcomeUnknown`.
 
-    Thread-safe. In a forked child every call raises `ForkedProcessError`. Connects on first use. Closed when the
-    interpreter exits, at the latest.
+    Thread-safe. Connects on first use. Closed when the interpreter exits, at the latest.
+
+    In a forked child every call raises `ForkedProcessError`, and so does making a client there, if the parent ever had
+    one: gRPC does not survive `fork()`. Children that do not use etcd are not disturbed.
     """
 
     def __init__(self, config: EtcdConfig | None = None) -> None:

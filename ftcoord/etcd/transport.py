@@ -68,7 +68,8 @@ class Member:
 class Transport:
     """Calls methods on whichever member works. Thread-safe; not usable in a forked child.
 
-    Raises ConfigError when a TLS file cannot be read.
+    Raises ConfigError when a TLS file cannot be read, and ForkedProcessError in a forked child of a process that ever
+    had one.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
@@ -106,10 +107,7 @@ class Transport:
     def check_process(self) -> None:
         """Raises ForkedProcessError in a child that was forked after this was made."""
         if not self.is_owner():
-            raise ForkedProcessError(
-                "this etcd client belongs to the parent process; gRPC does not survive fork(): make a new client in the"
-                " child, or start the child with the 'spawn' method"
-            )
+            raise ForkedProcessError.of("this etcd client belongs to the parent process")
 
     def blame(self, member: Member) -> None:
         """Go on with the next endpoint, and with the certificates that are there now, unless somebody else already did.
