@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
@@ -667,6 +668,25 @@ def test_nothing_is_printed_when_etcd_cannot_be_reached(fragile: EtcdServer, cap
     with python("-c", OUT_OF_REACH, *endpoints) as process:
         printed, _ = process.communicate(timeout=DEADLINE)
     assert (process.returncode, printed, *capfd.readouterr()) == (0, "", "", "")
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("serves", [False, True], ids=["no etcd", "an etcd without TLS"])
+def test_an_error_comes_alone(fragile: EtcdServer, scheme: str, serves: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """One line to act on, not behind the pages of gRPC's tracebacks, which go to the log for those who debug."""
+    caplog.set_level(logging.DEBUG)
+    if not serves:
+        fragile.kill()
+    elif scheme == "http":
+        pytest.skip("that works")
+    with connect(f"{scheme}://{fragile.get_endpoint()}", request_timeout=1) as client:
+        for use in (lambda: client.get("/key"), lambda: client.put("/key", b"")):
+            error = caught(EtcdUnavailable, use)
+            said = "".join(traceback.format_exception(error))
+            assert said.count("Error") + said.count("Unavailable:") == 1, said
+            assert said.count("Traceback") == 1
+            assert "is etcd running there, and do the endpoints and the TLS settings fit it?" in said
+    assert "_InactiveRpcError" in caplog.text
 
 
 def test_the_users_own_grpc_verbosity_is_left_alone(etcd: EtcdServer) -> None:
