@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from helpers import eventually
+from helpers import DEADLINE, eventually
 from members import Door
 
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Batch, Etcd, Get, RangeResult, Span, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.mirror import Mirror, Posted
 from ftcoord.etcd.server import EtcdServer
 
 
@@ -84,3 +86,11 @@ def cut_off(client: EtcdClient) -> Iterator[None]:
     eventually(lambda: client._watches._stream is not stream or stream is None, what="the end of the stream")
     yield
     del transport.stream
+
+
+def settle(mirror: Mirror, inbox: queue.SimpleQueue[Posted]) -> None:
+    """Do what the owner of a mirror does until it is in sync."""
+    while not mirror.synced:
+        mirror.sync()
+        if not mirror.synced:
+            mirror.apply(inbox.get(timeout=DEADLINE))

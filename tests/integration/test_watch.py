@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from accidents import cut_off
+from accidents import cut_off, settle
 from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
@@ -568,14 +568,6 @@ def test_an_etcd_that_lost_its_history_is_noticed(tmp_path: Path) -> None:
         settle(mirror, inbox)
         assert [kv.key for kv in mirror.kvs.values()] == ["/new"]
         mirror.close()
-
-
-def settle(mirror: Mirror, inbox: queue.SimpleQueue[Posted]) -> None:
-    """Do what the owner of a mirror does until it is in sync."""
-    while not mirror.synced:
-        mirror.sync()
-        if not mirror.synced:
-            mirror.apply(inbox.get(timeout=DEADLINE))
 
 
 # -- what etcd refuses ----------------------------------------------------------------------------------------------
