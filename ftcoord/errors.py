@@ -28,7 +28,18 @@ class ConfigError(FtcoordError, ValueError):
 
 
 class ForkedProcessError(FtcoordError, RuntimeError):
-    """An object made before ``fork()`` was used in the child, where its connection and lease are the parent's."""
+    """A forked child used what belongs to its parent, or wanted an etcd client though its parent had one.
+
+    gRPC does not survive ``fork()``, with no setting: its locks are copied as they are, its threads are not.
+    """
+
+    @classmethod
+    def of(cls, what: str) -> ForkedProcessError:
+        """The error that says what is the parent's, and what to do."""
+        return cls(
+            f"{what}, and gRPC does not survive fork(): start this process with the 'spawn' or 'forkserver' method, or"
+            " fork it before the parent makes its first etcd client"
+        )
 
 
 class StateError(FtcoordError):

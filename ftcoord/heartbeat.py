@@ -209,9 +209,9 @@ def _json(data: Any) -> str:
     try:
         text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     except TypeError as error:
-        raise TypeError(f"data must be what JSON has (numbers, texts, lists, dicts): {error}") from error
+        raise TypeError(f"data must be what JSON has (numbers, texts, lists, dicts): {error}") from None
     except ValueError as error:
-        raise ConfigError("data", f"<{type(data).__name__}>", f"give what JSON has: {error}") from error
+        raise ConfigError("data", f"<{type(data).__name__}>", f"give what JSON has: {error}") from None
     if len(text) > LARGEST:
         raise ConfigError(
             "data", f"<{len(text)} characters>", f"give at most {LARGEST} as JSON; etcd is no file server"

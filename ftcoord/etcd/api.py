@@ -164,7 +164,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A watch stands, for the first time or, after an interruption, once more; nothing was missed.
+    """A watch stands, for the first time or, after an interruption, once more; nothing was missed of what etcd has.
 
     Args:
         revision: where etcd is. A watch from now on delivers all that changes after this.

@@ -98,7 +98,7 @@ class Changes:
     def _turn(self, deadline: float) -> Iterator[None]:
         """One change at a time; one within another, in a signal handler, counts by itself."""
         if os.getpid() != self._pid:
-            raise ForkedProcessError("this store belongs to the parent process; make a new one in the child")
+            raise ForkedProcessError.of("this store belongs to the parent process")
         if not self._lock.acquire(timeout=min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)):
             raise EtcdUnavailable("other changes of this store were not answered in time")
         outer = (self._count, self._made, self._unanswered) if self._changing else None

@@ -68,8 +68,10 @@ class EtcdClient:
         etcd: endpoints such as "h1:2379,h2:2379", or a sequence of them, or an EtcdConfig; None takes them from
             FTCOORD_ENDPOINTS and friends. ConfigError is raised for what is none of these.
 
-    Thread-safe. In a forked child every call raises `ForkedProcessError`. Connects on first use. Closed when the
-    interpreter exits, at the latest.
+    Thread-safe. Connects on first use. Closed when the interpreter exits, at the latest.
+
+    In a forked child every call raises `ForkedProcessError`, and so does making a client there, if the parent ever had
+    one: gRPC does not survive `fork()`. Children that do not use etcd are not disturbed.
     """
 
     def __init__(self, etcd: EtcdConfig | str | Sequence[str] | None = None) -> None:

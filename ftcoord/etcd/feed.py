@@ -23,7 +23,7 @@ class News(NamedTuple):
 
 
 class Feed:
-    """Tells what is in `span`, then every change. Where history was compacted meanwhile, only what came of it.
+    """Tells what is in `span`, then every change. Where some were missed, or compacted, only what came of them.
 
     Not thread-safe, but for `wake()`.
     """

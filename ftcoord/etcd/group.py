@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 RETRY: Final = 0.5
 """Seconds until a step that failed is tried again."""
+AT_ONCE: Final = 1000
+"""Changes that a step takes in; with many beats they may come faster than they can be applied."""
 
 Listener: TypeAlias = Callable[[KeyValue | None], None]
 
@@ -49,6 +51,7 @@ class Group:
         listener: called with the decided record whenever it changed, on the client's thread or the group's; must not
             block. Raises StateError when it cannot be read: nothing is decided then until it is replaced or deleted, of
             which the latter is told with None.
+        failed: called on the group's thread when that ends by an error of ours: this member hears nothing any more.
         restless: members change all the time what they ask for. Who waits for one of them to go is then told of that
             alone, and has to `hurry()` when nothing is decided: a stranger may have taken a dead member's key.
     """
@@ -63,6 +66,7 @@ class Group:
         listener: Listener,
         clock: Clock = time.monotonic,
         *,
+        failed: Callable[[], None] = lambda: None,
         restless: bool = False,
     ) -> None:
         self.id = f"{session.lease_id:016x}"
@@ -77,15 +81,15 @@ class Group:
         self._known: KeyValue | None = None
         self._unreadable: StateError | None = None
         self._known_at = self._changed_at = clock()
-        self._noted = 0
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._noted: KeyValue | None = None
+        self._seen: dict[str, tuple[KeyValue, float]] = {}
         self._record_lease: KeptLease | None = None
         self._said = ""
         self._hurried = False
         self._turn = threading.Lock()
         self._begun = 0
         self._checked = 1
-        self._restless = restless
+        self._restless, self._failed = restless, failed
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftcoord-group", daemon=True)
 
@@ -131,7 +135,11 @@ class Group:
         newest = Get(self._members_span, keys_only=True, order="newest", limit=2)
         outcome = self._place.put(value, timeout, (Get(self._decided.span), newest))
         if outcome.reads:
-            self._begin(outcome)
+            try:
+                self._begin(outcome)
+            finally:
+                if self._thread.ident is None:  # may this process start no more? Without a thread this is no member
+                    self._place.kv = None
 
     def enter_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
         """As `enter()` for one that has joined: `done` is told whether it worked, see `Place.put_soon`."""
@@ -166,6 +174,8 @@ class Group:
             if self._members is not None or self._thread.ident is None:
                 return False
             self._apply(mirror, posted)
+            if not mirror.synced:  # a change was missed, and only the thread reads
+                self._inbox.put(None)
             return True
         finally:
             self._turn.release()
@@ -188,12 +198,14 @@ class Group:
         try:
             self._run_until_closed()
         finally:
+            if not self._closing:  # an error of ours: better no member than one that does nothing
+                log.exception("member %s leaves %s: its thread failed", self.id, self._decided.span.start)
+                self._session.orphan()
+                self._failed()
             for mirror in (self._decided, self._ahead, self._members):
                 if mirror is not None:
                     mirror.close()
             self._drop_record_lease()
-            if not self._closing:  # an error of ours: better no member than one that does nothing
-                self._session.orphan()
 
     def _run_until_closed(self) -> None:
         until: float | None = self._clock()
@@ -214,14 +226,15 @@ class Group:
                 until = self._clock() + RETRY
 
     def _take(self, until: float | None) -> None:
-        """Wait for something to happen, at most until then, and apply all that did."""
+        """Wait for something to happen, at most until then, and apply it."""
         try:
             timeout = None if until is None else max(until - self._clock(), 0)
-            item = self._inbox.get(timeout=timeout)
-            while item is not None:
+            for _ in range(AT_ONCE):
+                if (item := self._inbox.get(timeout=timeout)) is None:
+                    return
                 with self._turn:
                     self._apply(*item)
-                item = self._inbox.get_nowait()
+                timeout = 0
         except queue.Empty:
             pass
 
@@ -266,7 +279,7 @@ class Group:
         if self._ahead is not None:
             if not self._ahead.synced:
                 self._ahead.sync()
-            if not self._ahead.synced or (self._ahead.one is not None and is_member(self._ahead.one)):
+            if not self._ahead.synced or self._is_ahead(self._ahead.one):
                 return
             self._ahead.close()
         assert self._place.kv is not None
@@ -284,17 +297,20 @@ class Group:
             self._ahead = None
             self._members = Mirror(self._etcd, self._members_span, self._post)
 
+    def _is_ahead(self, kv: KeyValue | None) -> bool:
+        """Whether it is older. One that was deleted and put back is no more, and may follow this member."""
+        assert self._place.kv is not None
+        return kv is not None and is_member(kv) and kv.create_revision < self._place.kv.create_revision
+
     def _follow(self, predecessor: KeyValue, revision: int) -> None:
         self._ahead = Mirror(self._etcd, Span(predecessor.key), self._post, deletes_only=self._restless)
         self._ahead.adopt(RangeResult((predecessor,), 1, revision))
 
     def _note_decided(self) -> None:
         kv = self._decided.one
-        if kv is None and self._unreadable is None:
-            return
-        if kv is not None and kv.mod_revision == self._noted:
-            return
-        self._noted = kv.mod_revision if kv else 0
+        if (kv is None and self._unreadable is None) or (kv is not None and kv == self._noted):
+            return  # compared as a whole: a rewound etcd gives another record the same revision
+        self._noted = kv
         try:
             self._listener(kv)
         except StateError as error:
@@ -311,8 +327,8 @@ class Group:
             kv = members.kvs.get(key)
             if kv is None:
                 self._seen.pop(key, None)
-            elif self._seen.get(key, (0, 0.0))[0] != kv.mod_revision:
-                self._seen[key] = (kv.mod_revision, now)
+            elif self._seen.get(key, (None, 0.0))[0] != kv:
+                self._seen[key] = (kv, now)
             else:
                 continue
             self._changed_at = now
@@ -361,6 +377,8 @@ class Group:
         if outcome.kv is not None:
             self._decided.learn(outcome.kv)
             self._note_decided()
+        if self._decided.one != outcome.kv:  # etcd has lost what the mirror has
+            self._decided.doubt()
         return outcome.done
 
     def _drop_record_lease(self) -> None:

@@ -64,7 +64,7 @@ class LeasedKeys:
     def check_process(self) -> None:
         """Raises ForkedProcessError in a child that was forked after this was made."""
         if os.getpid() != self._pid:
-            raise ForkedProcessError(f"these {self._what} belong to the parent process: make new ones in the child")
+            raise ForkedProcessError.of(f"these {self._what} belong to the parent process")
 
     def put(self, name: str, render: Render) -> None:
         """Have what `render` returns under a name's key; it is called on the thread for each write.

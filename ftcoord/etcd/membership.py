@@ -56,7 +56,9 @@ class Membership(Generic[T]):
         self._record_revision = 0
         self._parse, self._changed, self._timeout = parse, changed, timeout
         self.session = Session(etcd, ttl, self._on_state)
-        self.group = Group(etcd, self.session, prefix, policy, record_ttl, self._on_decided, restless=restless)
+        self.group = Group(
+            etcd, self.session, prefix, policy, record_ttl, self._on_decided, failed=self.lose, restless=restless
+        )
         self.id = self.group.id
         try:
             self.group.prepare(timeout)
@@ -116,13 +118,12 @@ class Membership(Generic[T]):
             record = self._parse(kv.key, kv.value) if kv else self.record
         except StateError as error:
             log.warning("%s", error)
-            self._note(self.record, error, None)
+            with self._changed:
+                self.problem = error
+                self._changed.notify_all()
             raise
-        self._note(record, None, kv)
-
-    def _note(self, record: T | None, problem: StateError | None, kv: KeyValue | None) -> None:
         with self._changed:
-            self.record, self.problem = record, problem
-            self.record_lease = kv.lease if kv else 0
-            self._record_revision = kv.mod_revision if kv else 0
+            self.record, self.problem = record, None
+            if kv is not None:  # else it was deleted: the last one still counts, and its lease may live
+                self.record_lease, self._record_revision = kv.lease, kv.mod_revision
             self._changed.notify_all()

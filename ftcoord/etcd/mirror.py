@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ftcoord.errors import ClientClosed, Compacted, EtcdUnavailable
+from ftcoord.errors import ClientClosed, Compacted, EtcdUnavailable, RequestRefused
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, Watch, WatchItem
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,10 @@ class Mirror:
     """The keys of `span` at `revision`, once it is `synced`.
 
     `post(mirror, posted)` is called on the client's thread for all that the watch delivers; the owner then calls
-    `apply(posted)` on its own thread, and `sync()` as long as `synced` is false, as it is again after a compaction.
+    `apply(posted)` on its own thread, and `sync()` as long as `synced` is false. It is that again after a compaction,
+    after an interruption of the watch, and whenever the copy turns out to be wrong.
+
+    With `deletes_only` it knows which keys there are, but not what became of their values.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Mirror:
         self._watch: Watch | None = None
         self._source: object = None
         self._stands = False
+        self._began: Began | None = None
+        self._doubted = False
 
     @property
     def one(self) -> KeyValue | None:
@@ -63,6 +68,8 @@ class Mirror:
         """Watch from now on, or read the span if the watch stands. Raises EtcdError, and may then be called again."""
         if self._watch is None:
             self._start(0)
+        elif self._stands and self._doubted and self._is_history():
+            self.synced, self._doubted = True, False
         elif self._stands:
             self.adopt(self._etcd.range(Get(self.span)))
 
@@ -85,13 +92,15 @@ class Mirror:
         if isinstance(items[0], Exception):
             self.close()
             raise items[0]
+        if isinstance(items[0], Began):  # else a change overtook it, which the read to come has too
+            self._began = items[0]
         self._stands = True
 
     def adopt(self, read: RangeResult) -> None:
         """Go on from a read of the whole span, say in a transaction; made since the watch stands, if there is one."""
         self.kvs = {kv.key: kv for kv in read.kvs}
         self.revision = read.revision
-        self.synced = True
+        self.synced, self._doubted = True, False
         if not self._stands:
             self.close()
             self._start(read.revision + 1)
@@ -106,10 +115,10 @@ class Mirror:
         if posted.source is not self._source:
             return []
         if isinstance(item, Began):
-            self._stands = True
+            self._note_began(item)
         elif isinstance(item, Batch):
-            # One that overtook the news that the watch stands is in the read that follows these.
-            return self._apply_batch(item) if self._stands else []
+            # One that overtook the news that the watch stands is in the read to come, as is all after a missed change.
+            return self._apply_batch(item) if self.synced or self._doubted else []
         elif isinstance(item, (Compacted, ClientClosed)):
             log.debug("the watch of mirror %r is over: %s", self.span.start, item)
             self.close()
@@ -124,10 +133,14 @@ class Mirror:
             self.revision = kv.mod_revision
             self.kvs[kv.key] = kv
 
+    def doubt(self) -> None:
+        """Have the next `sync()` see whether etcd ever held what this copy says, for something does not fit it."""
+        self.synced, self._doubted = False, self.synced or self._doubted
+
     def close(self) -> None:
         """Stop watching; idempotent."""
-        self.synced = self._stands = False
-        self._source = None
+        self.synced = self._stands = self._doubted = False
+        self._source = self._began = None
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
@@ -142,16 +155,44 @@ class Mirror:
 
         self._watch = self._etcd.watch(self.span, revision, deliver, deletes_only=self._deletes_only)
 
+    def _note_began(self, item: Began) -> None:
+        """Of a watch that stood before: etcd may have lost what this copy has, and got as many new revisions since."""
+        if self._began is not None and item is not self._began:
+            self.doubt()
+        self._began, self._stands = item, True
+
+    def _is_history(self) -> bool:
+        """Whether etcd too has what this copy says, at its revision. The watch then brings all that came after."""
+        try:
+            past = self._etcd.range(Get(self.span, revision=self.revision))
+        except RequestRefused:  # compacted, or in etcd's future
+            return False
+        return self.kvs == {kv.key: kv for kv in past.kvs}
+
     def _apply_batch(self, batch: Batch) -> list[Change]:
         known, changes = self.revision, []  # what came before the read was delivered too
         for event in batch.events:
+            key, was, now = event.kv.key, self.kvs.get(event.kv.key), event.kv if event.kind == "put" else None
             if event.kv.mod_revision <= known:
                 continue
+            if not self._deletes_only and not _follows(now, was):
+                log.warning("a watch missed a change of %r: reading again", key)
+                self.synced = self._doubted = False
+                break
             self.revision = event.kv.mod_revision
-            was, now = self.kvs.get(event.kv.key), event.kv if event.kind == "put" else None
             if now is not None:
-                self.kvs[now.key] = now
+                self.kvs[key] = now
             else:
-                self.kvs.pop(event.kv.key, None)
-            changes.append(Change(event.kv.key, was, now))
+                self.kvs.pop(key, None)
+            if was != now:
+                changes.append(Change(key, was, now))
         return changes
+
+
+def _follows(now: KeyValue | None, was: KeyValue | None) -> bool:
+    """Whether a key can have become `now` what it `was` before by one change; etcd counts the changes of each key."""
+    if now is None:
+        return was is not None
+    if was is None:
+        return now.version == 1
+    return (now.create_revision, now.version) == (was.create_revision, was.version + 1)

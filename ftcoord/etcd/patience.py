@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
-
-import tenacity
 
 from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
 
@@ -16,6 +15,8 @@ LEAST: Final = 2.0
 """Seconds that etcd may take at the least: a short time-out is about the keys, not about the network."""
 ATTEMPT: Final = 2.0
 """Seconds that one attempt may take at the most; see `settle.ATTEMPT`."""
+FIRST_PAUSE: Final = 0.05
+LONGEST_PAUSE: Final = 1.0
 
 
 def persist(attempt: Callable[[float], T], deadline: float, closed: threading.Event) -> T:
@@ -38,24 +39,20 @@ def repeat(
 
     Raises what the last attempt raised, after the monotonic `deadline` or when `closed` is set.
     """
-    try:
-        return attempt()  # nearly always all there is to do, and setting up a retry takes a tenth of a request
-    except transient as error:
-        failed: Exception | None = error
+    failures = 0
+    while True:
+        try:
+            return attempt()
+        except ClientClosed:
+            raise
+        except transient:
+            left = deadline - time.monotonic()
+            if left <= 0 or closed.is_set():
+                raise
+        failures += 1
+        closed.wait(min(pause(failures), left / 2))
 
-    def again() -> T:
-        nonlocal failed
-        if failed is not None:
-            error, failed = failed, None
-            raise error
-        return attempt()
 
-    pause = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(transient) & tenacity.retry_if_not_exception_type(ClientClosed),
-        stop=tenacity.stop_after_delay(max(deadline - time.monotonic(), 0)) | tenacity.stop_when_event_set(closed),
-        wait=lambda state: min(pause(state), max(deadline - time.monotonic(), 0) / 2),
-        sleep=tenacity.sleep_using_event(closed),
-        reraise=True,
-    )
-    return retrying(again)
+def pause(failures: int) -> float:
+    """Seconds to wait after so many failures in a row: random, so that not all who wait come back at once."""
+    return random.uniform(0, min(FIRST_PAUSE * 2.0 ** min(failures - 1, 10), LONGEST_PAUSE))

@@ -18,12 +18,13 @@ class Reading(Generic[T]):
 
     def __init__(self, parse: Callable[[str, bytes], T]) -> None:
         self._parse = parse
-        self._known: tuple[int, T] | None = None
+        self._known: tuple[KeyValue, T] | None = None
 
     def of(self, kv: KeyValue) -> T:
         """Raises what `parse` raises."""
-        if self._known is None or self._known[0] != kv.mod_revision:
-            self._known = (kv.mod_revision, self._parse(kv.key, kv.value))
+        # Not its revision alone: an etcd that lost writes gives the same revision to others.
+        if self._known is None or self._known[0] != kv:
+            self._known = (kv, self._parse(kv.key, kv.value))
         return self._known[1]
 
 
@@ -32,15 +33,15 @@ class Readings(Generic[T]):
 
     def __init__(self, parse: Callable[[str, bytes], T]) -> None:
         self._parse = parse
-        self._known: dict[str, tuple[int, T | None]] = {}
+        self._known: dict[str, tuple[KeyValue, T | None]] = {}
 
     def of(self, members: Sequence[KeyValue]) -> list[tuple[KeyValue, T]]:
         """The members that can be read, in the order given."""
         before, self._known, said = self._known, {}, []
         for kv in members:
             known = before.get(kv.key)
-            if known is None or known[0] != kv.mod_revision:
-                known = kv.mod_revision, self._read(kv)
+            if known is None or known[0] != kv:
+                known = kv, self._read(kv)
             self._known[kv.key] = known
             if known[1] is not None:
                 said.append((kv, known[1]))

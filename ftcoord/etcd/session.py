@@ -233,9 +233,7 @@ class Session:
     def lease_id(self) -> int:
         """The lease to put keys under. Raises ForkedProcessError in a child that was forked later."""
         if os.getpid() != self._pid:
-            raise ForkedProcessError(
-                "this session's lease belongs to the parent process; make a new session in the child"
-            )
+            raise ForkedProcessError.of("this session's lease belongs to the parent process")
         return self._kept.id
 
     @property

@@ -73,7 +73,7 @@ def write_once(
     except EtcdUnavailable as error:
         if not lost:
             raise
-        raise OutcomeUnknown(f"a write was not answered, and then: {error}") from error
+        raise OutcomeUnknown(f"a write was not answered, and then: {error}") from None
     first = len(success) - len(look) if result.succeeded else 0
     kv = result.range(first).one
     done = kv is not None and kv.value == put.value

@@ -38,7 +38,7 @@ class SharedClient:
     """A hold on the process's client for `config`. Implements `ftcoord.etcd.api.Etcd`.
 
     What it watches ends with its `close()`, and the client with that of the last hold on it. Thread-safe. Raises
-    ConfigError when it makes the client, and a TLS file cannot be read.
+    ConfigError when it makes the client, and a TLS file cannot be read; and ForkedProcessError, see `EtcdClient`.
     """
 
     def __init__(self, config: EtcdConfig) -> None:

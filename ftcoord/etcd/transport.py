@@ -68,7 +68,8 @@ class Member:
 class Transport:
     """Calls methods on whichever member works. Thread-safe; not usable in a forked child.
 
-    Raises ConfigError when a TLS file cannot be read.
+    Raises ConfigError when a TLS file cannot be read, and ForkedProcessError in a forked child of a process that ever
+    had one.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
@@ -106,10 +107,7 @@ class Transport:
     def check_process(self) -> None:
         """Raises ForkedProcessError in a child that was forked after this was made."""
         if not self.is_owner():
-            raise ForkedProcessError(
-                "this etcd client belongs to the parent process; gRPC does not survive fork(): make a new client in the"
-                " child, or start the child with the 'spawn' method"
-            )
+            raise ForkedProcessError.of("this etcd client belongs to the parent process")
 
     def blame(self, member: Member) -> None:
         """Go on with the next endpoint, and with the certificates that are there now, unless somebody else already did.
@@ -210,26 +208,27 @@ class Transport:
 
     @contextmanager
     def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
-        """Raises ftcoord's exceptions in place of gRPC's."""
+        """Raises ftcoord's exceptions in place of gRPC's, whose pages of traceback say nothing that these do not."""
         self._threads.enter()
         try:
             yield
         except grpc.RpcError as error:
+            log.debug("a call of etcd at %s failed: %r", member.name, error)
             if faults.blames_member(error):
                 self.blame(member)
             if self.config.credentials and faults.is_stale_token(error.details() or ""):
                 self.forget_token(token)
-                raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {error.details()}") from error
-            raise faults.translate(error, write=write, where=member.name) from error
-        except ValueError as error:  # what gRPC raises when close() was faster than the call: nothing was sent
+                raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {error.details()}") from None
+            raise faults.translate(error, write=write, where=member.name) from None
+        except ValueError:  # what gRPC raises when close() was faster than the call: nothing was sent
             if not self.closed.is_set():
                 raise
-            raise ClientClosed(CLOSED) from error
+            raise ClientClosed(CLOSED) from None
         except RuntimeError as error:
             kind = OutcomeUnknown if write else EtcdUnavailable
             raise kind(
                 f"gRPC could not call etcd: {error}; may this process start no more threads (ulimit -u)?"
-            ) from error
+            ) from None
         finally:
             self._threads.leave()
 

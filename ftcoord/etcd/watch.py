@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-import tenacity
-
 from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
 from ftcoord.etcd import faults, wire
 from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
+from ftcoord.etcd.patience import pause
 from ftcoord.etcd.quiet import grpc
 from ftcoord.etcd.transport import CLOSED, Transport
 
@@ -47,6 +46,13 @@ class Watcher:
     source: _Source
     deliver: Callable[[WatchItem], None]
 
+    def tell(self, item: WatchItem) -> None:
+        """Deliver; what the watcher's own code raises costs nobody else an event, nor the hub its thread."""
+        try:
+            self.deliver(item)
+        except Exception:
+            log.exception("what watches %r failed, and missed what it was told", self.source.span.start)
+
     def cancel(self) -> None:
         self.hub.remove(self)
 
@@ -65,7 +71,7 @@ class _Source:
 
     def deliver(self, item: WatchItem) -> None:
         for watcher in self.watchers:
-            watcher.deliver(item)
+            watcher.tell(item)
 
 
 class WatchHub:
@@ -100,7 +106,7 @@ class WatchHub:
                 thread.start()
                 self._thread = thread
         if stands_since is not None:
-            deliver(Began(stands_since))
+            watcher.tell(Began(stands_since))
         return watcher
 
     def _source(self, span: Span, start_revision: int, deletes_only: bool) -> _Source:
@@ -158,8 +164,7 @@ class WatchHub:
 
     def _follow_on(self) -> None:
         closed = self._transport.closed
-        backoff = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
-        state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
+        failures = 0
         while self._wanted():
             try:
                 heard = self._follow()
@@ -169,8 +174,8 @@ class WatchHub:
             except FtcoordError as error:
                 log.debug("cannot open a watch stream: %s", error)
                 heard = False
-            state.attempt_number = 1 if heard else state.attempt_number + 1
-            closed.wait(backoff(state))
+            failures = 1 if heard else failures + 1
+            closed.wait(pause(failures))
 
     def _wanted(self) -> bool:
         """Whether a stream is needed. If not, the thread ends, and the next watcher starts another."""
@@ -247,7 +252,7 @@ class WatchHub:
             watchers = source.watchers
         batch = Batch(events)
         for watcher in watchers:
-            watcher.deliver(batch)
+            watcher.tell(batch)
 
     def _handle_cancel(self, stream: _Stream, source: _Source, response: Any) -> None:
         reason = response.cancel_reason

@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
@@ -462,6 +463,162 @@ def test_a_forked_child_is_refused_and_does_no_harm(client: EtcdClient, prefix: 
     assert client.put(prefix, b"parent").succeeded
 
 
+def test_a_child_of_a_process_that_ever_had_a_client_can_have_none(client: EtcdClient, etcd: EtcdServer) -> None:
+    """No setting makes gRPC safe there; also where the parent has closed its clients."""
+    connect(etcd.get_endpoint()).close()
+    assert in_fork(lambda: connect(etcd.get_endpoint())) == ForkedProcessError.__name__
+    said = in_fork(lambda: str(caught(ForkedProcessError, lambda: connect(etcd.get_endpoint()))))
+    assert "'spawn' or 'forkserver'" in said
+    assert "before the parent makes its first etcd client" in said
+
+
+def caught(kind: type[Exception], use: Callable[[], object]) -> Exception:
+    with pytest.raises(kind) as error:
+        use()
+    return error.value
+
+
+FORKED_FIRST = """
+import os, sys
+import ftcoord
+from ftcoord.config import EtcdConfig
+from ftcoord.etcd.client import EtcdClient
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        with EtcdClient(EtcdConfig.load(sys.argv[1])) as client:
+            client.put(f"/forked-first/{os.getpid()}", b"")
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "grpc" in sys.modules
+with EtcdClient(EtcdConfig.load(sys.argv[1])) as client:
+    print(client.get(f"/forked-first/{child}").count)
+"""
+
+
+def test_children_that_are_forked_before_the_first_client_have_their_own(etcd: EtcdServer) -> None:
+    with python("-c", FORKED_FIRST, etcd.get_endpoint()) as process:
+        assert process.communicate(timeout=DEADLINE)[0] == "1\n"
+
+
+IDLE_CHILDREN = """
+import multiprocessing, os, sys, threading
+from torch.utils.data import DataLoader
+from ftcoord.config import EtcdConfig
+from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.session import Session
+client = EtcdClient(EtcdConfig.load(sys.argv[1], request_timeout=60))
+session = Session(client, 30)
+seen = threading.Semaphore(0)
+watch = client.watch(Span("/idle"), 0, lambda item: seen.release())
+done = threading.Event()
+def call():
+    while not done.is_set():
+        client.range(Get(Span("/idle")))
+threads = [threading.Thread(target=call) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(3):
+    assert sum(len(batch) for batch in DataLoader(range(100), batch_size=10, num_workers=2)) == 100
+context = multiprocessing.get_context("fork")
+with context.Pool(2) as pool:
+    assert pool.map(abs, range(-10, 0)) == list(range(10, 0, -1))
+for _ in range(20):
+    process = context.Process(target=sys.exit)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    if (child := os.fork()) == 0:
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+done.set()
+for thread in threads:
+    thread.join()
+assert seen.acquire(timeout=60)
+assert client.put("/idle", b"", session.lease_id).succeeded
+assert seen.acquire(timeout=60)
+session.close()
+print("fine")
+"""
+
+
+def test_children_that_do_not_use_etcd_are_left_alone(etcd: EtcdServer, capfd: pytest.CaptureFixture[str]) -> None:
+    """DataLoader's workers and other forked processes, while calls are under way."""
+    with python("-c", IDLE_CHILDREN, etcd.get_endpoint()) as process:
+        answer, _ = process.communicate(timeout=2 * DEADLINE)
+    assert (process.returncode, answer) == (0, "fine\n"), capfd.readouterr().err
+
+
+HANDLERS = """
+import os, sys
+if sys.argv[2] == "grpc first":
+    import grpc
+    channel = grpc.insecure_channel("127.0.0.1:1")
+import threading
+from ftcoord.config import EtcdConfig
+from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.client import EtcdClient
+clients = [EtcdClient(EtcdConfig.load(sys.argv[1], request_timeout=60)) for _ in range(2)]
+done = threading.Event()
+def call():
+    while not done.is_set():
+        clients[0].range(Get(Span("/handlers")))
+threads = [threading.Thread(target=call) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for _ in range(int(sys.argv[3])):
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+done.set()
+for thread in threads:
+    thread.join()
+for client in clients:
+    client.close()
+print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"))
+"""
+ASIDE = "fork() handlers"
+"""What gRPC logs when its handlers run while somebody calls it."""
+WARNED = "may miss changes in etcd"
+
+
+def forks(etcd: EtcdServer, capfd: pytest.CaptureFixture[str], order: str, count: int, **env: str) -> tuple[str, str]:
+    """What the variable is in the end, and what was said."""
+    with python("-c", HANDLERS, etcd.get_endpoint(), order, str(count), env=env) as process:
+        answer, _ = process.communicate(timeout=DEADLINE)
+    said = capfd.readouterr().err
+    assert process.returncode == 0, said
+    return answer.strip(), said
+
+
+def test_grpcs_fork_handlers_are_off_and_nobody_else_is_told_so(
+    etcd: EtcdServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With them the parent loses watch events: see forks.py."""
+    answer, said = forks(etcd, capfd, "ftcoord first", 50, GRPC_VERBOSITY="INFO")
+    assert answer == "None"
+    assert not any(word in said for word in (ASIDE, WARNED)), said
+
+
+def test_the_users_own_wish_for_fork_handlers_is_heeded_with_a_warning(
+    etcd: EtcdServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answer, said = forks(etcd, capfd, "ftcoord first", 0, GRPC_ENABLE_FORK_SUPPORT="true")
+    assert answer == "true"
+    assert said.count(WARNED) == said.count("set GRPC_ENABLE_FORK_SUPPORT=0") == 1
+    assert forks(etcd, capfd, "ftcoord first", 0, GRPC_ENABLE_FORK_SUPPORT="no") == ("no", "")
+
+
+def test_a_grpc_that_was_there_first_is_warned_of(etcd: EtcdServer, capfd: pytest.CaptureFixture[str]) -> None:
+    _, said = forks(etcd, capfd, "grpc first", 50, GRPC_VERBOSITY="INFO")
+    assert ASIDE in said, "this is how one sees that they are on"
+    assert said.count("grpc was imported before ftcoord") == 1
+    answer, said = forks(etcd, capfd, "grpc first", 50, GRPC_VERBOSITY="INFO", GRPC_ENABLE_FORK_SUPPORT="0")
+    assert answer == "0"
+    assert not any(word in said for word in (ASIDE, WARNED)), said
+
+
 FORKING = """
 import os, sys
 from ftcoord.config import EtcdConfig
@@ -525,6 +682,22 @@ def test_nothing_is_printed_when_etcd_cannot_be_reached(fragile: EtcdServer, cap
     with python("-c", OUT_OF_REACH, *endpoints) as process:
         printed, _ = process.communicate(timeout=DEADLINE)
     assert (process.returncode, printed, *capfd.readouterr()) == (0, "", "", "")
+
+
+@pytest.mark.parametrize(("scheme", "serves"), [("http", False), ("https", False), ("https", True)])
+def test_an_error_comes_alone(fragile: EtcdServer, scheme: str, serves: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """One line to act on, not behind the pages of gRPC's tracebacks, which go to the log for those who debug."""
+    caplog.set_level(logging.DEBUG)
+    if not serves:
+        fragile.kill()
+    with connect(f"{scheme}://{fragile.get_endpoint()}", request_timeout=1) as client:
+        for use in (lambda: client.get("/key"), lambda: client.put("/key", b"")):
+            error = caught(EtcdUnavailable, use)
+            said = "".join(traceback.format_exception(error))
+            assert said.count("Error") + said.count("Unavailable:") == 1, said
+            assert said.count("Traceback") == 1
+            assert "is etcd running there, and do the endpoints and the TLS settings fit it?" in said
+    assert "_InactiveRpcError" in caplog.text
 
 
 def test_the_users_own_grpc_verbosity_is_left_alone(etcd: EtcdServer) -> None:

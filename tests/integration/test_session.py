@@ -307,19 +307,6 @@ def test_a_forked_child_has_no_part_in_it(client: EtcdClient, prefix: str) -> No
         assert keeper_threads() == 1
 
 
-def test_a_forked_child_may_have_its_own(client: EtcdClient, etcd: EtcdServer) -> None:
-    with Session(client, 60):
-        assert in_fork(lambda: own_session(etcd.get_endpoint())) == "'connected'"
-
-
-def own_session(endpoint: str) -> str:
-    with EtcdClient(EtcdConfig.load(endpoint, env={})) as client, Session(client, LONGER) as session:
-        wait_a_while(LONGER + 2)
-        assert client.renew(session.lease_id) == LONGER
-        eventually(lambda: session.state is CONNECTED, what="a renewal in time")
-        return session.state.value
-
-
 STATES = """
 import sys
 from ftcoord.config import EtcdConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import shutil
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accidents import cut_off, settle
 from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
@@ -461,11 +461,7 @@ def test_a_mirror_lists_again_after_a_compaction_while_it_was_cut_off(fragile: E
         for i in range(5):
             client.put(f"/m/{i}", b"old")
         owner = Owner(client, Span("/m/", is_prefix=True))
-        stream = client._watches._stream
-        assert stream is not None
         with cut_off(client):
-            stream.cancel()
-            eventually(lambda: client._watches._stream is None, what="the end of the stream")
             other.delete(Span("/m/0"))
             revision = [other.put("/m/new", str(i).encode()).revision for i in range(5)][-1]
             other.compact(revision)
@@ -475,19 +471,6 @@ def test_a_mirror_lists_again_after_a_compaction_while_it_was_cut_off(fragile: E
         other.put("/m/1", b"new")
         expected["/m/1"] = b"new"
         eventually(lambda: owner.current() == expected, what="events after that")
-
-
-@contextlib.contextmanager
-def cut_off(client: EtcdClient) -> Iterator[None]:
-    """No watch stream can be opened meanwhile."""
-    transport: Any = client._transport
-
-    def refuse(*_: object) -> None:
-        raise EtcdUnavailable("cut off by the test")
-
-    transport.stream = refuse
-    yield
-    del transport.stream
 
 
 def test_a_mirror_takes_all_changes_of_a_revision(client: EtcdClient, prefix: str) -> None:
@@ -585,14 +568,6 @@ def test_an_etcd_that_lost_its_history_is_noticed(tmp_path: Path) -> None:
         settle(mirror, inbox)
         assert [kv.key for kv in mirror.kvs.values()] == ["/new"]
         mirror.close()
-
-
-def settle(mirror: Mirror, inbox: queue.SimpleQueue[Posted]) -> None:
-    """Do what the owner of a mirror does until it is in sync."""
-    while not mirror.synced:
-        mirror.sync()
-        if not mirror.synced:
-            mirror.apply(inbox.get(timeout=DEADLINE))
 
 
 # -- what etcd refuses ----------------------------------------------------------------------------------------------

@@ -1,0 +1,247 @@
+"""Groups whose members fail in ways that nobody foresaw, and whose etcd loses what it had decided."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accidents import Rewinding, cut_off
+from helpers import DEADLINE
+from members import CALL_TIMEOUT, Door, Node, Roll
+
+from ftcoord.core.lease import SessionState
+from ftcoord.errors import StateError
+from ftcoord.etcd import group as group_module
+from ftcoord.etcd.api import Batch, Began, Event, Span, Watch, WatchItem
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.deciding import Publish, View, Wait
+from ftcoord.etcd.group import Group
+from ftcoord.etcd.membership import Membership
+from ftcoord.etcd.session import Session
+
+
+@pytest.fixture
+def node(client: EtcdClient, prefix: str) -> Iterator[Callable[..., Node]]:
+    """`node(etcd=client)`: a new member, which leaves in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(etcd: Any = client, **more: Any) -> Node:
+            made = Node(etcd, prefix, **more)
+            stack.callback(made.leave)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def rewinding(tmp_path: Path) -> Iterator[Rewinding]:
+    rewinding = Rewinding(tmp_path / "data")
+    with rewinding.server:
+        yield rewinding
+
+
+# -- members that fail ------------------------------------------------------------------------------------------------
+
+
+class Broken(Roll):
+    """Fails at its first decision."""
+
+    def decide(self, view: View, me: str, now: float) -> Publish | Wait:
+        raise MemoryError("of the test")
+
+
+def parse(key: str, value: bytes) -> bytes:
+    if value == b"junk":
+        raise StateError(key, "is junk")
+    return value
+
+
+@contextlib.contextmanager
+def membership(
+    client: EtcdClient, prefix: str, policy: Roll
+) -> Iterator[tuple[Membership[bytes], threading.Condition]]:
+    changed = threading.Condition()
+    member = Membership(client, prefix, policy, parse, changed, ttl=2, record_ttl=60, timeout=CALL_TIMEOUT)
+    yield member, changed
+    member.leave(CALL_TIMEOUT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_whose_thread_fails_is_told(
+    client: EtcdClient, prefix: str, node: Callable[..., Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is no member any more, so that others go on without it."""
+    with membership(client, prefix, Broken(prefix)) as (member, changed):
+        member.enter(b"1")
+        with changed:
+            assert changed.wait_for(lambda: member.lost, DEADLINE)
+        assert "its thread failed" in caplog.text
+        assert "MemoryError: of the test" in caplog.text
+        other = node()
+        assert other.sees(other)["by"] == other.id
+        assert member.session.state is not SessionState.CONNECTED
+
+
+def test_a_member_without_a_thread_is_none(
+    client: EtcdClient, prefix: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process may start no more of them. It can be tried again."""
+    with Session(client, 60) as session:
+        heard = threading.Event()
+        group = Group(client, session, prefix, Roll(prefix), 60, lambda kv: heard.set())
+
+        def refuse() -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(group._thread, "start", refuse)
+            with pytest.raises(RuntimeError):
+                group.enter(b"1", CALL_TIMEOUT)
+        assert not group.entered
+        group.enter(b"2", CALL_TIMEOUT)
+        assert group.entered
+        assert heard.wait(DEADLINE)
+        other = node()
+        other.hears(lambda roll: roll["members"].get(group.id) == "2")
+        group.close()
+
+
+def test_a_decider_decides_however_much_it_hears(client: EtcdClient, prefix: str) -> None:
+    with Session(client, 60) as session:
+        group = Group(client, session, prefix, Roll(prefix), 60, lambda kv: None)
+
+        class Endless(queue.SimpleQueue[Any]):
+            taken = 0
+
+            def get(self, block: bool = True, timeout: float | None = None) -> Any:
+                self.taken += 1
+                assert self.taken <= group_module.AT_ONCE, "it takes and takes"
+                return group._decided, group_module.Posted(None, Batch(()))
+
+        group._inbox = Endless()
+        group._take(None)
+        assert group._inbox.taken == group_module.AT_ONCE
+
+
+def test_an_unreadable_record_does_not_hide_what_was_decided_before(client: EtcdClient, prefix: str) -> None:
+    key = f"{prefix}/decided"
+    with membership(client, prefix, Roll(prefix)) as (member, changed):
+        member.enter(b"1")
+        with changed:
+            assert changed.wait_for(lambda: member.record is not None, DEADLINE)
+        record, lease = member.record, member.record_lease
+        assert lease
+        client.put(key, b"junk", lease)
+        with changed:
+            assert changed.wait_for(lambda: member.problem is not None, DEADLINE)
+        assert (member.record, member.record_lease) == (record, lease)
+
+
+class InOneGo(Door):
+    """Tells of two changes of a key at once, as to a busy thread."""
+
+    def __init__(self, real: EtcdClient) -> None:
+        super().__init__(real)
+        self.key = ""
+        self.told = threading.Event()
+
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
+        held: list[Event] = []
+
+        def late(item: WatchItem) -> None:
+            if span.start != self.key or not isinstance(item, Batch):
+                deliver(item)
+                return
+            held.extend(item.events)
+            if len(held) == 2:
+                deliver(Batch(tuple(held)))
+                self.told.set()
+
+        return self.real.watch(span, start_revision, late, **how)
+
+
+def test_members_do_not_follow_each_other_in_a_circle(client: EtcdClient, node: Callable[..., Node]) -> None:
+    """The second's key is deleted and put back, so that it is the newest; the third hears of both at once."""
+    door = InOneGo(client)
+    first, second = node(), node()
+    door.key = second.group.key
+    third = node(door)
+    third.sees(first, second, third)
+    client.delete(Span(second.group.key))
+    second.group.check()
+    assert door.told.wait(DEADLINE)
+    first.leave()
+    assert third.sees(second, third)["by"] in (second.id, third.id)
+
+
+# -- an etcd that loses what was decided ------------------------------------------------------------------------------
+
+
+class NeverAgain(Door):
+    """Does not tell when a watch stands again, as to one who came to share it while it was down."""
+
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
+        told = threading.Event()
+
+        def once(item: WatchItem) -> None:
+            if not (isinstance(item, Began) and told.is_set()):
+                deliver(item)
+            if isinstance(item, Began):
+                told.set()
+
+        return self.real.watch(span, start_revision, once, **how)
+
+
+def decide(client: EtcdClient, node: Node, number: int) -> int:
+    """What is decided next, by somebody: the roll of before under this number. The revision."""
+    record = {**node.rolls[-1], "number": number}
+    lease = client.get("/g/decided").one
+    assert lease is not None
+    return client.put("/g/decided", json.dumps(record).encode(), lease.lease).revision
+
+
+@pytest.mark.parametrize("door", [Door, NeverAgain], ids=["told of the interruption", "not told"])
+def test_a_decider_finds_out_that_a_decision_was_lost(rewinding: Rewinding, door: Callable[[Any], Any]) -> None:
+    """Somebody wrote before it was back, so that etcd's revision does not tell it; and its watch may not either."""
+    with contextlib.ExitStack() as stack:
+        client, other = (stack.enter_context(rewinding.server.get_client()) for _ in range(2))
+        first = Node(door(client), "/g", ttl=60, record_ttl=60)
+        stack.callback(first.leave)
+        first.sees(first)
+        rewinding.remember()
+        lost = decide(other, first, 50)
+        first.hears(lambda roll: roll["number"] == 50)
+        with cut_off(client):
+            rewinding.lose()
+            rewinding.server.restart()
+            while other.put("/elsewhere", b"").revision < lost:
+                pass
+        second = Node(other, "/g", ttl=60, record_ttl=60)
+        stack.callback(second.leave)
+        for node in (first, second):
+            node.sees(first, second)
+
+
+def test_another_decision_with_the_revision_of_a_lost_one_is_heard(rewinding: Rewinding) -> None:
+    with contextlib.ExitStack() as stack:
+        client, other = (stack.enter_context(rewinding.server.get_client()) for _ in range(2))
+        nodes = [Node(client, "/g", ttl=60, record_ttl=60) for _ in range(2)]
+        for node in nodes:
+            stack.callback(node.leave)
+            node.sees(*nodes)
+        rewinding.remember()
+        lost = decide(other, nodes[0], 50)
+        for node in nodes:
+            node.hears(lambda roll: roll["number"] == 50)
+        with cut_off(client):
+            rewinding.lose()
+            rewinding.server.restart()
+            assert decide(other, nodes[0], 60) == lost
+        for node in nodes:
+            node.hears(lambda roll: roll["number"] == 60)
