@@ -51,6 +51,7 @@ class Group:
             which the latter is told with None.
         restless: members change all the time what they ask for. Who waits for one of them to go is then told of that
             alone, and has to `hurry()` when nothing is decided: a stranger may have taken a dead member's key.
+        failed: called on the group's thread when that ends by an error of ours. The session is given up then.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Group:
         clock: Clock = time.monotonic,
         *,
         restless: bool = False,
+        failed: Callable[[], None] = lambda: None,
     ) -> None:
         self.id = f"{session.lease_id:016x}"
         self._place = Place(etcd, f"{prefix}/members/", session)
@@ -85,7 +87,7 @@ class Group:
         self._turn = threading.Lock()
         self._begun = 0
         self._checked = 1
-        self._restless = restless
+        self._restless, self._failed = restless, failed
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftcoord-group", daemon=True)
 
@@ -103,11 +105,6 @@ class Group:
     def entered(self) -> bool:
         """Whether this member has its key."""
         return self._place.kv is not None
-
-    @property
-    def asked_at(self) -> int:
-        """The revision at which this member last asked for something; 0 if it never did."""
-        return self._place.kv.mod_revision if self._place.kv else 0
 
     def hurry(self, on: bool) -> None:
         """Decide too, though an older member lives, until told otherwise: that one may be stuck. Harmless."""
@@ -194,6 +191,7 @@ class Group:
             self._drop_record_lease()
             if not self._closing:  # an error of ours: better no member than one that does nothing
                 self._session.orphan()
+                self._failed()
 
     def _run_until_closed(self) -> None:
         until: float | None = self._clock()

@@ -53,10 +53,11 @@ class Membership(Generic[T]):
         self.record_lease = 0
         self.problem: StateError | None = None
         self.lost = False
-        self._record_revision = 0
         self._parse, self._changed, self._timeout = parse, changed, timeout
         self.session = Session(etcd, ttl, self._on_state)
-        self.group = Group(etcd, self.session, prefix, policy, record_ttl, self._on_decided, restless=restless)
+        self.group = Group(
+            etcd, self.session, prefix, policy, record_ttl, self._on_decided, restless=restless, failed=self.lose
+        )
         self.id = self.group.id
         try:
             self.group.prepare(timeout)
@@ -68,11 +69,6 @@ class Membership(Generic[T]):
     def entered(self) -> bool:
         """Whether it has a key in the group."""
         return self.group.entered
-
-    @property
-    def asked_since(self) -> bool:
-        """Whether `record` was decided before this member last asked for something."""
-        return self._record_revision < self.group.asked_at
 
     def enter(self, value: bytes, timeout: float | None = None) -> None:
         """Join, or ask for something else. Raises EtcdError; after LeaseLost, make a new membership."""
@@ -124,5 +120,4 @@ class Membership(Generic[T]):
         with self._changed:
             self.record, self.problem = record, problem
             self.record_lease = kv.lease if kv else 0
-            self._record_revision = kv.mod_revision if kv else 0
             self._changed.notify_all()

@@ -118,7 +118,8 @@ def test_who_is_abandoned_lives_until_its_lease_ends(client: EtcdClient, job: Jo
 def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
     etcd: EtcdServer, client: EtcdClient, job: Job, threads: ThreadPoolExecutor
 ) -> None:
-    """Of two members with one name the newest counts: here, then there, then here again, before news of there came."""
+    """Of two members with one name the one that asked last counts: here, then there, then here again, before news of
+    there came."""
 
     def ask(one: Replica) -> Future[Quorum]:
         request = replace(REQUEST, replica_id=one.replica_id)
@@ -126,8 +127,8 @@ def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
 
     with Late(EtcdConfig.load(etcd.get_endpoint())) as late:
         peer = Replica(client, job, "y", kept=True)
-        here = Replica(late, job, "x", kept=True, roams=True)
-        there = Replica(client, job, "x", kept=True, roams=True)
+        here = Replica(late, job, "x", kept=True)
+        there = Replica(client, job, "x", kept=True)
         try:
             peer.beat(time.monotonic() + DEADLINE)  # the oldest one decides
             together = ask(peer), ask(here)
