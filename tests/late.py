@@ -25,10 +25,23 @@ class Late(EtcdClient):
         with self._turn:
             self._held = []
 
+    @property
+    def held(self) -> int:
+        """How many items it has not heard of yet."""
+        return len(self._held or [])
+
     def release(self) -> None:
         with self._turn:
             held, self._held = self._held or [], None
             for deliver, item in held:
+                deliver(item)
+
+    def release_first(self, count: int) -> None:
+        """It hears of so many items, and of the others later."""
+        with self._turn:
+            assert self._held is not None
+            heard, self._held = self._held[:count], self._held[count:]
+            for deliver, item in heard:
                 deliver(item)
 
     def release_the_last(self) -> None:

@@ -78,6 +78,47 @@ def test_a_kill_ends_the_manager_that_it_was_meant_for(fragile: EtcdServer) -> N
         assert zero.code() == 1
 
 
+def test_who_kills_a_manager_hears_of_it_before_its_lease_ends(fragile: EtcdServer) -> None:
+    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=600000"
+    with replica_processes(job, 1) as (zero,):
+        ManagerClient(zero.manage("a"), LONG).kill("now", LONG)
+        assert zero.code() == 1
+
+
+def test_what_the_manager_before_was_told_does_not_count(group: Group) -> None:
+    """A vote that was answered, one that was not, and a kill: all of them were for the one that died."""
+    job = group.address.partition("&manager")[0]
+    assert group.train(0) == 1
+    first = group.zero
+    with replica_processes(job, 1) as (group.zero,):
+        first.kill()
+        assert group.zero.manage("a", world_size=2) == group.address
+        with pytest.raises(TimeoutError):
+            group.zero.commit(group.address, 0, 0, timeout=3).result(DEADLINE)
+        assert group.train(0) == 1
+        waiting = group.one.commit(group.address, 1, 1)
+        group.await_call("commit-1")
+        second = group.zero
+        with replica_processes(job, 1) as (group.zero,):
+            second.kill()
+            assert group.zero.manage("a", world_size=2) == group.address
+            votes = [waiting, group.zero.commit(group.address, 0, 1)]
+            assert [vote.result(DEADLINE) for vote in votes] == [True, True]
+
+
+def test_a_manager_is_looked_for_through_an_outage(fragile: EtcdServer) -> None:
+    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=3000"
+    with replica_processes(job, 1) as (zero,):
+        looking = spawn(partial(ManagerClient, f"{job}&manager=a", LONG))
+        WAIT(1)
+        fragile.kill()
+        WAIT(8)
+        fragile.restart()
+        zero.manage("a")
+        result = looking.result(DEADLINE)._quorum(0, 0, "", False, True, 0, LONG)
+        assert result.replica_ids == ["a"]
+
+
 def test_a_failed_call_of_the_group_reaches_all_ranks_at_once(fragile: EtcdServer) -> None:
     job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=2"
     with replica_processes(job, 2) as (zero, one):
