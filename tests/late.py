@@ -18,7 +18,7 @@ class Late(EtcdClient):
 
     def __init__(self, config: EtcdConfig) -> None:
         super().__init__(config)
-        self._turn = threading.Lock()
+        self._turn = threading.Condition()
         self._held: list[tuple[Deliver, WatchItem]] | None = None
 
     def hold(self) -> None:
@@ -29,6 +29,11 @@ class Late(EtcdClient):
     def held(self) -> int:
         """How many items it has not heard of yet."""
         return len(self._held or [])
+
+    def await_held(self, count: int, timeout: float) -> bool:
+        """Whether there are so many of them, in `timeout` seconds."""
+        with self._turn:
+            return self._turn.wait_for(lambda: self.held >= count, timeout)
 
     def release(self) -> None:
         with self._turn:
@@ -58,5 +63,6 @@ class Late(EtcdClient):
                     deliver(item)
                 else:
                     self._held.append((deliver, item))
+                    self._turn.notify_all()
 
         return super().watch(span, start_revision, late, **how)

@@ -45,7 +45,7 @@ class Replica:
     Args:
         etcd: the door to etcd.
         job: the job and its rules.
-        replica_id: its name; of several members with one name only the newest counts.
+        replica_id: its name; of several members with one name the last one counts that came, or that asked.
         kept: whether its lease is kept alive between calls too. If not, each call is one beat.
         understudy: what keeps its leases alive while this interpreter is stuck.
         impatience: held by the one that has become impatient, of all replicas in this process: one is enough, and

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 import pytest
 from helpers import DEADLINE, eventually
+from late import Late
 from rdzv_nodes import spawn
 from replicas import ReplicaProcess, replica_processes
 
-from ftcoord.coordination import ManagerClient
+from ftcoord.config import EtcdConfig
+from ftcoord.coordination import ManagerClient, ManagerServer
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.manager import desk_prefix
+from ftcoord.etcd import shared
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.server import EtcdServer
 
@@ -76,6 +81,37 @@ def test_a_kill_ends_the_manager_that_it_was_meant_for(fragile: EtcdServer) -> N
         assert group.train(0) == 1
         ManagerClient(group.address, LONG).kill("now", LONG)
         assert zero.code() == 1
+
+
+@pytest.mark.xfail(
+    strict=True, reason="votes go through etcd until issue 15: they and their withdrawal may be heard late"
+)
+def test_a_vote_that_was_taken_back_does_not_count_for_a_manager_that_was_busy(
+    fragile: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=600000"
+    made: list[Late] = []
+
+    def late_client(config: EtcdConfig) -> Late:
+        made.append(Late(config))
+        return made[-1]
+
+    monkeypatch.setattr(shared, "EtcdClient", late_client)
+    second = timedelta(seconds=1)
+    with ExitStack() as stack:
+        server = ManagerServer("a", job, "", "", "store", 2, second, LONG, 0)
+        stack.callback(server.shutdown)
+        (one,) = stack.enter_context(replica_processes(job, 1))
+        (late,) = made
+        late.hold()
+        with pytest.raises(TimeoutError):
+            one.commit(server.address(), 1, 0, timeout=1).result(DEADLINE)
+        late.await_held(2, timeout=5)
+        vote = spawn(partial(ManagerClient(server.address(), LONG).should_commit, 0, 0, True, 5 * second))
+        late.release_first(1)
+        with contextlib.suppress(TimeoutError):
+            assert not vote.result(DEADLINE)
+        late.release()
 
 
 def test_who_kills_a_manager_hears_of_it_before_its_lease_ends(fragile: EtcdServer) -> None:
