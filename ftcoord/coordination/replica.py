@@ -226,7 +226,8 @@ class Replica:
         member = self._member
         if member is None or member.lost:
             if member is not None:
-                self._forget(member)  # now: etcd may be away for as long as its lease would be kept alive for nobody
+                self._forget(member)  # first: etcd may be away for as long as its lease would be kept alive for nobody
+                self._give_up(member)
             job = self._job
             member = Membership(
                 self._etcd,
@@ -266,6 +267,13 @@ class Replica:
     def _forget(self, member: Membership[Quorum]) -> None:
         if self._understudy is not None:
             self._understudy.drop(int(member.id, 16))
+
+    def _give_up(self, member: Membership[Quorum]) -> None:
+        """A member can be lost while its lease lives on: others would wait for it, or for what it decides."""
+        try:
+            self._etcd.revoke(member.session.lease_id, timeout=WITHDRAW_TIMEOUT)
+        except EtcdError as error:
+            log.debug("the lease of a lost member expires by itself: %s", error)
 
     def _withdraw(self) -> None:
         """Nobody asks any more, unless there is another caller of the same replica."""

@@ -107,6 +107,7 @@ def test_a_member_whose_thread_failed_comes_back(job: Job, crash: Callable[[], t
         told = [one.result(DEADLINE) for one in [ask(server) for server in servers]]
         assert [one.replica_ids for one in told] == [["a", "b"]] * 2
     assert crashed.is_set()
+    assert len(job.keys("members/")) == 2, "nobody waits for what it was before"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
