@@ -18,7 +18,7 @@ class Late(EtcdClient):
 
     def __init__(self, config: EtcdConfig) -> None:
         super().__init__(config)
-        self._turn = threading.Lock()
+        self._turn = threading.Condition()
         self._held: list[tuple[Deliver, WatchItem]] | None = None
         self._hold_from: Callable[[WatchItem], bool] = lambda item: False
 
@@ -30,10 +30,28 @@ class Late(EtcdClient):
         """Hear of nothing any more from the first item on for which this holds, that one included."""
         self._hold_from = condition
 
+    @property
+    def held(self) -> int:
+        """How many items it has not heard of yet."""
+        return len(self._held or [])
+
+    def await_held(self, count: int, timeout: float) -> bool:
+        """Whether there are so many of them, in `timeout` seconds."""
+        with self._turn:
+            return self._turn.wait_for(lambda: self.held >= count, timeout)
+
     def release(self) -> None:
         with self._turn:
             held, self._held = self._held or [], None
             for deliver, item in held:
+                deliver(item)
+
+    def release_first(self, count: int) -> None:
+        """It hears of so many items, and of the others later."""
+        with self._turn:
+            assert self._held is not None
+            heard, self._held = self._held[:count], self._held[count:]
+            for deliver, item in heard:
                 deliver(item)
 
     def release_the_last(self) -> None:
@@ -52,5 +70,6 @@ class Late(EtcdClient):
                     deliver(item)
                 else:
                     self._held.append((deliver, item))
+                    self._turn.notify_all()
 
         return super().watch(span, start_revision, late, **how)

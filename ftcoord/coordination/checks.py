@@ -39,13 +39,15 @@ def integer(name: str, value: object, lowest: int = 0) -> int:
     return int(value)
 
 
-def timed_out() -> TimeoutError:
-    """What a call raises whose time is over; users match this text."""
-    return TimeoutError(
-        'status: Cancelled, message: "Timeout expired", details: [], metadata: MetadataMap { headers: {} }'
-    )
+def timed_out(why: str) -> TimeoutError:
+    """What a call raises whose time is over; users match what comes before `why`."""
+    return TimeoutError(f"{_status('Cancelled', 'Timeout expired')}: {why}")
 
 
 def failed(code: str, message: str) -> RuntimeError:
     """What a call raises that went wrong otherwise; `code` is gRPC's name of the status."""
-    return RuntimeError(f'status: {code}, message: "{message}", details: [], metadata: MetadataMap {{ headers: {{}} }}')
+    return RuntimeError(_status(code, message))
+
+
+def _status(code: str, message: str) -> str:
+    return f'status: {code}, message: "{message}", details: [], metadata: MetadataMap {{ headers: {{}} }}'

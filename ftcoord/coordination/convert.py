@@ -42,7 +42,7 @@ def quorum_result(quorum: Quorum, replica_id: str, rank: int, init_sync: bool) -
     try:
         plan = recovery(quorum.requests, replica_id, rank, init_sync)
     except NotInQuorum as error:
-        raise checks.failed("NotFound", str(error)) from error
+        raise checks.failed("NotFound", str(error)) from None
     result = QuorumResult()
     result.quorum_id = quorum.id
     result.replica_rank, result.replica_world_size = plan.replica_rank, plan.replica_world_size
@@ -66,4 +66,4 @@ def json_text(data: Mapping[Any, Any] | None) -> str:
     try:
         return json.dumps(data)
     except (TypeError, ValueError) as error:
-        raise checks.failed("Internal", f"{type(error).__name__}: {error}") from error
+        raise checks.failed("Internal", f"{type(error).__name__}: {error}") from None

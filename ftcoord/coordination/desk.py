@@ -1,13 +1,14 @@
 """Calls that one process makes and another answers, with etcd between them.
 
-<prefix>/server            as long as the one who answers lives
+<prefix>/server            which incarnation answers, as long as that lives
 <prefix>/in/<line>         the last call on a line, under the caller's lease; gone when the caller gives up or dies,
                            and left there when it was answered
 <prefix>/out/<line>        the last answer on it, under the lease of the one who answers
 <prefix>/metadata/<rank>   what a rank last told its manager
 
 A line carries one call at a time. Calls and answers carry an id, so that a repeated write
-or a second reading is harmless.
+or a second reading is harmless. A call is addressed to the incarnation that was there when it was made: whoever takes
+that one's place does not hear it, and it is made anew.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ _TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What was asked on a line, and at which revision; `deadline` on the clock of the one who answers."""
+    """What was asked on a line, and of which incarnation; `deadline` on the clock of the one who answers."""
 
     line: str
     id: str
+    to: str
     body: Mapping[str, Any]
     deadline: float
-    revision: int
 
     def read(self, kind: type[T]) -> T:
         """Its body as a record of that kind. Raises StateError when it is none."""
@@ -70,11 +71,12 @@ class Desk:
     Args:
         etcd: the door to etcd.
         prefix: of the desk.
+        incarnation: what is in `server`; calls that are addressed to others are not heard.
         hear: called with each call, once; and with the line of a caller that gave up or died, and None. Must not block.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str, hear: Callable[[str, Call | None], None]) -> None:
-        self._etcd, self._prefix, self._hear = etcd, prefix, hear
+    def __init__(self, etcd: Etcd, prefix: str, incarnation: str, hear: Callable[[str, Call | None], None]) -> None:
+        self._etcd, self._prefix, self._incarnation, self._hear = etcd, prefix, incarnation, hear
         self._heard: dict[str, str] = {}
         self._follower = Follower(etcd, [Span(f"{prefix}/in/", is_prefix=True)], self._tell, "ftcoord-desk")
 
@@ -88,24 +90,33 @@ class Desk:
         self._follower.close()
 
     def _tell(self, there: Mirror) -> None:
-        calls = {kv.key.rpartition("/")[2]: kv for kv in there.kvs.values()}
+        found = [_parse(kv) for kv in there.kvs.values()]
+        calls = {call.line: call for call in found if call is not None and call.to == self._incarnation}
         for line in self._heard.keys() - calls.keys():
             del self._heard[line]
             self._hear(line, None)
-        for line, kv in calls.items():
-            call = _parse(line, kv)
-            if call is not None and self._heard.get(line) != call.id:
+        for line, call in calls.items():
+            if self._heard.get(line) != call.id:
                 self._heard[line] = call.id
                 self._hear(line, call)
 
 
-def _parse(line: str, kv: KeyValue) -> Call | None:
+def _parse(kv: KeyValue) -> Call | None:
     try:
         body = json.loads(kv.value)
-        return Call(line, str(body["id"]), body, time.monotonic() + float(body["timeout"]), kv.mod_revision)
+        deadline = time.monotonic() + float(body["timeout"])
+        return Call(kv.key.rpartition("/")[2], str(body["id"]), str(body["to"]), body, deadline)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         log.warning("etcd key %r is no call of ftcoord's and is ignored: %r", kv.key, error)
         return None
+
+
+class Gone(ConnectionResetError):
+    """Who was asked is gone for longer than it takes to come back."""
+
+
+class Replaced(Gone):
+    """Another incarnation has taken the place of the one that was asked."""
 
 
 class Caller:
@@ -122,9 +133,12 @@ class Caller:
         self._session: Session | None = None
         self._lines: dict[str, _Line] = {}
 
-    def call(self, name: str, body: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
-        """The answer. Raises TimeoutError after the monotonic `deadline`, EtcdError, and ConnectionResetError when the
-        one who answers is gone."""
+    def call(self, name: str, body: Mapping[str, Any], deadline: float, *, again: bool) -> Mapping[str, Any]:
+        """The answer. Raises TimeoutError after the monotonic `deadline`, EtcdError, and Gone.
+
+        Args:
+            again: whether whoever replaces the one that was asked is asked as well, in place of Replaced being raised.
+        """
         with self._lock:
             line = self._lines.setdefault(name, _Line(self._etcd, self._prefix, name))
         if not line.turn.acquire(timeout=max(deadline - time.monotonic(), 0)):
@@ -136,6 +150,10 @@ class Caller:
                 except LeaseLost as error:
                     log.debug("a call is made again: %s", error)
                     self._drop_lease()
+                except Replaced as error:
+                    if not again:
+                        raise
+                    log.debug("a call is made again: %s", error)
         finally:
             line.turn.release()
 
@@ -179,14 +197,14 @@ class _Line:
 
     def ask(self, body: Mapping[str, Any], lease: int, deadline: float) -> Mapping[str, Any]:
         """Call, under a lease. Raises what `Caller.call` does, and LeaseLost when the call is to be made again."""
-        call_id = uuid.uuid4().hex
-        value = json.dumps({**body, "id": call_id, "timeout": max(deadline - time.monotonic(), 0.0)}).encode()
-        answer = None
+        self._server_until = None
+        to = self._await_server(deadline)
+        call = {**body, "id": uuid.uuid4().hex, "to": to, "timeout": max(deadline - time.monotonic(), 0.0)}
+        value, answer = json.dumps(call).encode(), None
         try:
             revision = put_all(self._etcd, [Put(self._key, value, lease)], deadline)
             self._mine.learn(KeyValue(self._key, value, revision, revision, 1, lease))
-            self._server_until = None
-            answer = self._await(call_id, deadline)
+            answer = self._await(call["id"], to, deadline)
             return answer
         finally:
             if answer is None:
@@ -197,7 +215,18 @@ class _Line:
         for mirror in self._mirrors:
             mirror.close()
 
-    def _await(self, call_id: str, deadline: float) -> Mapping[str, Any]:
+    def _await_server(self, deadline: float) -> str:
+        """The incarnation that is there, as soon as one is."""
+        while not self._inbox.empty():  # what has become of it since the last call
+            self._listen(0, inf)
+        while True:
+            patience = self._settle()
+            there = self._incarnation()
+            if there is not None:
+                return there
+            self._listen(patience, deadline)
+
+    def _await(self, call_id: str, to: str, deadline: float) -> Mapping[str, Any]:
         while True:
             patience = self._settle()
             found = self._answer.one
@@ -207,14 +236,25 @@ class _Line:
                     return dict(answer)
             if self._mine.synced and self._mine.one is None:
                 raise LeaseLost("the call vanished from etcd before it was answered")
-            now = time.monotonic()
-            if now >= self._server_deadline():
-                raise ConnectionResetError("the manager of this replica is gone")
-            if now >= deadline:
-                raise TimeoutError("the call was not answered in time")
-            with contextlib.suppress(queue.Empty, *_TRANSIENT):
-                mirror, posted = self._inbox.get(timeout=min(deadline - now, patience, self._server_deadline() - now))
-                mirror.apply(posted)
+            if self._incarnation() not in (to, None):
+                raise Replaced("another manager of the same name took this one's place")
+            self._listen(patience, deadline)
+
+    def _incarnation(self) -> str | None:
+        """Who is there; None while nobody is, or that is not known."""
+        there = self._server.one
+        return there.value.decode(errors="replace") if there is not None and self._server.synced else None
+
+    def _listen(self, patience: float, deadline: float) -> None:
+        """Wait for news, for `patience` seconds at the most. Raises TimeoutError after the deadline, and Gone."""
+        now = time.monotonic()
+        if now >= self._server_deadline():
+            raise Gone("the manager of this replica is gone")
+        if now >= deadline:
+            raise TimeoutError("the call was not answered in time")
+        with contextlib.suppress(queue.Empty, *_TRANSIENT):
+            mirror, posted = self._inbox.get(timeout=min(deadline - now, patience, self._server_deadline() - now))
+            mirror.apply(posted)
 
     def _settle(self) -> float:
         """Bring the mirrors up to date; seconds until that must be tried again."""
@@ -257,4 +297,4 @@ def _in_time(attempt: Callable[[float], T], deadline: float) -> T:
     try:
         return persist(attempt, deadline, threading.Event())
     except _TRANSIENT as error:
-        raise TimeoutError(str(error)) from error
+        raise TimeoutError(str(error)) from None

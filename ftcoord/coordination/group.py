@@ -53,13 +53,17 @@ class Gathering:
     def __init__(self, world_size: int, ask: Callable[[Mapping[int, Ask], Ask], Quorum]) -> None:
         self._world_size, self._ask = world_size, ask
         self._lock = threading.Lock()
-        self._there: dict[int, tuple[Ask, Future[Quorum]]] = {}
+        self._there: dict[int, tuple[Ask, list[Future[Quorum]]]] = {}
 
     def join(self, ask: Ask) -> tuple[Future[Quorum], Callable[[], None] | None]:
-        """This rank's answer to come; and, for the last rank, what it must call to have the quorum asked for."""
+        """This rank's answer to come; and, for the last rank, what it must call to have the quorum asked for.
+
+        Of several calls of one rank the last one says what it asks, and all are answered.
+        """
         future: Future[Quorum] = Future()
         with self._lock:
-            self._there[ask.rank] = (ask, future)
+            _, waiting = self._there.get(ask.rank, (ask, []))
+            self._there[ask.rank] = (ask, [*waiting, future])
             if len(self._there) < self._world_size:
                 return future, None
             all_there, self._there = self._there, {}
@@ -68,13 +72,15 @@ class Gathering:
     def leave(self, rank: int, future: Future[Quorum]) -> bool:
         """A rank gave up, whether the others ask for it already or not."""
         with self._lock:
-            there = self._there.get(rank)
-            if there is not None and there[1] is future:
+            ask, waiting = self._there.get(rank, (None, []))
+            if future in waiting:
+                waiting.remove(future)
+            if ask is not None and not waiting:
                 del self._there[rank]
         return True
 
-    def _conclude(self, all_there: Mapping[int, tuple[Ask, Future[Quorum]]], last: Ask) -> None:
-        futures = [future for _, future in all_there.values()]
+    def _conclude(self, all_there: Mapping[int, tuple[Ask, list[Future[Quorum]]]], last: Ask) -> None:
+        futures = [future for _, waiting in all_there.values() for future in waiting]
         try:
             quorum = self._ask({rank: ask for rank, (ask, _) in all_there.items()}, last)
             for future in futures:
@@ -95,42 +101,54 @@ class Polling:
         self._world_size = world_size
         self._lock = threading.Lock()
         self._votes: dict[int, Vote] = {}
-        self._waiting: dict[int, tuple[Ballot, Future[bool]]] = {}
+        self._waiting: dict[Future[bool], tuple[int, Ballot]] = {}
         self._decided: Ballot | None = None
 
     def cast(self, rank: int, step: int, yes: bool) -> Future[bool]:
-        """Vote; whether all said yes is told by the future when all have voted."""
+        """Vote; whether all said yes is told by the future when all have voted.
+
+        A rank's last vote counts, and all its calls that wait for that ballot are answered.
+        """
         future: Future[bool] = Future()
         with self._lock:
             ballot = next_ballot(self._votes, rank, step, self._decided)
             self._votes[rank] = Vote(ballot.step, ballot.attempt, yes)
-            self._waiting[rank] = (ballot, future)
+            self._waiting[future] = (rank, ballot)
             self._recast(ballot)
             outcome = decide_vote(self._votes, self._world_size)
             if outcome is None:
                 return future
             self._decided = outcome.ballot
-            told = [one for ballot, one in self._waiting.values() if ballot == outcome.ballot]
-            self._waiting = {rank: one for rank, one in self._waiting.items() if one[0] != outcome.ballot}
+            told = [one for one, (_, ballot) in self._waiting.items() if ballot == outcome.ballot]
+            for one in told:
+                del self._waiting[one]
         for one in told:
             one.set_result(outcome.yes)
         return future
 
     def _recast(self, newest: Ballot) -> None:
         """Who waits in an earlier attempt at the same step votes again in this one."""
-        for rank, (ballot, future) in self._waiting.items():
+        for future, (rank, ballot) in self._waiting.items():
             if ballot.step == newest.step and ballot < newest:
-                self._waiting[rank] = (newest, future)
-                self._votes[rank] = Vote(newest.step, newest.attempt, self._votes[rank].yes)
+                self._waiting[future] = (rank, newest)
+                if self._voted(rank, ballot):
+                    self._votes[rank] = Vote(newest.step, newest.attempt, self._votes[rank].yes)
 
     def leave(self, rank: int, future: Future[bool]) -> bool:
-        """A rank gave up: its vote does not count any more. False if it has counted, and the outcome is at hand."""
+        """A rank gave up: its vote does not count any more, unless another call of it waits for the same ballot. False
+        if it has counted, and the outcome is at hand."""
         with self._lock:
-            waiting = self._waiting.get(rank)
-            if waiting is None or waiting[1] is not future:
+            waiting = self._waiting.pop(future, None)
+            if waiting is None:
                 return False
-            del self._waiting[rank], self._votes[rank]
+            if self._voted(*waiting) and waiting not in self._waiting.values():
+                del self._votes[rank]
             return True
+
+    def _voted(self, rank: int, ballot: Ballot) -> bool:
+        """Whether that is what its last vote was for."""
+        vote = self._votes.get(rank)
+        return vote is not None and vote.ballot == ballot
 
 
 def outcome(future: Future[T], timeout: float, give_up: Callable[[], bool]) -> T:

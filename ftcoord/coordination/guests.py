@@ -102,7 +102,7 @@ class Guests:
                 guest.calls -= 1
 
     def _new_replica(self, replica_id: str) -> Replica:
-        return Replica(self._etcd, self._job, replica_id, kept=True, roams=True, impatience=self._impatience)
+        return Replica(self._etcd, self._job, replica_id, kept=True, impatience=self._impatience)
 
     def _sweep(self) -> None:
         while not self._closed.wait(SWEEP):

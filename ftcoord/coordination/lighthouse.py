@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import threading
 import time
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
-from ftcoord.coordination.connection import connect, torchft_errors, when_forgotten
+from ftcoord.coordination.connection import check_process, connect, torchft_errors, when_forgotten
 from ftcoord.coordination.convert import json_text, quorum_reply
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import Quorum
@@ -86,7 +87,7 @@ class LighthouseClient:
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._job, self._etcd = connect(checks.string("addr", addr), checks.seconds("connect_timeout", connect_timeout))
-        self._lock = threading.Lock()
+        self._pid, self._lock = os.getpid(), threading.Lock()
         self._impatience = threading.Lock()
         self._replicas: dict[str, Replica] = {}
         when_forgotten(self, _forget, self._replicas, self._etcd)
@@ -162,6 +163,7 @@ class LighthouseClient:
         self._etcd.close()
 
     def _replica(self, replica_id: str) -> Replica:
+        check_process(self._pid)
         with self._lock:
             if replica_id not in self._replicas:
                 self._replicas[replica_id] = Replica(

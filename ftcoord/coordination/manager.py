@@ -5,10 +5,12 @@ The API is that of `torchft.coordination` (https://docs.pytorch.org/torchft/coor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +21,9 @@ from urllib.parse import quote
 
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.connection import connect, torchft_errors, when_forgotten
+from ftcoord.coordination.connection import check_process, connect, torchft_errors, unreachable, when_forgotten
 from ftcoord.coordination.convert import quorum_result
-from ftcoord.coordination.desk import Call, Caller, Desk
+from ftcoord.coordination.desk import Call, Caller, Desk, Gone
 from ftcoord.coordination.group import Ask, Cast, Gathering, Polling, outcome
 from ftcoord.coordination.notices import Notices
 from ftcoord.coordination.policy import LEASE_FLOOR
@@ -29,7 +31,7 @@ from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import encode, parse_quorum
-from ftcoord.errors import EtcdError
+from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.etcd.understudy import Understudy
@@ -44,7 +46,8 @@ LOOK_AGAIN: Final = 0.1
 QUORUM, COMMIT, KILL = "quorum", "commit", "kill"
 
 _here: weakref.WeakValueDictionary[str, ManagerServer] = weakref.WeakValueDictionary()
-# Ranks in the manager's own process need no etcd to reach it.
+# Ranks in the manager's own process need no etcd to reach it; a forked child has no manager.
+os.register_at_fork(after_in_child=_here.clear)
 
 
 class ManagerServer:
@@ -90,7 +93,7 @@ class ManagerServer:
         understudy = Understudy.of_process(self._etcd.config)
         self._replica = Replica(self._etcd, job, replica_id, kept=True, understudy=understudy)
         self._closed = threading.Event()
-        self._announced = 0
+        self._pid, self._incarnation = os.getpid(), uuid.uuid4().hex
         self._gathering = Gathering(self._world_size, self._ask)
         self._polling = Polling(self._world_size)
         self._notices = Notices(self._etcd, self._prefix, self._replica, self._closed)
@@ -105,8 +108,8 @@ class ManagerServer:
         return str(self._job)
 
     def shutdown(self) -> None:
-        """Leave the job. Idempotent."""
-        if self._closed.is_set():
+        """Leave the job. Idempotent; does nothing in a forked child, where the manager is the parent's."""
+        if self._closed.is_set() or os.getpid() != self._pid:
             return
         self._closed.set()
         _here.pop(self.address(), None)
@@ -138,12 +141,12 @@ class ManagerServer:
             with torchft_errors():
                 deadline = time.monotonic() + patience
                 self._replica.beat(deadline)
-                self._notices.put({"server": ""}, deadline)
+                self._notices.put({"server": self._incarnation}, deadline)
         except (TimeoutError, RuntimeError) as error:
             self._replica.leave(LEAVE_TIMEOUT)
             self._etcd.close()
-            raise RuntimeError(f"failed to join the job at {self._job}: {error}") from error
-        self._desk = Desk(self._etcd, self._prefix, self._hear)
+            raise RuntimeError(f"failed to join the job at {self._job}: {error}") from None
+        self._desk = Desk(self._etcd, self._prefix, self._incarnation, self._hear)
         self._beats = threading.Thread(target=self._stay, args=(beat_interval,), name="ftcoord-beats", daemon=True)
         self._beats.start()
 
@@ -190,8 +193,11 @@ class ManagerServer:
         if call is None:
             return
         if kind == KILL:
-            if call.revision > self._notices.began_at:  # else it was meant for one of the same name before this one
-                _exit(call)
+            log.error("killed: %s", call.body.get("message", ""))
+            try:
+                self._reply(replace(call, deadline=time.monotonic()), {})  # else the caller waits for the lease to end
+            finally:
+                os._exit(1)
         elif kind == QUORUM:
             self._hear_ask(line, call)
         else:
@@ -236,7 +242,7 @@ class ManagerClient:
         deadline = time.monotonic() + checks.seconds("connect_timeout", connect_timeout)
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
         self._prefix = desk_prefix(self._job)
-        self._caller = Caller(self._etcd, self._prefix)
+        self._caller, self._pid = Caller(self._etcd, self._prefix), os.getpid()
         when_forgotten(self, _disconnect, self._caller, self._etcd)
         if self._address not in _here:
             self._find(deadline, connect_timeout)
@@ -276,7 +282,7 @@ class ManagerClient:
             checks.string("reconfigure_handle", reconfigure_handle),
         )
         checks.boolean("init_sync", init_sync)
-        server = _here.get(self._address)
+        server = self._server()
         with torchft_errors():
             quorum = server.quorum(ask) if server is not None else self._remote_quorum(ask)
         return quorum_result(quorum, self._job.manager, group_rank, init_sync)
@@ -295,7 +301,7 @@ class ManagerClient:
         rank, limit = checks.integer("group_rank", group_rank), checks.seconds("timeout", timeout)
         checks.integer("step", step, -checks.LARGEST - 1)
         checks.boolean("should_commit", should_commit)
-        server = _here.get(self._address)
+        server = self._server()
         with torchft_errors():
             if server is not None:
                 return server.commit(rank, step, should_commit, limit)
@@ -318,31 +324,41 @@ class ManagerClient:
     def kill(self, message: str, timeout: timedelta = timedelta(seconds=10)) -> None:
         """End the manager's process with status 1. Beyond torchft's Python: there only its dashboard can.
 
+        Returns when the manager has heard of it, or is gone. One that takes its place meanwhile is left alone.
+
         Args:
             message: why, for its log.
-            timeout: how long to wait until it is gone.
+            timeout: how long to wait for that.
 
         Raises TimeoutError and RuntimeError.
         """
-        with torchft_errors():
-            try:
-                self._call(KILL, 0, {"message": checks.string("message", message)}, checks.seconds("timeout", timeout))
-            except RuntimeError:
-                log.debug("the manager is gone")
+        body = {"message": checks.string("message", message)}
+        deadline = time.monotonic() + checks.seconds("timeout", timeout)
+        check_process(self._pid)
+        with torchft_errors(), contextlib.suppress(Gone):
+            self._caller.call(f"{KILL}-0", body, deadline, again=False)
 
     def _find(self, deadline: float, connect_timeout: timedelta) -> None:
-        key, pause = Get(Span(f"{self._prefix}/server")), threading.Event()
-        while True:
-            with torchft_errors():
-                if self._etcd.range(key).one is not None:
-                    return
-            if time.monotonic() >= deadline:
-                self._etcd.close()
-                raise RuntimeError(
-                    f"failed to connect to {self._address.partition('?')[0]} within timeout of"
-                    f" {connect_timeout.total_seconds():g}s; verify the address: there is no manager"
-                )
-            pause.wait(LOOK_AGAIN)
+        with torchft_errors(), contextlib.ExitStack() as undo:
+            undo.callback(_disconnect, self._caller, self._etcd)
+            while (problem := self._look()) is not None:
+                if time.monotonic() >= deadline:
+                    raise unreachable(self._address, connect_timeout.total_seconds(), problem) from None
+                threading.Event().wait(LOOK_AGAIN)
+            undo.pop_all()
+
+    def _look(self) -> str | None:
+        """Why the manager cannot be reached; None if it can."""
+        try:
+            found = self._etcd.range(Get(Span(f"{self._prefix}/server"))).one
+        except EtcdUnavailable as error:
+            return str(error)
+        return None if found is not None else "there is no manager"
+
+    def _server(self) -> ManagerServer | None:
+        """The manager, if it is in this process. Raises ForkedProcessError."""
+        check_process(self._pid)
+        return _here.get(self._address)
 
     def _remote_quorum(self, ask: Ask) -> Quorum:
         names = ("rank", "step", "metadata", "shrink_only", "commit_failures", "handle")
@@ -353,9 +369,9 @@ class ManagerClient:
 
     def _call(self, kind: str, rank: int, body: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
         try:
-            return self._caller.call(f"{kind}-{rank}", body, time.monotonic() + timeout)
-        except ConnectionResetError as error:
-            raise checks.failed("Unavailable", str(error)) from error
+            return self._caller.call(f"{kind}-{rank}", body, time.monotonic() + timeout, again=True)
+        except Gone as error:
+            raise checks.failed("Unavailable", str(error)) from None
 
 
 def desk_prefix(job: Job) -> str:
@@ -373,8 +389,3 @@ def _body(done: Future[Quorum]) -> Mapping[str, Any]:
 def _disconnect(caller: Caller, etcd: SharedClient) -> None:
     caller.close()
     etcd.close()
-
-
-def _exit(call: Call) -> None:
-    log.error("killed: %s", call.body.get("message", ""))
-    os._exit(1)

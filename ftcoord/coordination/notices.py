@@ -25,8 +25,6 @@ class Notices:
         self._etcd, self._prefix, self._replica, self._closed = etcd, prefix, replica, closed
         self._lock = threading.Lock()
         self._put: dict[str, tuple[int, str]] = {}
-        self.began_at = 0
-        """The revision at which the first of them was put, or a lower one if etcd went back since; 0 before."""
 
     @property
     def current(self) -> bool:
@@ -46,8 +44,7 @@ class Notices:
                 new = {key: (lease, text) for key, text in wanted.items() if self._put.get(key) != (lease, text)}
                 if new:
                     puts = [Put(f"{self._prefix}/{key}", text.encode(), lease) for key, (_, text) in new.items()]
-                    revision = put_all(self._etcd, puts, deadline)
-                    self.began_at = min(self.began_at or revision, revision)
+                    put_all(self._etcd, puts, deadline)
                 self._put.update(new)
 
             self.under_lease(put_new, deadline)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 from ftcoord.coordination import checks
-from ftcoord.coordination.connection import connect, torchft_errors
+from ftcoord.coordination.connection import connect, torchft_errors, when_forgotten
 from ftcoord.coordination.convert import quorum_reply
 from ftcoord.coordination.replica import RECORD_TTL
 from ftcoord.coordination.types import Quorum as QuorumReply
@@ -17,6 +19,7 @@ from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Get, KeyValue, RangeResult, Span
 from ftcoord.etcd.follower import Follower
 from ftcoord.etcd.mirror import Mirror
+from ftcoord.etcd.shared import SharedClient
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,9 @@ class Observer:
             long before its peers' collectives do. Once for each quorum and member.
         on_config: called with a name, and its value or None, whenever the shared configuration changes.
 
-    Callbacks run one at a time on a thread of the observer's. Raises RuntimeError when etcd is not found in time.
+    Callbacks run one at a time on a thread of the observer's; what they raise is logged, and the next one comes all the
+    same. An observer that nobody holds any more ends as with `close()`. Raises RuntimeError when etcd is not found in
+    time.
     """
 
     def __init__(
@@ -56,7 +61,8 @@ class Observer:
         if any((on_quorum, on_lost, on_config)):
             prefixes = [Span(start, is_prefix=True) for start in (self._members, self._configs)]
             spans = [Span(self._decided_key), *prefixes]
-            self._follower = Follower(self._etcd, spans, self._tell, "ftcoord-observer")
+            self._follower = Follower(self._etcd, spans, _weakly(self._tell), "ftcoord-observer")
+        when_forgotten(self, _end, self._follower, self._etcd)
 
     def quorum(self) -> QuorumReply | None:
         """The last quorum, None before the first. Raises RuntimeError."""
@@ -99,9 +105,7 @@ class Observer:
 
     def close(self) -> None:
         """End it; no callback comes after that. Idempotent."""
-        if self._follower is not None:
-            self._follower.close()
-        self._etcd.close()
+        _end(self._follower, self._etcd)
 
     # -- how ----------------------------------------------------------------------------------------------------
 
@@ -120,7 +124,7 @@ class Observer:
             if decided != self._current:
                 self._current, self._told_lost = decided, set()
                 if self._on_quorum is not None:
-                    self._on_quorum(quorum_reply(decided))
+                    _call(self._on_quorum, quorum_reply(decided))
         self._tell_lost(alive.kvs)
         self._tell_config(config.kvs)
 
@@ -133,7 +137,7 @@ class Observer:
                 continue
             if self._etcd.get(key).one is None:  # else it is so new that its own watch has not told of it yet
                 self._told_lost.add(seat.member)
-                self._on_lost(seat.request.replica_id)
+                _call(self._on_lost, seat.request.replica_id)
 
     def _tell_config(self, config: Mapping[str, KeyValue]) -> None:
         if self._on_config is None:
@@ -143,4 +147,29 @@ class Observer:
         self._told_config = now
         for key in changed:
             kv = config.get(key)
-            self._on_config(key.removeprefix(self._configs), kv.value if kv else None)
+            _call(self._on_config, key.removeprefix(self._configs), kv.value if kv else None)
+
+
+def _weakly(tell: Callable[..., None]) -> Callable[..., None]:
+    """The same method, for a thread that shall not keep its object alive."""
+    method = weakref.WeakMethod(tell)
+
+    def tell_if_there(*mirrors: Mirror) -> None:
+        bound = method()
+        if bound is not None:
+            bound(*mirrors)
+
+    return tell_if_there
+
+
+def _call(callback: Callable[..., object], *news: Any) -> None:
+    try:
+        callback(*news)
+    except Exception:  # a user's: its failure must not end the thread that others are told by
+        log.exception("an observer's callback failed")
+
+
+def _end(follower: Follower | None, etcd: SharedClient) -> None:
+    if follower is not None:
+        follower.close()
+    etcd.close()

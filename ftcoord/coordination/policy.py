@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from ftcoord.core.quorum import Decision, Options, Replica, decide
+from ftcoord.core.quorum import NOTHING_HEARD, Decision, Highest, Options, Quorum, Replica, decide
 from ftcoord.core.quorum_records import encode, parse_petition, parse_quorum
+from ftcoord.etcd.api import KeyValue
 from ftcoord.etcd.deciding import Publish, View, Wait
 from ftcoord.etcd.readings import Reading, Readings
 
@@ -23,28 +25,65 @@ parse_decided = functools.lru_cache(maxsize=4)(parse_quorum)
 """`parse_quorum`: each quorum is read once in a process, which may represent many replicas."""
 
 
+class Heard:
+    """What a replica remembers of all quorums that it heard of, whatever etcd and its leases forget. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # two threads may read a record at the same time
+        self.highest: Highest = NOTHING_HEARD
+
+    def read(self, key: str, value: bytes) -> Quorum:
+        """A decided record, which is remembered. Raises StateError."""
+        quorum = parse_decided(key, value)
+        with self._lock:
+            self.highest = self.highest.and_of(quorum)
+        return quorum
+
+
 class QuorumPolicy:
     """Decides the quorums of one job. Implements `ftcoord.etcd.deciding.Policy`.
 
     A member lives as long as its lease. With a `heartbeat_timeout` below `LEASE_FLOOR` it must also have written its
     record within that many seconds, on the decider's clock.
+
+    Args:
+        options: the job's.
+        heartbeat_timeout: in seconds.
+        look: the members' mod revisions in etcd now, by their keys. Raises EtcdError.
+        heard: numbers and ids in it are not given again.
+        wall_clock: for people.
     """
 
-    def __init__(self, options: Options, heartbeat_timeout: float, wall_clock: Callable[[], float] = time.time) -> None:
-        self._options, self._wall_clock = options, wall_clock
+    def __init__(
+        self,
+        options: Options,
+        heartbeat_timeout: float,
+        look: Callable[[], Mapping[str, int]],
+        heard: Heard,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._options, self._look, self._heard, self._wall_clock = options, look, heard, wall_clock
         self._patience = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
         self._readings = Readings(parse_petition)
-        self._decided = Reading(parse_decided)
-        self._known: dict[str, tuple[int, Replica]] = {}
+        self._decided = Reading(heard.read)
+        self._known: dict[str, tuple[KeyValue, Replica]] = {}
+        self._silent: dict[str, int] = {}
         self._said = ""
 
     def decide(self, view: View, me: str, now: float) -> Publish | Wait:
-        """Raises StateError when the decided record is not ours to read."""
+        """Raises StateError when the decided record is not ours to read, and EtcdError."""
         previous = self._decided.of(view.decided) if view.decided else None
         self._note(view)
         alive, silent, next_death = self._judge(view, now)
         verdict = decide(
-            alive, previous, self._options, now, self._wall_clock(), previous_at=view.decided_at, silent=silent
+            alive,
+            previous,
+            self._options,
+            now,
+            self._wall_clock(),
+            previous_at=view.decided_at,
+            silent=silent,
+            highest=self._heard.highest,
         )
         self._say(verdict.reason)
         if isinstance(verdict, Decision):
@@ -53,14 +92,17 @@ class QuorumPolicy:
         return Wait(verdict.reason, min(times, default=None))
 
     def _note(self, view: View) -> None:
-        """The members, and the revision at which each said what it says. Beats do not change since when it asks."""
+        """The members, and what each was when it said what it says. Beats do not change since when it asks."""
         before, self._known = self._known, {}
         for kv, one in self._readings.of(view.members):
             known = before.get(kv.key)
-            if known is None or known[0] != kv.mod_revision:
-                since = known[1].joined if known and known[1].asked == one.asked else view.seen[kv.key]
+            # The whole value counts: an etcd that lost writes gives their revisions to others.
+            if known is None or known[0] != kv:
+                same = known[1] if known and known[1].asked == one.asked else None
+                since, asked_at = (same.joined, same.asked_at) if same else (view.seen[kv.key], kv.mod_revision)
                 member = kv.key.rpartition("/")[2]
-                known = kv.mod_revision, Replica(member, one.request, one.asked, one.after, since)
+                replica = Replica(member, one.request, one.asked, one.after, since, kv.create_revision, asked_at)
+                known = kv, replica
             self._known[kv.key] = known
 
     def _judge(self, view: View, now: float) -> tuple[list[Replica], list[Replica], float | None]:
@@ -69,9 +111,18 @@ class QuorumPolicy:
         if self._patience is None:
             return [replica for _, replica in replicas], [], None
         dies_at = {key: view.seen[key] + self._patience for key, _ in replicas}
-        alive = [replica for key, replica in replicas if dies_at[key] > now]
-        silent = [replica for key, replica in replicas if dies_at[key] <= now]
+        self._confirm_silence([key for key, at in dies_at.items() if at <= now])
+        alive = [replica for key, replica in replicas if key not in self._silent]
+        silent = [replica for key, replica in replicas if key in self._silent]
         return alive, silent, min((at for at in dies_at.values() if at > now), default=None)
+
+    def _confirm_silence(self, unheard: list[str]) -> None:
+        """Only who wrote nothing is silent. A decider that was stopped, or cut off, has not heard of all yet."""
+        wrote = {key: self._known[key][0].mod_revision for key in unheard}
+        if any(self._silent.get(key) != revision for key, revision in wrote.items()):
+            now = self._look()
+            wrote = {key: revision for key, revision in wrote.items() if now.get(key, revision) == revision}
+        self._silent = wrote
 
     def _say(self, reason: str) -> None:
         if reason != self._said:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +13,11 @@ from dataclasses import replace
 from typing import Final
 
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.policy import LEASE_FLOOR, QuorumPolicy, parse_decided
+from ftcoord.coordination.policy import LEASE_FLOOR, Heard, QuorumPolicy
 from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import Petition, encode
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
-from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.api import Etcd, Get, Span
 from ftcoord.etcd.membership import Membership
 from ftcoord.etcd.patience import repeat
 from ftcoord.etcd.settle import LEAST
@@ -30,6 +31,11 @@ WITHDRAW_TIMEOUT: Final = 0.5
 """Seconds that a caller whose time is over waits for its request to be taken back."""
 IMPATIENCE: Final = 5.0
 """Seconds without a decision until a replica that waits decides too: the decider's interpreter may be stuck."""
+SPREAD: Final = 0.1
+"""Seconds more for each replica of the last quorum. Everyone waits a random part of them: few look at a time."""
+LONGEST_SPREAD: Final = 10.0
+LOOK: Final = 2.0
+"""Seconds that it decides, too. It then waits again: the decider may well be right to wait."""
 _TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
 
 
@@ -39,10 +45,9 @@ class Replica:
     Args:
         etcd: the door to etcd.
         job: the job and its rules.
-        replica_id: its name; of several members with one name only the newest counts.
+        replica_id: its name; of several members with one name the last one counts that came, or that asked.
         kept: whether its lease is kept alive between calls too. If not, each call is one beat.
         understudy: what keeps its leases alive while this interpreter is stuck.
-        roams: whether it may be represented elsewhere at the same time; it is then the newest where it last asked.
         impatience: held by the one that has become impatient, of all replicas in this process: one is enough, and
             each costs a mirror of all members.
     """
@@ -55,14 +60,13 @@ class Replica:
         *,
         kept: bool,
         understudy: Understudy | None = None,
-        roams: bool = False,
         impatience: threading.Lock | None = None,
         timeout: float = 5.0,
     ) -> None:
         self.replica_id = replica_id
         self._etcd, self._job, self._kept, self._timeout = etcd, job, kept, timeout
         self._understudy = understudy
-        self._roams, self._impatience = roams, impatience or threading.Lock()
+        self._impatience = impatience or threading.Lock()
         self._impatient = False
         self._by_beats = job.heartbeat_timeout < LEASE_FLOOR
         self._writing = threading.Lock()
@@ -71,8 +75,7 @@ class Replica:
         self._ids: set[str] = set()
         self._petition = Petition(Request(replica_id, "", "", 0, 0, False, "", 0, ()), 0, 0, 0)
         self._asked = self._answered = 0
-        self._highest = 0
-        self._entered_after = 0
+        self._heard = Heard()
         self._left = self._unwritten = False
         self._waiting = 0
 
@@ -167,7 +170,6 @@ class Replica:
         with self._turn(deadline):
             self._asked += 1
             self._petition = Petition(request, self._asked, 0, self._petition.beat)
-            self._renew_rank()
             if not self._write_soon(deadline):
                 self._insist(self._write, deadline, gone)
             return self._asked
@@ -184,37 +186,25 @@ class Replica:
         return True
 
     def _note_written(self, member: Membership[Quorum], written: bool) -> None:
-        if written and not self._is_outranked(member.record):
+        if written:
             return  # whoever waits, waits on
         with self._changed:
             if member is self._member:
-                self._unwritten = not written
+                self._unwritten = True
             self._changed.notify_all()
-
-    def _renew_rank(self) -> None:
-        """Of several members with one name only the newest counts: become it, if another one was in a quorum since."""
-        member = self._member
-        if member is not None and not member.lost and self._is_outranked(member.record):
-            member.leave(WITHDRAW_TIMEOUT)
-            member.lose()
-
-    def _is_outranked(self, quorum: Quorum | None) -> bool:
-        if not self._roams or quorum is None or quorum.number <= self._entered_after:
-            return False
-        return any(seat.request.replica_id == self.replica_id and seat.member not in self._ids for seat in quorum.seats)
 
     def _insist(self, attempt: Callable[[], None], deadline: float, gone: threading.Event) -> None:
         """Until etcd answers. A lost lease is replaced by a new one."""
         try:
             repeat(attempt, _TRANSIENT, deadline, gone)
         except (EtcdUnavailable, OutcomeUnknown) as error:
-            raise TimeoutError(str(error)) from error
+            raise TimeoutError(str(error)) from None
 
     def _beat(self) -> None:
         member = self._live()
         self._petition = replace(self._petition, beat=self._petition.beat + 1)
         if self._by_beats or not member.entered:
-            self._enter(member)
+            member.enter(self._value())
         else:
             try:
                 member.session.renew(self._timeout)
@@ -223,30 +213,27 @@ class Replica:
                 raise
 
     def _write(self) -> None:
-        self._enter(self._live())
+        self._live().enter(self._value())
         self._unwritten = False
-
-    def _enter(self, member: Membership[Quorum], timeout: float | None = None) -> None:
-        first = not member.entered
-        member.enter(self._value(), timeout)
-        if first:
-            self._entered_after = member.record.number if member.record else 0
 
     def _value(self) -> bytes:
         """What it asks, if that is open still: what was answered is no request, also of a new member's."""
         asked = self._petition.asked if self._petition.asked > self._answered else 0
-        return encode(replace(self._petition, asked=asked, after=self._knows()))
+        return encode(replace(self._petition, asked=asked, after=self._heard.highest.id))
 
     def _live(self) -> Membership[Quorum]:
         """This replica's membership, with its lease kept if somebody waits: a new one if the last is lost."""
         member = self._member
         if member is None or member.lost:
+            if member is not None:
+                self._forget(member)  # first: etcd may be away for as long as its lease would be kept alive for nobody
+                self._give_up(member)
             job = self._job
             member = Membership(
                 self._etcd,
                 job.prefix,
-                QuorumPolicy(job.options, job.heartbeat_timeout),
-                parse_decided,
+                QuorumPolicy(job.options, job.heartbeat_timeout, self._look, self._heard),
+                self._heard.read,
                 self._changed,
                 ttl=max(math.ceil(job.heartbeat_timeout), 1),
                 record_ttl=RECORD_TTL,
@@ -263,7 +250,7 @@ class Replica:
     def _adopt(self, member: Membership[Quorum]) -> None:
         """Raises TimeoutError if the replica left meanwhile: nobody would end this membership."""
         with self._changed:
-            before, left = self._member, self._left
+            left = self._left
             if not left:
                 self._member = member
                 self._ids.add(member.id)
@@ -272,12 +259,21 @@ class Replica:
             raise TimeoutError("the replica left")
         if self._understudy is not None:
             self._understudy.keep(int(member.id, 16), member.session.ttl)
-        if before is not None:
-            self._forget(before)
+
+    def _look(self) -> dict[str, int]:
+        members = Get(Span(f"{self._job.prefix}/members/", is_prefix=True), keys_only=True)
+        return {kv.key: kv.mod_revision for kv in self._etcd.range(members, timeout=self._timeout).kvs}
 
     def _forget(self, member: Membership[Quorum]) -> None:
         if self._understudy is not None:
             self._understudy.drop(int(member.id, 16))
+
+    def _give_up(self, member: Membership[Quorum]) -> None:
+        """A member can be lost while its lease lives on: others would wait for it, or for what it decides."""
+        try:
+            self._etcd.revoke(member.session.lease_id, timeout=WITHDRAW_TIMEOUT)
+        except EtcdError as error:
+            log.debug("the lease of a lost member expires by itself: %s", error)
 
     def _withdraw(self) -> None:
         """Nobody asks any more, unless there is another caller of the same replica."""
@@ -290,7 +286,7 @@ class Replica:
             return
         try:
             self._petition = replace(self._petition, beat=self._petition.beat + 1)
-            self._enter(member, WITHDRAW_TIMEOUT)
+            member.enter(self._value(), WITHDRAW_TIMEOUT)
         except EtcdError as error:
             log.info("a request of replica %s was not taken back: %s", self.replica_id, error)
         finally:
@@ -313,14 +309,8 @@ class Replica:
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _knows(self) -> int:
-        """The highest quorum id that this replica knows of, also when etcd has forgotten it."""
-        quorum = self.quorum
-        self._highest = max(self._highest, quorum.id if quorum else 0)
-        return self._highest
-
     def _await(self, asked: int, deadline: float, gone: threading.Event) -> Quorum:
-        hurry_at = time.monotonic() + IMPATIENCE
+        hurry_at = time.monotonic() + self._patience()
         while True:
             with self._changed:
                 member = self._member
@@ -330,28 +320,37 @@ class Replica:
                     raise member.problem
                 if member.record is not None and self._is_answered(member.record, asked):
                     self._answered = max(self._answered, asked)
-                    self._knows()
                     return member.record
                 missed = member.record is not None and self._was_missed(member.record, asked)
-                # A quorum of before it asked, of which it was only told now.
-                outranked = member.asked_since and self._is_outranked(member.record)
                 now = time.monotonic()
                 if now >= deadline or gone.is_set():
                     raise TimeoutError("no quorum was decided in time")
-                if not (member.lost or missed or outranked or self._unwritten):
+                if not (member.lost or missed or self._unwritten):
                     self._changed.wait(min(deadline, max(hurry_at, now + 1)) - now)
-            if missed or outranked:
+            if missed:
                 asked = self._put(self._petition.request, deadline, gone)
             elif member.lost or self._unwritten:
                 with self._turn(deadline):
                     self._insist(self._write, deadline, gone)
             elif time.monotonic() >= hurry_at:
-                self._hurry(member)
+                hurry_at = time.monotonic() + self._hurry_or_rest(member)
 
-    def _hurry(self, member: Membership[Quorum]) -> None:
+    def _patience(self) -> float:
+        """Seconds that it waits for the decider; others wait longer or shorter."""
+        quorum = self.quorum
+        size = len(quorum.seats) if quorum else self._job.min_replicas
+        return IMPATIENCE + random.uniform(0, min(SPREAD * size, LONGEST_SPREAD))
+
+    def _hurry_or_rest(self, member: Membership[Quorum]) -> float:
+        """Decide too, or no more; seconds until the other."""
         with self._changed:
-            self._impatient = self._impatient or self._impatience.acquire(blocking=False)
+            if self._impatient:
+                self._impatient = False
+                self._impatience.release()
+            else:
+                self._impatient = self._impatience.acquire(blocking=False)
             member.group.hurry(self._impatient)
+            return LOOK if self._impatient else self._patience()
 
     def _is_answered(self, quorum: Quorum, asked: int) -> bool:
         return any(quorum.seated.get(member, 0) >= asked for member in self._ids)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ftcoord.errors import NotInQuorum
 
@@ -65,6 +65,7 @@ class Replica:
         asked: which of the member's requests that is, 1, 2, ...; 0 while it does not ask.
         after: the highest quorum id that it knows of; 0 for none.
         joined: when it was first seen asking that; means nothing while it does not ask.
+        came_at, asked_at: etcd's revisions at which it became a member, and at which it said what it asks.
     """
 
     member: str
@@ -72,6 +73,8 @@ class Replica:
     asked: int
     after: int
     joined: float
+    came_at: int = 0
+    asked_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,21 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Highest:
+    """The highest number and id of all quorums that were heard of: etcd may have lost those that they belong to."""
+
+    number: int = 0
+    id: int = 0
+
+    def and_of(self, quorum: Quorum) -> Highest:
+        """The same, of one quorum more."""
+        return Highest(max(self.number, quorum.number), max(self.id, quorum.id))
+
+
+NOTHING_HEARD: Final = Highest()
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Make this the decided record."""
 
@@ -184,17 +202,20 @@ def decide(
     *,
     previous_at: float = -inf,
     silent: Sequence[Replica] = (),
+    highest: Highest = NOTHING_HEARD,
 ) -> Verdict:
     """What to do now. Depends on nothing but its arguments.
 
     Args:
-        replicas: the live members, oldest first. Of several with one replica id, only the newest counts.
+        replicas: the live members, oldest first. Of several with one replica id only one counts: the one that gave the
+            last sign of what it wants, by joining or by asking for what is not answered yet.
         previous: the last decided quorum.
         created: the wall clock for `Quorum.created`.
         previous_at: when `previous` was first seen. Whoever it left out asks anew from then on: else the join time-out
             would be over for them, and they would form a quorum without those that just got one.
         silent: members that are not alive but may be again (they keep their lease and send no beats). They do not
             count; but it is not forgotten which of their requests were answered, and which ids they know.
+        highest: of all quorums that the decider ever heard of.
     """
     answered = previous.answered if previous else {}
     before = previous.names if previous else frozenset()
@@ -205,15 +226,28 @@ def decide(
         return waiting
     else:
         reason = f"Valid quorum found {poll}"
-    return Decision(_conclude(poll.eligible, (*silent, *replicas), previous, created), reason)
+    return Decision(_conclude(poll.eligible, (*silent, *replicas), previous, created, highest), reason)
 
 
 def _poll(replicas: Sequence[Replica], answered: Mapping[str, int], before: frozenset[str]) -> _Poll:
-    newest = {one.request.replica_id: one for one in replicas}
-    asking = {name: one for name, one in newest.items() if one.asked > answered.get(one.member, 0)}
+    counted: dict[str, Replica] = {}
+    for one in replicas:
+        other = counted.get(one.request.replica_id)
+        if other is None or _last_sign(one, answered) >= _last_sign(other, answered):
+            counted[one.request.replica_id] = one
+    asking = {name: one for name, one in counted.items() if _asks(one, answered)}
     shrink_only = any(one.request.shrink_only for one in asking.values())
     eligible = [one for name, one in asking.items() if not (shrink_only and before) or name in before]
-    return _Poll(len(newest), asking, eligible, shrink_only)
+    return _Poll(len(counted), asking, eligible, shrink_only)
+
+
+def _asks(one: Replica, answered: Mapping[str, int]) -> bool:
+    return one.asked > answered.get(one.member, 0)
+
+
+def _last_sign(one: Replica, answered: Mapping[str, int]) -> int:
+    """The revision at which a member last showed that it wants to be the one of its name."""
+    return max(one.came_at, one.asked_at) if _asks(one, answered) else one.came_at
 
 
 def _obstacle(poll: _Poll, options: Options, previous_at: float, now: float) -> Waiting | None:
@@ -232,7 +266,9 @@ def _obstacle(poll: _Poll, options: Options, previous_at: float, now: float) -> 
     return None
 
 
-def _conclude(chosen: Iterable[Replica], members: Sequence[Replica], previous: Quorum | None, created: float) -> Quorum:
+def _conclude(
+    chosen: Iterable[Replica], members: Sequence[Replica], previous: Quorum | None, created: float, highest: Highest
+) -> Quorum:
     answered = previous.answered if previous else {}
     # Python compares texts by code point, which is the order of their UTF-8 bytes.
     ordered = sorted(chosen, key=lambda one: one.request.replica_id)
@@ -240,13 +276,13 @@ def _conclude(chosen: Iterable[Replica], members: Sequence[Replica], previous: Q
     idle = tuple(
         Answered(one.member, answered[one.member]) for one in members if 0 < one.asked <= answered.get(one.member, 0)
     )
-    number = previous.number + 1 if previous else 1
-    return Quorum(number, _id_of(seats, members, previous), seats, idle, created)
+    number = max(previous.number if previous else 0, highest.number) + 1
+    return Quorum(number, _id_of(seats, members, previous, highest.id), seats, idle, created)
 
 
-def _id_of(seats: Sequence[Seat], members: Sequence[Replica], previous: Quorum | None) -> int:
+def _id_of(seats: Sequence[Seat], members: Sequence[Replica], previous: Quorum | None, highest: int) -> int:
     """An id higher than `previous` has was decided by a quorum whose record is lost: it must not come again."""
-    known = max((one.after for one in members), default=0)
+    known = max([highest, *(one.after for one in members)])
     if previous is not None and known <= previous.id:
         same = [seat.request.replica_id for seat in seats] == [one.replica_id for one in previous.requests]
         if same and not any(seat.request.commit_failures > 0 for seat in seats):

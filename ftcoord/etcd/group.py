@@ -108,11 +108,6 @@ class Group:
         """Whether this member has its key."""
         return self._place.kv is not None
 
-    @property
-    def asked_at(self) -> int:
-        """The revision at which this member last asked for something; 0 if it never did."""
-        return self._place.kv.mod_revision if self._place.kv else 0
-
     def hurry(self, on: bool) -> None:
         """Decide too, though an older member lives, until told otherwise: that one may be stuck. Harmless."""
         if self._hurried != on:

@@ -53,7 +53,6 @@ class Membership(Generic[T]):
         self.record_lease = 0
         self.problem: StateError | None = None
         self.lost = False
-        self._record_revision = 0
         self._parse, self._changed, self._timeout = parse, changed, timeout
         self.session = Session(etcd, ttl, self._on_state)
         self.group = Group(
@@ -70,11 +69,6 @@ class Membership(Generic[T]):
     def entered(self) -> bool:
         """Whether it has a key in the group."""
         return self.group.entered
-
-    @property
-    def asked_since(self) -> bool:
-        """Whether `record` was decided before this member last asked for something."""
-        return self._record_revision < self.group.asked_at
 
     def enter(self, value: bytes, timeout: float | None = None) -> None:
         """Join, or ask for something else. Raises EtcdError; after LeaseLost, make a new membership."""
@@ -125,5 +119,5 @@ class Membership(Generic[T]):
         with self._changed:
             self.record, self.problem = record, None
             if kv is not None:  # else it was deleted: the last one still counts, and its lease may live
-                self.record_lease, self._record_revision = kv.lease, kv.mod_revision
+                self.record_lease = kv.lease
             self._changed.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -327,6 +328,19 @@ def test_a_step_is_committed_when_all_say_so(site: Site) -> None:
             for rank, yes in enumerate(votes)
         ]
         assert [future.result(DEADLINE) for future in told] == [all(votes)] * 2
+
+
+def test_a_rank_that_votes_twice_is_told_twice(site: Site) -> None:
+    ranks = site.ranks(site.manager(site.job(), "a", world_size=2), 2)
+    twice = [spawn(lambda: ranks[0].should_commit(0, 1, True, timeout=LONG)) for _ in range(2)]
+
+    def both_are_told() -> bool:
+        with contextlib.suppress(TimeoutError):
+            assert ranks[1].should_commit(1, 1, True, timeout=timedelta(seconds=1))
+        return all(one.done() for one in twice)
+
+    eventually(both_are_told, "both calls are answered", timeout=DEADLINE / 2)
+    assert [one.result() for one in twice] == [True, True]
 
 
 def test_time_outs_of_a_rank(site: Site) -> None:

@@ -6,16 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually
 from late import Late
-from members import Door
+from members import Counting, Door
 
 from ftcoord import EtcdServer
 from ftcoord.config import EtcdConfig
+from ftcoord.coordination import replica as replicas
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum import Quorum, Request
@@ -41,7 +43,7 @@ def replica(client: EtcdClient, job: Job) -> Iterator[Replica]:
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(8) as threads:
         yield threads
 
 
@@ -118,7 +120,8 @@ def test_who_is_abandoned_lives_until_its_lease_ends(client: EtcdClient, job: Jo
 def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
     etcd: EtcdServer, client: EtcdClient, job: Job, threads: ThreadPoolExecutor
 ) -> None:
-    """Of two members with one name the newest counts: here, then there, then here again, before news of there came."""
+    """Of two members with one name the one that asked last counts: here, then there, then here again, before news of
+    there came."""
 
     def ask(one: Replica) -> Future[Quorum]:
         request = replace(REQUEST, replica_id=one.replica_id)
@@ -126,8 +129,8 @@ def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
 
     with Late(EtcdConfig.load(etcd.get_endpoint())) as late:
         peer = Replica(client, job, "y", kept=True)
-        here = Replica(late, job, "x", kept=True, roams=True)
-        there = Replica(client, job, "x", kept=True, roams=True)
+        here = Replica(late, job, "x", kept=True)
+        there = Replica(client, job, "x", kept=True)
         try:
             peer.beat(time.monotonic() + DEADLINE)  # the oldest one decides
             together = ask(peer), ask(here)
@@ -270,3 +273,68 @@ def test_who_gives_up_takes_nobody_elses_request_along(
     finally:
         replica.leave(DEADLINE)
         peer.leave(DEADLINE)
+
+
+def test_a_decider_that_is_behind_calls_nobody_dead(
+    etcd: EtcdServer, client: EtcdClient, job: Job, threads: ThreadPoolExecutor
+) -> None:
+    """It hears of two requests, long after they were made, and of the beats of the others only later."""
+    job = replace(job, heartbeat_timeout_ms=1_000)
+    until = time.monotonic() + DEADLINE
+    with Late(EtcdConfig.load(etcd.get_endpoint())) as late, ExitStack() as stack:
+        group = {name: Replica(late if name == "a" else client, job, name, kept=True) for name in "abcd"}
+        for one in group.values():
+            stack.callback(one.leave, DEADLINE)
+            one.beat(until)  # the oldest one decides
+        late.hold()
+        answers = []
+        for number, name in enumerate("ab", 1):
+            answers.append(threads.submit(group[name].ask, replace(REQUEST, replica_id=name), until))
+            eventually(lambda number=number: late.held == number, f"{name} asks")
+        calm, interval = threading.Event(), job.heartbeat_timeout / 5
+        stack.callback(calm.set)
+        for one in group.values():
+            stack.callback(threads.submit(beat_until, calm, interval, one, until).result, DEADLINE)
+        stack.callback(calm.set)
+        calm.wait(2 * job.heartbeat_timeout)
+        late.release_first(2)
+        calm.wait(job.heartbeat_timeout / 2)
+        late.release()
+        answers += [threads.submit(group[name].ask, replace(REQUEST, replica_id=name), until) for name in "cd"]
+        assert [[seat.replica_id for seat in one.result(DEADLINE).requests] for one in answers] == [[*"abcd"]] * 4
+
+
+def beat_until(calm: threading.Event, interval: float, one: Replica, deadline: float) -> None:
+    while not calm.wait(interval):
+        one.beat(deadline)
+
+
+def test_who_waits_long_looks_for_itself_now_and_then(
+    client: EtcdClient, job: Job, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decider may be stuck, and may be right to wait: not all others shall watch all members for that."""
+    for name, seconds in (("IMPATIENCE", 0.2), ("LOOK", 0.2)):
+        monkeypatch.setattr(replicas, name, seconds)
+    doors = [Counting(client) for _ in "abc"]
+    group = [
+        Replica(door, replace(job, min_replicas=4), name, kept=True) for door, name in zip(doors, "abc", strict=True)
+    ]
+    gone = threading.Event()
+    until = time.monotonic() + DEADLINE
+    try:
+        for one in group:
+            one.beat(until)
+        calls = [threads.submit(one.ask, replace(REQUEST, replica_id=one.replica_id), until, gone) for one in group]
+        members = Span(f"{job.prefix}/members/", is_prefix=True)
+        for _ in range(2):
+            for door in doors[1:]:
+                eventually(lambda door=door: members in door.watched, "it looks")
+                eventually(lambda door=door: members not in door.watched, "it has looked")
+        assert members in doors[0].watched, "the oldest one decides"
+    finally:
+        gone.set()
+        for one in group:
+            one.nudge()
+        assert all(isinstance(call.exception(DEADLINE), TimeoutError) for call in calls)
+        for one in group:
+            one.leave(DEADLINE)

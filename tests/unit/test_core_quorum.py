@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ftcoord.core.quorum import (
     Answered,
     Decision,
+    Highest,
     Options,
     Quorum,
     Recovery,
@@ -261,6 +262,35 @@ def test_only_the_newest_of_two_incarnations_counts() -> None:
     assert waits(judge([old, replace(new, asked=0), asks("b")]), "at least half of 2 healthy workers")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "seated"),
+    [
+        ((2, 9), (0, 0), "old"),
+        ((2, 7), (0, 0), None),
+        ((2, 9), (1, 10), "new"),
+        ((2, 11), (1, 10), "old"),
+        ((1, 11), (1, 10), "new"),
+        ((1, 11), (0, 0), None),
+    ],
+    ids=["asks", "asked before", "both, new last", "both, old last", "old was answered", "nobody asks"],
+)
+def test_of_two_incarnations_the_last_to_come_or_to_ask_counts(
+    old: tuple[int, int], new: tuple[int, int], seated: str | None
+) -> None:
+    """Each asks this, and said so at that revision; the new one came at 8, and the old one's first request is over."""
+    previous = quorum("x", idle=(Answered("old", 1),))
+    both = [
+        replace(asks("a", asked, member=member), came_at=came_at, asked_at=asked_at)
+        for member, came_at, (asked, asked_at) in (("old", 3, old), ("new", 8, new))
+    ]
+    verdict = judge(both, previous)
+    if seated is None:
+        assert waits(verdict, "only have 0 participants")
+    else:
+        assert [seat.member for seat in decided(verdict).seats] == [seated]
+        assert "[1 heartbeating]" in verdict.reason
+
+
 def test_an_old_incarnation_that_was_answered_does_not_ask_when_the_new_one_is_gone() -> None:
     previous = Quorum(1, 1, (Seat("old", 4, request("a")),), (), CREATED)
     old, new = asks("a", 4, member="old"), asks("a", 1, member="new")
@@ -313,6 +343,13 @@ def test_ids(replicas: list[Replica], previous: Quorum | None, id_: int) -> None
     verdict = judge(replicas, previous, join_timeout=0.0)
     assert decided(verdict).id == id_
     assert decided(verdict).number == (previous.number + 1 if previous else 1)
+
+
+@pytest.mark.parametrize("previous", [None, quorum("a b", 4, 6)])
+def test_what_the_decider_ever_heard_of_does_not_come_again(previous: Quorum | None) -> None:
+    """Though it is the record of before that etcd has, with the same members, and none of these knows better."""
+    third = decided(judge(all_ask("a b"), previous, highest=Highest().and_of(quorum("c", 9, 7)).and_of(quorum("a b"))))
+    assert (third.number, third.id) == (10, 8)
 
 
 def test_commit_failures_of_one_that_is_left_out_change_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcoord.coordination.policy import QuorumPolicy
+from ftcoord.coordination.policy import Heard, QuorumPolicy
 from ftcoord.core import quorum_records, records
 from ftcoord.core.quorum import Options as QuorumOptions
 from ftcoord.core.quorum import Quorum, Request
@@ -86,7 +86,7 @@ garbage = (
 def policies() -> list[Any]:
     return [
         RendezvousPolicy(PREFIX, Options(30.0, 0.1, True)),
-        QuorumPolicy(QuorumOptions(1, 60.0), 5.0, wall_clock=lambda: 0.0),
+        QuorumPolicy(QuorumOptions(1, 60.0), 5.0, look=dict, heard=Heard(), wall_clock=lambda: 0.0),
     ]
 
 

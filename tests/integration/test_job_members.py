@@ -1,0 +1,286 @@
+"""What befalls the members of a job: threads that fail, names that come twice, etcd that forgets, forks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from helpers import DEADLINE, eventually, in_fork
+from rdzv_nodes import keys_under, spawn
+
+from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer, Observer, policy, replica
+from ftcoord.coordination.address import parse_address
+from ftcoord.errors import EtcdUnavailable
+from ftcoord.etcd.api import KeyValue
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.server import EtcdServer
+
+LONG = timedelta(seconds=DEADLINE)
+SHORT = timedelta(milliseconds=300)
+EVERY = timedelta(milliseconds=100)
+
+
+class Job:
+    """A job on `client`'s etcd, and whoever takes part in it until the test ends."""
+
+    def __init__(self, etcd: EtcdServer, client: EtcdClient, name: str, stack: ExitStack) -> None:
+        self.etcd, self.client, self.stack = etcd, client, stack
+        self.address = f"etcd://{etcd.get_endpoint()}/{name}"
+        self.rules(min_replicas=1)
+
+    def rules(self, **options: int) -> None:
+        given = {"join_timeout_ms": 0, "heartbeat_timeout_ms": 600_000, **options}
+        query = "&".join(f"{name}={value}" for name, value in given.items())
+        self.address = f"{self.address.partition('?')[0]}?{query}"
+
+    def lighthouse(self) -> LighthouseClient:
+        client = LighthouseClient(self.address, LONG)
+        self.stack.callback(client.close)
+        return client
+
+    def manager(self, name: str, world_size: int = 1) -> ManagerServer:
+        server = ManagerServer(name, self.address, "", "", "store", world_size, EVERY, LONG, 0)
+        self.stack.callback(server.shutdown)
+        return server
+
+    def keys(self, below: str) -> dict[str, KeyValue]:
+        return keys_under(self.client, f"{parse_address(self.address).prefix}/{below}")
+
+
+@pytest.fixture
+def job(etcd: EtcdServer, client: EtcdClient, prefix: str) -> Iterator[Job]:
+    with ExitStack() as stack:
+        yield Job(etcd, client, prefix.strip("/"), stack)
+
+
+def ask(server: ManagerServer, rank: int = 0, timeout: timedelta = LONG) -> Future[Any]:
+    """Ask for a quorum as a rank of a manager."""
+    client = ManagerClient(server.address(), LONG)
+    return spawn(lambda: client._quorum(rank, 0, "", False, True, 0, timeout))
+
+
+def together(*asks: Callable[[], Any]) -> tuple[int, list[str]]:
+    """Ask at the same time; the quorum that all were told."""
+    told = [future.result(DEADLINE) for future in [spawn(one) for one in asks]]
+    assert len({quorum.quorum_id for quorum in told}) == 1
+    return told[0].quorum_id, [member.replica_id for member in told[0].participants]
+
+
+# -- a thread of ours that fails --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[[], threading.Event]:
+    """`crash()` makes the thread of the next one that decides end; what it returns is set when that has happened."""
+
+    def begin() -> threading.Event:
+        crashed, decide = threading.Event(), policy.decide
+
+        def decide_or_crash(*args: Any, **kwargs: Any) -> Any:
+            if not crashed.is_set():
+                crashed.set()
+                raise MemoryError("made by the test")
+            return decide(*args, **kwargs)
+
+        monkeypatch.setattr(policy, "decide", decide_or_crash)
+        return crashed
+
+    return begin
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_whose_thread_failed_comes_back(job: Job, crash: Callable[[], threading.Event]) -> None:
+    job.rules(min_replicas=2)
+    servers = [job.manager(name) for name in "ab"]
+    assert {one.result(DEADLINE).quorum_id for one in [ask(server) for server in servers]} == {1}
+    crashed = crash()
+    for _ in range(3):
+        told = [one.result(DEADLINE) for one in [ask(server) for server in servers]]
+        assert [one.replica_ids for one in told] == [["a", "b"]] * 2
+    assert crashed.is_set()
+    assert len(job.keys("members/")) == 2, "nobody waits for what it was before"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_keeps_a_member_alive_that_hears_nothing(
+    job: Job, crash: Callable[[], threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot come back either as long as etcd gives it no lease."""
+    job.rules(min_replicas=2, heartbeat_timeout_ms=3_000)
+    server = job.manager("a")
+    (key,) = job.keys("members/")
+
+    def away(*args: Any, **kwargs: Any) -> None:
+        raise EtcdUnavailable("made by the test")
+
+    membership = replica.Membership
+    monkeypatch.setattr(replica, "Membership", away)
+    crashed = crash()
+    with pytest.raises(TimeoutError):
+        ask(server, timeout=SHORT).result(DEADLINE)
+    assert crashed.wait(DEADLINE)
+    eventually(lambda: key not in job.keys("members/"), "its lease is over")
+    monkeypatch.setattr(replica, "Membership", membership)
+    eventually(lambda: job.keys("members/"), "it is back")
+
+
+# -- several of one name ----------------------------------------------------------------------------------------
+
+
+def test_who_asks_is_not_outranked_by_one_of_its_name_that_only_lives(job: Job) -> None:
+    older, newer = job.lighthouse(), job.lighthouse()
+    older.heartbeat("x")
+    newer.heartbeat("x")
+    for client in (older, newer, older, older, newer):
+        assert [one.replica_id for one in client.quorum("x", LONG).participants] == ["x"]
+
+
+def test_a_rank_that_asks_twice_is_answered_twice(job: Job) -> None:
+    server = job.manager("a", world_size=2)
+    twice = [ask(server, 0), ask(server, 0)]
+
+    def both_are_told() -> bool:
+        with contextlib.suppress(TimeoutError):
+            ask(server, 1, SHORT).result(DEADLINE)
+        return all(one.done() for one in twice)
+
+    eventually(both_are_told, "both calls are answered")
+    assert [one.result().replica_ids for one in twice] == [["a"]] * 2
+
+
+# -- etcd that forgets ------------------------------------------------------------------------------------------
+
+
+def test_an_id_is_not_given_again_though_etcd_lost_its_quorum(job: Job) -> None:
+    """The decider heard of it, and is not in the next one; those that are know nothing."""
+    old, fresh = job.lighthouse(), job.lighthouse()
+    assert together(partial(old.quorum, "x", LONG)) == (1, ["x"])
+    (before,) = job.keys("decided").values()
+    other = spawn(partial(old.quorum, "y", LONG))
+    eventually(lambda: len(job.keys("members/")) == 2, "y asks")
+    assert together(partial(old.quorum, "x", LONG), other.result) == (2, ["x", "y"])
+    old.leave("y")
+    job.client.put(before.key, before.value, before.lease)
+    last, names = together(partial(fresh.quorum, "v", LONG), partial(fresh.quorum, "w", LONG))
+    assert last > 2
+    assert names == ["v", "w"]
+
+
+def test_who_lost_its_lease_knows_what_it_heard_though_etcd_forgot_all(job: Job) -> None:
+    heard: list[int] = []
+    observer = Observer(job.address, LONG, on_quorum=lambda quorum: heard.append(quorum.quorum_id))
+    job.stack.callback(observer.close)
+    listener, others = job.lighthouse(), job.lighthouse()
+    listener.heartbeat("b")
+    for number, name in enumerate("xyz", 1):
+        assert together(partial(others.quorum, "a", LONG), partial(others.quorum, name, LONG))[0] == number
+        others.leave(name)
+    eventually(lambda: 3 in heard, "the watches of this process have told of the last one")
+    others.close()
+    for kv in [*job.keys("members/").values(), *job.keys("decided").values()]:
+        job.client.revoke(kv.lease)
+    assert not job.keys("")
+    listener.heartbeat("b")
+    assert together(partial(listener.quorum, "b", LONG)) == (4, ["b"])
+
+
+# -- observers --------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_that_raises_is_logged_and_called_again(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[tuple[str, bytes | None]] = []
+
+    def tell(name: str, value: bytes | None) -> None:
+        seen.append((name, value))
+        raise RuntimeError("the user's")
+
+    observer = Observer(job.address, LONG, on_config=tell)
+    job.stack.callback(observer.close)
+    for value in (b"1", b"2"):
+        observer.set_config("lr", value)
+        eventually(lambda value=value: seen[-1:] == [("lr", value)], f"it is told of {value!r}")
+    eventually(lambda: caplog.text.count("the user's") >= 2, "it is logged")
+
+
+def observers() -> int:
+    return sum(thread.name == "ftcoord-observer" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_an_observer_that_nobody_holds_ends(job: Job, in_a_cycle: bool) -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.observer = Observer(job.address, LONG, on_config=self.tell if in_a_cycle else print)
+
+        def tell(self, name: str, value: bytes | None) -> None:
+            raise AssertionError(f"{name} was set by nobody")
+
+    before = observers()
+    owner = Owner()
+    assert observers() == before + 1
+    del owner
+    eventually(lambda: gc.collect() >= 0 and observers() == before, "its thread ends")
+
+
+# -- what users read --------------------------------------------------------------------------------------------
+
+
+def lines(call: Callable[[], object]) -> str:
+    """All that Python prints of what a call raises, but for where it was raised."""
+    try:
+        call()
+    except (RuntimeError, TimeoutError) as error:
+        said = "".join(traceback.format_exception(error))
+        assert "During handling" not in said, said
+        assert "direct cause" not in said, said
+        return str(error)
+    pytest.fail("it raised nothing")
+
+
+def test_errors_are_one_line_that_says_all(fragile: EtcdServer) -> None:
+    address = f"etcd://{fragile.get_endpoint()}/job?min_replicas=2"
+    client = LighthouseClient(address, LONG)
+    assert "no quorum was decided in time" in lines(lambda: client.quorum("a", SHORT))
+    assert "there is no manager" in lines(lambda: ManagerClient(f"{address}&manager=nobody", SHORT))
+    fragile.kill()
+    calls = [
+        lambda: client.quorum("a", timedelta(seconds=5)),
+        lambda: client.heartbeat("a", SHORT),
+        lambda: LighthouseClient(address, SHORT),
+        lambda: ManagerServer("a", address, "", "", "store", 1, EVERY, SHORT, 0),
+        lambda: ManagerClient(f"{address}&manager=a", SHORT),
+        lambda: Observer(address, SHORT),
+    ]
+    for call in calls:
+        said = lines(call)
+        assert "etcd" in said
+        assert "\n" not in said
+    client.close()
+
+
+def test_a_forked_child_is_refused_at_once(job: Job) -> None:
+    client = job.lighthouse()
+    assert client.quorum("x", LONG).quorum_id == 1
+    server = job.manager("a", world_size=2)
+    rank = ManagerClient(server.address(), LONG)
+    calls: list[Callable[[], object]] = [
+        lambda: client.quorum("x", LONG),
+        lambda: client.heartbeat("x", LONG),
+        lambda: rank._quorum(0, 0, "", False, True, 0, LONG),
+        lambda: rank.should_commit(0, 0, True, LONG),
+        lambda: rank._checkpoint_metadata(0, LONG),
+        lambda: rank.kill("", LONG),
+    ]
+    assert [in_fork(call) for call in calls] == ["ForkedProcessError"] * len(calls)
+    assert in_fork(server.shutdown) == "None"
+    votes = [spawn(partial(rank.should_commit, number, 0, True, LONG)) for number in range(2)]
+    assert [vote.result(DEADLINE) for vote in votes] == [True, True]
