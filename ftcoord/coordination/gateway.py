@@ -113,9 +113,9 @@ class Gateway:
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
             try:
                 return server, server.add_insecure_port(f"{host}:{port}")
-            except RuntimeError as error:
+            except RuntimeError:
                 why = "it is in use, or no address of this host"
-                raise ServerError(f"cannot listen on {host}:{port}: {why}") from error
+                raise ServerError(f"cannot listen on {host}:{port}: {why}") from None
 
     # -- torchft's calls ----------------------------------------------------------------------------------------
 

@@ -201,11 +201,11 @@ class Changes:
 
     def _lease_is_gone(self, error: LeaseLost) -> None:
         if self._session is None:
-            raise RoundOver(f"the run of {self._prefix} is gone from etcd, and its store with it: {error}") from error
+            raise RoundOver(f"the run of {self._prefix} is gone from etcd, and its store with it: {error}") from None
         self._session.orphan()
         self._session = None
         if self._unanswered:  # what tells whether it happened went with the lease
-            raise OutcomeUnknown(f"a change was not answered, and then its lease was gone: {error}") from error
+            raise OutcomeUnknown(f"a change was not answered, and then its lease was gone: {error}") from None
         self._begin_count()
 
     def _begin_count(self) -> None:

@@ -57,7 +57,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         try:
             kv = self._etcd.range(Get(Span(self._key))).one
         except EtcdError as error:
-            raise RendezvousConnectionError(f"the state of the run cannot be read: {error}") from error
+            raise RendezvousConnectionError(f"the state of the run cannot be read: {error}") from None
         return (kv.value, kv.mod_revision) if kv else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
@@ -72,7 +72,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         try:
             written = self._write(state, expected)
         except EtcdError as error:
-            raise RendezvousConnectionError(f"the state of the run cannot be written: {error}") from error
+            raise RendezvousConnectionError(f"the state of the run cannot be written: {error}") from None
         return (written.kv.value, written.kv.mod_revision, written.done) if written.kv else None
 
     def _write(self, state: bytes, expected: int) -> Settled:

@@ -24,8 +24,8 @@ def as_torch_errors() -> Iterator[None]:
     try:
         yield
     except RoundOver as error:
-        raise RoundOverError(str(error)) from error
+        raise RoundOverError(str(error)) from None
     except (EtcdUnavailable, OutcomeUnknown) as error:
-        raise DistNetworkError(f"timeout: etcd did not answer in time: {error}") from error
+        raise DistNetworkError(f"timeout: etcd did not answer in time: {error}") from None
     except (EtcdAuthError, EtcdNoSpace, RequestRefused) as error:
-        raise DistStoreError(str(error)) from error
+        raise DistStoreError(str(error)) from None
