@@ -9,13 +9,17 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ftcoord import __version__
 from ftcoord.errors import EtcdError, FtcoordError
 
 if TYPE_CHECKING:
     from ftcoord.etcd.server import EtcdServer
+
+
+HEED: Final = 1.0
+"""Seconds until a signal is heeded that came in the moment before a wait: Python looks for those when a wait ends."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +77,7 @@ def _server(options: argparse.Namespace) -> int:
         print(f"etcd serves on {endpoint}; Ctrl-C ends it", flush=True)
         print(f"torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint={endpoint} --rdzv-id=RUN ...", flush=True)
         _advise(etcd)
-        while etcd.is_running() and not ended.wait(1.0):
+        while etcd.is_running() and not ended.wait(HEED):
             pass
         if not ended.is_set():
             print("ftcoord: etcd has ended by itself", file=sys.stderr)
@@ -106,7 +110,8 @@ def _gateway(options: argparse.Namespace) -> int:
             gateway.check(timeout=5)
         except EtcdError as error:
             print(f"ftcoord: replicas will wait until etcd can be reached: {error}", file=sys.stderr)
-        ended.wait()
+        while not ended.wait(HEED):
+            pass
     return 0
 
 
