@@ -160,7 +160,7 @@ def test_a_client_is_stopped(cluster: Cluster, prefix: str, figures: Callable[..
         refused = stopped.ask("write")
         told = 0.0
         if leases > 1:
-            assert refused == "RoundOver"
+            assert refused == "RoundOverError"
             eventually(lambda: stopped.ask("waiting"), what="its workers are told")
             told = time.monotonic() - since
         elif leases < 0.5:
