@@ -10,7 +10,9 @@ Parsing is strict: what does not fit raises StateError naming the key, and is ne
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from ftcoord.core.strict import build, build_each, dump, load
@@ -69,7 +71,7 @@ class Away:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Round:
     """The decided record: one membership, and what became of it.
 
@@ -113,13 +115,10 @@ class Round:
         """The rank of a member, by its member id."""
         return next((rank for rank, seat in enumerate(self.seats) if seat.member == member), None)
 
-    def last_seat_of(self, member: str) -> int:
-        """The last round that a member is known to have had a seat in; 0 for none."""
-        return (
-            self.number
-            if self.rank_of(member) is not None
-            else next((away.round for away in self.away if away.member == member), 0)
-        )
+    @cached_property
+    def last_seats(self) -> Mapping[str, int]:
+        """By member: the last round that it is known to have had a seat in."""
+        return {away.member: away.round for away in self.away} | {seat.member: self.number for seat in self.seats}
 
 
 _DIGITS: Final = 18

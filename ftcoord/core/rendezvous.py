@@ -2,11 +2,12 @@
 
 Rules
   1. A run starts without a round; each decided round replaces the one before and has the next number.
-  2. A round that was decided is not yet ready: first each participant says that it takes its seat. When all have, the
-     round is ready, and only then does anybody start. A round that is recalled before is nobody's.
+  2. A round that was decided is not yet ready: first each participant says that it takes its seat, and says so again as
+     long as it waits. When all have said so within the last moments, the round is ready, and only then does anybody
+     start. A round that is recalled before is nobody's.
   3. A round is recalled when a participant is gone or comes back for another round, when somebody waits while there is
-     room, or when seats are not taken within the last call. Recalling only tells the participants to come back; it
-     changes no membership.
+     room, or when seats are not taken in time. Recalling only tells the participants to come back; it changes no
+     membership.
   4. The next round forms among the members that ask for it. It is complete
        - at once, when every seat is taken and no participant of the last round is still to come back;
        - when the settle time-out has passed without change and all live participants of the last round are back;
@@ -37,18 +38,31 @@ RETURNING: Final = 1.5
 """How much longer than the last call participants of the last round have to come back. With the defaults, 30 s and
 torch's `shutdown_timeout` of 30 s, a node whose workers had to be killed would else be too late by a moment."""
 
+SEATING: Final = 10.0
+"""Seconds within which seats are to be taken, where the last call is not longer. A healthy node takes milliseconds."""
+FRESH: Final = 3.0
+"""Seconds for which a seat counts as taken after its member said so: who died since must not be waited for. A member
+that waits says so every second."""
+
 Restart: TypeAlias = Literal["failed", "always", "never"]
 """Which closed runs may be gone on from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the decider's user asked for, but for the limits, which are in what its members ask. Times in seconds."""
+    """What the decider's user asked for, but for the limits, which are in what its members ask. Times in seconds.
+
+    Args:
+        seat_timeout: how long taking seats may last, where the last call is not longer.
+        fresh: how long it counts that a member said that it takes its seat.
+    """
 
     last_call_timeout: float = 30.0
     settle_timeout: float = 1.0
     recall_on_loss: bool = True
     restart: Restart = "failed"
+    seat_timeout: float = SEATING
+    fresh: float = FRESH
 
     @property
     def return_timeout(self) -> float:
@@ -136,9 +150,11 @@ def spelled(limits: tuple[int, int]) -> str:
 
 
 def _must_be_told(situation: Situation, limits: tuple[int, int]) -> bool:
-    """Whether somebody wants other limits, and the record does not say which count."""
-    stated = situation.previous.limits if situation.previous else None
-    return stated != limits and any(member.ask.limits != limits for member in situation.members)
+    """Whether the record does not say which limits count, though somebody wants others, or says that others do."""
+    stated = situation.previous.limits if situation.previous else NO_ROUND.limits
+    if stated == limits or not situation.members:
+        return False
+    return stated != NO_ROUND.limits or any(member.ask.limits != limits for member in situation.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +174,12 @@ class _Poll:
     busy: Sequence[Member]
     leaving: dict[str, str]
 
+    @property
+    def seated(self) -> set[str]:
+        """The members that have a seat in the last round, there or not."""
+        previous = self.situation.previous
+        return {seat.member for seat in previous.seats} if previous else set()
+
 
 def _poll(situation: Situation, limits: tuple[int, int]) -> _Poll:
     previous = situation.previous
@@ -167,7 +189,8 @@ def _poll(situation: Situation, limits: tuple[int, int]) -> _Poll:
         for member in situation.members
         if member.ask.limits == limits and not member.ask.leaving and newest[member.ask.node] == member.id
     ]
-    busy = [one for one in counted if previous is not None and one.ask.after < previous.last_seat_of(one.id)]
+    last = previous.last_seats if previous else {}
+    busy = [member for member in counted if member.ask.after < last.get(member.id, 0)]
     leaving = {member.id: member.ask.leaving for member in situation.members if member.ask.leaving}
     if not busy:
         return _Poll(situation, limits, counted, busy, leaving)
@@ -178,7 +201,7 @@ def _poll(situation: Situation, limits: tuple[int, int]) -> _Poll:
 def _judge_closed(previous: Round, poll: _Poll, options: Options, now: float) -> Verdict:
     """Rule 7. Only members that have seen the end may go on from it: one that waited before it came must hear of it."""
     reopening = [member for member in poll.asking if member.ask.reopens == previous.number]
-    left = [member for member in poll.situation.members if previous.last_seat_of(member.id)]
+    left = [member for member in poll.situation.members if member.id in previous.last_seats]
     if not reopening:
         return Waiting("the run is closed")
     if left:
@@ -192,8 +215,9 @@ def may_reopen(closed: Round, restart: Restart) -> bool:
 
 
 def _judge_running(previous: Round, poll: _Poll, options: Options, now: float) -> Verdict:
-    running = [member for member in poll.busy if previous.rank_of(member.id) is not None]
-    back = [member for member in poll.asking if previous.rank_of(member.id) is not None]
+    seated = poll.seated
+    running = [member for member in poll.busy if member.id in seated]
+    back = [member for member in poll.asking if member.id in seated]
     new = len(poll.asking) - len(back)
     live = {member.id for member in (*running, *back)}
     gone = [seat for seat in previous.seats if seat.member not in live]
@@ -204,13 +228,17 @@ def _judge_running(previous: Round, poll: _Poll, options: Options, now: float) -
     if new and len(previous.seats) - len(gone) < poll.limits[1]:
         return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
     if not previous.ready:
-        return _judge_seated(previous, running, poll.situation.previous_at + options.last_call_timeout, now)
+        return _judge_seated(previous, running, poll.situation.previous_at, options, now)
     return Waiting(f"round {previous.number} is running on {len(running)} nodes")
 
 
-def _judge_seated(previous: Round, participants: Sequence[Member], until: float, now: float) -> Verdict:
+def _judge_seated(
+    previous: Round, participants: Sequence[Member], decided_at: float, options: Options, now: float
+) -> Verdict:
     """Rule 2: all take their seats, or nobody starts."""
-    missing = [member for member in participants if member.ask.seated != previous.number]
+    until = decided_at + max(options.last_call_timeout, options.seat_timeout)
+    since = now - options.fresh
+    missing = [member for member in participants if member.ask.seated != previous.number or member.seen <= since]
     if not missing:
         return Decision(replace(previous, ready=True), f"round {previous.number} is ready on {len(participants)} nodes")
     if now >= until:
@@ -239,7 +267,8 @@ def _form(poll: _Poll, options: Options, now: float) -> Verdict:
     back = [member for member in poll.asking if member.ask.node in nodes_before]
     if not poll.asking or len(poll.asking) < fewest:
         return Waiting(f"{len(poll.asking)} of at least {fewest} nodes are there")
-    still_out = sum(1 for member in poll.busy if previous and previous.rank_of(member.id) is not None)
+    seated = poll.seated
+    still_out = sum(member.id in seated for member in poll.busy)
     if len(poll.asking) >= most and not still_out:
         return _complete(poll)
     last_call = options.return_timeout if still_out else options.last_call_timeout
@@ -254,7 +283,7 @@ def _form(poll: _Poll, options: Options, now: float) -> Verdict:
 def _enough_at(poll: _Poll) -> float:
     """When the last call began: when there were enough members, but not before the last round was recalled."""
     enough_at = sorted(member.seen for member in poll.asking)[poll.limits[0] - 1]
-    return max(enough_at, poll.situation.previous_at) if poll.situation.previous else enough_at
+    return max(enough_at, poll.situation.previous_at) if poll.seated else enough_at
 
 
 def _complete(poll: _Poll) -> Decision:
@@ -274,7 +303,7 @@ def _complete(poll: _Poll) -> Decision:
         tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked),
         first.address,
         first.port,
-        tuple(Away(member.id, previous.last_seat_of(member.id)) for member in poll.busy),
+        tuple(Away(member.id, previous.last_seats[member.id]) for member in poll.busy),
         *poll.limits,
         before=previous.closed or previous.recalled,
     )
@@ -328,12 +357,10 @@ def outlook(now: Round | None, me: str, ask: Ask) -> Outlook:
     """What the decided record `now` means for the member `me`, which asks for this."""
     if now is None:
         return Outlook.PENDING
-    if now.closed and now.number != ask.reopens:
-        return Outlook.CLOSED
+    if now.closed:
+        return Outlook.PENDING if now.number == ask.reopens else Outlook.CLOSED
     if now.limits not in (ask.limits, NO_ROUND.limits):
         return Outlook.REFUSED
-    if now.closed:
-        return Outlook.PENDING
     has_seat = now.rank_of(me) is not None
     if has_seat and now.number > ask.after:
         if now.ready:
@@ -341,7 +368,7 @@ def outlook(now: Round | None, me: str, ask: Ask) -> Outlook:
         if now.recalled:
             return Outlook.MISSED
         return Outlook.PENDING if ask.seated == now.number else Outlook.SEATED
-    if now.last_seat_of(me) > ask.after:
+    if now.last_seats.get(me, 0) > ask.after:
         return Outlook.MISSED
     return Outlook.SPARE if now.seats and not now.recalled and not has_seat else Outlook.PENDING
 

@@ -36,7 +36,7 @@ from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
 from ftcoord.rendezvous.decided import Decided
 from ftcoord.rendezvous.logs import round_line
-from ftcoord.rendezvous.participant import TRANSIENT, Participant
+from ftcoord.rendezvous.participant import SHUT_DOWN, TRANSIENT, Participant
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions
 from ftcoord.rendezvous.timers import serve_timers
@@ -190,7 +190,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _join(self) -> tuple[Round, int]:
         if self._left:
-            raise RendezvousClosedError("this handler was shut down; make a new one")
+            raise RendezvousClosedError(SHUT_DOWN)
         self._end_round()
         self._participant.begin()
         while True:
@@ -206,7 +206,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _begin_round(self, round_: Round, reservation: Reservation) -> int:
         member = self._participant.member
-        assert member is not None
+        if member is None:  # another thread has shut this handler down just now
+            raise RendezvousClosedError(SHUT_DOWN)
         rank = round_.rank_of(member.id)
         assert rank is not None
         if rank == 0 and self.use_agent_store:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ftcoord.core import records
 from ftcoord.core.records import Ask, Round
-from ftcoord.core.rendezvous import Options, Outlook, may_reopen, outlook, spelled
+from ftcoord.core.rendezvous import SEATING, Options, Outlook, may_reopen, outlook, spelled
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.membership import Membership
@@ -37,6 +37,8 @@ HEED: Final = 1.0
 """Seconds until a signal is heeded that came in the moment before a wait: Python looks for those when a wait ends."""
 CHECK: Final = 10.0
 """Seconds between two looks of a node that waits at whether its key is still there."""
+SAY_AGAIN: Final = 1.0
+"""Seconds until a node that waits for others says again that it takes its seat; see `core.rendezvous.FRESH`."""
 SAY: Final = 30.0
 """Seconds between two lines of a node that waits about who is there."""
 LOOK: Final = 2.0
@@ -48,6 +50,7 @@ OUTLIVED: Final = 1.5
 SHARERS: Final = 100
 """Members, the oldest, among which a node with other limits than the run's looks for one that shares those."""
 _UNANSWERED: Final = (EtcdUnavailable, OutcomeUnknown)
+SHUT_DOWN: Final = "this handler was shut down; make a new one"
 TRANSIENT: Final = (*_UNANSWERED, LeaseLost)
 _FINAL: Final = (
     RendezvousTimeoutError,
@@ -64,13 +67,11 @@ class _Request:
     """What the node asks, and what it knows of that.
 
     Args:
-        looked: whether it has waited since it asked, and so does not come late to what it sees.
-        tolerated: a record with other limits, which nobody else alive shares.
+        tolerated: a record with other limits, which nobody else alive shares, as far as is known.
     """
 
     member: Membership[Round]
     ask: Ask
-    looked: bool = False
     tolerated: Round | None = None
 
 
@@ -98,7 +99,7 @@ class Participant:
         self._run = Decided(etcd, settings)
         self._after = 0
         self._reopens = -1
-        self._numbers_known = self._was_spare = self._stopped = False
+        self._numbers_known = self._has_waited = self._stopped = False
         self._deadline = self._check_at = self._say_at = 0.0
         self._refused_since: float | None = None
 
@@ -123,7 +124,7 @@ class Participant:
     def begin(self) -> None:
         """From now on the join time-out runs."""
         now = time.monotonic()
-        self._was_spare, self._refused_since = False, None
+        self._has_waited, self._refused_since = False, None
         self._deadline, self._check_at, self._say_at = now + self.settings.join_timeout, now + CHECK, now + SAY
 
     def ask(self, port: int) -> Round | None:
@@ -161,16 +162,14 @@ class Participant:
         request = self._insist(lambda: self._enter(port), TRANSIENT)
         while True:
             look, now = self._await(request)
+            if request.member.lost:
+                return self._ready_after_all(request)
             if now is None or look in (Outlook.PENDING, Outlook.SPARE):
-                if request.member.lost:
-                    return None
-                self._while_waiting(request, look)
+                self._while_waiting(request, look, now)
             elif look is Outlook.READY:
-                self.round, self._after = now, now.number
-                return now
+                return self._started(now)
             elif look is Outlook.SEATED:
-                if not self._take_seat(request, now):
-                    return None
+                self._take_seat(request, now)
             elif look is Outlook.REFUSED:
                 self._judge_limits(request, now)
             else:
@@ -183,6 +182,8 @@ class Participant:
 
     def _enter(self, port: int) -> _Request:
         """Ask for a round, as a new incarnation if the last one lost its lease."""
+        if self._stopped:
+            raise RendezvousClosedError(SHUT_DOWN)
         member = self.prepare() if self.member is None or self.member.lost else self.member
         if not self._numbers_known:
             # Behind all rounds that have left something, though the record that would tell of them may be gone.
@@ -206,16 +207,22 @@ class Participant:
             reopens=self._reopens,
         )
 
-    def _take_seat(self, request: _Request, now: Round) -> bool:
-        """Say that this node takes its seat; False when it has lost its lease, and the seat with it."""
+    def _take_seat(self, request: _Request, now: Round) -> None:
+        """Say that this node takes its seat. Without effect when it has lost its lease, and the seat with it."""
         ask = replace(request.ask, seated=now.number, nonce=uuid.uuid4().hex)
-        try:
-            self._insist(lambda: request.member.enter(records.encode(ask)), _UNANSWERED)
-        except LeaseLost:
-            self._after = max(self._after, now.number)
-            return False
-        request.ask = ask
-        return True
+        moment = time.monotonic()
+        self._check_at = min(self._check_at, moment + SAY_AGAIN)
+        # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
+        self._deadline = max(self._deadline, moment + max(self.settings.last_call_timeout, SEATING) + LOOK)
+
+        def enter() -> None:
+            if request.member.lost or self._stopped:  # it listens no more, so it must not say that it does
+                raise LeaseLost(f"the lease of member {request.member.id} is lost")
+            request.member.enter(records.encode(ask))
+
+        with contextlib.suppress(LeaseLost):
+            self._insist(enter, _UNANSWERED)
+            request.ask = ask
 
     def _insist(self, attempt: Callable[[], T], transient: tuple[type[Exception], ...]) -> T:
         """Repeat what etcd does not answer, until the deadline. Raises RendezvousConnectionError, and LeaseLost if that
@@ -240,26 +247,24 @@ class Participant:
         with self._changed:
             while True:
                 if self._stopped:
-                    raise RendezvousClosedError("this handler was shut down; make a new one")
+                    raise RendezvousClosedError(SHUT_DOWN)
                 if request.member.problem is not None:
                     raise RendezvousStateError(str(request.member.problem))
                 now = request.member.record
                 if request.member.lost:
-                    self._after = max(self._after, now.number if now else 0)  # etcd may forget what was heard
                     return Outlook.PENDING, now
                 look = outlook(now, request.member.id, request.ask)
                 if look is Outlook.REFUSED and now is request.tolerated:
                     look = Outlook.PENDING
                 if look is Outlook.SPARE:  # others run without us: we may wait for ever
-                    self._was_spare = True
                     self._deadline = time.monotonic() + self.settings.join_timeout
                 left = min(self._deadline, self._check_at, self._say_at) - time.monotonic()
                 if look not in (Outlook.PENDING, Outlook.SPARE) or left <= 0:
                     return look, now
-                request.looked = True
+                self._has_waited = True
                 self._changed.wait(min(left, HEED))
 
-    def _while_waiting(self, request: _Request, look: Outlook) -> None:
+    def _while_waiting(self, request: _Request, look: Outlook, record: Round | None) -> None:
         """What a node does from time to time while it waits. Raises RendezvousTimeoutError after the join time-out."""
         now, settings = time.monotonic(), self.settings
         if now >= self._deadline:
@@ -271,7 +276,10 @@ class Participant:
         if now >= self._check_at:
             self._check_at = now + CHECK
             request.tolerated = None
-            request.member.check()
+            if record is not None and record.number == request.ask.seated:
+                self._take_seat(request, record)  # for what was said a while ago does not count
+            else:
+                request.member.check()
         if now >= self._say_at:
             self._say_at = now + SAY
             if look is Outlook.PENDING:
@@ -283,6 +291,26 @@ class Participant:
         except EtcdError as error:
             return f"who is there cannot be told: {error}"
         return attendance([ask.host for ask in asks], count, self.settings.min_nodes)
+
+    def _started(self, round_: Round) -> Round:
+        self.round, self._after = round_, round_.number
+        return round_
+
+    def _ready_after_all(self, request: _Request) -> Round | None:
+        """Of a node that lost its lease: its round, if that has become ready. The others have started it by then, and
+        hear nothing before this node has, too. It is called back at once afterwards."""
+        known = request.member.record
+        if known is not None:
+            self._after = max(self._after, known.number)  # etcd may forget what was heard
+        if known is None or outlook(known, request.member.id, request.ask) is not Outlook.READY:
+            return None
+        try:
+            now = self._run.read()
+        except RendezvousConnectionError as error:
+            log.debug("whether a round still stands cannot be told: %s", error)
+            return None
+        stands = now is not None and (now.number, now.seats) == (known.number, known.seats) and not now.closed
+        return self._started(known) if stands else None
 
     def _judge_limits(self, request: _Request, now: Round) -> None:
         """Raises RendezvousStateError when other members share the run's limits, which are not this node's.
@@ -313,13 +341,13 @@ class Participant:
 
     def _go_on_or_end(self, request: _Request, now: Round) -> None:
         """Of a run that is over: go on from it, or raise what ends this node."""
-        has_waited, settings = request.looked or self._was_spare, self.settings
-        if not has_waited and self.round is None and may_reopen(now, settings.restart):
+        settings = self.settings
+        if not self._has_waited and self.round is None and may_reopen(now, settings.restart):
             log.info("run %r is started again; it had ended: %s", settings.run_id, now.closed)
             self._reopens = now.number
             return
         text = f"run {settings.run_id!r} is over: {now.closed}"
-        is_spare = has_waited and self.round is None and now.seats and now.rank_of(request.member.id) is None
+        is_spare = self._has_waited and self.round is None and now.seats and now.rank_of(request.member.id) is None
         if not is_spare:
             raise RendezvousClosedError(f"{text}; start a new run under another --rdzv-id")
         if settings.on_spare_close == "raise":

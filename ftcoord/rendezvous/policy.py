@@ -36,21 +36,17 @@ class RendezvousPolicy:
         return Wait(verdict.reason, verdict.until)
 
     def _publish(self, decision: Decision, previous: records.Round | None, me: str) -> Publish:
-        """A new round opens its store and ends those before, in the same transaction.
+        """A new round opens its store, empty, and ends those before, in the same transaction.
 
-        The round before is that of the record, or where the record was lost the one before this by its number.
+        The round before is that of the record, or where the record was lost the one before this by its number. What
+        lies in the new one's store is of a run that was forgotten since.
         """
         value = records.encode(replace(decision.round, by=me))
         number, last = decision.round.number, previous.number if previous else 0
         if number == last:
             return Publish(value, decision.reason)
-        old = [
-            span
-            for before in sorted({last, number - 1})
-            if before
-            for span in (
-                Span(records.round_key(self._prefix, before)),
-                Span(records.store_prefix(self._prefix, before), is_prefix=True),
-            )
-        ]
+        over = sorted({last, number - 1} - {0})
+        fences = [Span(records.round_key(self._prefix, before)) for before in over]
+        stores = [Span(records.store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
+        old = [*fences, *stores]
         return Publish(value, decision.reason, puts={records.round_key(self._prefix, number): b""}, deletes=old)

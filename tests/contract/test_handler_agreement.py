@@ -7,6 +7,8 @@ written to its store: one that returns while another does not is lost for minute
 from __future__ import annotations
 
 import logging
+import threading
+from dataclasses import replace
 
 import pytest
 from helpers import DEADLINE, eventually
@@ -21,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from ftcoord.core import records
 from ftcoord.core.records import Round
+from ftcoord.core.rendezvous import FRESH
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Batch, Delete, Get, Span
 from ftcoord.etcd.client import EtcdClient
@@ -104,6 +107,79 @@ def test_a_node_that_does_not_take_its_seat_is_left_out(make_nodes: MakeNodes, l
     joins.append(healthy.join())
     assert {seat.world for seat in seats_of(joins)} == {2}
     news_of(deaf).release()
+
+
+def says_that_it_is_seated(client: EtcdClient, node: Node) -> bool:
+    kv = client.get(node.member().group.key).one
+    return kv is not None and records.parse_ask(kv.key, kv.value).seated > 0
+
+
+def test_a_node_that_died_after_it_took_its_seat_starts_no_round(
+    make_nodes: MakeNodes, client: EtcdClient, late_clients: None
+) -> None:
+    """Its lease lives on while the others wait for a slow one."""
+    decider, dead, slow, replacement = make_nodes(3, 3, last_call_timeout=600, lease_ttl=10).add(4)
+    first = waits(decider)
+    waits(dead)
+    news_of(slow).hold()
+    third = slow.join()
+    eventually(lambda: says_that_it_is_seated(client, dead), what="it takes its seat")
+    dead.crash()
+    threading.Event().wait(FRESH + 0.5)
+    news_of(slow).release()
+    assert len(seats_of([first, third, replacement.join()])) == 3
+
+
+def test_a_join_time_out_ends_no_node_that_has_its_seat(
+    make_nodes: MakeNodes, client: EtcdClient, late_clients: None
+) -> None:
+    run = make_nodes(2, 2)
+    impatient, slow = run.one(join_timeout=3), run.one()
+    first = waits(impatient)
+    news_of(slow).hold()
+    second = slow.join()
+    eventually(lambda: says_that_it_is_seated(client, impatient), what="it takes its seat")
+    threading.Event().wait(3.5)
+    assert not first.done()
+    news_of(slow).release()
+    assert len(seats_of([first, second])) == 2
+
+
+def test_a_node_that_loses_its_lease_as_its_round_becomes_ready_starts_it(make_nodes: MakeNodes) -> None:
+    """The others have started, and are deaf until it has written to the round's store."""
+    nodes = make_nodes(2, 2).add(2)
+    join_all(nodes)
+    part, member = nodes[0].handler._participant, nodes[0].member()
+    request = participant._Request(member, replace(part._new_ask(0), after=0, seated=1))
+    member.lose()
+    assert part._ready_after_all(request) == part.round
+    nodes[1].handler.set_closed()
+    assert part._ready_after_all(request) is None
+
+
+def test_who_has_lost_its_lease_takes_no_seat(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    """etcd may not have ended the lease yet, and the others would start and wait for it."""
+    node = make_nodes(2, 2).one()
+    waits(node)
+    part, member = node.handler._participant, node.member()
+    member.lose()
+    part._take_seat(participant._Request(member, part._new_ask(0)), Round(1, (), "", 0))
+    assert not says_that_it_is_seated(client, node)
+
+
+def test_a_store_whose_number_comes_again_is_empty(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    """Of a failed run no fence is left, and somebody has deleted its record."""
+    run = make_nodes(1, 1)
+    old = run.one()
+    join_all([old])
+    assert old.info is not None
+    old.info.store.set("key", b"old")
+    old.end_with(FAILURE)
+    client.delete(Span(f"{old.handler._settings.prefix}/decided"))
+    new = run.one()
+    assert join_all([new])[0].round == 1
+    assert new.info is not None
+    assert not new.info.store.check(["key"])
 
 
 def test_rounds_go_on_where_they_were_after_the_record_and_all_who_knew_it_are_gone(
@@ -259,6 +335,39 @@ def test_a_failed_run_is_started_again_under_its_id(make_nodes: MakeNodes) -> No
         nodes[1].join().result(DEADLINE)
     seats = seats_of(again)
     assert (seats[0].world, seats[0].round) == (2, 2)
+
+
+def test_a_failed_run_may_be_started_again_with_other_limits_while_a_node_of_it_is_still_ending(
+    make_nodes: MakeNodes,
+) -> None:
+    run = make_nodes(2, 2, run_id="other limits again", lease_ttl=2)
+    failed, slow = run.add(2)
+    join_all([failed, slow])
+    failed.end_with(FAILURE)
+    join = waits(make_nodes(1, 1, run_id="other limits again", lease_ttl=2).one())
+    threading.Event().wait(4)  # longer than it takes to be refused
+    assert not join.done()
+    slow.fail()
+    assert join.result(DEADLINE).round == 2
+
+
+def test_a_node_that_waited_before_the_end_goes_not_on_from_it(
+    make_nodes: MakeNodes, client: EtcdClient, late_clients: None
+) -> None:
+    """It hears of the end only as a new incarnation."""
+    run = make_nodes(1, 2, last_call_timeout=600)
+    first = run.one(last_call_timeout=0.5)
+    join_all([first])
+    late = run.one(lease_ttl=2)
+    join = waits(late)
+    news_of(late).hold()
+    member = late.member()
+    first.end_with(FAILURE)
+    client.revoke(late.lease())
+    eventually(lambda: member.lost, what="its lease is lost")
+    news_of(late).release()
+    with pytest.raises(SystemExit):
+        join.result(DEADLINE)
 
 
 def test_a_spare_of_a_failed_run_does_not_start_it_again(make_nodes: MakeNodes) -> None:

@@ -20,6 +20,10 @@ from ftcoord.core.rendezvous import RETURNING, Decision, Member, Options, Situat
 SETTLE: Final = 1.0
 LAST_CALL: Final = 2.0
 RETURN: Final = LAST_CALL * RETURNING
+SEATS: Final = LAST_CALL
+"""Within which all seats must be taken."""
+FRESH: Final = LAST_CALL
+"""For how long it counts that one was."""
 TICK: Final = 1.0
 BASE: Final = 2
 """What the present round's number is counted from."""
@@ -69,6 +73,11 @@ def participants(view: Situation) -> list[str]:
     return [member for member in live(view) if member in seated]
 
 
+def quick(recall_on_loss: bool = True) -> Options:
+    """Options that fit the ticks."""
+    return Options(LAST_CALL, SETTLE, recall_on_loss, seat_timeout=SEATS, fresh=FRESH)
+
+
 # -- what must hold of every decision ---------------------------------------------------------------------------
 
 
@@ -91,6 +100,8 @@ def _check_ready(view: Situation, old: Round, new: Round) -> None:
     asks = {member.id: member.ask for member in view.members}
     seated = [seat.member in asks and asks[seat.member].seated == old.number for seat in old.seats]
     _hold("nobody starts before all have taken their seats", all(seated))
+    there = {seat.member for seat in old.seats}
+    _hold("who took its seat long ago may be dead", all(m.seen > -FRESH for m in view.members if m.id in there))
     _hold("S1 being ready changes nothing else", new == replace(old, ready=True))
     _hold("a recalled round does not start", not old.recalled)
 
@@ -101,7 +112,7 @@ def _check_recall(view: Situation, running: frozenset[str], limits: tuple[int, i
     _hold("S1 a recall changes no membership", new == same)
     _hold("a recall says why", bool(new.recalled))
     _hold("a round is recalled once", view.vanished or not old.recalled)
-    late = not old.ready and view.previous_at <= -LAST_CALL
+    late = not old.ready and view.previous_at <= -SEATS
     _hold("L2 a surplus node recalls nothing", view.vanished or late or len(at_work) < limits[1])
 
 
@@ -152,7 +163,7 @@ class World:
     """
 
     limits: tuple[int, int]
-    options: Options = field(default_factory=lambda: Options(LAST_CALL, SETTLE))
+    options: Options = field(default_factory=lambda: quick())
     nodes: int = 3
     deciders: int = 1
     guarded: bool = True
@@ -253,7 +264,7 @@ class World:
         """A participant wants another round than that which it took part in."""
         view = state.view
         text = _written_names(state)
-        last_seat = view.previous.last_seat_of(member) if view.previous else 0
+        last_seat = view.previous.last_seats.get(member, 0) if view.previous else 0
 
         def asking(old: Member) -> Member:
             after = max(old.ask.after, last_seat)
@@ -272,7 +283,7 @@ class World:
         if last is None or last.ready or last.recalled or last.closed or view.vanished:
             return []
         there = [m for m in view.members if m.id in state.running and last.rank_of(m.id) is not None]
-        return [member.id for member in there if member.ask.seated != last.number]
+        return [member.id for member in there if member.ask.seated != last.number or member.seen <= -FRESH]
 
     def _take_seat(self, state: State, member: str) -> State:
         view = state.view
@@ -415,7 +426,7 @@ def _canonical(state: State) -> State:
 
 def _count_from(member: Member, last: Round) -> Member:
     """What is before the last round is one of two: before or not before the seat that an away member last had."""
-    seat = last.last_seat_of(member.id)
+    seat = last.last_seats.get(member.id, 0)
     before = BASE - 1 if 0 < seat <= member.ask.after else 0
     after = member.ask.after - last.number + BASE if member.ask.after >= last.number else before
     seated = BASE if member.ask.seated == last.number else 0

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from model import LAST_CALL, RETURN, SETTLE, Broken, Decide, World
+from model import RETURN, Broken, Decide, World, quick
 
 from ftcoord.core import rendezvous
 from ftcoord.core.records import Ask
@@ -22,10 +22,6 @@ ALL = 1000
 THREE_NODES = [(1, 2, True), (2, 2, True), (2, 3, True), (1, 3, False)]
 
 
-def options(recall_on_loss: bool) -> Options:
-    return Options(LAST_CALL, SETTLE, recall_on_loss)
-
-
 @pytest.mark.parametrize(("min_nodes", "max_nodes", "depth"), [(2, 2, ALL), (1, 2, 13), (1, 1, 12)])
 def test_two_nodes(min_nodes: int, max_nodes: int, depth: int) -> None:
     assert World((min_nodes, max_nodes), nodes=2).explore(depth) > 5_000
@@ -33,12 +29,12 @@ def test_two_nodes(min_nodes: int, max_nodes: int, depth: int) -> None:
 
 @pytest.mark.parametrize(("min_nodes", "max_nodes", "recall_on_loss"), THREE_NODES)
 def test_three_nodes(min_nodes: int, max_nodes: int, recall_on_loss: bool) -> None:
-    assert World((min_nodes, max_nodes), options(recall_on_loss)).explore(9) > 3_000
+    assert World((min_nodes, max_nodes), quick(recall_on_loss)).explore(9) > 3_000
 
 
 @pytest.mark.parametrize(("min_nodes", "max_nodes", "recall_on_loss"), THREE_NODES)
 def test_three_nodes_from_a_running_round(min_nodes: int, max_nodes: int, recall_on_loss: bool) -> None:
-    world = World((min_nodes, max_nodes), options(recall_on_loss))
+    world = World((min_nodes, max_nodes), quick(recall_on_loss))
     joined = [f"{node}0 joins after round 0" for node in "ABC"]
     running = world.walk(*joined, "a tick", "a tick", "decided", *seated("ABC"[:max_nodes]), "decided")
     assert world.explore(7, running) > 3_000
@@ -229,6 +225,7 @@ PLANTED: dict[str, tuple[str, tuple[int, int], Decide]] = {
     "a round starts when it is decided": ("nobody starts", (1, 2), new_round(starts_at_once)),
     "a round starts without those that did not take their seats": ("nobody starts", (1, 2), outcome(ready_without_all)),
     "a recall takes a start back": ("S1 a recall changes", (1, 2), outcome(recall_takes_back)),
+    "a seat is taken for good": ("long ago", (1, 2), told(fresh=1e9)),
     "ranks are upside down": (
         "rank 0",
         (1, 2),

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from ftcoord.core.records import CLOSED, FAILED, FINISHED, NO_ROUND, Ask, Away, Round, Seat
 from ftcoord.core.rendezvous import (
+    FRESH,
+    SEATING,
     Decision,
     Member,
     Options,
@@ -387,8 +389,11 @@ def test_the_oldest_member_says_what_the_limits_are() -> None:
 
 def test_limits_that_nobody_alive_shares_bind_nobody() -> None:
     new = [asks("C"), asks("D")]
-    assert is_recall(judge(new, within((2, 3), RUNNING), (2, 2)), within((2, 3), RUNNING), "is gone", waiting=2)
-    forms = judge(new, within((2, 3), recalled("A B")), (2, 2))
+    told = judge(new, within((2, 3), RUNNING), (2, 2))
+    assert isinstance(told, Decision)
+    assert told.round == replace(within((2, 3), RUNNING), max_nodes=2)
+    assert is_recall(judge(new, told.round, (2, 2)), told.round, "is gone", waiting=2)
+    forms = judge(new, recalled("A B"), (2, 2))
     assert seats(forms) == "C D"
     assert isinstance(forms, Decision)
     assert forms.round.limits == (2, 2)
@@ -410,6 +415,20 @@ def test_a_round_is_not_ready_before_all_have_taken_their_seats() -> None:
 def test_seats_that_are_not_taken_recall_the_round() -> None:
     one = [asks("A", seated=1), asks("B")]
     assert is_recall(judge(one, DECIDED, (2, 2), previous_at=-LAST_CALL), DECIDED, "hostB did not take its seat")
+
+
+def test_a_short_last_call_leaves_time_to_take_seats() -> None:
+    """Else a large round would be recalled and decided again and again."""
+    one = [asks("A", seated=1), asks("B")]
+    assert waits(judge(one, DECIDED, (2, 2), previous_at=-1.0, last_call_timeout=0.001), SEATING - 1.0)
+
+
+def test_who_took_its_seat_a_while_ago_may_be_dead() -> None:
+    """Its lease would live on for longer; who lives says so again."""
+    long_ago = [asks("A", seated=1, seen=-FRESH), asks("B", seated=1)]
+    assert waits(judge(long_ago, DECIDED, (2, 2), previous_at=-4.0), LAST_CALL - 4.0)
+    just_now = [asks("A", seated=1, seen=-FRESH + 0.1), asks("B", seated=1)]
+    assert isinstance(judge(just_now, DECIDED, (2, 2), previous_at=-4.0), Decision)
 
 
 @pytest.mark.parametrize("recall_on_loss", [True, False])
@@ -461,6 +480,9 @@ def test_of_two_incarnations_of_one_node_the_newer_counts() -> None:
         pytest.param(a_round("B", 2, away=(Away("A", 1),)), {}, Outlook.MISSED, id="they went on without it"),
         pytest.param(REOPENED, {}, Outlook.CLOSED, id="the run is over"),
         pytest.param(REOPENED, {"reopens": 4}, Outlook.PENDING, id="it goes on from there"),
+        pytest.param(
+            within((9, 9), REOPENED), {"reopens": 4}, Outlook.PENDING, id="it goes on from there with other limits"
+        ),
         pytest.param(RUNNING, {"min_nodes": 9, "max_nodes": 9}, Outlook.REFUSED, id="other limits"),
     ],
 )
@@ -627,7 +649,7 @@ def test_a_closed_run_is_gone_on_from_by_new_members_alone(case: Case) -> None:
     members = {member.id: member for member in case.situation.members}
     assert may_reopen(before, case.options.restart)
     assert all(members[seat.member].ask.reopens == before.number for seat in new.seats)
-    assert not any(before.last_seat_of(member) for member in members)
+    assert not any(member in before.last_seats for member in members)
 
 
 @given(cases())
