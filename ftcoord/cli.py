@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ftcoord {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="train on three nodes, lose one, replace it (about a minute)")
+    demo = commands.add_parser("demo", help="train on three nodes, lose one, replace it (half a minute)")
     demo.add_argument("--logs", type=Path, help="where the agents' logs go (default: a new temporary folder)")
     demo.set_defaults(run=_demo)
 

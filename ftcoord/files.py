@@ -20,7 +20,7 @@ def contents(name: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(name, path, f"the file must be readable: {error.strerror}") from error
+        raise ConfigError(name, path, f"the file must be readable: {error.strerror}") from None
     except ValueError:  # a NUL in the path
         raise ConfigError(name, path, "this is not the path of a file") from None
 

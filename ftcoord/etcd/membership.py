@@ -99,7 +99,12 @@ class Membership(Generic[T]):
             self._changed.notify_all()
 
     def _on_state(self, state: SessionState) -> None:
-        log.info("the lease of member %s is %s", self.id, state.value)
+        if state is SessionState.SUSPENDED:
+            log.warning(
+                "etcd has not renewed the lease of member %s in time: what runs goes on, as far as it can", self.id
+            )
+        elif state is SessionState.CONNECTED:
+            log.warning("etcd renews the lease of member %s again", self.id)
         if state is SessionState.LOST:
             self.lose()
 

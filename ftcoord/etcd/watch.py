@@ -262,12 +262,15 @@ class WatchHub:
             source.denied = True  # etcd before 3.5.5 says the same of a token that has run out
             self._log_in_again(stream)
         elif faults.is_stale_token(reason) or "permission denied" in reason:
-            self._fail(
-                source, EtcdAuthError(f"watching {source.span.start!r}: {reason}; give the user's role this prefix")
-            )
+            self._fail(source, EtcdAuthError(f"watching {source.span.start!r}: {reason}; {self._advice()}"))
         else:
             log.debug("watch on %r cancelled by etcd (%s); opening it again", source.span.start, reason or "no reason")
             stream.reject()
+
+    def _advice(self) -> str:
+        if self._transport.config.credentials is None:
+            return "etcd wants a login: set FTCOORD_USER and FTCOORD_PASSWORD"
+        return "let the user's role read and write what begins with the key prefix"
 
     def _fail(self, source: _Source, error: EtcdError) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import EtcdError
+from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
@@ -57,7 +57,7 @@ def open_run(params: RendezvousParameters) -> Opened:
         local_addr=params.local_addr,
         conf=params.config,
     )
-    if settings.run_id == "none":
+    if settings.run_id == "none" and settings.etcd is not None:
         log.warning("no --rdzv-id was given: every job without one on this etcd belongs to the same run, 'none'")
     if settings.etcd is not None:
         return Opened(settings, connect(settings.etcd), None)
@@ -78,5 +78,6 @@ def connect(config: EtcdConfig) -> EtcdClient:
         client.status()
     except EtcdError as error:
         client.close()
-        raise RendezvousConnectionError(f"no etcd at {config.describe()}: {error}") from None
+        problem = "no etcd at" if isinstance(error, EtcdUnavailable) else "cannot use etcd at"
+        raise RendezvousConnectionError(f"{problem} {config.describe()}: {error}") from None
     return client

@@ -47,7 +47,7 @@ class Decided:
             now = records.parse_round(kv.key, kv.value) if kv else records.NO_ROUND
             ended = rendezvous.close(now, reason, outcome, node)
             if ended is None:
-                log.info("run %r is left as it is: it is over, or went on without this node", settings.run_id)
+                _say_why_not(settings.run_id, now, outcome)
                 return None
             fence = Delete(Span(records.round_key(settings.prefix, now.number)))
             value = records.encode(replace(ended, by=uuid.uuid4().hex))
@@ -80,3 +80,11 @@ class Decided:
         span = Span(records.rounds_prefix(self._settings.prefix), is_prefix=True)
         found = self._etcd.range(Get(span, keys_only=True), timeout=timeout)
         return max((records.number_of(kv.key) for kv in found.kvs), default=0)
+
+
+def _say_why_not(run_id: str, now: Round, outcome: str) -> None:
+    """Tell the user how the run really stands that this node would have closed with this outcome."""
+    if not now.closed:
+        log.info("run %r is left to the others: they went on without this node", run_id)
+    elif now.outcome != outcome:
+        log.warning("this node has %s, but run %r is over: %s", outcome, run_id, now.closed)

@@ -29,7 +29,9 @@ def install_legacy_names() -> None:
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
     from ftcoord.rendezvous.create import create_handler, with_conf
+    from ftcoord.rendezvous.logs import show_log_lines
 
+    show_log_lines()
     log.warning("--rdzv-backend=%s runs on ftcoord's etcd-v3, through etcd's v3 API", params.backend)
     foreign = [key for key in params.config if not is_known(key)]
     if foreign:  # without their values: nobody knows what is in them

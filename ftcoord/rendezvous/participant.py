@@ -27,7 +27,7 @@ from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, 
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.membership import Membership
 from ftcoord.rendezvous.decided import Decided
-from ftcoord.rendezvous.logs import SHOWN, attendance
+from ftcoord.rendezvous.logs import SHOWN, attendance, named
 from ftcoord.rendezvous.policy import RendezvousPolicy
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -39,6 +39,10 @@ CHECK: Final = 10.0
 """Seconds between two looks of a node that waits at whether its key is still there."""
 SAY_AGAIN: Final = 1.0
 """Seconds until a node that waits for others says again that it takes its seat; see `core.rendezvous.FRESH`."""
+FAREWELL: Final = 0.5
+"""Seconds that a node which leaves waits for that word to be read."""
+SAY_FIRST: Final = 5.0
+"""Seconds until a node that waits says so for the first time."""
 SAY: Final = 30.0
 """Seconds between two lines of a node that waits about who is there."""
 LOOK: Final = 2.0
@@ -102,6 +106,7 @@ class Participant:
         self._numbers_known = self._has_waited = self._stopped = False
         self._deadline = self._check_at = self._say_at = 0.0
         self._refused_since: float | None = None
+        self._refusal = ""
 
     def prepare(self) -> Membership[Round]:
         """Take a lease, and begin the watch that the next ask needs. Raises EtcdError."""
@@ -124,8 +129,8 @@ class Participant:
     def begin(self) -> None:
         """From now on the join time-out runs."""
         now = time.monotonic()
-        self._has_waited, self._refused_since = False, None
-        self._deadline, self._check_at, self._say_at = now + self.settings.join_timeout, now + CHECK, now + SAY
+        self._has_waited, self._refused_since, self._refusal = False, None, ""
+        self._deadline, self._check_at, self._say_at = now + self.settings.join_timeout, now + CHECK, now + SAY_FIRST
 
     def ask(self, port: int) -> Round | None:
         """The next round with a seat for this node, when all of it have taken theirs; None to be called again.
@@ -156,6 +161,7 @@ class Participant:
         if member.entered and not member.lost:
             with contextlib.suppress(EtcdError):  # then the others see only that its lease ends
                 member.enter(records.encode(replace(self._new_ask(0), leaving=why)), LOOK)
+                self._await_farewell(member)
         member.leave(min(self.settings.close_timeout, self.settings.request_timeout))
 
     def _see_through(self, port: int) -> Round | None:
@@ -177,6 +183,18 @@ class Participant:
                 if look is Outlook.CLOSED:
                     self._go_on_or_end(request, now)
                 return None
+
+    def _await_farewell(self, member: Membership[Round]) -> None:
+        """Until somebody has read the word of parting: if this member is the decider, its own thread is to."""
+
+        def heard() -> bool:
+            now = member.record
+            counts = now is not None and not (now.recalled or now.closed) and now.rank_of(member.id) is not None
+            return not counts or member.lost
+
+        if self.settings.on_member_loss == "restart":  # else nobody does anything about it
+            with self._changed:
+                self._changed.wait_for(heard, FAREWELL)
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -289,7 +307,12 @@ class Participant:
         try:
             asks, count = self._run.members(SHOWN, LOOK)
         except EtcdError as error:
-            return f"who is there cannot be told: {error}"
+            return f"cannot tell who is there: {error}"
+        before = self.member.record if self.member else None
+        if before is not None and before.closed:
+            old = [ask.host for ask in asks if any(seat.node == ask.node for seat in before.seats)]
+            if old:
+                return f"{named(old)} of the run that had ended has still to end"
         return attendance([ask.host for ask in asks], count, self.settings.min_nodes)
 
     def _started(self, round_: Round) -> Round:
@@ -326,7 +349,7 @@ class Participant:
             return
         other = next((ask for ask in asks if ask.limits == now.limits and not ask.leaving), None)
         if other is None:
-            self._refused_since = None
+            self._refused_since, self._refusal = None, ""
             return
         text = (
             f"run {settings.run_id!r} has --nnodes={spelled(now.limits)}, as {other.host} wants, and this node has"
@@ -335,7 +358,8 @@ class Participant:
         if self._refused_since is None:
             self._refused_since = moment
             log.warning("%s; waiting until it is certain that the other one lives", text)
-        elif moment > self._refused_since + settings.lease_ttl * OUTLIVED:
+        self._refusal = text
+        if moment > self._refused_since + settings.lease_ttl * OUTLIVED:
             self.leave("other limits")
             raise RendezvousStateError(text)
 
@@ -346,10 +370,15 @@ class Participant:
             log.info("run %r is started again; it had ended: %s", settings.run_id, now.closed)
             self._reopens = now.number
             return
+        if self._refusal:  # it was never of this run, so it is no spare of it either
+            self.leave("other limits")
+            raise RendezvousStateError(self._refusal)
         text = f"run {settings.run_id!r} is over: {now.closed}"
         is_spare = self._has_waited and self.round is None and now.seats and now.rank_of(request.member.id) is None
         if not is_spare:
-            raise RendezvousClosedError(f"{text}; start a new run under another --rdzv-id")
+            again = "it may be started again once all of its nodes have ended, or start"
+            advice = again if may_reopen(now, settings.restart) else "start"
+            raise RendezvousClosedError(f"{text}; {advice} a new run under another --rdzv-id")
         if settings.on_spare_close == "raise":
             raise RendezvousGracefulExitError(text)
         log.info("%s; this node was a spare and is not needed any more", text)

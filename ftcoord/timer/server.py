@@ -213,7 +213,9 @@ class EtcdTimerServer(TimerServer):
             self._book.drop(key)  # what it is now, the watch will tell
             return
         info = inform(claimed.timer, self._host, self._clock(), time.time())
-        log.warning("worker %d (rank %s) is in %r for %.1f s: reaping it", info.pid, info.rank, info.scope, info.age)
+        log.warning(
+            "worker %d (rank %s) has been in %r for %.1f s: reaping it", info.pid, info.rank, info.scope, info.age
+        )
         reap = self._reap
         settled = self._reap_worker_no_throw(claimed.worker_id) if reap is None else _no_throw(reap, info)
         self._finish(key, claimed, settled)

@@ -239,6 +239,17 @@ def test_of_nodes_that_contradict_each_other_before_the_first_round_the_newer_is
     assert len(seats_of([join, two.one().join()])) == 2
 
 
+def test_a_node_with_other_limits_is_no_spare_of_the_run(make_nodes: MakeNodes) -> None:
+    worker = make_nodes(1, 1, run_id="no spare").one()
+    join_all([worker])
+    odd = make_nodes(2, 2, run_id="no spare", lease_ttl=600).one()
+    join = waits(odd)
+    eventually(lambda: odd.handler._participant._refusal, what="it knows that it is not wanted")
+    worker.finish()
+    with pytest.raises(RendezvousStateError, match=r"--nnodes=1, .* --nnodes=2"):
+        join.result(DEADLINE)
+
+
 def test_limits_of_nodes_that_are_gone_bind_nobody(make_nodes: MakeNodes) -> None:
     old = make_nodes(1, 1, run_id="changed limits").one()
     join_all([old])
@@ -266,7 +277,7 @@ def test_a_failure_ends_the_run_on_all_nodes(make_nodes: MakeNodes) -> None:
     nodes[0].end_with(FAILURE)
     all_signalled(nodes[1:])
     for node in nodes[1:]:
-        with pytest.raises(RendezvousClosedError, match=r"is over: .* failed"):
+        with pytest.raises(RendezvousClosedError, match=r"is over: .* failed; it may be started again"):
             node.join().result(DEADLINE)
     assert nodes[1].info is not None
     with pytest.raises((RoundOver, RuntimeError)):  # so torch's exit barrier waits for nobody
@@ -425,6 +436,17 @@ def test_a_node_that_waits_says_for_what(
     with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
         waits(make_nodes(2, 2).one())
         eventually(lambda: "waiting for a round: 1 of at least 2 nodes came" in caplog.text, what="it says so")
+
+
+def test_a_decider_that_leaves_says_why(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    """Nobody else reads its word of parting: it must have it read itself, before its key is gone."""
+    run = make_nodes(1, 2)
+    decider, other = run.add(2)
+    joins = [waits(decider), other.join()]
+    seats_of(joins)
+    decider.fail()
+    all_signalled([other])
+    assert "left (ValueError)" in str(decided(client, other))
 
 
 def test_why_a_round_ended_is_known_as_far_as_it_can_be(
