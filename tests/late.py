@@ -30,15 +30,10 @@ class Late(EtcdClient):
         """Hear of nothing any more from the first item on for which this holds, that one included."""
         self._hold_from = condition
 
-    @property
-    def held(self) -> int:
-        """How many items it has not heard of yet."""
-        return len(self._held or [])
-
-    def await_held(self, count: int, timeout: float) -> bool:
-        """Whether there are so many of them, in `timeout` seconds."""
+    def await_held(self, kind: Callable[[WatchItem], bool], count: int, timeout: float) -> bool:
+        """Whether there are so many items of a kind that it has not heard of yet, in `timeout` seconds."""
         with self._turn:
-            return self._turn.wait_for(lambda: self.held >= count, timeout)
+            return self._turn.wait_for(lambda: sum(kind(item) for _, item in self._held or []) >= count, timeout)
 
     def release(self) -> None:
         with self._turn:
@@ -46,11 +41,12 @@ class Late(EtcdClient):
             for deliver, item in held:
                 deliver(item)
 
-    def release_first(self, count: int) -> None:
-        """It hears of so many items, and of the others later."""
+    def release_first(self, kind: Callable[[WatchItem], bool], count: int = 1) -> None:
+        """It hears of so many items of this kind, and of all that came before the last of them; of the others later."""
         with self._turn:
             assert self._held is not None
-            heard, self._held = self._held[:count], self._held[count:]
+            last = [index for index, (_, item) in enumerate(self._held, 1) if kind(item)][count - 1]
+            heard, self._held = self._held[:last], self._held[last:]
             for deliver, item in heard:
                 deliver(item)
 

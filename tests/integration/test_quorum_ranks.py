@@ -23,7 +23,7 @@ from ftcoord.coordination import ManagerClient, ManagerServer
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.manager import desk_prefix
 from ftcoord.etcd import shared
-from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.api import Batch, Get, Span, WatchItem
 from ftcoord.etcd.server import EtcdServer
 
 LONG = timedelta(seconds=DEADLINE)
@@ -83,6 +83,11 @@ def test_a_kill_ends_the_manager_that_it_was_meant_for(fragile: EtcdServer) -> N
         assert zero.code() == 1
 
 
+def is_call(item: WatchItem) -> bool:
+    """Whether a watch tells with this of a rank's call, or of its end."""
+    return isinstance(item, Batch) and any("/in/" in event.kv.key for event in item.events)
+
+
 @pytest.mark.xfail(
     strict=True, reason="votes go through etcd until issue 15: they and their withdrawal may be heard late"
 )
@@ -103,12 +108,16 @@ def test_a_vote_that_was_taken_back_does_not_count_for_a_manager_that_was_busy(
         stack.callback(server.shutdown)
         (one,) = stack.enter_context(replica_processes(job, 1))
         (late,) = made
+        zero = ManagerClient(server.address(), LONG)
+        before = one.commit(server.address(), 1, 0)
+        zero.should_commit(0, 0, True, LONG)
+        before.result(DEADLINE)  # so the manager listens
         late.hold()
         with pytest.raises(TimeoutError):
-            one.commit(server.address(), 1, 0, timeout=1).result(DEADLINE)
-        late.await_held(2, timeout=5)
-        vote = spawn(partial(ManagerClient(server.address(), LONG).should_commit, 0, 0, True, 5 * second))
-        late.release_first(1)
+            one.commit(server.address(), 1, 1, timeout=1).result(DEADLINE)
+        assert late.await_held(is_call, 2, DEADLINE)  # the vote, and that it was taken back
+        vote = spawn(partial(zero.should_commit, 0, 1, True, 5 * second))
+        late.release_first(is_call)
         with contextlib.suppress(TimeoutError):
             assert not vote.result(DEADLINE)
         late.release()

@@ -23,7 +23,7 @@ from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum import Quorum, Request
 from ftcoord.core.quorum_records import Petition, parse_petition
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd.api import Etcd, Get, Span, TxnResult
+from ftcoord.etcd.api import Batch, Etcd, Get, Span, TxnResult, WatchItem
 from ftcoord.etcd.client import EtcdClient
 
 REQUEST = Request("x", "", "", 0, 1, False, "", 0, ())
@@ -290,18 +290,24 @@ def test_a_decider_that_is_behind_calls_nobody_dead(
         answers = []
         for number, name in enumerate("ab", 1):
             answers.append(threads.submit(group[name].ask, replace(REQUEST, replica_id=name), until))
-            eventually(lambda number=number: late.held == number, f"{name} asks")
+            assert late.await_held(is_request, number, DEADLINE), f"{name} asks"
         calm, interval = threading.Event(), job.heartbeat_timeout / 5
         stack.callback(calm.set)
         for one in group.values():
             stack.callback(threads.submit(beat_until, calm, interval, one, until).result, DEADLINE)
         stack.callback(calm.set)
         calm.wait(2 * job.heartbeat_timeout)
-        late.release_first(2)
+        late.release_first(is_request, 2)
         calm.wait(job.heartbeat_timeout / 2)
         late.release()
         answers += [threads.submit(group[name].ask, replace(REQUEST, replica_id=name), until) for name in "cd"]
         assert [[seat.replica_id for seat in one.result(DEADLINE).requests] for one in answers] == [[*"abcd"]] * 4
+
+
+def is_request(item: WatchItem) -> bool:
+    """Whether a watch tells with this that a member asks for a quorum."""
+    events = item.events if isinstance(item, Batch) else ()
+    return any("/members/" in one.kv.key and parse_petition(one.kv.key, one.kv.value).asked for one in events)
 
 
 def beat_until(calm: threading.Event, interval: float, one: Replica, deadline: float) -> None:
