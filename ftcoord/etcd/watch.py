@@ -50,7 +50,7 @@ class Watcher:
         """Deliver; what the watcher's own code raises costs nobody else an event, nor the hub its thread."""
         try:
             self.deliver(item)
-        except Exception:
+        except Exception:  # whatever it is: the thread serves every watcher of this client
             log.exception("what watches %r failed, and missed what it was told", self.source.span.start)
 
     def cancel(self) -> None:
