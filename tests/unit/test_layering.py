@@ -18,7 +18,7 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 400
 
 LAYERS = (
-    {"errors"},
+    {"errors", "concurrency"},
     {"files"},
     {"config"},
     {"core"},

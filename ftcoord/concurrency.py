@@ -1,0 +1,174 @@
+"""The seam to threads and time: every lock, wait, thread and clock of ftcoord comes from here.
+
+In a user's process these are Python's own. `ftcoord.testing` puts a scheduler with a virtual clock in their place, so
+that the same code runs deterministically, and a test can watch in which order locks are taken.
+
+Objects keep what they were made with: install another runtime before they are made.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+Empty = queue.Empty
+"""What `Queue.get` raises after its time-out, in every runtime."""
+
+
+class Lock(Protocol):
+    """A mutex, as `threading.Lock`."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+    def release(self) -> None: ...
+    def __enter__(self) -> bool: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> object: ...
+
+
+class Condition(Lock, Protocol):
+    """As `threading.Condition` on a reentrant lock of its own."""
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T: ...
+    def notify(self, n: int = 1) -> None: ...
+    def notify_all(self) -> None: ...
+
+
+class Event(Protocol):
+    """As `threading.Event`."""
+
+    def is_set(self) -> bool: ...
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
+class Queue(Protocol[T]):
+    """As `queue.SimpleQueue`."""
+
+    def put(self, item: T) -> None: ...
+    def get(self, block: bool = True, timeout: float | None = None) -> T: ...
+    def empty(self) -> bool: ...
+
+
+class Thread(Protocol):
+    """As `threading.Thread`; `ident` is None before it was started."""
+
+    name: str
+
+    @property
+    def ident(self) -> int | None: ...
+    def start(self) -> None: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def is_alive(self) -> bool: ...
+
+
+class Runtime(Protocol):
+    """Makes all of the above. Locks get a name, `Class.attribute`, by which docs/architecture.md lists them."""
+
+    def now(self) -> float: ...
+    def wall(self) -> float: ...
+    def lock(self, name: str) -> Lock: ...
+    def rlock(self, name: str) -> Lock: ...
+    def condition(self, name: str) -> Condition: ...
+    def event(self) -> Event: ...
+    def queue(self) -> Queue[Any]: ...
+    def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread: ...
+    def current_thread(self) -> Thread: ...
+
+
+class Python:
+    """Python's own threads and clocks."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+    def lock(self, name: str) -> Lock:
+        return threading.Lock()
+
+    def rlock(self, name: str) -> Lock:
+        return threading.RLock()
+
+    def condition(self, name: str) -> Condition:
+        return threading.Condition()
+
+    def event(self) -> Event:
+        return threading.Event()
+
+    def queue(self) -> Queue[Any]:
+        return queue.SimpleQueue()
+
+    def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread:
+        return threading.Thread(target=target, args=args, name=name, daemon=True)
+
+    def current_thread(self) -> Thread:
+        return threading.current_thread()
+
+
+_runtime: Runtime = Python()
+
+
+@contextmanager
+def use(runtime: Runtime) -> Iterator[None]:
+    """Have everything that is made meanwhile, in the whole process, made by this runtime. For tests."""
+    global _runtime
+    before, _runtime = _runtime, runtime
+    try:
+        yield
+    finally:
+        _runtime = before
+
+
+def now() -> float:
+    """Monotonic seconds."""
+    return _runtime.now()
+
+
+def wall() -> float:
+    """Seconds since 1970, for people only: no decision may rest on it."""
+    return _runtime.wall()
+
+
+def lock(name: str) -> Lock:
+    """A mutex. `name` is `Class.attribute`, as in the table of locks in docs/architecture.md."""
+    return _runtime.lock(name)
+
+
+def rlock(name: str) -> Lock:
+    """A reentrant mutex."""
+    return _runtime.rlock(name)
+
+
+def condition(name: str) -> Condition:
+    """A condition with a reentrant lock of its own, which `name` names."""
+    return _runtime.condition(name)
+
+
+def event() -> Event:
+    return _runtime.event()
+
+
+def inbox() -> Queue[Any]:
+    """A queue without a bound."""
+    return _runtime.queue()
+
+
+def thread(target: Callable[..., object], name: str, *args: object) -> Thread:
+    """A daemon thread, not yet started."""
+    return _runtime.thread(target, name, args)
+
+
+def current_thread() -> Thread:
+    """The thread that runs this."""
+    return _runtime.current_thread()
