@@ -18,6 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
+LONGEST_WAIT = threading.TIMEOUT_MAX
+"""Seconds: no wait may be longer, or Python raises OverflowError."""
 Empty = queue.Empty
 """What `Queue.get` raises after its time-out, in every runtime."""
 

@@ -56,6 +56,21 @@ class ServerError(FtcoordError, RuntimeError):
     """A server of ours (an embedded etcd, a gateway) could not be found, started or reached."""
 
 
+class ThreadFailed(FtcoordError, RuntimeError):
+    """A thread of ftcoord ended by an error that nobody foresaw, which is its cause and was logged.
+
+    Args:
+        what: what the thread did.
+        error: what ended it.
+    """
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        super().__init__(
+            f"the thread that {what} failed: {error!r}; this is a bug of ftcoord: report it, with the traceback from"
+            " the log. Trying again starts a new one"
+        )
+
+
 class EtcdError(FtcoordError):
     """A call to etcd failed. Raised itself for answers that no subclass describes."""
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
-from ftcoord.coordination.replica import Replica
+from ftcoord.coordination.replica import Replica, TakeoverToken
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.etcd.api import Etcd
 
@@ -51,7 +51,7 @@ class GatewaySessions:
         self._pass_every = timeout * PASS_ON if timeout < LEASE_FLOOR else None
         self._silent_after = max(timeout, LEASE_FLOOR)
         self._lock = threading.Lock()
-        self._impatience = threading.Lock()
+        self._takeover = TakeoverToken()
         self._sessions: dict[str, _GatewaySession] = {}
         self._closed = threading.Event()
         self._farewells = ThreadPoolExecutor(4, thread_name_prefix="ftcoord-farewell")
@@ -81,7 +81,7 @@ class GatewaySessions:
         with self._lock:
             guests, self._sessions = list(self._sessions.values()), {}
         for guest in guests:
-            guest.replica.abandon()
+            guest.replica.orphan()
         self._farewells.shutdown()
 
     @contextmanager
@@ -102,7 +102,7 @@ class GatewaySessions:
                 guest.calls -= 1
 
     def _new_replica(self, replica_id: str) -> Replica:
-        return Replica(self._etcd, self._job, replica_id, kept=True, impatience=self._impatience)
+        return Replica(self._etcd, self._job, replica_id, keeps_lease=True, takeover=self._takeover)
 
     def _sweep(self) -> None:
         while not self._closed.wait(SWEEP):
