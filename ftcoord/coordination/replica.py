@@ -17,9 +17,9 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR, Heard, QuorumPolicy
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.core.quorum_records import ReplicaRecord, encode
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, Span
-from ftcoord.etcd.retry import retry
+from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.lease_keeper import LeaseKeeper
 from ftcoord.primitives.write_once import LEAST
@@ -37,7 +37,7 @@ SPREAD: Final = 0.1
 LONGEST_SPREAD: Final = 10.0
 LOOK: Final = 2.0
 """Seconds that it decides, too. It then waits again: the decider may well be right to wait."""
-_TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown, LeaseLost)
+_TRANSIENT: Final = (*UNANSWERED, LeaseLost)
 
 
 class Replica:
@@ -198,7 +198,7 @@ class Replica:
         """Until etcd answers. A lost lease is replaced by a new one."""
         try:
             retry(attempt, _TRANSIENT, deadline, gone)
-        except (EtcdUnavailable, OutcomeUnknown) as error:
+        except UNANSWERED as error:
             raise TimeoutError(str(error)) from None
 
     def _beat(self) -> None:
