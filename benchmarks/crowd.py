@@ -16,7 +16,7 @@ from torch.distributed.elastic.utils.store import barrier
 
 from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.processes import PROCESSES, Processes, free_port
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.store import EtcdStore
 
 STORES: Final = ("EtcdStore", "TCPStore", "legacy EtcdStore")

@@ -19,7 +19,7 @@ from torch.distributed.elastic.timer import FileTimerClient, FileTimerServer, Lo
 
 from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.processes import PATIENCE, BenchmarkError
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.timer.client import EtcdTimerClient
 from ftcoord.timer.server import EtcdTimerServer
 

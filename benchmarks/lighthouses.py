@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from benchmarks.metrics import AS_ETCD_DOES
 from ftcoord.coordination import Gateway, ManagerClient, ManagerServer
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 
 OURS, GATEWAY, TORCHFT = KINDS = ("ftcoord", "ftcoord, gateway", "torchft")
 TIMEOUT: Final = timedelta(seconds=60)

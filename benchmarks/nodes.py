@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 import ftcoord.rendezvous.create  # noqa: F401  # warm, as torch's own backends are: the registry imported those
 from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.processes import BenchmarkError, Processes
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 
 BACKENDS: Final = ("etcd-v3", "c10d", "etcd-v2")
 MONITOR_INTERVAL: Final = 0.1

@@ -23,9 +23,9 @@ from benchmarks.report import publish, table
 from benchmarks.store import measure_raw
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import LighthouseClient
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 
 SIZES: Final = (2, 4, 8, 16, 32, 64)
 TARGET_SMALL: Final = 3.0

@@ -20,8 +20,8 @@ from benchmarks.lighthouses import OURS, TIMEOUT, TORCHFT, classes, job_at, ligh
 from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.processes import BenchmarkError, Processes, free_port
 from benchmarks.report import table
-from ftcoord.etcd.cluster import EtcdCluster
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded.server import EtcdServer
 
 RENEWAL: Final = 5 / 3
 """Seconds between two renewals of a lease for the default heartbeat time-out of 5 s: deaths are spread over this."""

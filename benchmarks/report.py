@@ -18,7 +18,7 @@ from benchmarks.imports import Import
 from benchmarks.metrics import Load
 from benchmarks.nodes import BACKENDS, Joined
 from benchmarks.processes import PROCESSES
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 
 OURS, *RIVALS = BACKENDS
 TARGET_RATIO: Final = 10

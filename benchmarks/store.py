@@ -24,9 +24,9 @@ from benchmarks.crowd import STORES, Crowd, add, make_store, meet, serving, time
 from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.report import publish, table
 from ftcoord.config import EtcdConfig
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 
 OURS, RIVAL, LEGACY = STORES
 VALUE: Final = "x" * 64

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ftcoord.etcd.binary import COMMIT_WHOLE, find_etcd, loses_writes
+from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
 
 NAME = "ftcoord-etcd"
 PROGRAM_INTERPRETER = 3

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import FtcoordError
-from ftcoord.etcd.server import EtcdServer
 
 PATIENCE: Final = 180.0
 """Seconds to wait for anything: a slow machine takes long to import torch three times."""

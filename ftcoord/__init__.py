@@ -13,11 +13,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ftcoord import coordination, errors, timer
     from ftcoord.config import EtcdConfig
+    from ftcoord.embedded.cluster import EtcdCluster
+    from ftcoord.embedded.server import EtcdServer
     from ftcoord.etcd.client import EtcdClient
-    from ftcoord.etcd.cluster import EtcdCluster
-    from ftcoord.etcd.server import EtcdServer
-    from ftcoord.etcd.session import Session
     from ftcoord.heartbeat import Heartbeat, watch_heartbeats
+    from ftcoord.primitives.session import Session
     from ftcoord.rendezvous.backend import EtcdRendezvousBackend
     from ftcoord.rendezvous.handler import EtcdRendezvousHandler
     from ftcoord.rendezvous.init_method import register_init_methods
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "EtcdClient": "ftcoord.etcd.client",
-    "EtcdCluster": "ftcoord.etcd.cluster",
+    "EtcdCluster": "ftcoord.embedded.cluster",
     "EtcdConfig": "ftcoord.config",
     "EtcdRendezvousBackend": "ftcoord.rendezvous.backend",
     "EtcdRendezvousHandler": "ftcoord.rendezvous.handler",
-    "EtcdServer": "ftcoord.etcd.server",
+    "EtcdServer": "ftcoord.embedded.server",
     "EtcdStore": "ftcoord.store",
     "Heartbeat": "ftcoord.heartbeat",
-    "Session": "ftcoord.etcd.session",
+    "Session": "ftcoord.primitives.session",
     "install_legacy_names": "ftcoord.rendezvous.legacy",
     "register_init_methods": "ftcoord.rendezvous.init_method",
     "watch_heartbeats": "ftcoord.heartbeat",

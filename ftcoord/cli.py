@@ -15,7 +15,7 @@ from ftcoord import __version__
 from ftcoord.errors import EtcdError, FtcoordError
 
 if TYPE_CHECKING:
-    from ftcoord.etcd.server import EtcdServer
+    from ftcoord.embedded.server import EtcdServer
 
 
 HEED: Final = 1.0
@@ -67,7 +67,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _server(options: argparse.Namespace) -> int:
-    from ftcoord.etcd.server import EtcdServer
+    from ftcoord.embedded.server import EtcdServer
 
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -172,3 +172,12 @@ def thread(target: Callable[..., object], name: str, *args: object) -> Thread:
 def current_thread() -> Thread:
     """The thread that runs this."""
     return _runtime.current_thread()
+
+
+def detached(work: Callable[..., None], *arguments: object) -> None:
+    """Call `work(*arguments)` on a thread of its own, without waiting for it: the way out of a finalizer.
+
+    A finalizer may run in any line that allocates, whatever locks are held there, so it must take none itself. Raises
+    RuntimeError when no thread can be started.
+    """
+    thread(work, "ftcoord-forget", *arguments).start()

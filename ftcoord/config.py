@@ -51,6 +51,29 @@ def redacted(value: object) -> object:
     return re.sub(r"([?#]).*", rf"\1{HIDDEN}", HIDDEN + at + rest if at else rest, flags=re.DOTALL)
 
 
+def key_path(key: str, value: object) -> str:
+    """A parser for key prefixes, without a slash at the end. Raises ConfigError."""
+    prefix = value.strip().rstrip("/") if isinstance(value, str) else ""
+    if not re.fullmatch(r"(/[^/]+)+", prefix) or not prefix.isprintable():
+        raise ConfigError(key, redacted(value), "give a path such as /ftcoord/v1: printable, '/' first, no empty part")
+    return prefix
+
+
+def full_text(key: str, value: object, allowed: str = "give a text that is not empty") -> str:
+    """A parser for ids and names, which are taken as they are, also their white space. Raises ConfigError."""
+    if not isinstance(value, str) or not value.strip() or not _is_utf8(value):
+        raise ConfigError(key, redacted(value), allowed)
+    return value
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no text in this locale
+        return False
+    return True
+
+
 def text(key: str, value: object) -> str:
     """`value` (a str or a path) without surrounding white space; ConfigError when nothing is left."""
     plain = os.fspath(value) if isinstance(value, os.PathLike) else value

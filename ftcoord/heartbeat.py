@@ -18,15 +18,15 @@ from types import TracebackType
 from typing import Any, Final
 from urllib.parse import quote
 
-from ftcoord.config import EtcdConfig, whole
+from ftcoord.config import EtcdConfig, full_text, whole
 from ftcoord.core.heartbeats import Beat, HeartbeatEvent, Roll, beat_key, encode, heartbeats_prefix, parse
+from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.errors import ClientClosed, ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable, StateError
 from ftcoord.etcd.api import Etcd, KeyValue, Span
-from ftcoord.etcd.feed import Feed
-from ftcoord.etcd.keys import KEY_PREFIX, full_text
-from ftcoord.etcd.leased import LeasedKeys
-from ftcoord.etcd.mirror import Change
-from ftcoord.etcd.run import Run
+from ftcoord.etcd.namespace import Namespace
+from ftcoord.primitives.feed import Feed
+from ftcoord.primitives.leased_keys import LeasedKeys
+from ftcoord.primitives.mirror import Change
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Heartbeat:
         self._name = full_text("name", name)
         self._ttl = _ttl("ttl", ttl)
         self._data = _json(data)
-        self._run = Run.open(run, etcd, key_prefix)
+        self._run = Namespace.open(run, etcd, key_prefix)
         self._keys: LeasedKeys | None = None
 
     def __enter__(self) -> Heartbeat:
@@ -123,7 +123,7 @@ class Heartbeat:
 class HeartbeatWatch:
     """An iterator of `HeartbeatEvent`, without end until `close()`. A context manager."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Namespace) -> None:
         self._run = run
         self._feed = Feed(run.etcd, Span(heartbeats_prefix(run.prefix), is_prefix=True))
         self._closed = threading.Event()
@@ -202,7 +202,7 @@ def watch_heartbeats(
     Raises ConfigError for bad arguments, before any socket is opened; iterating raises EtcdAuthError when etcd refuses
     the login, or has no such permission for the user.
     """
-    return HeartbeatWatch(Run.open(run, etcd, key_prefix))
+    return HeartbeatWatch(Namespace.open(run, etcd, key_prefix))
 
 
 def _json(data: Any) -> str:

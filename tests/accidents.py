@@ -12,11 +12,11 @@ from typing import Any
 from helpers import DEADLINE, eventually
 from members import Door
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Batch, Etcd, Get, RangeResult, Span, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.mirror import Mirror, Posted
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.primitives.mirror import Mirror, Posted
 
 
 class Forgetful(Door):

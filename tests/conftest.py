@@ -12,9 +12,9 @@ import pytest
 from helpers import DEADLINE, eventually
 
 from ftcoord.config import EtcdConfig
+from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.cluster import EtcdCluster
-from ftcoord.etcd.server import EtcdServer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it for us
 

@@ -24,10 +24,10 @@ if sys.argv[-1] == "on":  # as grpc is on its own: loaded, and used once, before
     _first = grpc.insecure_channel("127.0.0.1:1")
 
 from ftcoord.config import EtcdConfig
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import Batch, Get, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 
 KEYS: Final = 50
 AT_ONCE: Final = 8

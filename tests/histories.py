@@ -49,7 +49,7 @@ class Findings:
     lost: list[Operation] = field(default_factory=list)
     """Answered, but etcd knows nothing of it."""
     doubled: list[tuple[str, int]] = field(default_factory=list)
-    """Changes (key and revision) that nobody asked for, or that were made once more."""
+    """ExactlyOnceWriter (key and revision) that nobody asked for, or that were made once more."""
     out_of_order: list[Operation] = field(default_factory=list)
     """They do not fit in the order in which operations began and ended."""
 

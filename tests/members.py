@@ -14,9 +14,9 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError, EtcdUnavailable, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Compare, Etcd, Get, KeyValue, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.deciding import Publish, View, Wait
-from ftcoord.etcd.group import Group
-from ftcoord.etcd.session import Session
+from ftcoord.primitives.group.group import Group
+from ftcoord.primitives.group.policy import Publish, View, Wait
+from ftcoord.primitives.session import Session
 
 CALL_TIMEOUT = 5.0
 RECORD_TTL = 4

@@ -26,12 +26,12 @@ from helpers import DEADLINE, eventually, freeze
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
-from ftcoord.core.records import Round
+from ftcoord.core.rendezvous_records import Round
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.membership import Membership
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.primitives.group.membership import Membership
 from ftcoord.rendezvous.create import create_handler
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 

@@ -12,9 +12,9 @@ from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from ftcoord.config import EtcdConfig, redacted, whole
-from ftcoord.core.quorum import Options
+from ftcoord.core.layout import KEY_PREFIX, run_prefix
+from ftcoord.core.quorum import QuorumOptions
 from ftcoord.errors import ConfigError
-from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
 
 SCHEMES: Final[dict[str, bool | None]] = {"etcd": None, "etcds": True}
 DAY_MS: Final = 24 * 3600 * 1000
@@ -49,9 +49,9 @@ class Job:
         return f"{run_prefix(KEY_PREFIX, self.name)}/quorum"
 
     @property
-    def options(self) -> Options:
+    def options(self) -> QuorumOptions:
         """The rules of its quorums."""
-        return Options(self.min_replicas, self.join_timeout_ms / 1000)
+        return QuorumOptions(self.min_replicas, self.join_timeout_ms / 1000)
 
     @property
     def heartbeat_timeout(self) -> float:

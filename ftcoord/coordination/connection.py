@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ftcoord.concurrency import detached
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.errors import ConfigError, EtcdError, ForkedProcessError, StateError
 from ftcoord.etcd.shared import SharedClient
-from ftcoord.etcd.threads import apart
 
 ATTEMPT: float = 5.0
 """Seconds that one request to etcd may take."""
@@ -41,9 +41,9 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
 def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> None:
     """Has `close(*arguments)` called when nobody holds `owner` any more; not at the end of the process.
 
-    On a thread of its own, as `apart` says.
+    On a thread of its own, as `detached` says.
     """
-    weakref.finalize(owner, apart, close, *arguments).atexit = False
+    weakref.finalize(owner, detached, close, *arguments).atexit = False
 
 
 def unreachable(address: str, connect_timeout: float, problem: object) -> RuntimeError:

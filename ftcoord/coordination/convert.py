@@ -10,22 +10,22 @@ from typing import Any
 from ftcoord.coordination import checks
 from ftcoord.coordination.types import Quorum as QuorumReply
 from ftcoord.coordination.types import QuorumMember, QuorumResult, Timestamp
-from ftcoord.core.quorum import Quorum, Request, recovery
+from ftcoord.core.quorum import QuorumRecord, QuorumRequest, recovery
 from ftcoord.errors import NotInQuorum
 
 
-def quorum_reply(quorum: Quorum) -> QuorumReply:
+def quorum_reply(quorum: QuorumRecord) -> QuorumReply:
     """A quorum as torchft's users know it."""
     seconds, fraction = divmod(quorum.created, 1)
     created = Timestamp(int(seconds), int(fraction * 1e9))
     return QuorumReply(quorum.id, partial(_members, quorum), created)
 
 
-def _members(quorum: Quorum) -> list[QuorumMember]:
+def _members(quorum: QuorumRecord) -> list[QuorumMember]:
     return [_member(request) for request in quorum.requests]
 
 
-def _member(request: Request) -> QuorumMember:
+def _member(request: QuorumRequest) -> QuorumMember:
     return QuorumMember(
         request.replica_id,
         request.address,
@@ -37,7 +37,7 @@ def _member(request: Request) -> QuorumMember:
     )
 
 
-def quorum_result(quorum: Quorum, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
+def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
     """What a quorum means for one rank. Raises RuntimeError when the replica is not in it."""
     try:
         plan = recovery(quorum.requests, replica_id, rank, init_sync)

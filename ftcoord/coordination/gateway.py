@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import ATTEMPT
-from ftcoord.coordination.guests import Caller, Guests
+from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
 from ftcoord.coordination.lighthouse_wire import (
     HEARD,
     SERVICE,
@@ -27,10 +27,10 @@ from ftcoord.coordination.lighthouse_wire import (
     read_heartbeat,
     read_quorum_request,
 )
-from ftcoord.core.quorum import Quorum
+from ftcoord.core.quorum import QuorumRecord
 from ftcoord.errors import ConfigError, EtcdError, ServerError, StateError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.quiet import grpc, quiet_grpc
+from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Gateway:
         job = parse_address(address)
         host, port = _parse_listen(listen)
         self._patience = min(job.heartbeat_timeout, ATTEMPT)
-        self._told: tuple[Quorum, bytes] | None = None
+        self._told: tuple[QuorumRecord, bytes] | None = None
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ftcoord-gateway")
         self._asks = ThreadPoolExecutor(THREADS, thread_name_prefix="ftcoord-asks")
         self._etcd = EtcdClient(replace(job.config(), request_timeout=ATTEMPT))
@@ -75,7 +75,7 @@ class Gateway:
         except ServerError:
             self._etcd.close()
             raise
-        self._guests = Guests(self._etcd, job)
+        self._sessions = GatewaySessions(self._etcd, job)
         self._address = f"http://{_reachable(host)}:{port}"
         self._server.start()
 
@@ -92,7 +92,7 @@ class Gateway:
         self._server.stop(None)
         self._pool.shutdown()  # calls under way are cancelled,
         self._asks.shutdown()  # and taken back
-        self._guests.close()
+        self._sessions.close()
         self._etcd.close()
 
     def __enter__(self: _Self) -> _Self:
@@ -122,20 +122,20 @@ class Gateway:
     def _quorum(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with _answering(context):
             request = read_quorum_request(message)
-            caller = Caller()
+            caller = PendingCall()
             if not context.add_callback(caller.leave):
                 raise TimeoutError("the caller went away")
             deadline = _deadline(context)
-            quorum = self._asks.submit(self._guests.ask, request, deadline, caller)
+            quorum = self._asks.submit(self._sessions.ask, request, deadline, caller)
             return self._response(_in_time(quorum, deadline, caller))
 
     def _heartbeat(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with _answering(context):
             deadline = min(_deadline(context), time.monotonic() + self._patience)
-            self._guests.beat(read_heartbeat(message), deadline)
+            self._sessions.beat(read_heartbeat(message), deadline)
         return HEARD
 
-    def _response(self, quorum: Quorum) -> bytes:
+    def _response(self, quorum: QuorumRecord) -> bytes:
         """All that are in a quorum get the same bytes."""
         told = self._told
         if told is None or told[0] is not quorum:
@@ -159,7 +159,7 @@ def _answering(context: grpc.ServicerContext) -> Iterator[None]:
         context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-def _in_time(quorum: Future[Quorum], deadline: float, caller: Caller) -> Quorum:
+def _in_time(quorum: Future[QuorumRecord], deadline: float, caller: PendingCall) -> QuorumRecord:
     """Raises TimeoutError after the monotonic `deadline`, and has the request taken back meanwhile."""
     left = deadline - time.monotonic()
     if not wait((quorum,), None if math.isinf(left) else max(left, 0)).done:

@@ -19,7 +19,7 @@ from ftcoord.coordination.connection import check_process, connect, torchft_erro
 from ftcoord.coordination.convert import json_text, quorum_reply
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import Quorum
-from ftcoord.core.quorum import Request
+from ftcoord.core.quorum import QuorumRequest
 from ftcoord.etcd.shared import SharedClient
 
 PROBE: Final = timedelta(seconds=10)
@@ -118,7 +118,7 @@ class LighthouseClient:
         Raises TimeoutError, after which it does not count as asking any more, and RuntimeError.
         """
         deadline = time.monotonic() + checks.seconds("timeout", timeout)
-        request = Request(
+        request = QuorumRequest(
             checks.string("replica_id", replica_id),
             checks.string("address", address),
             checks.string("store_address", store_address),

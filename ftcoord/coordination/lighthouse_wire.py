@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from ftcoord.core.quorum import Quorum, Request
+from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.core.strict import json_problem
-from ftcoord.etcd.protobuf import declare
+from ftcoord.etcd.rpc.protobuf import declare
 
 SERVICE: Final = "torchft.LighthouseService"
 
@@ -32,7 +32,7 @@ HEARD: Final[bytes] = _MESSAGES["LighthouseHeartbeatResponse"]().SerializeToStri
 """The answer to a heartbeat."""
 
 
-def read_quorum_request(message: bytes) -> Request:
+def read_quorum_request(message: bytes) -> QuorumRequest:
     """What a replica asks. Raises ValueError for bytes, or a `data`, that other replicas could not read."""
     asked = _read("LighthouseQuorumRequest", message)
     if not asked.HasField("requester"):
@@ -40,7 +40,7 @@ def read_quorum_request(message: bytes) -> Request:
     one = asked.requester
     if problem := json_problem(one.data):
         raise ValueError(f"the data of the request is no JSON: {problem}")
-    return Request(
+    return QuorumRequest(
         one.replica_id,
         one.address,
         one.store_address,
@@ -58,7 +58,7 @@ def read_heartbeat(message: bytes) -> str:
     return str(_read("LighthouseHeartbeatRequest", message).replica_id)
 
 
-def quorum_response(quorum: Quorum) -> bytes:
+def quorum_response(quorum: QuorumRecord) -> bytes:
     """A quorum as its participants are told of it."""
     seconds, fraction = divmod(quorum.created, 1)
     created = _MESSAGES["Timestamp"](seconds=int(seconds), nanos=int(fraction * 1e9))
@@ -67,7 +67,7 @@ def quorum_response(quorum: Quorum) -> bytes:
     return bytes(_MESSAGES["LighthouseQuorumResponse"](quorum=told).SerializeToString())
 
 
-def _member(request: Request) -> Any:
+def _member(request: QuorumRequest) -> Any:
     return _MESSAGES["QuorumMember"](
         replica_id=request.replica_id,
         address=request.address,

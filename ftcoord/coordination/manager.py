@@ -21,20 +21,20 @@ from urllib.parse import quote
 
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job
+from ftcoord.coordination.advertised import AdvertisedKeys
 from ftcoord.coordination.connection import check_process, connect, torchft_errors, unreachable, when_forgotten
 from ftcoord.coordination.convert import quorum_result
-from ftcoord.coordination.desk import Call, Caller, Desk, Gone
-from ftcoord.coordination.group import Ask, Cast, Gathering, Polling, outcome
-from ftcoord.coordination.notices import Notices
+from ftcoord.coordination.mailbox import Call, Gone, Mailbox, MailboxClient
 from ftcoord.coordination.policy import LEASE_FLOOR
+from ftcoord.coordination.ranks import RankBarrier, RankRequest, RankVote, VoteCounter, outcome
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
-from ftcoord.core.quorum import Quorum, Request
+from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.core.quorum_records import encode, parse_quorum
 from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.shared import SharedClient
-from ftcoord.etcd.understudy import Understudy
+from ftcoord.primitives.lease_keeper import LeaseKeeper
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +89,14 @@ class ManagerServer:
         patience = checks.seconds("connect_timeout", connect_timeout)
         job, self._etcd = connect(checks.string("lighthouse_addr", lighthouse_addr), patience)
         self._job = replace(job.at(self._etcd.config), manager=replica_id)
-        self._prefix = desk_prefix(self._job)
-        understudy = Understudy.of_process(self._etcd.config)
-        self._replica = Replica(self._etcd, job, replica_id, kept=True, understudy=understudy)
+        self._prefix = mailbox_prefix(self._job)
+        lease_keeper = LeaseKeeper.of_process(self._etcd.config)
+        self._replica = Replica(self._etcd, job, replica_id, kept=True, lease_keeper=lease_keeper)
         self._closed = threading.Event()
         self._pid, self._incarnation = os.getpid(), uuid.uuid4().hex
-        self._gathering = Gathering(self._world_size, self._ask)
-        self._polling = Polling(self._world_size)
-        self._notices = Notices(self._etcd, self._prefix, self._replica, self._closed)
+        self._barrier = RankBarrier(self._world_size, self._ask)
+        self._vote_counter = VoteCounter(self._world_size)
+        self._advertised = AdvertisedKeys(self._etcd, self._prefix, self._replica, self._closed)
         self._remote: dict[str, Callable[[], object]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-manager")
         self._replies = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-replies")
@@ -113,7 +113,7 @@ class ManagerServer:
             return
         self._closed.set()
         _here.pop(self.address(), None)
-        self._desk.close()
+        self._mailbox.close()
         self._replica.leave(LEAVE_TIMEOUT)
         self._beats.join(LEAVE_TIMEOUT)
         self._threads.shutdown(wait=False)
@@ -122,17 +122,17 @@ class ManagerServer:
 
     # -- for the ranks ------------------------------------------------------------------------------------------
 
-    def quorum(self, ask: Ask) -> Quorum:
+    def quorum(self, ask: RankRequest) -> QuorumRecord:
         """Take part in the group's next request. Raises what that ends with, or TimeoutError."""
-        future, conclude = self._gathering.join(ask)
+        future, conclude = self._barrier.join(ask)
         if conclude is not None:
             conclude()
-        return outcome(future, ask.timeout, lambda: self._gathering.leave(ask.rank, future))
+        return outcome(future, ask.timeout, lambda: self._barrier.leave(ask.rank, future))
 
     def commit(self, rank: int, step: int, yes: bool, timeout: float) -> bool:
         """Vote, and wait for the others. Raises TimeoutError."""
-        future = self._polling.cast(rank, step, yes)
-        return outcome(future, timeout, lambda: self._polling.leave(rank, future))
+        future = self._vote_counter.cast(rank, step, yes)
+        return outcome(future, timeout, lambda: self._vote_counter.leave(rank, future))
 
     # -- how ----------------------------------------------------------------------------------------------------
 
@@ -141,12 +141,12 @@ class ManagerServer:
             with torchft_errors():
                 deadline = time.monotonic() + patience
                 self._replica.beat(deadline)
-                self._notices.put({"server": self._incarnation}, deadline)
+                self._advertised.put({"server": self._incarnation}, deadline)
         except (TimeoutError, RuntimeError) as error:
             self._replica.leave(LEAVE_TIMEOUT)
             self._etcd.close()
             raise RuntimeError(f"failed to join the job at {self._job}: {error}") from None
-        self._desk = Desk(self._etcd, self._prefix, self._incarnation, self._hear)
+        self._mailbox = Mailbox(self._etcd, self._prefix, self._incarnation, self._hear)
         self._beats = threading.Thread(target=self._stay, args=(beat_interval,), name="ftcoord-beats", daemon=True)
         self._beats.start()
 
@@ -154,22 +154,22 @@ class ManagerServer:
         """Send beats, if that is how it lives; and come back when its lease is lost, also while no rank asks."""
         timeout = PATIENCE if beat_interval is None else beat_interval
         while not self._closed.is_set():
-            if self._notices.current:
+            if self._advertised.current:
                 self._replica.await_loss(beat_interval)
             if self._closed.is_set():
                 return
             deadline = time.monotonic() + timeout
             try:
                 self._replica.beat(deadline)
-                self._notices.put({}, deadline)
+                self._advertised.put({}, deadline)
             except (TimeoutError, EtcdError) as error:
                 log.info("a heartbeat was not sent: %s", error)
                 self._closed.wait(timeout)
 
-    def _ask(self, asks: Mapping[int, Ask], last: Ask) -> Quorum:
+    def _ask(self, asks: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         deadline = time.monotonic() + last.timeout
-        self._notices.put({f"metadata/{rank}": ask.metadata for rank, ask in asks.items()}, deadline)
-        request = Request(
+        self._advertised.put({f"metadata/{rank}": ask.metadata for rank, ask in asks.items()}, deadline)
+        request = QuorumRequest(
             self._id,
             self.address(),
             self._store_addr,
@@ -201,22 +201,22 @@ class ManagerServer:
         elif kind == QUORUM:
             self._hear_ask(line, call)
         else:
-            cast = call.read(Cast)
-            future = self._polling.cast(cast.rank, cast.step, cast.yes)
-            self._remote[line] = lambda: self._polling.leave(cast.rank, future)
+            cast = call.read(RankVote)
+            future = self._vote_counter.cast(cast.rank, cast.step, cast.yes)
+            self._remote[line] = lambda: self._vote_counter.leave(cast.rank, future)
             future.add_done_callback(lambda done: self._replies.submit(self._reply, call, {"yes": done.result()}))
 
     def _hear_ask(self, line: str, call: Call) -> None:
-        ask = call.read(Ask)
-        future, conclude = self._gathering.join(ask)
-        self._remote[line] = lambda: self._gathering.leave(ask.rank, future)
+        ask = call.read(RankRequest)
+        future, conclude = self._barrier.join(ask)
+        self._remote[line] = lambda: self._barrier.leave(ask.rank, future)
         future.add_done_callback(lambda done: self._replies.submit(self._reply, call, _body(done)))
         if conclude is not None:
             self._threads.submit(conclude)
 
     def _reply(self, call: Call, body: Mapping[str, Any]) -> None:
         try:
-            self._notices.under_lease(lambda lease: self._desk.answer(call, body, lease), call.deadline)
+            self._advertised.under_lease(lambda lease: self._mailbox.answer(call, body, lease), call.deadline)
         except (TimeoutError, EtcdError) as error:
             log.warning("a rank was not answered: %s", error)
 
@@ -241,9 +241,9 @@ class ManagerClient:
         self._address = checks.string("addr", addr)
         deadline = time.monotonic() + checks.seconds("connect_timeout", connect_timeout)
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
-        self._prefix = desk_prefix(self._job)
-        self._caller, self._pid = Caller(self._etcd, self._prefix), os.getpid()
-        when_forgotten(self, _disconnect, self._caller, self._etcd)
+        self._prefix = mailbox_prefix(self._job)
+        self._mailbox_client, self._pid = MailboxClient(self._etcd, self._prefix), os.getpid()
+        when_forgotten(self, _disconnect, self._mailbox_client, self._etcd)
         if self._address not in _here:
             self._find(deadline, connect_timeout)
 
@@ -258,7 +258,7 @@ class ManagerClient:
         timeout: timedelta,
         reconfigure_handle: str = "",
     ) -> QuorumResult:
-        """Ask for a quorum together with all other ranks of the group.
+        """RankRequest for a quorum together with all other ranks of the group.
 
         Args:
             group_rank: this rank.
@@ -272,7 +272,7 @@ class ManagerClient:
 
         Raises TimeoutError and RuntimeError.
         """
-        ask = Ask(
+        ask = RankRequest(
             checks.integer("group_rank", group_rank),
             checks.integer("step", step, -checks.LARGEST - 1),
             checks.string("checkpoint_metadata", checkpoint_metadata),
@@ -336,11 +336,11 @@ class ManagerClient:
         deadline = time.monotonic() + checks.seconds("timeout", timeout)
         check_process(self._pid)
         with torchft_errors(), contextlib.suppress(Gone):
-            self._caller.call(f"{KILL}-0", body, deadline, again=False)
+            self._mailbox_client.call(f"{KILL}-0", body, deadline, again=False)
 
     def _find(self, deadline: float, connect_timeout: timedelta) -> None:
         with torchft_errors(), contextlib.ExitStack() as undo:
-            undo.callback(_disconnect, self._caller, self._etcd)
+            undo.callback(_disconnect, self._mailbox_client, self._etcd)
             while (problem := self._look()) is not None:
                 if time.monotonic() >= deadline:
                     raise unreachable(self._address, connect_timeout.total_seconds(), problem) from None
@@ -360,7 +360,7 @@ class ManagerClient:
         check_process(self._pid)
         return _here.get(self._address)
 
-    def _remote_quorum(self, ask: Ask) -> Quorum:
+    def _remote_quorum(self, ask: RankRequest) -> QuorumRecord:
         names = ("rank", "step", "metadata", "shrink_only", "commit_failures", "handle")
         answer = self._call(QUORUM, ask.rank, {name: getattr(ask, name) for name in names}, ask.timeout)
         if "error" in answer:
@@ -369,23 +369,23 @@ class ManagerClient:
 
     def _call(self, kind: str, rank: int, body: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
         try:
-            return self._caller.call(f"{kind}-{rank}", body, time.monotonic() + timeout, again=True)
+            return self._mailbox_client.call(f"{kind}-{rank}", body, time.monotonic() + timeout, again=True)
         except Gone as error:
             raise checks.failed("Unavailable", str(error)) from None
 
 
-def desk_prefix(job: Job) -> str:
+def mailbox_prefix(job: Job) -> str:
     """Where a manager's ranks and peers find it."""
     return f"{job.prefix}/managers/{quote(job.manager, safe='')}"
 
 
-def _body(done: Future[Quorum]) -> Mapping[str, Any]:
+def _body(done: Future[QuorumRecord]) -> Mapping[str, Any]:
     error = done.exception()
     if error is None:
         return {"quorum": encode(done.result()).decode()}
     return {"error": str(error), "timed_out": isinstance(error, TimeoutError)}
 
 
-def _disconnect(caller: Caller, etcd: SharedClient) -> None:
+def _disconnect(caller: MailboxClient, etcd: SharedClient) -> None:
     caller.close()
     etcd.close()

@@ -13,13 +13,13 @@ from ftcoord.coordination.connection import connect, torchft_errors, when_forgot
 from ftcoord.coordination.convert import quorum_reply
 from ftcoord.coordination.replica import RECORD_TTL
 from ftcoord.coordination.types import Quorum as QuorumReply
-from ftcoord.core.quorum import Quorum
+from ftcoord.core.quorum import QuorumRecord
 from ftcoord.core.quorum_records import parse_quorum
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Get, KeyValue, RangeResult, Span
-from ftcoord.etcd.follower import Follower
-from ftcoord.etcd.mirror import Mirror
 from ftcoord.etcd.shared import SharedClient
+from ftcoord.primitives.informer import Informer
+from ftcoord.primitives.mirror import Mirror
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +54,15 @@ class Observer:
         prefix = self._job.prefix
         self._on_quorum, self._on_lost, self._on_config = on_quorum, on_lost, on_config
         self._decided_key, self._members, self._configs = f"{prefix}/decided", f"{prefix}/members/", f"{prefix}/config/"
-        self._current: Quorum | None = None
+        self._current: QuorumRecord | None = None
         self._told_lost: set[str] = set()
         self._told_config: dict[str, int] = {}
-        self._follower: Follower | None = None
+        self._informer: Informer | None = None
         if any((on_quorum, on_lost, on_config)):
             prefixes = [Span(start, is_prefix=True) for start in (self._members, self._configs)]
             spans = [Span(self._decided_key), *prefixes]
-            self._follower = Follower(self._etcd, spans, _weakly(self._tell), "ftcoord-observer")
-        when_forgotten(self, _end, self._follower, self._etcd)
+            self._informer = Informer(self._etcd, spans, _weakly(self._tell), "ftcoord-observer")
+        when_forgotten(self, _end, self._informer, self._etcd)
 
     def quorum(self) -> QuorumReply | None:
         """The last quorum, None before the first. Raises RuntimeError."""
@@ -105,7 +105,7 @@ class Observer:
 
     def close(self) -> None:
         """End it; no callback comes after that. Idempotent."""
-        _end(self._follower, self._etcd)
+        _end(self._informer, self._etcd)
 
     # -- how ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ def _call(callback: Callable[..., object], *news: Any) -> None:
         log.exception("an observer's callback failed")
 
 
-def _end(follower: Follower | None, etcd: SharedClient) -> None:
-    if follower is not None:
-        follower.close()
+def _end(informer: Informer | None, etcd: SharedClient) -> None:
+    if informer is not None:
+        informer.close()
     etcd.close()

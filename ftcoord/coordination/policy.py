@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from ftcoord.core.quorum import NOTHING_HEARD, Decision, Highest, Options, Quorum, Replica, decide
-from ftcoord.core.quorum_records import encode, parse_petition, parse_quorum
+from ftcoord.core.quorum import NOTHING_HEARD, Decision, Highest, QuorumCandidate, QuorumOptions, QuorumRecord, decide
+from ftcoord.core.quorum_records import encode, parse_quorum, parse_replica
 from ftcoord.etcd.api import KeyValue
-from ftcoord.etcd.deciding import Publish, View, Wait
-from ftcoord.etcd.readings import Reading, Readings
+from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
+from ftcoord.primitives.group.policy import Publish, View, Wait
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Heard:
         self._lock = threading.Lock()  # two threads may read a record at the same time
         self.highest: Highest = NOTHING_HEARD
 
-    def read(self, key: str, value: bytes) -> Quorum:
+    def read(self, key: str, value: bytes) -> QuorumRecord:
         """A decided record, which is remembered. Raises StateError."""
         quorum = parse_decided(key, value)
         with self._lock:
@@ -41,7 +41,7 @@ class Heard:
 
 
 class QuorumPolicy:
-    """Decides the quorums of one job. Implements `ftcoord.etcd.deciding.Policy`.
+    """Decides the quorums of one job. Implements `ftcoord.primitives.group.policy.Policy`.
 
     A member lives as long as its lease. With a `heartbeat_timeout` below `LEASE_FLOOR` it must also have written its
     record within that many seconds, on the decider's clock.
@@ -56,7 +56,7 @@ class QuorumPolicy:
 
     def __init__(
         self,
-        options: Options,
+        options: QuorumOptions,
         heartbeat_timeout: float,
         look: Callable[[], Mapping[str, int]],
         heard: Heard,
@@ -64,9 +64,9 @@ class QuorumPolicy:
     ) -> None:
         self._options, self._look, self._heard, self._wall_clock = options, look, heard, wall_clock
         self._patience = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
-        self._readings = Readings(parse_petition)
-        self._decided = Reading(heard.read)
-        self._known: dict[str, tuple[KeyValue, Replica]] = {}
+        self._members = ParsedKeys(parse_replica)
+        self._decided = ParsedKey(heard.read)
+        self._known: dict[str, tuple[KeyValue, QuorumCandidate]] = {}
         self._silent: dict[str, int] = {}
         self._said = ""
 
@@ -94,18 +94,20 @@ class QuorumPolicy:
     def _note(self, view: View) -> None:
         """The members, and what each was when it said what it says. Beats do not change since when it asks."""
         before, self._known = self._known, {}
-        for kv, one in self._readings.of(view.members):
+        for kv, one in self._members.of(view.members):
             known = before.get(kv.key)
             # The whole value counts: an etcd that lost writes gives their revisions to others.
             if known is None or known[0] != kv:
                 same = known[1] if known and known[1].asked == one.asked else None
                 since, asked_at = (same.joined, same.asked_at) if same else (view.seen[kv.key], kv.mod_revision)
                 member = kv.key.rpartition("/")[2]
-                replica = Replica(member, one.request, one.asked, one.after, since, kv.create_revision, asked_at)
+                replica = QuorumCandidate(
+                    member, one.request, one.asked, one.after, since, kv.create_revision, asked_at
+                )
                 known = kv, replica
             self._known[kv.key] = known
 
-    def _judge(self, view: View, now: float) -> tuple[list[Replica], list[Replica], float | None]:
+    def _judge(self, view: View, now: float) -> tuple[list[QuorumCandidate], list[QuorumCandidate], float | None]:
         """Who lives, who is silent, and when the next one may be called so."""
         replicas = [(key, replica) for key, (_, replica) in self._known.items()]
         if self._patience is None:

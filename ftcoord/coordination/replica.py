@@ -14,14 +14,14 @@ from typing import Final
 
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR, Heard, QuorumPolicy
-from ftcoord.core.quorum import Quorum, Request
-from ftcoord.core.quorum_records import Petition, encode
+from ftcoord.core.quorum import QuorumRecord, QuorumRequest
+from ftcoord.core.quorum_records import ReplicaRecord, encode
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Etcd, Get, Span
-from ftcoord.etcd.membership import Membership
-from ftcoord.etcd.patience import repeat
-from ftcoord.etcd.settle import LEAST
-from ftcoord.etcd.understudy import Understudy
+from ftcoord.etcd.retry import retry
+from ftcoord.primitives.group.membership import Membership
+from ftcoord.primitives.lease_keeper import LeaseKeeper
+from ftcoord.primitives.write_once import LEAST
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Replica:
         job: the job and its rules.
         replica_id: its name; of several members with one name the last one counts that came, or that asked.
         kept: whether its lease is kept alive between calls too. If not, each call is one beat.
-        understudy: what keeps its leases alive while this interpreter is stuck.
+        lease_keeper: what keeps its leases alive while this interpreter is stuck.
         impatience: held by the one that has become impatient, of all replicas in this process: one is enough, and
             each costs a mirror of all members.
     """
@@ -59,28 +59,28 @@ class Replica:
         replica_id: str,
         *,
         kept: bool,
-        understudy: Understudy | None = None,
+        lease_keeper: LeaseKeeper | None = None,
         impatience: threading.Lock | None = None,
         timeout: float = 5.0,
     ) -> None:
         self.replica_id = replica_id
         self._etcd, self._job, self._kept, self._timeout = etcd, job, kept, timeout
-        self._understudy = understudy
+        self._lease_keeper = lease_keeper
         self._impatience = impatience or threading.Lock()
         self._impatient = False
         self._by_beats = job.heartbeat_timeout < LEASE_FLOOR
         self._writing = threading.Lock()
         self._changed = threading.Condition()
-        self._member: Membership[Quorum] | None = None
+        self._member: Membership[QuorumRecord] | None = None
         self._ids: set[str] = set()
-        self._petition = Petition(Request(replica_id, "", "", 0, 0, False, "", 0, ()), 0, 0, 0)
+        self._record = ReplicaRecord(QuorumRequest(replica_id, "", "", 0, 0, False, "", 0, ()), 0, 0, 0)
         self._asked = self._answered = 0
         self._heard = Heard()
         self._left = self._unwritten = False
         self._waiting = 0
 
     @property
-    def quorum(self) -> Quorum | None:
+    def quorum(self) -> QuorumRecord | None:
         """The last quorum of the job that is known here, whoever is in it."""
         member = self._member
         return member.record if member else None
@@ -97,7 +97,7 @@ class Replica:
         member = self._member
         return member is not None and member.entered and not member.lost
 
-    def ask(self, request: Request, deadline: float, gone: threading.Event | None = None) -> Quorum:
+    def ask(self, request: QuorumRequest, deadline: float, gone: threading.Event | None = None) -> QuorumRecord:
         """The next quorum with this replica in it, decided after it asked.
 
         Raises TimeoutError after the monotonic `deadline`, or when the caller is `gone` (see `nudge`), and takes the
@@ -146,7 +146,7 @@ class Replica:
             self._forget(member)
             member.lose()
 
-    def _part(self) -> Membership[Quorum] | None:
+    def _part(self) -> Membership[QuorumRecord] | None:
         with self._changed:
             self._left = True
             member, self._member = self._member, None
@@ -166,10 +166,10 @@ class Replica:
         finally:
             self._writing.release()
 
-    def _put(self, request: Request, deadline: float, gone: threading.Event) -> int:
+    def _put(self, request: QuorumRequest, deadline: float, gone: threading.Event) -> int:
         with self._turn(deadline):
             self._asked += 1
-            self._petition = Petition(request, self._asked, 0, self._petition.beat)
+            self._record = ReplicaRecord(request, self._asked, 0, self._record.beat)
             if not self._write_soon(deadline):
                 self._insist(self._write, deadline, gone)
             return self._asked
@@ -185,7 +185,7 @@ class Replica:
         member.enter_soon(self._value(), timeout, lambda written: self._note_written(member, written))
         return True
 
-    def _note_written(self, member: Membership[Quorum], written: bool) -> None:
+    def _note_written(self, member: Membership[QuorumRecord], written: bool) -> None:
         if written:
             return  # whoever waits, waits on
         with self._changed:
@@ -196,13 +196,13 @@ class Replica:
     def _insist(self, attempt: Callable[[], None], deadline: float, gone: threading.Event) -> None:
         """Until etcd answers. A lost lease is replaced by a new one."""
         try:
-            repeat(attempt, _TRANSIENT, deadline, gone)
+            retry(attempt, _TRANSIENT, deadline, gone)
         except (EtcdUnavailable, OutcomeUnknown) as error:
             raise TimeoutError(str(error)) from None
 
     def _beat(self) -> None:
         member = self._live()
-        self._petition = replace(self._petition, beat=self._petition.beat + 1)
+        self._record = replace(self._record, beat=self._record.beat + 1)
         if self._by_beats or not member.entered:
             member.enter(self._value())
         else:
@@ -218,10 +218,10 @@ class Replica:
 
     def _value(self) -> bytes:
         """What it asks, if that is open still: what was answered is no request, also of a new member's."""
-        asked = self._petition.asked if self._petition.asked > self._answered else 0
-        return encode(replace(self._petition, asked=asked, after=self._heard.highest.id))
+        asked = self._record.asked if self._record.asked > self._answered else 0
+        return encode(replace(self._record, asked=asked, after=self._heard.highest.id))
 
-    def _live(self) -> Membership[Quorum]:
+    def _live(self) -> Membership[QuorumRecord]:
         """This replica's membership, with its lease kept if somebody waits: a new one if the last is lost."""
         member = self._member
         if member is None or member.lost:
@@ -247,7 +247,7 @@ class Replica:
             member.session.wake()
         return member
 
-    def _adopt(self, member: Membership[Quorum]) -> None:
+    def _adopt(self, member: Membership[QuorumRecord]) -> None:
         """Raises TimeoutError if the replica left meanwhile: nobody would end this membership."""
         with self._changed:
             left = self._left
@@ -257,18 +257,18 @@ class Replica:
         if left:
             member.leave(WITHDRAW_TIMEOUT)
             raise TimeoutError("the replica left")
-        if self._understudy is not None:
-            self._understudy.keep(int(member.id, 16), member.session.ttl)
+        if self._lease_keeper is not None:
+            self._lease_keeper.keep(int(member.id, 16), member.session.ttl)
 
     def _look(self) -> dict[str, int]:
         members = Get(Span(f"{self._job.prefix}/members/", is_prefix=True), keys_only=True)
         return {kv.key: kv.mod_revision for kv in self._etcd.range(members, timeout=self._timeout).kvs}
 
-    def _forget(self, member: Membership[Quorum]) -> None:
-        if self._understudy is not None:
-            self._understudy.drop(int(member.id, 16))
+    def _forget(self, member: Membership[QuorumRecord]) -> None:
+        if self._lease_keeper is not None:
+            self._lease_keeper.drop(int(member.id, 16))
 
-    def _give_up(self, member: Membership[Quorum]) -> None:
+    def _give_up(self, member: Membership[QuorumRecord]) -> None:
         """A member can be lost while its lease lives on: others would wait for it, or for what it decides."""
         try:
             self._etcd.revoke(member.session.lease_id, timeout=WITHDRAW_TIMEOUT)
@@ -285,7 +285,7 @@ class Replica:
         if member is None or member.lost or not self._writing.acquire(timeout=WITHDRAW_TIMEOUT):
             return
         try:
-            self._petition = replace(self._petition, beat=self._petition.beat + 1)
+            self._record = replace(self._record, beat=self._record.beat + 1)
             member.enter(self._value(), WITHDRAW_TIMEOUT)
         except EtcdError as error:
             log.info("a request of replica %s was not taken back: %s", self.replica_id, error)
@@ -309,7 +309,7 @@ class Replica:
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _await(self, asked: int, deadline: float, gone: threading.Event) -> Quorum:
+    def _await(self, asked: int, deadline: float, gone: threading.Event) -> QuorumRecord:
         hurry_at = time.monotonic() + self._patience()
         while True:
             with self._changed:
@@ -328,7 +328,7 @@ class Replica:
                 if not (member.lost or missed or self._unwritten):
                     self._changed.wait(min(deadline, max(hurry_at, now + 1)) - now)
             if missed:
-                asked = self._put(self._petition.request, deadline, gone)
+                asked = self._put(self._record.request, deadline, gone)
             elif member.lost or self._unwritten:
                 with self._turn(deadline):
                     self._insist(self._write, deadline, gone)
@@ -341,7 +341,7 @@ class Replica:
         size = len(quorum.seats) if quorum else self._job.min_replicas
         return IMPATIENCE + random.uniform(0, min(SPREAD * size, LONGEST_SPREAD))
 
-    def _hurry_or_rest(self, member: Membership[Quorum]) -> float:
+    def _hurry_or_rest(self, member: Membership[QuorumRecord]) -> float:
         """Decide too, or no more; seconds until the other."""
         with self._changed:
             if self._impatient:
@@ -352,14 +352,14 @@ class Replica:
             member.group.hurry(self._impatient)
             return LOOK if self._impatient else self._patience()
 
-    def _is_answered(self, quorum: Quorum, asked: int) -> bool:
+    def _is_answered(self, quorum: QuorumRecord, asked: int) -> bool:
         return any(quorum.seated.get(member, 0) >= asked for member in self._ids)
 
-    def _is_seated(self, quorum: Quorum) -> bool:
+    def _is_seated(self, quorum: QuorumRecord) -> bool:
         """Whether it was answered as the member that it is now: an older one's seat leaves this one's request open."""
         member = self._member
         return member is None or member.id in quorum.seated
 
-    def _was_missed(self, quorum: Quorum, asked: int) -> bool:
+    def _was_missed(self, quorum: QuorumRecord, asked: int) -> bool:
         """Whether the quorum that answered this was replaced before it was seen here."""
         return any(quorum.answered.get(member, 0) >= asked for member in self._ids)

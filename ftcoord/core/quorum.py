@@ -29,7 +29,7 @@ from ftcoord.errors import NotInQuorum
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class QuorumRequest:
     """What one replica (one replica group) asks a quorum for. It is returned to all participants as it was sent.
 
     Args:
@@ -56,7 +56,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class QuorumCandidate:
     """A member as the decider sees it.
 
     Args:
@@ -69,7 +69,7 @@ class Replica:
     """
 
     member: str
-    request: Request
+    request: QuorumRequest
     asked: int
     after: int
     joined: float
@@ -78,12 +78,12 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One participant, and the request of it that is answered; its place in `Quorum.seats` is its rank."""
+class QuorumSeat:
+    """One participant, and the request of it that is answered; its place in `QuorumRecord.seats` is its rank."""
 
     member: str
     asked: int
-    request: Request
+    request: QuorumRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Quorum:
+class QuorumRecord:
     """The decided record.
 
     Args:
@@ -109,7 +109,7 @@ class Quorum:
 
     number: int
     id: int
-    seats: tuple[Seat, ...]
+    seats: tuple[QuorumSeat, ...]
     idle: tuple[Answered, ...]
     created: float
     by: str = ""
@@ -120,7 +120,7 @@ class Quorum:
         return frozenset(seat.request.replica_id for seat in self.seats)
 
     @property
-    def requests(self) -> tuple[Request, ...]:
+    def requests(self) -> tuple[QuorumRequest, ...]:
         """What the participants asked, in the order of their ranks."""
         return tuple(seat.request for seat in self.seats)
 
@@ -136,7 +136,7 @@ class Quorum:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class QuorumOptions:
     """What the user asked for. `join_timeout` in seconds."""
 
     min_replicas: int
@@ -150,7 +150,7 @@ class Highest:
     number: int = 0
     id: int = 0
 
-    def and_of(self, quorum: Quorum) -> Highest:
+    def and_of(self, quorum: QuorumRecord) -> Highest:
         """The same, of one quorum more."""
         return Highest(max(self.number, quorum.number), max(self.id, quorum.id))
 
@@ -162,7 +162,7 @@ NOTHING_HEARD: Final = Highest()
 class Decision:
     """Make this the decided record."""
 
-    quorum: Quorum
+    quorum: QuorumRecord
     reason: str
 
 
@@ -178,12 +178,12 @@ Verdict: TypeAlias = "Decision | Waiting"
 
 
 @dataclass(frozen=True, slots=True)
-class _Poll:
+class _QuorumPoll:
     """Who is alive and who asks; `asking` by replica id, `eligible` those of them that may be in the quorum."""
 
     alive: int
-    asking: Mapping[str, Replica]
-    eligible: Sequence[Replica]
+    asking: Mapping[str, QuorumCandidate]
+    eligible: Sequence[QuorumCandidate]
     shrink_only: bool
 
     def __str__(self) -> str:
@@ -194,14 +194,14 @@ class _Poll:
 
 
 def decide(
-    replicas: Sequence[Replica],
-    previous: Quorum | None,
-    options: Options,
+    replicas: Sequence[QuorumCandidate],
+    previous: QuorumRecord | None,
+    options: QuorumOptions,
     now: float,
     created: float,
     *,
     previous_at: float = -inf,
-    silent: Sequence[Replica] = (),
+    silent: Sequence[QuorumCandidate] = (),
     highest: Highest = NOTHING_HEARD,
 ) -> Verdict:
     """What to do now. Depends on nothing but its arguments.
@@ -210,7 +210,7 @@ def decide(
         replicas: the live members, oldest first. Of several with one replica id only one counts: the one that gave the
             last sign of what it wants, by joining or by asking for what is not answered yet.
         previous: the last decided quorum.
-        created: the wall clock for `Quorum.created`.
+        created: the wall clock for `QuorumRecord.created`.
         previous_at: when `previous` was first seen. Whoever it left out asks anew from then on: else the join time-out
             would be over for them, and they would form a quorum without those that just got one.
         silent: members that are not alive but may be again (they keep their lease and send no beats). They do not
@@ -229,8 +229,8 @@ def decide(
     return Decision(_conclude(poll.eligible, (*silent, *replicas), previous, created, highest), reason)
 
 
-def _poll(replicas: Sequence[Replica], answered: Mapping[str, int], before: frozenset[str]) -> _Poll:
-    counted: dict[str, Replica] = {}
+def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
+    counted: dict[str, QuorumCandidate] = {}
     for one in replicas:
         other = counted.get(one.request.replica_id)
         if other is None or _last_sign(one, answered) >= _last_sign(other, answered):
@@ -238,19 +238,19 @@ def _poll(replicas: Sequence[Replica], answered: Mapping[str, int], before: froz
     asking = {name: one for name, one in counted.items() if _asks(one, answered)}
     shrink_only = any(one.request.shrink_only for one in asking.values())
     eligible = [one for name, one in asking.items() if not (shrink_only and before) or name in before]
-    return _Poll(len(counted), asking, eligible, shrink_only)
+    return _QuorumPoll(len(counted), asking, eligible, shrink_only)
 
 
-def _asks(one: Replica, answered: Mapping[str, int]) -> bool:
+def _asks(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
     return one.asked > answered.get(one.member, 0)
 
 
-def _last_sign(one: Replica, answered: Mapping[str, int]) -> int:
+def _last_sign(one: QuorumCandidate, answered: Mapping[str, int]) -> int:
     """The revision at which a member last showed that it wants to be the one of its name."""
     return max(one.came_at, one.asked_at) if _asks(one, answered) else one.came_at
 
 
-def _obstacle(poll: _Poll, options: Options, previous_at: float, now: float) -> Waiting | None:
+def _obstacle(poll: _QuorumPoll, options: QuorumOptions, previous_at: float, now: float) -> Waiting | None:
     count, needed = len(poll.asking), max(options.min_replicas, 1)
     only = f"New quorum not ready, only have {count} participants"
     if count < needed:
@@ -267,20 +267,26 @@ def _obstacle(poll: _Poll, options: Options, previous_at: float, now: float) -> 
 
 
 def _conclude(
-    chosen: Iterable[Replica], members: Sequence[Replica], previous: Quorum | None, created: float, highest: Highest
-) -> Quorum:
+    chosen: Iterable[QuorumCandidate],
+    members: Sequence[QuorumCandidate],
+    previous: QuorumRecord | None,
+    created: float,
+    highest: Highest,
+) -> QuorumRecord:
     answered = previous.answered if previous else {}
     # Python compares texts by code point, which is the order of their UTF-8 bytes.
     ordered = sorted(chosen, key=lambda one: one.request.replica_id)
-    seats = tuple(Seat(one.member, one.asked, one.request) for one in ordered)
+    seats = tuple(QuorumSeat(one.member, one.asked, one.request) for one in ordered)
     idle = tuple(
         Answered(one.member, answered[one.member]) for one in members if 0 < one.asked <= answered.get(one.member, 0)
     )
     number = max(previous.number if previous else 0, highest.number) + 1
-    return Quorum(number, _id_of(seats, members, previous, highest.id), seats, idle, created)
+    return QuorumRecord(number, _id_of(seats, members, previous, highest.id), seats, idle, created)
 
 
-def _id_of(seats: Sequence[Seat], members: Sequence[Replica], previous: Quorum | None, highest: int) -> int:
+def _id_of(
+    seats: Sequence[QuorumSeat], members: Sequence[QuorumCandidate], previous: QuorumRecord | None, highest: int
+) -> int:
     """An id higher than `previous` has was decided by a quorum whose record is lost: it must not come again."""
     known = max([highest, *(one.after for one in members)])
     if previous is not None and known <= previous.id:
@@ -322,7 +328,7 @@ class Recovery:
     commit_failures: int
 
 
-def recovery(quorum_requests: Sequence[Request], replica_id: str, rank: int, init_sync: bool) -> Recovery:
+def recovery(quorum_requests: Sequence[QuorumRequest], replica_id: str, rank: int, init_sync: bool) -> Recovery:
     """What a quorum means for the group rank `rank` of a replica. Raises NotInQuorum.
 
     Args:

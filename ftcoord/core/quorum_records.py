@@ -1,7 +1,7 @@
 """The JSON records of a quorum and the keys they live under, layout v1.
 
-    <prefix>/members/<lease id>   Petition   one per replica, under its lease
-    <prefix>/decided              Quorum     the last decision
+    <prefix>/members/<lease id>   ReplicaRecord   one per replica, under its lease
+    <prefix>/decided              QuorumRecord     the last decision
 
 Parsing is strict, see `core.strict`.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from ftcoord.core.quorum import Answered, Quorum, Request, Seat
+from ftcoord.core.quorum import Answered, QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.strict import Raw, build, build_each, dump, json_problem, load, objects, texts
 from ftcoord.errors import StateError
 
 
 @dataclass(frozen=True, slots=True)
-class Petition:
+class ReplicaRecord:
     """What a member writes of itself.
 
     Args:
@@ -27,27 +27,27 @@ class Petition:
         beat: means nothing, but that a record with another one is a sign of life.
     """
 
-    request: Request
+    request: QuorumRequest
     asked: int
     after: int
     beat: int
 
 
-def encode(record: Petition | Quorum) -> bytes:
+def encode(record: ReplicaRecord | QuorumRecord) -> bytes:
     """The record as JSON, with the layout's version."""
     return dump(record)
 
 
-def parse_petition(key: str, value: bytes) -> Petition:
+def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     """Raises StateError."""
-    return build(Petition, key, _with_request(key, load(key, value)))
+    return build(ReplicaRecord, key, _with_request(key, load(key, value)))
 
 
-def parse_quorum(key: str, value: bytes) -> Quorum:
+def parse_quorum(key: str, value: bytes) -> QuorumRecord:
     """Raises StateError."""
     raw = load(key, value)
-    seats = tuple(build(Seat, key, _with_request(key, seat)) for seat in objects(key, raw, "seats"))
-    quorum = build(Quorum, key, {**raw, "seats": seats, "idle": build_each(Answered, key, raw, "idle")})
+    seats = tuple(build(QuorumSeat, key, _with_request(key, seat)) for seat in objects(key, raw, "seats"))
+    quorum = build(QuorumRecord, key, {**raw, "seats": seats, "idle": build_each(Answered, key, raw, "idle")})
     if not isfinite(quorum.created):
         raise StateError(key, "has a created that is no time")
     return quorum
@@ -57,7 +57,7 @@ def _with_request(key: str, raw: Raw) -> Raw:
     request = raw.get("request")
     if not isinstance(request, dict):
         raise StateError(key, "has no request")
-    built = build(Request, key, {**request, "handles": texts(key, request, "handles")})
+    built = build(QuorumRequest, key, {**request, "handles": texts(key, request, "handles")})
     if problem := json_problem(built.data):
         raise StateError(key, f"has a request whose data is no JSON: {problem}")
     return {**raw, "request": built}

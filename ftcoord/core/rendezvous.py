@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
-from ftcoord.core.records import FAILED, FINISHED, NO_ROUND, Ask, Away, Round, Seat
+from ftcoord.core.rendezvous_records import FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
 
 RETURNING: Final = 1.5
 """How much longer than the last call participants of the last round have to come back. With the defaults, 30 s and
@@ -49,7 +49,7 @@ Restart: TypeAlias = Literal["failed", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RoundOptions:
     """What the decider's user asked for, but for the limits, which are in what its members ask. Times in seconds.
 
     Args:
@@ -71,11 +71,11 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RoundCandidate:
     """A live member: its id, what it asks, and when the decider saw it ask that."""
 
     id: str
-    ask: Ask
+    ask: JoinRequest
     seen: float
 
 
@@ -90,7 +90,7 @@ class Situation:
         highest: the highest number that the decider ever saw, also in records that etcd has lost since.
     """
 
-    members: Sequence[Member]
+    members: Sequence[RoundCandidate]
     changed_at: float
     previous: Round | None
     previous_at: float
@@ -117,7 +117,7 @@ class Waiting:
 Verdict: TypeAlias = "Decision | Waiting"
 
 
-def decide(situation: Situation, options: Options, now: float) -> Verdict:
+def decide(situation: Situation, options: RoundOptions, now: float) -> Verdict:
     """What to do now. Depends on nothing but its arguments."""
     previous = situation.previous
     if previous is not None and situation.vanished:
@@ -158,7 +158,7 @@ def _must_be_told(situation: Situation, limits: tuple[int, int]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Poll:
+class _RoundPoll:
     """The members that count, by what they do. Of one node only the newest incarnation does: nobody renews the lease of
     an older one any more.
 
@@ -170,8 +170,8 @@ class _Poll:
 
     situation: Situation
     limits: tuple[int, int]
-    asking: Sequence[Member]
-    busy: Sequence[Member]
+    asking: Sequence[RoundCandidate]
+    busy: Sequence[RoundCandidate]
     leaving: dict[str, str]
 
     @property
@@ -181,7 +181,7 @@ class _Poll:
         return {seat.member for seat in previous.seats} if previous else set()
 
 
-def _poll(situation: Situation, limits: tuple[int, int]) -> _Poll:
+def _poll(situation: Situation, limits: tuple[int, int]) -> _RoundPoll:
     previous = situation.previous
     newest = {member.ask.node: member.id for member in situation.members}
     counted = [
@@ -193,12 +193,12 @@ def _poll(situation: Situation, limits: tuple[int, int]) -> _Poll:
     busy = [member for member in counted if member.ask.after < last.get(member.id, 0)]
     leaving = {member.id: member.ask.leaving for member in situation.members if member.ask.leaving}
     if not busy:
-        return _Poll(situation, limits, counted, busy, leaving)
+        return _RoundPoll(situation, limits, counted, busy, leaving)
     ids = {member.id for member in busy}
-    return _Poll(situation, limits, [member for member in counted if member.id not in ids], busy, leaving)
+    return _RoundPoll(situation, limits, [member for member in counted if member.id not in ids], busy, leaving)
 
 
-def _judge_closed(previous: Round, poll: _Poll, options: Options, now: float) -> Verdict:
+def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict:
     """Rule 7. Only members that have seen the end may go on from it: one that waited before it came must hear of it."""
     reopening = [member for member in poll.asking if member.ask.reopens == previous.number]
     left = [member for member in poll.situation.members if member.id in previous.last_seats]
@@ -214,7 +214,7 @@ def may_reopen(closed: Round, restart: Restart) -> bool:
     return restart == "always" or (restart == "failed" and closed.outcome == FAILED)
 
 
-def _judge_running(previous: Round, poll: _Poll, options: Options, now: float) -> Verdict:
+def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict:
     seated = poll.seated
     running = [member for member in poll.busy if member.id in seated]
     back = [member for member in poll.asking if member.id in seated]
@@ -233,7 +233,7 @@ def _judge_running(previous: Round, poll: _Poll, options: Options, now: float) -
 
 
 def _judge_seated(
-    previous: Round, participants: Sequence[Member], decided_at: float, options: Options, now: float
+    previous: Round, participants: Sequence[RoundCandidate], decided_at: float, options: RoundOptions, now: float
 ) -> Verdict:
     """Rule 2: all take their seats, or nobody starts."""
     until = decided_at + max(options.last_call_timeout, options.seat_timeout)
@@ -259,7 +259,7 @@ def _recall(previous: Round, reason: str, waiting: int) -> Decision:
     return Decision(replace(previous, recalled=reason, waiting=waiting), f"round {previous.number} recalled: {reason}")
 
 
-def _form(poll: _Poll, options: Options, now: float) -> Verdict:
+def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict:
     """The next round, or why not yet."""
     situation, (fewest, most) = poll.situation, poll.limits
     previous = situation.previous
@@ -280,13 +280,13 @@ def _form(poll: _Poll, options: Options, now: float) -> Verdict:
     return Waiting(f"{len(poll.asking)} nodes are there, {still_out} still to come back; {why} runs", until)
 
 
-def _enough_at(poll: _Poll) -> float:
+def _enough_at(poll: _RoundPoll) -> float:
     """When the last call began: when there were enough members, but not before the last round was recalled."""
     enough_at = sorted(member.seen for member in poll.asking)[poll.limits[0] - 1]
     return max(enough_at, poll.situation.previous_at) if poll.seated else enough_at
 
 
-def _complete(poll: _Poll) -> Decision:
+def _complete(poll: _RoundPoll) -> Decision:
     situation, previous = poll.situation, poll.situation.previous or NO_ROUND
     nodes_before = [seat.node for seat in previous.seats]
     back = sorted(
@@ -310,9 +310,9 @@ def _complete(poll: _Poll) -> Decision:
     return Decision(decided, f"round {number} on {len(ranked)} nodes")
 
 
-def _rank(chosen: Sequence[Member], nodes_before: Sequence[str]) -> list[Member]:
+def _rank(chosen: Sequence[RoundCandidate], nodes_before: Sequence[str]) -> list[RoundCandidate]:
     """Order the members of a round by rank; `chosen` has those of the last round first, in its rank order."""
-    places: list[Member | None] = [None] * len(chosen)
+    places: list[RoundCandidate | None] = [None] * len(chosen)
     homeless = []
     for index, member in enumerate(chosen):
         rank = nodes_before.index(member.ask.node) if member.ask.node in nodes_before else len(chosen)
@@ -353,7 +353,7 @@ class Outlook(enum.Enum):
     """The run has other limits than it wants: it counts for nothing, as long as any other member shares those."""
 
 
-def outlook(now: Round | None, me: str, ask: Ask) -> Outlook:
+def outlook(now: Round | None, me: str, ask: JoinRequest) -> Outlook:
     """What the decided record `now` means for the member `me`, which asks for this."""
     if now is None:
         return Outlook.PENDING

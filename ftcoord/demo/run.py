@@ -17,12 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from ftcoord.core.records import Round, parse_round
+from ftcoord.core.rendezvous_records import Round, parse_round
 from ftcoord.demo.agents import Agent, no_orphans
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import FtcoordError
 from ftcoord.etcd.api import Batch, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 PATIENCE: Final = 180.0

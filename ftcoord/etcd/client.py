@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError, LeaseLost
-from ftcoord.etcd import wire
 from ftcoord.etcd.api import (
     Compare,
     Delete,
@@ -27,9 +26,10 @@ from ftcoord.etcd.api import (
     encode_key,
 )
 from ftcoord.etcd.release import EMBEDDED_NAMES, newer_wanted
-from ftcoord.etcd.together import Together
-from ftcoord.etcd.transport import Transport
-from ftcoord.etcd.watch import Watcher, WatchHub, key_value
+from ftcoord.etcd.rpc import messages
+from ftcoord.etcd.rpc.batching import Batcher
+from ftcoord.etcd.rpc.transport import Transport
+from ftcoord.etcd.rpc.watch import Watcher, WatchHub, key_value
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +78,13 @@ class EtcdClient:
         self.config = EtcdConfig.of(etcd)
         self._transport = Transport(self.config)
         self._watches = WatchHub(self._transport)
-        self._together = Together(self._transport.write)
+        self._batcher = Batcher(self._transport.write)
         _open_clients.add(self)
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        request = wire.message("RangeRequest")()
+        request = messages.message("RangeRequest")()
         _write_range(request, get)
-        response = self._transport.call(wire.RANGE, request, timeout=timeout)
+        response = self._transport.call(messages.RANGE, request, timeout=timeout)
         return _range_result(response, response.header.revision)
 
     def get(self, key: str, *, timeout: float | None = None) -> RangeResult:
@@ -109,7 +109,7 @@ class EtcdClient:
     ) -> TxnResult:
         request = _txn_request(compares, success, failure)
         writes = any(not isinstance(op, Get) for op in (*success, *failure))
-        response = self._transport.call(wire.TXN, request, timeout=timeout, write=writes)
+        response = self._transport.call(messages.TXN, request, timeout=timeout, write=writes)
         return _txn_result(response, response.header.revision)
 
     def submit(
@@ -125,24 +125,24 @@ class EtcdClient:
         def tell(response: Any, revision: int, error: EtcdError | None) -> None:
             done(error or _txn_result(response, revision))
 
-        self._together.submit(_txn_request(compares, success, ()), timeout, tell)
+        self._batcher.submit(_txn_request(compares, success, ()), timeout, tell)
 
     def grant(self, ttl: int) -> Lease:
         # Safe to repeat: a lease nobody knows of holds no keys, and expires.
-        response = self._transport.call(wire.GRANT, wire.message("LeaseGrantRequest")(ttl=ttl))
+        response = self._transport.call(messages.GRANT, messages.message("LeaseGrantRequest")(ttl=ttl))
         return Lease(response.id, response.ttl)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        request = wire.message("LeaseKeepAliveRequest")(id=lease_id)
+        request = messages.message("LeaseKeepAliveRequest")(id=lease_id)
         # A stream for etcd; one request and one answer look the same on it as a unary call, which costs a third.
-        response = self._transport.call(wire.KEEP_ALIVE, request, timeout=timeout)
+        response = self._transport.call(messages.KEEP_ALIVE, request, timeout=timeout)
         if response.ttl <= 0:
             raise LeaseLost(f"lease {lease_id:x} has expired or was revoked; take a new one")
         return int(response.ttl)
 
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
         try:
-            self._transport.call(wire.REVOKE, wire.message("LeaseRevokeRequest")(id=lease_id), timeout=timeout)
+            self._transport.call(messages.REVOKE, messages.message("LeaseRevokeRequest")(id=lease_id), timeout=timeout)
         except LeaseLost:
             log.debug("lease %x was already gone", lease_id)
 
@@ -153,7 +153,7 @@ class EtcdClient:
 
     def compact(self, revision: int) -> None:
         """Forget the history before `revision`. Repeating it is an error of etcd's, raised as RequestRefused."""
-        self._transport.call(wire.COMPACT, wire.message("CompactionRequest")(revision=revision), write=True)
+        self._transport.call(messages.COMPACT, messages.message("CompactionRequest")(revision=revision), write=True)
 
     def status(self, *, timeout: float | None = None) -> Status:
         """Ask a member who it is.
@@ -161,7 +161,7 @@ class EtcdClient:
         Warns once a process of a release with bugs that endanger coordination, but not of an etcd that ftcoord started:
         whoever started it to try things out has nothing to mend, and `ftcoord server` says it by itself.
         """
-        response = self._transport.call(wire.STATUS, wire.message("StatusRequest")(), timeout=timeout)
+        response = self._transport.call(messages.STATUS, messages.message("StatusRequest")(), timeout=timeout)
         header = response.header
         if newer_wanted(response.version) and not self._is_embedded(header.member_id):
             _warn_below_floor(response.version)
@@ -179,7 +179,7 @@ class EtcdClient:
         _open_clients.discard(self)
         self._transport.close()
         self._watches.close()
-        self._together.close()
+        self._batcher.close()
         self._transport.join(PATIENCE)
 
     def __enter__(self) -> EtcdClient:
@@ -196,7 +196,7 @@ class EtcdClient:
     def _is_embedded(self, member_id: int) -> bool:
         """Whether ftcoord started this member, here or in another process; False where etcd does not tell."""
         try:
-            response = self._transport.call(wire.MEMBERS, wire.message("MemberListRequest")())
+            response = self._transport.call(messages.MEMBERS, messages.message("MemberListRequest")())
         except EtcdError as error:  # the warning is not worth a failure
             log.debug("etcd does not list its members: %s", error)
             return False
@@ -214,7 +214,7 @@ def _warn_below_floor(version: str) -> None:
 
 
 def _txn_request(compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op]) -> Any:
-    request = wire.message("TxnRequest")()
+    request = messages.message("TxnRequest")()
     for compare in compares:
         _write_compare(request.compare.add(), compare)
     for op in success:
@@ -237,7 +237,7 @@ def _write_range(raw: Any, get: Get) -> None:
     if get.count_only:
         raw.count_only = True
     if get.order != "keys":
-        raw.sort_order, raw.sort_target = wire.SORT[get.order], wire.SORT_BY_CREATE
+        raw.sort_order, raw.sort_target = messages.SORT[get.order], messages.SORT_BY_CREATE
     if get.created_before:
         raw.max_create_revision = get.created_before - 1
 
@@ -254,9 +254,9 @@ def _write_op(raw: Any, op: Op) -> None:
 
 
 def _write_compare(raw: Any, compare: Compare) -> None:
-    raw.key, raw.result = encode_key(compare.key), wire.COMPARE_RESULT[compare.relation]
-    raw.target = wire.COMPARE_TARGET[compare.target]
-    setattr(raw, wire.COMPARE_FIELD[compare.target], compare.operand)
+    raw.key, raw.result = encode_key(compare.key), messages.COMPARE_RESULT[compare.relation]
+    raw.target = messages.COMPARE_TARGET[compare.target]
+    setattr(raw, messages.COMPARE_FIELD[compare.target], compare.operand)
 
 
 def _txn_result(response: Any, revision: int) -> TxnResult:

@@ -11,7 +11,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, EtcdError
 from ftcoord.etcd.api import Compare, Get, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient, Status
-from ftcoord.etcd.transport import CLOSED
+from ftcoord.etcd.rpc.transport import CLOSED
 
 
 class _Counted:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from ftcoord.config import redacted
 from ftcoord.errors import ConfigError, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, Put, Span
-from ftcoord.etcd.settle import Settled, write_once
+from ftcoord.primitives.write_once import WriteOutcome, write_once
 from ftcoord.rendezvous.create import open_run, with_conf
 from ftcoord.store import EtcdStore
 
@@ -75,7 +75,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
             raise RendezvousConnectionError(f"the state of the run cannot be written: {error}") from None
         return (written.kv.value, written.kv.mod_revision, written.done) if written.kv else None
 
-    def _write(self, state: bytes, expected: int) -> Settled:
+    def _write(self, state: bytes, expected: int) -> WriteOutcome:
         try:
             return write_once(self._etcd, Put(self._key, state, self._kept_lease()), expected)
         except LeaseLost:

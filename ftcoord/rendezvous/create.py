@@ -9,9 +9,9 @@ from typing import NamedTuple
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 
 from ftcoord.config import EtcdConfig
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 from ftcoord.rendezvous.logs import show_log_lines
 from ftcoord.rendezvous.settings import RendezvousSettings

@@ -27,16 +27,16 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from ftcoord.core import records
-from ftcoord.core.records import Round
+from ftcoord.core import rendezvous_records
 from ftcoord.core.rendezvous import call_back
+from ftcoord.core.rendezvous_records import Round
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
-from ftcoord.rendezvous.decided import Decided
 from ftcoord.rendezvous.logs import round_line
 from ftcoord.rendezvous.participant import SHUT_DOWN, TRANSIENT, Participant
+from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions
 from ftcoord.rendezvous.timers import serve_timers
@@ -65,7 +65,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if server is not None:
             self._ends.callback(server.stop)
         self._ends.callback(etcd.close)
-        self._run = Decided(etcd, settings)
+        self._run = RunRecord(etcd, settings)
         self._address = own_address(settings.local_addr, etcd.config)
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
         self._changed = threading.Condition()
@@ -146,7 +146,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """End the run for all nodes. Raises RendezvousConnectionError after `close_timeout` seconds."""
         with self._recorded("set_closed"):
-            self._run.close(f"closed by {self.host}", records.CLOSED)
+            self._run.close(f"closed by {self.host}", rendezvous_records.CLOSED)
 
     def shutdown(self) -> bool:
         """Leave, and close the run if this node's workers are done or have used up their restarts.
@@ -161,7 +161,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             error = None
         try:
             if error is None or isinstance(error, ChildFailedError):
-                outcome = records.FINISHED if error is None else records.FAILED
+                outcome = rendezvous_records.FINISHED if error is None else rendezvous_records.FAILED
                 self._run.close(
                     f"{self.host} {outcome}", outcome, self._participant.node if self._participant.round else None
                 )
@@ -215,9 +215,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         prefix = self._settings.prefix
         self._store = EtcdStore(
             self._etcd,
-            records.store_prefix(prefix, round_.number),
+            rendezvous_records.store_prefix(prefix, round_.number),
             lease=member.record_lease or None,  # 0 if the record was deleted just now
-            fence=records.round_key(prefix, round_.number),
+            fence=rendezvous_records.round_key(prefix, round_.number),
         )
         return rank
 

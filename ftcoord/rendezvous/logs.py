@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ftcoord.core.records import Round
+from ftcoord.core.rendezvous_records import Round
 
 SHOWN: Final = 8
 """Hosts that a message names; it counts the others."""

@@ -20,15 +20,15 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from ftcoord.core import records
-from ftcoord.core.records import Ask, Round
-from ftcoord.core.rendezvous import SEATING, Options, Outlook, may_reopen, outlook, spelled
+from ftcoord.core import rendezvous_records
+from ftcoord.core.rendezvous import SEATING, Outlook, RoundOptions, may_reopen, outlook, spelled
+from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Etcd
-from ftcoord.etcd.membership import Membership
-from ftcoord.rendezvous.decided import Decided
+from ftcoord.primitives.group.membership import Membership
 from ftcoord.rendezvous.logs import SHOWN, attendance, named
 from ftcoord.rendezvous.policy import RendezvousPolicy
+from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class _Request:
     """
 
     member: Membership[Round]
-    ask: Ask
+    ask: JoinRequest
     tolerated: Round | None = None
 
 
@@ -100,7 +100,7 @@ class Participant:
         self.round: Round | None = None
         """The last round that it took part in."""
         self._etcd, self._address, self._changed = etcd, address, changed
-        self._run = Decided(etcd, settings)
+        self._run = RunRecord(etcd, settings)
         self._after = 0
         self._reopens = -1
         self._numbers_known = self._has_waited = self._stopped = False
@@ -111,14 +111,14 @@ class Participant:
     def prepare(self) -> Membership[Round]:
         """Take a lease, and begin the watch that the next ask needs. Raises EtcdError."""
         settings = self.settings
-        options = Options(
+        options = RoundOptions(
             settings.last_call_timeout, settings.settle_timeout, settings.on_member_loss == "restart", settings.restart
         )
         self.member = Membership(
             self._etcd,
             settings.prefix,
             RendezvousPolicy(settings.prefix, options),
-            records.parse_round,
+            rendezvous_records.parse_round,
             self._changed,
             ttl=settings.lease_ttl,
             record_ttl=settings.run_ttl,
@@ -160,7 +160,7 @@ class Participant:
             return
         if member.entered and not member.lost:
             with contextlib.suppress(EtcdError):  # then the others see only that its lease ends
-                member.enter(records.encode(replace(self._new_ask(0), leaving=why)), LOOK)
+                member.enter(rendezvous_records.encode(replace(self._new_ask(0), leaving=why)), LOOK)
                 self._await_farewell(member)
         member.leave(min(self.settings.close_timeout, self.settings.request_timeout))
 
@@ -208,12 +208,12 @@ class Participant:
             self._after = max(self._after, self._run.highest_round(self.settings.request_timeout))
             self._numbers_known = True
         ask = self._new_ask(port)
-        member.enter(records.encode(ask))
+        member.enter(rendezvous_records.encode(ask))
         return _Request(member, ask)
 
-    def _new_ask(self, port: int) -> Ask:
+    def _new_ask(self, port: int) -> JoinRequest:
         settings = self.settings
-        return Ask(
+        return JoinRequest(
             self.node,
             self._address,
             port,
@@ -236,7 +236,7 @@ class Participant:
         def enter() -> None:
             if request.member.lost or self._stopped:  # it listens no more, so it must not say that it does
                 raise LeaseLost(f"the lease of member {request.member.id} is lost")
-            request.member.enter(records.encode(ask))
+            request.member.enter(rendezvous_records.encode(ask))
 
         with contextlib.suppress(LeaseLost):
             self._insist(enter, _UNANSWERED)

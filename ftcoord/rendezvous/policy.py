@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ftcoord.core import records
-from ftcoord.core.rendezvous import Decision, Member, Options, Situation, decide
+from ftcoord.core import rendezvous_records
+from ftcoord.core.rendezvous import Decision, RoundCandidate, RoundOptions, Situation, decide
 from ftcoord.etcd.api import Span
-from ftcoord.etcd.deciding import Publish, View, Wait
-from ftcoord.etcd.readings import Reading, Readings
+from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
+from ftcoord.primitives.group.policy import Publish, View, Wait
 
 
 class RendezvousPolicy:
-    """Decides the rounds of one run. Implements `ftcoord.etcd.deciding.Policy`."""
+    """Decides the rounds of one run. Implements `ftcoord.primitives.group.policy.Policy`."""
 
-    def __init__(self, prefix: str, options: Options) -> None:
+    def __init__(self, prefix: str, options: RoundOptions) -> None:
         self._prefix = prefix
         self._options = options
-        self._readings = Readings(records.parse_ask)
-        self._decided = Reading(records.parse_round)
+        self._members = ParsedKeys(rendezvous_records.parse_join_request)
+        self._decided = ParsedKey(rendezvous_records.parse_round)
         self._highest = 0
 
     def decide(self, view: View, me: str, now: float) -> Publish | Wait:
@@ -27,7 +27,8 @@ class RendezvousPolicy:
         # An etcd that lost its last writes may show an older record than this member has seen.
         self._highest = max(self._highest, previous.number if previous else 0)
         members = [
-            Member(kv.key.rpartition("/")[2], ask, view.seen[kv.key]) for kv, ask in self._readings.of(view.members)
+            RoundCandidate(kv.key.rpartition("/")[2], ask, view.seen[kv.key])
+            for kv, ask in self._members.of(view.members)
         ]
         situation = Situation(members, view.changed_at, previous, view.decided_at, view.vanished, self._highest)
         verdict = decide(situation, self._options, now)
@@ -35,18 +36,20 @@ class RendezvousPolicy:
             return self._publish(verdict, previous, me)
         return Wait(verdict.reason, verdict.until)
 
-    def _publish(self, decision: Decision, previous: records.Round | None, me: str) -> Publish:
+    def _publish(self, decision: Decision, previous: rendezvous_records.Round | None, me: str) -> Publish:
         """A new round opens its store, empty, and ends those before, in the same transaction.
 
         The round before is that of the record, or where the record was lost the one before this by its number. What
         lies in the new one's store is of a run that was forgotten since.
         """
-        value = records.encode(replace(decision.round, by=me))
+        value = rendezvous_records.encode(replace(decision.round, by=me))
         number, last = decision.round.number, previous.number if previous else 0
         if number == last:
             return Publish(value, decision.reason)
         over = sorted({last, number - 1} - {0})
-        fences = [Span(records.round_key(self._prefix, before)) for before in over]
-        stores = [Span(records.store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
+        fences = [Span(rendezvous_records.round_key(self._prefix, before)) for before in over]
+        stores = [Span(rendezvous_records.store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
         old = [*fences, *stores]
-        return Publish(value, decision.reason, puts={records.round_key(self._prefix, number): b""}, deletes=old)
+        return Publish(
+            value, decision.reason, puts={rendezvous_records.round_key(self._prefix, number): b""}, deletes=old
+        )

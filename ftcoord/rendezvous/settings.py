@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ftcoord.config import EMBEDDED, HIDDEN, EtcdConfig, parse_host, redacted, seconds, text, whole
+from ftcoord.config import EMBEDDED, HIDDEN, EtcdConfig, full_text, key_path, parse_host, redacted, seconds, text, whole
+from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.core.rendezvous import Restart
 from ftcoord.errors import ConfigError
-from ftcoord.etcd.keys import KEY_PREFIX, full_text, key_path, run_prefix
 
 _MAX_TTL = 10**9
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.run import Run
+from ftcoord.etcd.namespace import Namespace
 from ftcoord.timer.environment import VARIABLE, describe
 
 
@@ -16,7 +16,7 @@ def serve_timers(prefix: str, etcd: EtcdClient) -> Callable[[], None]:
     from ftcoord.timer.server import EtcdTimerServer
 
     ends = contextlib.ExitStack()
-    server = EtcdTimerServer(Run(prefix, etcd))
+    server = EtcdTimerServer(Namespace(prefix, etcd))
     server.start()
     ends.callback(server.stop)
     os.environ[VARIABLE] = describe(prefix, etcd.config)

@@ -15,9 +15,9 @@ from typing import Final
 
 from torch.distributed import PrefixStore, Store
 
-from ftcoord.etcd.changes import Changes
+from ftcoord.concurrency import detached
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.threads import apart
+from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.store.waiting import Waiting
 
 LOOK: Final = 0.5
@@ -39,7 +39,9 @@ def holders(store: Store) -> int | None:
 class Opened:
     """What a store has to close. Knows nothing of the store, so that its finalizer can pass this on."""
 
-    def __init__(self, changes: Changes, waiting: Waiting, client: EtcdClient | None, closed: threading.Event) -> None:
+    def __init__(
+        self, changes: ExactlyOnceWriter, waiting: Waiting, client: EtcdClient | None, closed: threading.Event
+    ) -> None:
         self._changes, self._waiting, self._client, self.closed = changes, waiting, client, closed
         self._pid = os.getpid()
 
@@ -68,9 +70,9 @@ def let_go(store: Store, opened: Opened) -> None:
         return
     try:
         if held == 1:
-            apart(opened.close)
+            detached(opened.close)
         elif held is not None and opened.is_ours:
-            apart(_see_off, [store], opened)
+            detached(_see_off, [store], opened)
         else:
             _kept.append(store)
     except RuntimeError:  # no thread can be had; a lease that is kept for nobody is the lesser evil

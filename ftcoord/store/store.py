@@ -1,7 +1,7 @@
 """The c10d Store whose keys live in etcd.
 
-<prefix>data/<key>           the value (`core/values.py` says how)
-<prefix>ops/<id>             what makes a lost answer harmless (`etcd/changes.py`)
+<prefix>data/<key>           the value (`core/store_values.py` says how)
+<prefix>ops/<id>             what makes a lost answer harmless (`primitives/exactly_once.py`)
 <prefix>queues/<key>/<id>    an item of a queue
 """
 
@@ -22,7 +22,7 @@ from urllib.parse import quote
 from torch.distributed import DistStoreError, Store
 
 from ftcoord.config import EtcdConfig
-from ftcoord.core.values import as_bytes, counter, counts_by, plain, stored
+from ftcoord.core.store_values import as_bytes, counter, counts_by, plain, stored
 from ftcoord.etcd.api import (
     Compare,
     Delete,
@@ -38,9 +38,9 @@ from ftcoord.etcd.api import (
     exists,
     unchanged,
 )
-from ftcoord.etcd.changes import CLOSED, Changes, Made
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.patience import persist
+from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.primitives.exactly_once import CLOSED, ExactlyOnceWriter, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 from ftcoord.store.halves import Opened, let_go
 from ftcoord.store.waiting import Waiting
@@ -107,7 +107,7 @@ class EtcdStore(Store):
         self._etcd: Etcd = cast(Etcd, etcd) if own is None else own
         self._data, self._queues = f"{prefix}data/", f"{prefix}queues/"
         self._closed = threading.Event()
-        self._changes = Changes(self._etcd, f"{prefix}ops/", ttl, lease, fence, self._closed)
+        self._changes = ExactlyOnceWriter(self._etcd, f"{prefix}ops/", ttl, lease, fence, self._closed)
         self._waiting = Waiting(self._etcd, fence, self._closed)
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
         self._open = Opened(self._changes, self._waiting, own, self._closed)
@@ -276,7 +276,7 @@ class EtcdStore(Store):
 
     def _range(self, get: Get, deadline: float) -> RangeResult:
         with as_torch_errors():
-            return persist(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+            return retry_unanswered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
 
     def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
         return self._etcd.txn((), gets, timeout=left)
@@ -319,7 +319,7 @@ class EtcdStore(Store):
         for start in range(0, len(gets), CHUNK):
             part = gets[start : start + CHUNK]
             with as_torch_errors():
-                result = persist(partial(self._read_all, part), deadline, self._closed)
+                result = retry_unanswered(partial(self._read_all, part), deadline, self._closed)
             found += [result.range(index) for index in range(len(part))]
         return found
 

@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 
 from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, Span, WatchItem
-from ftcoord.etcd.changes import round_over
-from ftcoord.etcd.patience import persist
+from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.primitives.exactly_once import round_over
 
 _Items: TypeAlias = "queue.SimpleQueue[tuple[int, WatchItem | None]]"
 _FENCE: Final = -1
@@ -89,7 +89,7 @@ class Waiting:
         """What is there now. Raises RoundOver when that is nothing, behind a fence that is gone."""
         fences = [] if self._fence is None else [Get(Span(self._fence), keys_only=True)]
         reads = [*gets, *fences]
-        result = persist(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)
+        result = retry_unanswered(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)
         found = next((kv for index in range(len(gets)) if (kv := result.range(index).one)), None)
         if found is None and self._fence is not None and result.range(len(gets)).one is None:
             raise round_over(self._fence)

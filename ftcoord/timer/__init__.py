@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ftcoord.core.timers import TimerInfo
-from ftcoord.timer.fleet import Subscription, active, on_expired
+from ftcoord.timer.listing import Subscription, active, on_expired
 
 if TYPE_CHECKING:
     from ftcoord.timer.client import EtcdTimerClient

@@ -16,12 +16,12 @@ from typing import Final
 from torch.distributed.elastic.timer import TimerClient
 
 from ftcoord.config import MAX_SECONDS, EtcdConfig, redacted, whole
+from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.core.timers import RELEASED, Timer, Worker, encode, slot_key
 from ftcoord.errors import ConfigError
 from ftcoord.etcd.api import Etcd
-from ftcoord.etcd.keys import KEY_PREFIX
-from ftcoord.etcd.leased import LeasedKeys
-from ftcoord.etcd.run import Run
+from ftcoord.etcd.namespace import Namespace
+from ftcoord.primitives.leased_keys import LeasedKeys
 from ftcoord.timer.environment import inherited
 from ftcoord.timer.ledger import SLOTS, Ledger
 from ftcoord.timer.process import host_id, this_process
@@ -99,7 +99,7 @@ class EtcdTimerClient(TimerClient):
         if run is None and etcd is not None:
             raise ConfigError("run", None, "name the run too, where you name its etcd")
         host_id()
-        self._run = inherited() if run is None else Run.open(run, etcd, key_prefix)
+        self._run = inherited() if run is None else Namespace.open(run, etcd, key_prefix)
         self._ledger = Ledger()
         self._worker = worker = this_process(self._ledger.fd, ttl)
         prefix = self._run.prefix

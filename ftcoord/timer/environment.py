@@ -13,7 +13,7 @@ from typing import Final
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ConfigError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.run import Run
+from ftcoord.etcd.namespace import Namespace
 
 VARIABLE: Final = "FTCOORD_TIMERS"
 _PASSWORDS: Final = ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_USER", "ETCDCTL_PASSWORD")
@@ -35,7 +35,7 @@ def describe(prefix: str, config: EtcdConfig) -> str:
     return json.dumps({name: value for name, value in told.items() if value is not None})
 
 
-def inherited(env: Mapping[str, str] | None = None) -> Run:
+def inherited(env: Mapping[str, str] | None = None) -> Namespace:
     """The run that the agent serves. Raises ConfigError when there is none, before any socket is opened."""
     variables = os.environ if env is None else env
     text = variables.get(VARIABLE, "")
@@ -52,4 +52,4 @@ def inherited(env: Mapping[str, str] | None = None) -> Run:
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(VARIABLE, "<text>", "this is not what an agent of ftcoord sets; unset it") from error
     client = EtcdClient(config)
-    return Run(prefix, client, client)
+    return Namespace(prefix, client, client)

@@ -12,8 +12,8 @@ from torch.distributed.elastic.timer.api import RequestQueue
 from ftcoord.core.timers import Timer, parse
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, KeyValue, Span
-from ftcoord.etcd.feed import Feed
-from ftcoord.etcd.mirror import Change
+from ftcoord.primitives.feed import Feed
+from ftcoord.primitives.mirror import Change
 
 log = logging.getLogger(__name__)
 

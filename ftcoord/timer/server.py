@@ -13,17 +13,17 @@ from typing import Any, Final, TypeAlias
 from torch.distributed.elastic.timer import TimerRequest, TimerServer
 
 from ftcoord.config import EtcdConfig, seconds
+from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.core.timers import Book, Entry, TimerInfo, Worker, due, encode, inform, timers_prefix
 from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Put
-from ftcoord.etcd.keys import KEY_PREFIX
-from ftcoord.etcd.run import Run
-from ftcoord.etcd.session import Clock
-from ftcoord.etcd.settle import ATTEMPT, write_once
-from ftcoord.timer.keeping import WorkerLeases
+from ftcoord.etcd.namespace import Namespace
+from ftcoord.primitives.session import Clock
+from ftcoord.primitives.write_once import ATTEMPT, write_once
 from ftcoord.timer.ledger import holds
 from ftcoord.timer.process import host_id, kill, lives
 from ftcoord.timer.requests import EtcdRequestQueue, EtcdTimerRequest
+from ftcoord.timer.worker_leases import WorkerLeases
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class EtcdTimerServer(TimerServer):
 
     def __init__(
         self,
-        run: str | Run,
+        run: str | Namespace,
         etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
         *,
         reap: Reap | None = None,
@@ -75,7 +75,7 @@ class EtcdTimerServer(TimerServer):
         clock: Clock = time.monotonic,
     ) -> None:
         interval, self._host = seconds("max_interval", max_interval), host_id()
-        self._run = run if isinstance(run, Run) else Run.open(run, etcd, key_prefix)
+        self._run = run if isinstance(run, Namespace) else Namespace.open(run, etcd, key_prefix)
         self._queue = EtcdRequestQueue(self._run.etcd, timers_prefix(self._run.prefix, self._host))
         super().__init__(self._queue, interval, daemon)
         self.id = uuid.uuid4().hex

@@ -11,8 +11,8 @@ from helpers import DEADLINE
 from lines import Lines
 
 from ftcoord.config import EtcdConfig
+from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.cluster import EtcdCluster
 
 SIZE = 3
 

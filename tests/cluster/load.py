@@ -21,7 +21,7 @@ from rounds import Rounds
 from torch.distributed import DistNetworkError
 
 from ftcoord.config import EtcdConfig
-from ftcoord.core.values import plain
+from ftcoord.core.store_values import plain
 from ftcoord.etcd.api import Batch, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.store import EtcdStore

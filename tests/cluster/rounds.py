@@ -13,10 +13,10 @@ from helpers import DEADLINE, Seen
 from histories import History, Operation, check_reads
 from rdzv_nodes import Node, Nodes, Seat, spawn
 
-from ftcoord.core.records import Round, parse_round
+from ftcoord.core.layout import KEY_PREFIX, run_prefix
+from ftcoord.core.rendezvous_records import Round, parse_round
 from ftcoord.etcd.api import Batch, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
 
 LOOK = 0.02
 """Seconds between two looks of an agent (torch's own looks every 100 ms, and every 30 s by default)."""

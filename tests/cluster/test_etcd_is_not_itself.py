@@ -19,11 +19,11 @@ from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ftcoord.config import EtcdConfig
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import Compacted, RoundOver
 from ftcoord.etcd.api import Batch, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
-from ftcoord.etcd.settle import write_once
+from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
 
 pytestmark = pytest.mark.alone

@@ -47,7 +47,7 @@ def test_the_leader_is_killed(
         assert statistics.median(stalls) <= 3
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["leader", "follower"])
+@pytest.mark.parametrize("which", [0, 1], ids=["leader", "informer"])
 def test_a_member_hangs(cluster: Cluster, prefix: str, figures: Callable[..., None], which: int) -> None:
     """For longer than the leases."""
     with everything(cluster.endpoints, prefix) as load:

@@ -9,10 +9,10 @@ from helpers import eventually
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.backend import EtcdRendezvousBackend, create_backend
 
 

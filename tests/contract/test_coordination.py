@@ -16,7 +16,7 @@ from helpers import DEADLINE, eventually
 from rdzv_nodes import spawn
 from sites import KINDS, LONG, Site, group_ask
 
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 
 SHORT = timedelta(milliseconds=200)
 HOUR = 3_600_000

@@ -18,11 +18,11 @@ from members import Door
 from rdzv_nodes import keys_under, spawn
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
+from ftcoord.core.layout import KEY_PREFIX, run_prefix
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RoundOver
 from ftcoord.etcd.api import Began, Etcd, Get, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
 
 LONG = timedelta(seconds=DEADLINE)

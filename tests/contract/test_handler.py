@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous import handler as handler_module
 
 SHORT = timedelta(milliseconds=200)

@@ -21,13 +21,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from ftcoord.core import records
-from ftcoord.core.records import Round
+from ftcoord.core import rendezvous_records
 from ftcoord.core.rendezvous import FRESH
+from ftcoord.core.rendezvous_records import Round
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Batch, Delete, Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous import participant
 
 FAILURE = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")})
@@ -36,7 +36,7 @@ FAILURE = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")})
 
 def decided(client: EtcdClient, node: Node) -> Round | None:
     kv = client.get(f"{node.handler._settings.prefix}/decided").one
-    return records.parse_round(kv.key, kv.value) if kv else None
+    return rendezvous_records.parse_round(kv.key, kv.value) if kv else None
 
 
 # -- nobody starts alone ----------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_a_node_that_does_not_take_its_seat_is_left_out(make_nodes: MakeNodes, l
 
 def says_that_it_is_seated(client: EtcdClient, node: Node) -> bool:
     kv = client.get(node.member().group.key).one
-    return kv is not None and records.parse_ask(kv.key, kv.value).seated > 0
+    return kv is not None and rendezvous_records.parse_join_request(kv.key, kv.value).seated > 0
 
 
 def test_a_node_that_died_after_it_took_its_seat_starts_no_round(

@@ -24,9 +24,9 @@ from rdzv_nodes import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous import participant as participant_module
 
 LONG_TTL = 600

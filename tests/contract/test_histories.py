@@ -17,10 +17,10 @@ from rdzv_nodes import spawn
 from sites import KINDS, Site, group_ask
 
 from ftcoord.coordination.address import parse_address
-from ftcoord.core.quorum_records import parse_petition, parse_quorum
+from ftcoord.core.quorum_records import parse_quorum, parse_replica
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 
 NAMES = "abcde"
 RULES = {"min_replicas": 2, "join_timeout_ms": 6_000, "heartbeat_timeout_ms": 15_000}
@@ -88,7 +88,7 @@ def waiting(kind: str, job: str, etcd: EtcdClient) -> int:
         quorum = parse_quorum(decided.key, decided.value)
         answered = {(one.member, one.asked) for one in (*quorum.seats, *quorum.idle)}
     members = etcd.range(Get(Span(f"{prefix}/members/", is_prefix=True))).kvs
-    asked = {(kv.key.rpartition("/")[2], parse_petition(kv.key, kv.value).asked) for kv in members}
+    asked = {(kv.key.rpartition("/")[2], parse_replica(kv.key, kv.value).asked) for kv in members}
     return sum(one[1] > 0 for one in asked - answered)
 
 

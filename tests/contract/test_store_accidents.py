@@ -14,10 +14,10 @@ from members import Door
 from rdzv_nodes import spawn
 from torch.distributed import DistNetworkError, DistStoreError
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdNoSpace, OutcomeUnknown
 from ftcoord.etcd.api import Etcd, Lease, TxnResult
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore
 
 LONG = timedelta(seconds=DEADLINE)

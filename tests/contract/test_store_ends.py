@@ -16,8 +16,8 @@ from helpers import DEADLINE, eventually, in_fork, python
 from rdzv_nodes import keys_under, spawn
 from torch.distributed import DistStoreError, PrefixStore, Store
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.store import EtcdStore, halves
 
 LONG = timedelta(seconds=DEADLINE)

@@ -14,7 +14,7 @@ from timed import CONTEXT, EtcdTimers, Worker, workers
 from torch.distributed.elastic.timer import LocalTimerClient, LocalTimerServer, TimerClient, TimerRequest, TimerServer
 from torch.distributed.elastic.timer.api import RequestQueue
 
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.timer.server import EtcdTimerServer
 
 LONG = 300.0

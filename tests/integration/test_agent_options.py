@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import QUICK, SCRIPTS, Job
 
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,16 @@ import pytest
 from helpers import DEADLINE, eventually, in_fork, python
 
 from ftcoord.config import Credentials, EtcdConfig
+from ftcoord.embedded import member
+from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ForkedProcessError, LeaseLost, OutcomeUnknown, RequestRefused
 from ftcoord.etcd import client as client_module
-from ftcoord.etcd import member, release, wire
+from ftcoord.etcd import release
 from ftcoord.etcd.api import Compare, Delete, Get, Put, RangeResult, Span, absent, exists, unchanged
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.cluster import EtcdCluster
-from ftcoord.etcd.server import EtcdServer
-from ftcoord.etcd.settle import ATTEMPT, write_once
+from ftcoord.etcd.rpc import messages
+from ftcoord.primitives.write_once import ATTEMPT, write_once
 
 
 def connect(endpoints: str, **settings: Any) -> EtcdClient:
@@ -405,7 +407,7 @@ def test_a_write_is_settled_as_soon_as_etcd_answers_again(unfriendly: Any) -> No
         return aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")(context)
 
     read = {"response_range": {"kvs": [{"key": b"/key", "value": b"1"}], "count": 1}}
-    done = wire.message("TxnResponse")(succeeded=True, responses=[{"response_put": {}}, read]).SerializeToString()
+    done = messages.message("TxnResponse")(succeeded=True, responses=[{"response_put": {}}, read]).SerializeToString()
     answers["Txn"] = lambda context: answer(context) if next(attempts) < 4 else done
     assert write_once(client, Put("/key", b"1"), 0, timeout=5).done
     assert calls == ["Txn"] * 4
@@ -507,7 +509,7 @@ from torch.utils.data import DataLoader
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.session import Session
+from ftcoord.primitives.session import Session
 client = EtcdClient(EtcdConfig.load(sys.argv[1], request_timeout=60))
 session = Session(client, 30)
 seen = threading.Semaphore(0)
@@ -624,7 +626,7 @@ import os, sys
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.session import Session
+from ftcoord.primitives.session import Session
 client = EtcdClient(EtcdConfig.load(sys.argv[1]))
 session = Session(client, 3)
 client.put("/key", b"", session.lease_id)
@@ -808,9 +810,9 @@ def test_no_thread_is_left_behind(etcd: EtcdServer, prefix: str) -> None:
 
 def test_the_messages_carry_etcds_field_numbers() -> None:
     """As published in etcd's rpc.proto, spot-checked where a mistake would go unnoticed by other tests."""
-    txn = wire.message("TxnRequest")(compare=[{"result": 3, "target": 4, "key": b"k", "lease": 7}])
+    txn = messages.message("TxnRequest")(compare=[{"result": 3, "target": 4, "key": b"k", "lease": 7}])
     assert txn.SerializeToString() == b"\x0a\x09\x08\x03\x10\x04\x1a\x01k\x40\x07"
-    assert wire.message("RangeRequest")(max_create_revision=5).SerializeToString() == b"\x68\x05"
+    assert messages.message("RangeRequest")(max_create_revision=5).SerializeToString() == b"\x68\x05"
 
 
 def test_ipv6_is_part_of_this_machine() -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from helpers import DEADLINE, eventually
 
-from ftcoord.core import records
-from ftcoord.core.records import Round, Seat
+from ftcoord.core import rendezvous_records
+from ftcoord.core.rendezvous_records import Round, Seat
 from ftcoord.demo import run
 from ftcoord.demo.agents import Agent
 from ftcoord.demo.run import Demo, DemoError
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 
@@ -107,7 +107,7 @@ def test_a_round_is_told_once(
     second = replace(first, number=2)
     demo._watch_rounds()
     for round_ in (first, replace(first, by="again"), recalled, replace(recalled, waiting=1), second):
-        client.put(f"{settings.prefix}/decided", records.encode(round_))
+        client.put(f"{settings.prefix}/decided", rendezvous_records.encode(round_))
     assert demo._await_round(3).number == 1
     assert demo._await_round(3).number == 2
     said = [line.split(maxsplit=2)[2] for line in capsys.readouterr().out.splitlines()]

@@ -10,7 +10,7 @@ from pathlib import Path
 from helpers import eventually
 from jobs import Job
 
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
 PROGRESS = re.compile(r"rank \d of (\d): step (\d+) of \d+, loss (\d+\.\d+)")

@@ -25,11 +25,11 @@ from ftcoord import EtcdServer
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import Gateway, ManagerClient, ManagerServer
 from ftcoord.coordination.address import fresh_name, parse_address
-from ftcoord.core.quorum_records import parse_petition
+from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.quiet import grpc
+from ftcoord.etcd.rpc.quiet_grpc import grpc
 
 pytestmark = pytest.mark.skipif(
     sys.version_info >= (3, 14) or (sys.platform, platform.machine()) != ("linux", "x86_64"),
@@ -73,7 +73,7 @@ def asked(job: str) -> int:
     """How many times the members asked for a quorum, those left out that took it back."""
     with EtcdClient(EtcdConfig.load(parse_address(job).endpoints)) as client:
         kvs = client.range(Get(Span(f"{parse_address(job).prefix}/members/", is_prefix=True))).kvs
-    return sum(parse_petition(kv.key, kv.value).asked for kv in kvs)
+    return sum(parse_replica(kv.key, kv.value).asked for kv in kvs)
 
 
 class Process:

@@ -16,10 +16,10 @@ import pytest
 from helpers import DEADLINE, Seen, eventually, python
 from members import CALL_TIMEOUT, Blind, Counting, Lossy, Node, Overtaken, read
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import Compacted, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Batch, Etcd, Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 
 MEMBER = str(Path(members.__file__))
 Join = Callable[..., Node]

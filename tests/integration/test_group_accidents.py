@@ -17,13 +17,13 @@ from members import CALL_TIMEOUT, Door, Node, Roll
 
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import StateError
-from ftcoord.etcd import group as group_module
 from ftcoord.etcd.api import Batch, Began, Event, Span, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.deciding import Publish, View, Wait
-from ftcoord.etcd.group import Group
-from ftcoord.etcd.membership import Membership
-from ftcoord.etcd.session import Session
+from ftcoord.primitives.group import group as group_module
+from ftcoord.primitives.group.group import Group
+from ftcoord.primitives.group.membership import Membership
+from ftcoord.primitives.group.policy import Publish, View, Wait
+from ftcoord.primitives.session import Session
 
 
 @pytest.fixture

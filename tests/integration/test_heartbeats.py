@@ -14,13 +14,13 @@ from helpers import DEADLINE, eventually, in_fork, python
 
 import ftcoord
 from ftcoord.core.heartbeats import HeartbeatEvent, heartbeats_prefix
+from ftcoord.core.layout import KEY_PREFIX, run_prefix
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Get, KeyValue, Op, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
-from ftcoord.etcd.leased import LeasedKeys
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.heartbeat import HeartbeatWatch
+from ftcoord.primitives.leased_keys import LeasedKeys
 
 
 class Events:
@@ -159,7 +159,7 @@ def test_the_last_value_stays_whatever_becomes_of_the_others(
     keys: LeasedKeys, client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write that arrives late does not bring back what was replaced or emptied."""
-    monkeypatch.setattr("ftcoord.etcd.leased.RETRY", 0.01)
+    monkeypatch.setattr("ftcoord.primitives.leased_keys.RETRY", 0.01)
     for number in range(12):
         keys.put("a", lambda: b"%d" % number)  # noqa: B023 - rendered when it is written
         keys.put("b", lambda: b"%d" % number)  # noqa: B023

@@ -13,9 +13,9 @@ import pytest
 from helpers import DEADLINE, eventually
 from rdzv_nodes import keys_under
 
+from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.cluster import EtcdCluster
-from ftcoord.etcd.server import EtcdServer
 
 SCRIPT = Path(__file__).parent / "scripts" / "world.py"
 Process = subprocess.Popen[str]

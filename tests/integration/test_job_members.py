@@ -19,10 +19,10 @@ from rdzv_nodes import keys_under, spawn
 
 from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer, Observer, policy, replica
 from ftcoord.coordination.address import parse_address
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 
 LONG = timedelta(seconds=DEADLINE)
 SHORT = timedelta(milliseconds=300)
@@ -69,7 +69,7 @@ def ask(server: ManagerServer, rank: int = 0, timeout: timedelta = LONG) -> Futu
 
 
 def together(*asks: Callable[[], Any]) -> tuple[int, list[str]]:
-    """Ask at the same time; the quorum that all were told."""
+    """JoinRequest at the same time; the quorum that all were told."""
     told = [future.result(DEADLINE) for future in [spawn(one) for one in asks]]
     assert len({quorum.quorum_id for quorum in told}) == 1
     return told[0].quorum_id, [member.replica_id for member in told[0].participants]

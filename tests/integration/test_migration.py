@@ -11,7 +11,7 @@ from helpers import DEADLINE
 from jobs import Job
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.rendezvous.create import create_handler
 from ftcoord.rendezvous.torchelastic import (
     RendezvousClosedException,

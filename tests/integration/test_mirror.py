@@ -11,13 +11,13 @@ import pytest
 from accidents import Forgetful, Rewinding, cut_off, settle
 from helpers import DEADLINE, eventually
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Put, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.feed import Feed
-from ftcoord.etcd.mirror import Mirror, Posted
-from ftcoord.etcd.readings import Reading, Readings
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.heartbeat import Heartbeat, watch_heartbeats
+from ftcoord.primitives.feed import Feed
+from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
+from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.timer.requests import EtcdRequestQueue
 
 MISSED = "missed a change"
@@ -227,9 +227,9 @@ def followed(mirror: Mirror, inbox: queue.SimpleQueue[Posted]) -> dict[str, KeyV
 def test_another_value_with_the_same_revision_is_read_again() -> None:
     before = KeyValue("/key", b"before", 3, 5, 2, 0)
     after = before._replace(value=b"after")
-    reading = Reading(lambda key, value: value)
+    reading = ParsedKey(lambda key, value: value)
     assert [reading.of(kv) for kv in (before, before, after)] == [b"before", b"before", b"after"]
-    readings = Readings(lambda key, value: value)
+    readings = ParsedKeys(lambda key, value: value)
     assert [readings.of([kv]) for kv in (before, after)] == [[(before, b"before")], [(after, b"after")]]
 
 

@@ -11,8 +11,8 @@ from helpers import DEADLINE, eventually
 from rdzv_nodes import keys_under
 from replicas import ReplicaProcess, agreed, managed, replica_processes, until_it_is_in
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 
 WAIT = threading.Event().wait
 """For the passing of time itself, never for a condition."""

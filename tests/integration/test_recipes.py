@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from jobs import SCRIPTS
 
+from ftcoord.core.layout import KEY_PREFIX
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.keys import KEY_PREFIX
-from ftcoord.etcd.server import EtcdServer
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 

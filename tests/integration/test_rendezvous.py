@@ -28,8 +28,8 @@ from rdzv_nodes import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 
 
 def kill(etcd: EtcdServer) -> None:

@@ -20,13 +20,13 @@ from ftcoord.config import EtcdConfig
 from ftcoord.coordination import replica as replicas
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.quorum import Quorum, Request
-from ftcoord.core.quorum_records import Petition, parse_petition
+from ftcoord.core.quorum import QuorumRecord, QuorumRequest
+from ftcoord.core.quorum_records import ReplicaRecord, parse_replica
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Batch, Etcd, Get, Span, TxnResult, WatchItem
 from ftcoord.etcd.client import EtcdClient
 
-REQUEST = Request("x", "", "", 0, 1, False, "", 0, ())
+REQUEST = QuorumRequest("x", "", "", 0, 1, False, "", 0, ())
 
 
 @pytest.fixture
@@ -47,15 +47,15 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def petitions(client: EtcdClient, job: Job) -> dict[int, Petition]:
+def replica_records(client: EtcdClient, job: Job) -> dict[int, ReplicaRecord]:
     """What each member asks, by its lease."""
     kvs = client.range(Get(Span(f"{job.prefix}/members/", is_prefix=True))).kvs
-    return {kv.lease: parse_petition(kv.key, kv.value) for kv in kvs}
+    return {kv.lease: parse_replica(kv.key, kv.value) for kv in kvs}
 
 
 def requests(client: EtcdClient, job: Job) -> list[int]:
     """Which of its requests each member makes."""
-    return [one.asked for one in petitions(client, job).values()]
+    return [one.asked for one in replica_records(client, job).values()]
 
 
 def test_a_caller_that_is_gone_does_not_ask(
@@ -123,7 +123,7 @@ def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
     """Of two members with one name the one that asked last counts: here, then there, then here again, before news of
     there came."""
 
-    def ask(one: Replica) -> Future[Quorum]:
+    def ask(one: Replica) -> Future[QuorumRecord]:
         request = replace(REQUEST, replica_id=one.replica_id)
         return threads.submit(one.ask, request, time.monotonic() + DEADLINE)
 
@@ -160,7 +160,7 @@ def test_who_comes_back_after_its_lease_asks_for_nothing_that_was_answered(
         client.revoke(lost)
         replica.beat(time.monotonic() + DEADLINE)
         assert replica.lease != lost
-        back = petitions(client, job)[replica.lease]
+        back = replica_records(client, job)[replica.lease]
         assert (back.asked, back.after) == (0, quorum.id)
     finally:
         peer.leave(DEADLINE)
@@ -173,7 +173,9 @@ def test_who_lost_its_lease_while_it_asks_asks_again(
     eventually(lambda: requests(client, job) == [1], "it asks")
     lost = replica.lease
     client.revoke(lost)
-    eventually(lambda: [one.asked for lease, one in petitions(client, job).items() if lease != lost] == [1], "it asks")
+    eventually(
+        lambda: [one.asked for lease, one in replica_records(client, job).items() if lease != lost] == [1], "it asks"
+    )
     peer = Replica(client, job, "y", kept=True)
     try:
         quorum = peer.ask(replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
@@ -250,7 +252,7 @@ def test_who_gives_up_takes_nobody_elses_request_along(
     replica, peer = Replica(etcd, job, "x", kept=True), Replica(client, job, "y", kept=True)
     put = replica._put
 
-    def put_and_linger(request: Request, *how: Any) -> int:
+    def put_and_linger(request: QuorumRequest, *how: Any) -> int:
         asked = put(request, *how)
         if request.step == 2:
             assert etcd.tried.wait(DEADLINE)
@@ -307,7 +309,7 @@ def test_a_decider_that_is_behind_calls_nobody_dead(
 def is_request(item: WatchItem) -> bool:
     """Whether a watch tells with this that a member asks for a quorum."""
     events = item.events if isinstance(item, Batch) else ()
-    return any("/members/" in one.kv.key and parse_petition(one.kv.key, one.kv.value).asked for one in events)
+    return any("/members/" in one.kv.key and parse_replica(one.kv.key, one.kv.value).asked for one in events)
 
 
 def beat_until(calm: threading.Event, interval: float, one: Replica, deadline: float) -> None:

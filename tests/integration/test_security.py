@@ -23,12 +23,12 @@ from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
+from ftcoord.embedded.ports import LOOPBACK, ReservedPort
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Compare, Get, Put, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.ports import LOOPBACK, ReservedPort
-from ftcoord.etcd.server import EtcdServer
-from ftcoord.etcd.session import Session
+from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
 

@@ -20,11 +20,11 @@ import pytest
 from helpers import DEADLINE, eventually, freeze
 
 import ftcoord
+from ftcoord.embedded.binary import find_etcd
+from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded.member import EtcdMember
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError, ForkedProcessError, ServerError
-from ftcoord.etcd.binary import find_etcd
-from ftcoord.etcd.cluster import EtcdCluster
-from ftcoord.etcd.member import EtcdMember
-from ftcoord.etcd.server import EtcdServer
 
 
 def alive(pid: int) -> bool:
@@ -340,7 +340,8 @@ def test_the_wheel_brings_a_binary_and_its_script_is_bypassed(no_etcd: pytest.Mo
 
 
 def test_importing_the_server_loads_neither_grpc_nor_torch() -> None:
-    code = "import sys, ftcoord.etcd.server, ftcoord.etcd.cluster; sys.exit(bool({'grpc', 'torch'} & set(sys.modules)))"
+    parts = "ftcoord.embedded.server, ftcoord.embedded.cluster"
+    code = f"import sys, {parts}; sys.exit(bool({{'grpc', 'torch'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=DEADLINE)
 
 
@@ -365,7 +366,7 @@ def run_parent(code: str, tmp: Path) -> subprocess.Popen[str]:
 
 START = """
 import os, signal, sys
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 server = EtcdServer()
 server.start()
 print(server.pid, server.get_port(), flush=True)

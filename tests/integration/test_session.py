@@ -13,12 +13,12 @@ from helpers import DEADLINE, eventually, freeze, in_fork, python
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
+from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError, LeaseLost
 from ftcoord.etcd.api import Lease
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.cluster import EtcdCluster
-from ftcoord.etcd.server import EtcdServer
-from ftcoord.etcd.session import Keeper, KeptLease, Session
+from ftcoord.primitives.session import KeptLease, Renewer, Session
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 TTL = 2
@@ -179,9 +179,9 @@ class Answering:
 
 
 def test_many_that_hang_cost_the_others_no_lease() -> None:
-    keeper, etcd, ttl = Keeper(), Answering(6), 6
-    hanging = [KeptLease(Hanging(), Lease(number, ttl), time.monotonic(), keeper=keeper) for number in range(1, 5)]
-    healthy = KeptLease(etcd, Lease(9, ttl), time.monotonic(), keeper=keeper)
+    renewer, etcd, ttl = Renewer(), Answering(6), 6
+    hanging = [KeptLease(Hanging(), Lease(number, ttl), time.monotonic(), renewer=renewer) for number in range(1, 5)]
+    healthy = KeptLease(etcd, Lease(9, ttl), time.monotonic(), renewer=renewer)
     assert [etcd.answers.get(timeout=DEADLINE) for _ in range(4)] == [ttl] * 4
     for lease in (*hanging, healthy):
         lease.stop()
@@ -266,7 +266,7 @@ def test_a_stopped_lease_is_never_renewed_again(client: EtcdClient) -> None:
 
 def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again() -> None:
     etcd = Answering(600)
-    kept = KeptLease(etcd, Lease(1, 6), time.monotonic(), keeper=Keeper())
+    kept = KeptLease(etcd, Lease(1, 6), time.monotonic(), renewer=Renewer())
     kept.rest()
     eventually(lambda: keeper_threads() == 0, what="the time of a renewal")
     assert etcd.answers.empty()
@@ -276,13 +276,13 @@ def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again() -> None:
 
 
 def test_a_short_rest_costs_no_renewal_and_a_long_one_a_single_one() -> None:
-    etcd, keeper, now = Answering(600), Keeper(), time.monotonic()
-    fresh = KeptLease(etcd, Lease(1, 600), now, keeper=keeper)
+    etcd, renewer, now = Answering(600), Renewer(), time.monotonic()
+    fresh = KeptLease(etcd, Lease(1, 600), now, renewer=renewer)
     for _ in range(100):
         fresh.rest()
         fresh.resume()
     assert etcd.answers.empty()
-    stale = KeptLease(etcd, Lease(2, 600), now - 100, keeper=keeper)
+    stale = KeptLease(etcd, Lease(2, 600), now - 100, renewer=renewer)
     for _ in range(100):
         stale.rest()
         stale.resume()
@@ -301,7 +301,7 @@ def test_a_forked_child_has_no_part_in_it(client: EtcdClient, prefix: str) -> No
         assert in_fork(lambda: Session(client, 60)) == refused
         assert in_fork(session.close) == "None"
         assert in_fork(session.orphan) == "None"
-        assert in_fork(lambda: Keeper.of_process() is not session._kept._keeper) == "True"
+        assert in_fork(lambda: Renewer.of_process() is not session._kept._renewer) == "True"
         assert client.get(prefix).one is not None
         assert session.state is CONNECTED
         assert keeper_threads() == 1
@@ -311,7 +311,7 @@ STATES = """
 import sys
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.session import Session
+from ftcoord.primitives.session import Session
 client = EtcdClient(EtcdConfig.load(sys.argv[1]))
 session = Session(client, 2, lambda state: None)
 client.put("/paused", b"", session.lease_id)
@@ -353,9 +353,9 @@ def test_renewals_ask_for_no_more_time_than_the_shortest_lease_can_spare(client:
             timeouts[lease_id].append(timeout)
             raise EtcdError("no")
 
-    keeper = Keeper()
-    short = KeptLease(Etcd(), Lease(2, 3), time.monotonic(), keeper=keeper)  # type: ignore[arg-type]
-    long = KeptLease(Etcd(), Lease(1, 3600), time.monotonic() - 3600, keeper=keeper)  # type: ignore[arg-type]
+    renewer = Renewer()
+    short = KeptLease(Etcd(), Lease(2, 3), time.monotonic(), renewer=renewer)  # type: ignore[arg-type]
+    long = KeptLease(Etcd(), Lease(1, 3600), time.monotonic() - 3600, renewer=renewer)  # type: ignore[arg-type]
     eventually(lambda: len(timeouts[1]) > 2 and len(timeouts[2]) > 2, what="renewals")
     long.stop()
     short.stop()

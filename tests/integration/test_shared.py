@@ -13,11 +13,11 @@ from helpers import DEADLINE, Seen, eventually, in_fork
 
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import LighthouseClient
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed
 from ftcoord.etcd import shared
 from ftcoord.etcd.api import Began, Put, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.etcd.shared import SharedClient
 
 

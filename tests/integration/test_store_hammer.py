@@ -11,7 +11,7 @@ from helpers import DEADLINE, eventually
 from jobs import SCRIPTS
 
 from ftcoord import EtcdStore
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 
 PROCESSES = "abc"
 

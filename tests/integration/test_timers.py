@@ -21,13 +21,13 @@ from timed import EtcdTimers, ServerProcess, Worker, workers
 from torch.distributed.elastic.timer import TimerRequest
 
 import ftcoord
+from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.core.timers import Timer, TimerInfo, encode, parse, slot_key, timers_prefix
+from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, ConfigError
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.cluster import EtcdCluster
-from ftcoord.etcd.keys import KEY_PREFIX, run_prefix
-from ftcoord.etcd.server import EtcdServer
 from ftcoord.timer import server as server_module
 from ftcoord.timer.client import EtcdTimerClient
 from ftcoord.timer.environment import VARIABLE

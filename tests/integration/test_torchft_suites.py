@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ftcoord
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer
 
 pytest.importorskip("torchft", reason="torchft has no wheel for this Python")
 pytestmark = pytest.mark.alone  # torchft's replicas miss a quorum when they are 100 ms late, and some tests then fail

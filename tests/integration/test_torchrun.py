@@ -11,9 +11,9 @@ import pytest
 from helpers import eventually
 from jobs import Job
 
-from ftcoord.core.records import Round, parse_round
+from ftcoord.core.rendezvous_records import Round, parse_round
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, KeyValue, Span
-from ftcoord.etcd.server import EtcdServer
 
 WAIT = threading.Event().wait
 """For the passing of time itself, never for a condition."""

@@ -8,8 +8,8 @@ from helpers import eventually
 from jobs import Job
 from test_torchrun import await_members, decided, keys
 
-from ftcoord.core import records
-from ftcoord.etcd.server import EtcdServer
+from ftcoord.core import rendezvous_records
+from ftcoord.embedded.server import EtcdServer
 
 
 def test_a_job_that_failed_ends_on_all_nodes_though_workers_sleep(etcd: EtcdServer, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_job_that_is_done_on_one_node_goes_on_on_the_others(etcd: EtcdServer, 
         eventually(lambda: any(barrier in kv.key for kv in keys(etcd, job, "store/")), what=job.story)
         assert job.agents["b"].exit_code is None
         job.finish("ab")
-        assert decided(etcd, job).outcome == records.FINISHED
+        assert decided(etcd, job).outcome == rendezvous_records.FINISHED
         assert len(job.events("finished")) == 1
         assert "are stopped" not in job.terminals()
 

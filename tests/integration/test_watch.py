@@ -16,17 +16,17 @@ from accidents import cut_off, settle
 from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
+from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import Compacted, EtcdAuthError, EtcdUnavailable, OutcomeUnknown, Rewound
-from ftcoord.etcd import watch as watch_module
-from ftcoord.etcd import wire
 from ftcoord.etcd.api import Began, Delete, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.cluster import EtcdCluster
-from ftcoord.etcd.mirror import Mirror, Posted
-from ftcoord.etcd.server import EtcdServer
-from ftcoord.etcd.settle import write_once
-from ftcoord.etcd.transport import Transport
-from ftcoord.etcd.watch import Watcher, WatchHub
+from ftcoord.etcd.rpc import messages
+from ftcoord.etcd.rpc import watch as watch_module
+from ftcoord.etcd.rpc.transport import Transport
+from ftcoord.etcd.rpc.watch import Watcher, WatchHub
+from ftcoord.primitives.mirror import Mirror, Posted
+from ftcoord.primitives.write_once import write_once
 
 FAST = {"TICK": 0.1, "QUIET": 0.5, "PATIENCE": 0.5}
 
@@ -594,7 +594,7 @@ class Scripted:
     def forget_token(self, stale: str | None) -> None:
         self.forgotten.append(stale)
 
-    def stream(self, method: wire.Method, requests: Iterator[Any], member: Any, token: str | None) -> Any:
+    def stream(self, method: messages.Method, requests: Iterator[Any], member: Any, token: str | None) -> Any:
         self.opened += 1
         return ScriptedCall(self, requests)
 
@@ -615,7 +615,7 @@ class ScriptedCall:
                 answer = next(self._transport.answers, None)
                 if answer is None:
                     answer = {"watch_id": request.create_request.watch_id, "created": True}
-                yield wire.message("WatchResponse")(**answer)
+                yield messages.message("WatchResponse")(**answer)
 
 
 def refusal(reason: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from ftcoord.core import rendezvous
-from ftcoord.core.records import NO_ROUND, Ask, Away, Round
-from ftcoord.core.rendezvous import RETURNING, Decision, Member, Options, Situation, Verdict
+from ftcoord.core.rendezvous import RETURNING, Decision, RoundCandidate, RoundOptions, Situation, Verdict
+from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
 
 SETTLE: Final = 1.0
 LAST_CALL: Final = 2.0
@@ -28,7 +28,7 @@ TICK: Final = 1.0
 BASE: Final = 2
 """What the present round's number is counted from."""
 
-Decide = Callable[[Situation, Options, float], Verdict]
+Decide = Callable[[Situation, RoundOptions, float], Verdict]
 
 
 class Broken(AssertionError):
@@ -73,9 +73,9 @@ def participants(view: Situation) -> list[str]:
     return [member for member in live(view) if member in seated]
 
 
-def quick(recall_on_loss: bool = True) -> Options:
-    """Options that fit the ticks."""
-    return Options(LAST_CALL, SETTLE, recall_on_loss, seat_timeout=SEATS, fresh=FRESH)
+def quick(recall_on_loss: bool = True) -> RoundOptions:
+    """RoundOptions that fit the ticks."""
+    return RoundOptions(LAST_CALL, SETTLE, recall_on_loss, seat_timeout=SEATS, fresh=FRESH)
 
 
 # -- what must hold of every decision ---------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class World:
     """
 
     limits: tuple[int, int]
-    options: Options = field(default_factory=lambda: quick())
+    options: RoundOptions = field(default_factory=lambda: quick())
     nodes: int = 3
     deciders: int = 1
     guarded: bool = True
@@ -240,7 +240,7 @@ class World:
                 fresh_one = True
             member = next(name for i in range(9) if (name := f"{node}{i}") not in text)
             for after in known:
-                joined = Member(member, self._new_ask(node, after, text), 0.0)
+                joined = RoundCandidate(member, self._new_ask(node, after, text), 0.0)
                 blind = state.blind | {member} if view.vanished else state.blind
                 there = replace(view, members=(*view.members, joined), changed_at=0.0)
                 yield f"{member} joins after round {after}", _canonical(state._replace(view=there, blind=blind))
@@ -266,16 +266,16 @@ class World:
         text = _written_names(state)
         last_seat = view.previous.last_seats.get(member, 0) if view.previous else 0
 
-        def asking(old: Member) -> Member:
+        def asking(old: RoundCandidate) -> RoundCandidate:
             after = max(old.ask.after, last_seat)
-            return Member(old.id, self._new_ask(old.ask.node, after, text), 0.0)
+            return RoundCandidate(old.id, self._new_ask(old.ask.node, after, text), 0.0)
 
         members = tuple(asking(old) if old.id == member else old for old in view.members)
         return state._replace(view=replace(view, members=members, changed_at=0.0), running=state.running - {member})
 
-    def _new_ask(self, node: str, after: int, text: str) -> Ask:
+    def _new_ask(self, node: str, after: int, text: str) -> JoinRequest:
         nonce = next(name for i in range(9) if (name := f"{node}-{i}") not in text)
-        return Ask(node, f"{node}.example", 1, after, node, nonce, *self.limits)
+        return JoinRequest(node, f"{node}.example", 1, after, node, nonce, *self.limits)
 
     def _untaken(self, state: State) -> list[str]:
         """The members with a seat in a round that is to start, who have not yet said that they take it."""
@@ -289,7 +289,9 @@ class World:
         view = state.view
         assert view.previous is not None
         number = view.previous.number
-        members = tuple(Member(m.id, replace(m.ask, seated=number), 0.0) if m.id == member else m for m in view.members)
+        members = tuple(
+            RoundCandidate(m.id, replace(m.ask, seated=number), 0.0) if m.id == member else m for m in view.members
+        )
         return state._replace(view=replace(view, members=members, changed_at=0.0))
 
     def _record(self, state: State) -> Round | None:
@@ -400,7 +402,7 @@ def _pass(state: State, time: float) -> State:
         return max(at - time, -RETURN)
 
     view = state.view
-    members = tuple(Member(m.id, m.ask, older(m.seen)) for m in view.members)
+    members = tuple(RoundCandidate(m.id, m.ask, older(m.seen)) for m in view.members)
     return state._replace(
         view=replace(view, members=members, changed_at=older(view.changed_at), previous_at=older(view.previous_at))
     )
@@ -408,7 +410,7 @@ def _pass(state: State, time: float) -> State:
 
 def _restart_timers(state: State, previous_at: float = 0.0) -> State:
     """A new decider has only just seen all that there is."""
-    members = tuple(Member(m.id, m.ask, 0.0) for m in state.view.members)
+    members = tuple(RoundCandidate(m.id, m.ask, 0.0) for m in state.view.members)
     return state._replace(view=replace(state.view, members=members, changed_at=0.0, previous_at=previous_at))
 
 
@@ -424,7 +426,7 @@ def _canonical(state: State) -> State:
     return state._replace(view=replace(view, members=members, previous=replace(last, number=BASE, away=away)))
 
 
-def _count_from(member: Member, last: Round) -> Member:
+def _count_from(member: RoundCandidate, last: Round) -> RoundCandidate:
     """What is before the last round is one of two: before or not before the seat that an away member last had."""
     seat = last.last_seats.get(member.id, 0)
     before = BASE - 1 if 0 < seat <= member.ask.after else 0
@@ -432,4 +434,4 @@ def _count_from(member: Member, last: Round) -> Member:
     seated = BASE if member.ask.seated == last.number else 0
     if (after, seated) == (member.ask.after, member.ask.seated):
         return member
-    return Member(member.id, replace(member.ask, after=after, seated=seated), member.seen)
+    return RoundCandidate(member.id, replace(member.ask, after=after, seated=seated), member.seen)

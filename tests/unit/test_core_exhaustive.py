@@ -14,8 +14,8 @@ import pytest
 from model import RETURN, Broken, Decide, World, quick
 
 from ftcoord.core import rendezvous
-from ftcoord.core.records import Ask
-from ftcoord.core.rendezvous import Decision, Member, Options, Situation, Verdict, Waiting
+from ftcoord.core.rendezvous import Decision, RoundCandidate, RoundOptions, Situation, Verdict, Waiting
+from ftcoord.core.rendezvous_records import JoinRequest
 
 ALL = 1000
 """Deeper than any state: explore to the end."""
@@ -56,7 +56,7 @@ def seated(nodes: str) -> list[str]:
 
 # -- the test of the tests: each of these bugs is found ---------------------------------------------------------
 
-Change = Callable[[Situation, Options, Verdict], Verdict]
+Change = Callable[[Situation, RoundOptions, Verdict], Verdict]
 
 
 def outcome(change: Change) -> Decide:
@@ -67,7 +67,7 @@ def outcome(change: Change) -> Decide:
 def new_round(change: Callable[[Situation, Decision], Decision]) -> Decide:
     """A `decide` whose new rounds are changed."""
 
-    def changed(situation: Situation, options: Options, verdict: Verdict) -> Verdict:
+    def changed(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
         last = situation.previous.number if situation.previous else 0
         new = isinstance(verdict, Decision) and verdict.round.number != last
         return change(situation, verdict) if new and isinstance(verdict, Decision) else verdict
@@ -103,7 +103,7 @@ def previous_as(**wrong: Any) -> Decide:
     return seen_as(lambda s: replace(s, previous=replace(s.previous, **wrong)) if s.previous else s)
 
 
-def recalls_for_spares(situation: Situation, options: Options, verdict: Verdict) -> Verdict:
+def recalls_for_spares(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
     last = situation.previous
     if isinstance(verdict, Decision) or last is None or last.recalled or last.closed:
         return verdict
@@ -111,7 +111,7 @@ def recalls_for_spares(situation: Situation, options: Options, verdict: Verdict)
     return Decision(replace(last, recalled="somebody waits"), "") if spare else verdict
 
 
-def recalls_without_the_gone(situation: Situation, options: Options, verdict: Verdict) -> Verdict:
+def recalls_without_the_gone(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
     if isinstance(verdict, Waiting) or not verdict.round.recalled:
         return verdict
     live = {member.id for member in situation.members}
@@ -119,7 +119,7 @@ def recalls_without_the_gone(situation: Situation, options: Options, verdict: Ve
     return replace(verdict, round=replace(verdict.round, seats=seats))
 
 
-def replaces_without_recall(situation: Situation, options: Options, verdict: Verdict) -> Verdict:
+def replaces_without_recall(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
     if isinstance(verdict, Waiting) or not verdict.round.recalled:
         return verdict
     again = rendezvous.decide(replace(situation, previous=verdict.round, vanished=False), options, 0.0)
@@ -133,7 +133,7 @@ def with_the_dead(situation: Situation, back: bool) -> Situation:
     live = {member.id for member in situation.members}
     after = last.number if back else 0
     dead = [
-        Member(s.member, Ask(s.node, "", 1, after, "", "", *last.limits), 0.0)
+        RoundCandidate(s.member, JoinRequest(s.node, "", 1, after, "", "", *last.limits), 0.0)
         for s in last.seats
         if s.member not in live
     ]
@@ -169,20 +169,20 @@ def starts_at_once(situation: Situation, decision: Decision) -> Decision:
     return replace(decision, round=replace(decision.round, ready=True))
 
 
-def ready_without_all(situation: Situation, options: Options, verdict: Verdict) -> Verdict:
+def ready_without_all(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
     last = situation.previous
     unready = last is not None and last.seats and not (last.ready or last.recalled or last.closed)
     waits = isinstance(verdict, Waiting) and unready and not situation.vanished
     return Decision(replace(last, ready=True), "") if last and waits else verdict
 
 
-def recall_takes_back(situation: Situation, options: Options, verdict: Verdict) -> Verdict:
+def recall_takes_back(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
     if isinstance(verdict, Waiting) or not verdict.round.recalled:
         return verdict
     return replace(verdict, round=replace(verdict.round, ready=False))
 
 
-def no_newcomers(situation: Situation, options: Options, verdict: Verdict) -> Verdict:
+def no_newcomers(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
     waits = isinstance(verdict, Decision) and "waits to join" in verdict.round.recalled
     return Waiting("they may wait") if waits else verdict
 

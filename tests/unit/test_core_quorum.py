@@ -18,12 +18,12 @@ from ftcoord.core.quorum import (
     Answered,
     Decision,
     Highest,
-    Options,
-    Quorum,
+    QuorumCandidate,
+    QuorumOptions,
+    QuorumRecord,
+    QuorumRequest,
+    QuorumSeat,
     Recovery,
-    Replica,
-    Request,
-    Seat,
     Verdict,
     Waiting,
     decide,
@@ -35,40 +35,42 @@ HOUR = 3600.0
 CREATED = 1_700_000_000.5
 
 
-def request(name: str, **fields: Any) -> Request:
-    default = Request(name, f"http://{name}:1", f"{name}:2", 5, 1, False, "", 0, (f"handle-{name}",))
+def request(name: str, **fields: Any) -> QuorumRequest:
+    default = QuorumRequest(name, f"http://{name}:1", f"{name}:2", 5, 1, False, "", 0, (f"handle-{name}",))
     return replace(default, **fields)
 
 
-def asks(name: str, asked: int = 2, *, after: int = 0, joined: float = 0.0, member: str = "", **fields: Any) -> Replica:
-    return Replica(member or f"lease-{name}", request(name, **fields), asked, after, joined)
+def asks(
+    name: str, asked: int = 2, *, after: int = 0, joined: float = 0.0, member: str = "", **fields: Any
+) -> QuorumCandidate:
+    return QuorumCandidate(member or f"lease-{name}", request(name, **fields), asked, after, joined)
 
 
-def beats(name: str, **more: Any) -> Replica:
+def beats(name: str, **more: Any) -> QuorumCandidate:
     """Alive, and does not ask."""
     return asks(name, 0, **more)
 
 
-def all_ask(names: str, **more: Any) -> list[Replica]:
+def all_ask(names: str, **more: Any) -> list[QuorumCandidate]:
     return [asks(name, **more) for name in names.split()]
 
 
-def quorum(names: str, number: int = 1, id_: int = 1, idle: tuple[Answered, ...] = ()) -> Quorum:
-    seats = tuple(Seat(f"lease-{name}", 1, request(name)) for name in names.split())
-    return Quorum(number, id_, seats, idle, CREATED)
+def quorum(names: str, number: int = 1, id_: int = 1, idle: tuple[Answered, ...] = ()) -> QuorumRecord:
+    seats = tuple(QuorumSeat(f"lease-{name}", 1, request(name)) for name in names.split())
+    return QuorumRecord(number, id_, seats, idle, CREATED)
 
 
 def judge(
-    replicas: Sequence[Replica],
-    previous: Quorum | None = None,
+    replicas: Sequence[QuorumCandidate],
+    previous: QuorumRecord | None = None,
     min_replicas: int = 1,
     join_timeout: float = HOUR,
     **more: Any,
 ) -> Verdict:
-    return decide(replicas, previous, Options(min_replicas, join_timeout), 0.0, CREATED, **more)
+    return decide(replicas, previous, QuorumOptions(min_replicas, join_timeout), 0.0, CREATED, **more)
 
 
-def decided(verdict: Verdict) -> Quorum:
+def decided(verdict: Verdict) -> QuorumRecord:
     assert isinstance(verdict, Decision), verdict
     return verdict.quorum
 
@@ -168,7 +170,9 @@ def test_the_id_is_of_the_membership_and_nothing_else() -> None:
         pytest.param([*all_ask("a b"), beats("c"), beats("d")], 1, "at least half of 4 healthy", id="half is too few"),
     ],
 )
-def test_what_time_does_not_change_has_no_limit(replicas: list[Replica], min_replicas: int, reason: str) -> None:
+def test_what_time_does_not_change_has_no_limit(
+    replicas: list[QuorumCandidate], min_replicas: int, reason: str
+) -> None:
     assert waits(judge(replicas, min_replicas=min_replicas), reason)
 
 
@@ -205,8 +209,8 @@ def test_seats_are_ordered_by_bytes() -> None:
 
 def test_requests_are_returned_as_sent() -> None:
     sent = request("a", data='{"k": [1]}', handles=("x", "y"), step=-1, world_size=2)
-    verdict = judge([Replica("lease", sent, 9, 0, 0.0)])
-    assert decided(verdict) == Quorum(1, 1, (Seat("lease", 9, sent),), (), CREATED)
+    verdict = judge([QuorumCandidate("lease", sent, 9, 0, 0.0)])
+    assert decided(verdict) == QuorumRecord(1, 1, (QuorumSeat("lease", 9, sent),), (), CREATED)
 
 
 # -- who asks -----------------------------------------------------------------------------------------------------
@@ -292,7 +296,7 @@ def test_of_two_incarnations_the_last_to_come_or_to_ask_counts(
 
 
 def test_an_old_incarnation_that_was_answered_does_not_ask_when_the_new_one_is_gone() -> None:
-    previous = Quorum(1, 1, (Seat("old", 4, request("a")),), (), CREATED)
+    previous = QuorumRecord(1, 1, (QuorumSeat("old", 4, request("a")),), (), CREATED)
     old, new = asks("a", 4, member="old"), asks("a", 1, member="new")
     second = decided(judge([old, new], previous))
     assert ([seat.member for seat in second.seats], second.idle) == (["new"], (Answered("old", 4),))
@@ -339,14 +343,14 @@ def test_an_empty_quorum_is_none(shrink_only: bool) -> None:
         pytest.param([asks("a", commit_failures=1), asks("b")], quorum("a b", 4, 6), 7, id="a step failed"),
     ],
 )
-def test_ids(replicas: list[Replica], previous: Quorum | None, id_: int) -> None:
+def test_ids(replicas: list[QuorumCandidate], previous: QuorumRecord | None, id_: int) -> None:
     verdict = judge(replicas, previous, join_timeout=0.0)
     assert decided(verdict).id == id_
     assert decided(verdict).number == (previous.number + 1 if previous else 1)
 
 
 @pytest.mark.parametrize("previous", [None, quorum("a b", 4, 6)])
-def test_what_the_decider_ever_heard_of_does_not_come_again(previous: Quorum | None) -> None:
+def test_what_the_decider_ever_heard_of_does_not_come_again(previous: QuorumRecord | None) -> None:
     """Though it is the record of before that etcd has, with the same members, and none of these knows better."""
     third = decided(judge(all_ask("a b"), previous, highest=Highest().and_of(quorum("c", 9, 7)).and_of(quorum("a b"))))
     assert (third.number, third.id) == (10, 8)
@@ -360,7 +364,7 @@ def test_commit_failures_of_one_that_is_left_out_change_nothing() -> None:
 # -- what a quorum means for a rank -------------------------------------------------------------------------------
 
 
-def group(*steps: int, **fields: Any) -> list[Request]:
+def group(*steps: int, **fields: Any) -> list[QuorumRequest]:
     return [request(f"r{place}", step=step, **fields) for place, step in enumerate(steps)]
 
 
@@ -446,7 +450,7 @@ def test_handles_are_those_of_the_rank() -> None:
 
 
 @pytest.mark.parametrize("requests", [[], group(1, 1)])
-def test_who_has_no_seat_has_no_result(requests: list[Request]) -> None:
+def test_who_has_no_seat_has_no_result(requests: list[QuorumRequest]) -> None:
     with pytest.raises(NotInQuorum, match="replica X not participating in returned quorum") as caught:
         recovery(requests, "X", 0, True)
     assert caught.value.replica_id == "X"
@@ -458,7 +462,9 @@ groups = st.lists(st.integers(0, 3), min_size=1, max_size=7).map(lambda steps: g
 
 
 @given(groups, st.integers(0, 9), st.booleans(), st.randoms())
-def test_all_replicas_have_plans_that_fit_together(requests: list[Request], rank: int, sync: bool, chance: Any) -> None:
+def test_all_replicas_have_plans_that_fit_together(
+    requests: list[QuorumRequest], rank: int, sync: bool, chance: Any
+) -> None:
     results = [recovery(requests, one.replica_id, rank, sync) for one in requests]
     chance.shuffle(requests)
     assert results == [recovery(requests, f"r{me}", rank, sync) for me in range(len(requests))]
@@ -484,11 +490,11 @@ def test_all_replicas_have_plans_that_fit_together(requests: list[Request], rank
 
 @dataclass(frozen=True)
 class Case:
-    replicas: list[Replica]
-    previous: Quorum | None
-    options: Options
+    replicas: list[QuorumCandidate]
+    previous: QuorumRecord | None
+    options: QuorumOptions
     previous_at: float
-    silent: list[Replica]
+    silent: list[QuorumCandidate]
 
     def verdict(self, now: float = 0.0) -> Verdict:
         at, silent = self.previous_at, self.silent
@@ -515,7 +521,7 @@ times = st.integers(-60, 0).map(float)
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    def one(name: str) -> Replica:
+    def one(name: str) -> QuorumCandidate:
         fields = {"shrink_only": draw(st.integers(0, 4)) == 0, "commit_failures": draw(st.sampled_from([0, 0, 0, 1]))}
         asked, after = draw(st.integers(0, 3)), draw(st.integers(0, 4))
         member = f"lease-{name}{draw(st.sampled_from(['', '', 2]))}"
@@ -526,7 +532,7 @@ def cases(draw: st.DrawFn) -> Case:
     before = sorted(draw(st.sets(st.sampled_from("abcdef"), max_size=4)))
     idle = tuple(Answered(f"lease-{name}2", 2) for name in draw(st.sets(st.sampled_from("abc"))))
     previous = draw(st.none() | st.just(quorum(" ".join(before), 3, draw(st.integers(1, 4)), idle)))
-    options = Options(draw(st.integers(0, 4)), draw(st.sampled_from([0.0, 10.0, HOUR])))
+    options = QuorumOptions(draw(st.integers(0, 4)), draw(st.sampled_from([0.0, 10.0, HOUR])))
     return Case(unique, previous, options, draw(times), [one(name) for name in draw(st.sets(st.just("g")))])
 
 

@@ -8,14 +8,14 @@ from typing import TypeAlias
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core.quorum import Decision, Options, Quorum, Replica, Request, Waiting, decide
+from ftcoord.core.quorum import Decision, QuorumCandidate, QuorumOptions, QuorumRecord, QuorumRequest, Waiting, decide
 
 NAMES = "abcde"
 BEAT_TIMEOUT, JOIN_TIMEOUT = 5, 8
 
 
-def request(name: str, shrink_only: bool, failures: int) -> Request:
-    return Request(name, "", "", 0, 1, shrink_only, "", failures, ())
+def request(name: str, shrink_only: bool, failures: int) -> QuorumRequest:
+    return QuorumRequest(name, "", "", 0, 1, shrink_only, "", failures, ())
 
 
 # -- torchft's lighthouse, as its rules are described: one map of who asks, one of beats --------------------------
@@ -24,9 +24,9 @@ def request(name: str, shrink_only: bool, failures: int) -> Request:
 @dataclass
 class Lighthouse:
     min_replicas: int
-    asking: dict[str, tuple[Request, int]] = field(default_factory=dict)
+    asking: dict[str, tuple[QuorumRequest, int]] = field(default_factory=dict)
     beats: dict[str, int] = field(default_factory=dict)
-    last: list[Request] | None = None
+    last: list[QuorumRequest] | None = None
     id: int = 0
 
     def decide(self, now: int) -> str:
@@ -53,7 +53,7 @@ class Lighthouse:
         self._publish(chosen, now)
         return why
 
-    def _publish(self, chosen: list[Request], now: int) -> None:
+    def _publish(self, chosen: list[QuorumRequest], now: int) -> None:
         same = self.last is not None and [one.replica_id for one in self.last] == [one.replica_id for one in chosen]
         if not same or any(one.commit_failures > 0 for one in chosen):
             self.id += 1
@@ -67,19 +67,19 @@ class Lighthouse:
 
 @dataclass
 class Ours:
-    options: Options
-    members: dict[str, Replica] = field(default_factory=dict)
-    last: Quorum | None = None
+    options: QuorumOptions
+    members: dict[str, QuorumCandidate] = field(default_factory=dict)
+    last: QuorumRecord | None = None
     last_at: float = -1.0
 
-    def ask(self, one: Request, now: int) -> None:
+    def ask(self, one: QuorumRequest, now: int) -> None:
         known = self.members.get(one.replica_id)
         asked = known.asked + 1 if known else 1
         after = known.after if known else 0
-        self.members[one.replica_id] = Replica(f"lease-{one.replica_id}", one, asked, after, float(now))
+        self.members[one.replica_id] = QuorumCandidate(f"lease-{one.replica_id}", one, asked, after, float(now))
 
     def beat(self, name: str) -> None:
-        self.members.setdefault(name, Replica(f"lease-{name}", request(name, False, 0), 0, 0, 0.0))
+        self.members.setdefault(name, QuorumCandidate(f"lease-{name}", request(name, False, 0), 0, 0, 0.0))
 
     def decide(self, alive: list[str], now: int) -> str:
         living = [one for name, one in self.members.items() if name in alive]
@@ -106,7 +106,7 @@ events = st.lists(
 
 @given(st.integers(1, 3), events)
 def test_torchfts_rules(min_replicas: int, history: list[Event]) -> None:
-    theirs, ours = Lighthouse(min_replicas), Ours(Options(min_replicas, float(JOIN_TIMEOUT)))
+    theirs, ours = Lighthouse(min_replicas), Ours(QuorumOptions(min_replicas, float(JOIN_TIMEOUT)))
     now = 0
     for what, name, shrink_only, number in history:
         names = list(theirs.beats) if what.startswith("all") else [name]
@@ -133,11 +133,11 @@ def test_torchfts_rules(min_replicas: int, history: list[Event]) -> None:
 class History:
     """A run whose members come, learn, go silent and die, and whose record is lost or restored from a backup."""
 
-    options: Options
-    members: dict[str, Replica] = field(default_factory=dict)
+    options: QuorumOptions
+    members: dict[str, QuorumCandidate] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
-    records: list[Quorum] = field(default_factory=list)
-    last: Quorum | None = None
+    records: list[QuorumRecord] = field(default_factory=list)
+    last: QuorumRecord | None = None
     leases: int = 0
     asked: int = 0
     ids: dict[int, list[str]] = field(default_factory=dict)
@@ -147,10 +147,12 @@ class History:
         if what == "ask":
             self.asked += 1
             member, after = (known.member, known.after) if known else (self._lease(), 0)
-            self.members[name] = Replica(member, request(name, number == 0, number // 6), self.asked, after, 0.0)
+            self.members[name] = QuorumCandidate(
+                member, request(name, number == 0, number // 6), self.asked, after, 0.0
+            )
         elif what == "learn" and known and self.last and known.member in self.last.seated:
             after = max(known.after, self.last.id)
-            self.members[name] = Replica(known.member, known.request, known.asked, after, known.joined)
+            self.members[name] = QuorumCandidate(known.member, known.request, known.asked, after, known.joined)
         elif what == "die":
             self.members.pop(name, None)
         elif what == "silence":
@@ -189,7 +191,7 @@ acts = st.tuples(
 
 @given(st.integers(1, 3), st.sampled_from([0.0, 9.0]), st.lists(acts, max_size=80))
 def test_ids_are_never_used_again(min_replicas: int, join_timeout: float, history: list[tuple[str, str, int]]) -> None:
-    run = History(Options(min_replicas, join_timeout))
+    run = History(QuorumOptions(min_replicas, join_timeout))
     for act in history:
         run.act(*act)
         run.decide()

@@ -12,40 +12,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord.core import strict
-from ftcoord.core.quorum import Answered, Quorum, Request, Seat
-from ftcoord.core.quorum_records import Petition, encode, parse_petition, parse_quorum
-from ftcoord.core.records import Ask
-from ftcoord.core.records import encode as encode_ask
+from ftcoord.core.quorum import Answered, QuorumRecord, QuorumRequest, QuorumSeat
+from ftcoord.core.quorum_records import ReplicaRecord, encode, parse_quorum, parse_replica
+from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.core.rendezvous_records import encode as encode_ask
 from ftcoord.errors import StateError
 
 KEY = "/ftcoord/v1/job/decided"
-REQUEST = Request("rep_0:4f1c", "http://host0:1234", "host0:29500", 7, 8, False, '{"a": 1}', 2, ("h0", "h1"))
-PETITION = Petition(REQUEST, 3, 12, 99)
-QUORUM = Quorum(5, 4, (Seat("694d", 3, REQUEST),), (Answered("694e", 2),), 1_700_000_000.25, "694d")
+REQUEST = QuorumRequest("rep_0:4f1c", "http://host0:1234", "host0:29500", 7, 8, False, '{"a": 1}', 2, ("h0", "h1"))
+PETITION = ReplicaRecord(REQUEST, 3, 12, 99)
+QUORUM = QuorumRecord(5, 4, (QuorumSeat("694d", 3, REQUEST),), (Answered("694e", 2),), 1_700_000_000.25, "694d")
 
-Parse = Callable[[str, bytes], "Petition | Quorum"]
+Parse = Callable[[str, bytes], "ReplicaRecord | QuorumRecord"]
 BOTH = pytest.mark.parametrize(
-    ("parse", "record"), [(parse_petition, PETITION), (parse_quorum, QUORUM)], ids=["Petition", "Quorum"]
+    ("parse", "record"), [(parse_replica, PETITION), (parse_quorum, QUORUM)], ids=["ReplicaRecord", "QuorumRecord"]
 )
 
 texts = st.text(st.characters(), max_size=20)
 whole = st.integers(-strict.LARGEST, strict.LARGEST)
 handles = st.lists(texts, max_size=3).map(tuple)
 data = st.just("") | st.dictionaries(texts, texts | whole, max_size=2).map(json.dumps)
-requests = st.builds(Request, texts, texts, texts, whole, whole, st.booleans(), data, whole, handles)
-petitions = st.builds(Petition, requests, whole, whole, whole)
+requests = st.builds(QuorumRequest, texts, texts, texts, whole, whole, st.booleans(), data, whole, handles)
+replica_records = st.builds(ReplicaRecord, requests, whole, whole, whole)
 quorums = st.builds(
-    Quorum,
+    QuorumRecord,
     number=whole,
     id=whole,
-    seats=st.lists(st.builds(Seat, texts, whole, requests), max_size=3).map(tuple),
+    seats=st.lists(st.builds(QuorumSeat, texts, whole, requests), max_size=3).map(tuple),
     idle=st.lists(st.builds(Answered, texts, whole), max_size=3).map(tuple),
     created=st.floats(allow_nan=False, allow_infinity=False),
     by=texts,
 )
 
 
-def fields(record: Petition | Quorum) -> dict[str, Any]:
+def fields(record: ReplicaRecord | QuorumRecord) -> dict[str, Any]:
     raw = json.loads(encode(record))
     assert isinstance(raw, dict)
     return raw
@@ -60,18 +60,18 @@ def refused(parse: Parse, raw: object) -> str:
     return str(caught.value)
 
 
-@given(petitions)
-def test_a_petition_is_read_as_it_was_written(petition: Petition) -> None:
-    assert parse_petition(KEY, encode(petition)) == petition
+@given(replica_records)
+def test_a_petition_is_read_as_it_was_written(petition: ReplicaRecord) -> None:
+    assert parse_replica(KEY, encode(petition)) == petition
 
 
 @given(quorums)
-def test_a_quorum_is_read_as_it_was_written(quorum: Quorum) -> None:
+def test_a_quorum_is_read_as_it_was_written(quorum: QuorumRecord) -> None:
     assert parse_quorum(KEY, encode(quorum)) == quorum
 
 
 @BOTH
-def test_one_record_is_always_the_same_bytes(parse: Parse, record: Petition | Quorum) -> None:
+def test_one_record_is_always_the_same_bytes(parse: Parse, record: ReplicaRecord | QuorumRecord) -> None:
     assert encode(parse(KEY, encode(record))) == encode(record)
     assert b"\n" not in encode(record)
     assert fields(record)["v"] == 1
@@ -104,19 +104,21 @@ def test_the_form_of_the_records() -> None:
 
 def test_a_thousand_replicas_of_eight_ranks_fit_into_one_request() -> None:
     """etcd takes 1.5 MiB a request."""
-    one = Request("r" * 40, "a" * 60, "s" * 60, 2**40, 8, False, "d" * 200, 0, ("h" * 40,) * 8)
-    full = Quorum(2**31, 2**31, (Seat("b" * 16, 2**31, one),) * 1000, (Answered("c" * 16, 2**31),) * 1000, 1e9, "b")
+    one = QuorumRequest("r" * 40, "a" * 60, "s" * 60, 2**40, 8, False, "d" * 200, 0, ("h" * 40,) * 8)
+    full = QuorumRecord(
+        2**31, 2**31, (QuorumSeat("b" * 16, 2**31, one),) * 1000, (Answered("c" * 16, 2**31),) * 1000, 1e9, "b"
+    )
     assert len(encode(full)) < 2**20
 
 
 @BOTH
 @pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0], ids=repr)
-def test_another_layout_version_is_refused(parse: Parse, record: Petition | Quorum, version: object) -> None:
+def test_another_layout_version_is_refused(parse: Parse, record: ReplicaRecord | QuorumRecord, version: object) -> None:
     assert f"version {version!r}" in refused(parse, {**fields(record), "v": version})
 
 
 @BOTH
-def test_every_field_must_be_there(parse: Parse, record: Petition | Quorum) -> None:
+def test_every_field_must_be_there(parse: Parse, record: ReplicaRecord | QuorumRecord) -> None:
     for name in fields(record):
         message = refused(parse, {k: v for k, v in fields(record).items() if k != name})
         assert "version" in message if name == "v" else name in message
@@ -125,14 +127,14 @@ def test_every_field_must_be_there(parse: Parse, record: Petition | Quorum) -> N
 
 @BOTH
 @pytest.mark.parametrize("wrong", [None, True, float("nan"), {}, [1], [[]], [{}]], ids=repr)
-def test_every_field_must_have_its_type(parse: Parse, record: Petition | Quorum, wrong: object) -> None:
+def test_every_field_must_have_its_type(parse: Parse, record: ReplicaRecord | QuorumRecord, wrong: object) -> None:
     for name in fields(record):
         message = refused(parse, {**fields(record), name: wrong})
         assert {"v": "version", "idle": "", "seats": "", "request": ""}.get(name, name) in message
 
 
 @BOTH
-def test_a_request_is_checked_wherever_it_is(parse: Parse, record: Petition | Quorum) -> None:
+def test_a_request_is_checked_wherever_it_is(parse: Parse, record: ReplicaRecord | QuorumRecord) -> None:
     wrong: dict[str, object] = dict.fromkeys(fields(PETITION)["request"], None)
     wrong |= {"shrink_only": 0, "step": True, "world_size": 1.0, "replica_id": 1, "handles": "ab", "data": "{"}
     for name, value in {**wrong, "surprise": 1}.items():
@@ -140,7 +142,7 @@ def test_a_request_is_checked_wherever_it_is(parse: Parse, record: Petition | Qu
         inner = raw["seats"][0]["request"] if "seats" in raw else raw["request"]
         inner[name] = value
         assert name in refused(parse, raw)
-    raw["request" if parse is parse_petition else "seats"] = [1]
+    raw["request" if parse is parse_replica else "seats"] = [1]
     refused(parse, raw)
 
 
@@ -150,7 +152,7 @@ def test_every_seat_and_handle_is_checked() -> None:
         refused(parse_quorum, {**fields(QUORUM), "seats": [good, bad]})
     assert "asked" in refused(parse_quorum, {**fields(QUORUM), "idle": [{"member": "x", "asked": 1.0}]})
     request = fields(PETITION)["request"]
-    assert "handles" in refused(parse_petition, {**fields(PETITION), "request": {**request, "handles": ["h", 1]}})
+    assert "handles" in refused(parse_replica, {**fields(PETITION), "request": {**request, "handles": ["h", 1]}})
 
 
 @pytest.mark.parametrize("created", [b"NaN", b"Infinity", b"1e999", b"7"])
@@ -159,9 +161,9 @@ def test_created_is_a_time(created: bytes) -> None:
 
 
 def test_one_kind_is_not_read_as_the_other() -> None:
-    refused(parse_petition, encode(QUORUM))
+    refused(parse_replica, encode(QUORUM))
     refused(parse_quorum, encode(PETITION))
-    refused(parse_petition, encode_ask(Ask("node", "host", 1, 0, "host", "nonce", 1, 2)))
+    refused(parse_replica, encode_ask(JoinRequest("node", "host", 1, 0, "host", "nonce", 1, 2)))
 
 
 json_values = st.recursive(
@@ -174,7 +176,7 @@ json_values = st.recursive(
 @st.composite
 def mangled(draw: st.DrawFn) -> bytes:
     """A good record with a few fields replaced, or cut, or with some bytes changed."""
-    raw = fields(draw(petitions | quorums))
+    raw = fields(draw(replica_records | quorums))
     for name in draw(st.lists(st.sampled_from(sorted(raw)), max_size=2)):
         raw[name] = draw(json_values)
     value = bytearray(json.dumps(raw).encode())
@@ -185,7 +187,7 @@ def mangled(draw: st.DrawFn) -> bytes:
 
 @given(st.binary(max_size=64) | json_values.map(lambda raw: json.dumps(raw).encode()) | mangled())
 def test_whatever_is_there_is_a_record_or_a_state_error(value: bytes) -> None:
-    for parse in (parse_petition, parse_quorum):
+    for parse in (parse_replica, parse_quorum):
         with contextlib.suppress(StateError):
             record = parse(KEY, value)
             assert parse(KEY, encode(record)) == record

@@ -13,14 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core.records import CLOSED, FAILED, FINISHED, NO_ROUND, Ask, Away, Round, Seat
 from ftcoord.core.rendezvous import (
     FRESH,
     SEATING,
     Decision,
-    Member,
-    Options,
     Outlook,
+    RoundCandidate,
+    RoundOptions,
     Situation,
     Verdict,
     Waiting,
@@ -31,6 +30,7 @@ from ftcoord.core.rendezvous import (
     may_reopen,
     outlook,
 )
+from ftcoord.core.rendezvous_records import CLOSED, FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
 
 LAST_CALL, SETTLE, RETURN = 30.0, 1.0, 45.0
 AGO = -1000.0
@@ -38,14 +38,14 @@ AGO = -1000.0
 PORTS = {node: 1000 + number for number, node in enumerate("ABCDEFGH")}
 
 
-def asks(name: str, after: int = 0, seen: float = 0.0, **more: Any) -> Member:
+def asks(name: str, after: int = 0, seen: float = 0.0, **more: Any) -> RoundCandidate:
     """A member; `judge` has it want the limits of the test, if it is not said here what it wants."""
     node = name[0]
-    ask = Ask(node, f"{node}.example", PORTS[node], after, f"host{node}", f"{name}/{after}", *NO_ROUND.limits)
-    return Member(name, replace(ask, **more), seen)
+    ask = JoinRequest(node, f"{node}.example", PORTS[node], after, f"host{node}", f"{name}/{after}", *NO_ROUND.limits)
+    return RoundCandidate(name, replace(ask, **more), seen)
 
 
-def all_ask(names: str, after: int = 0, seen: float = 0.0) -> list[Member]:
+def all_ask(names: str, after: int = 0, seen: float = 0.0) -> list[RoundCandidate]:
     return [asks(name, after, seen) for name in names.split()]
 
 
@@ -65,7 +65,7 @@ def within(limits: tuple[int, int], record: Any) -> Any:
 
 
 def situation(
-    members: Sequence[Member], changed_at: float, previous: Round | None, limits: tuple[int, int], *more: Any
+    members: Sequence[RoundCandidate], changed_at: float, previous: Round | None, limits: tuple[int, int], *more: Any
 ) -> Situation:
     """All that is there, where nothing else is said with these limits."""
     there = [replace(member, ask=within(limits, member.ask)) for member in members]
@@ -73,7 +73,7 @@ def situation(
 
 
 def judge(
-    members: Sequence[Member],
+    members: Sequence[RoundCandidate],
     previous: Round | None = None,
     limits: tuple[int, int] = (2, 3),
     *,
@@ -82,7 +82,7 @@ def judge(
     vanished: bool = False,
     **more: Any,
 ) -> Verdict:
-    options = replace(Options(LAST_CALL, SETTLE), **more)
+    options = replace(RoundOptions(LAST_CALL, SETTLE), **more)
     return decide(situation(members, changed_at, previous, limits, previous_at, vanished), options, 0.0)
 
 
@@ -315,7 +315,7 @@ def test_survivors_go_before_older_newcomers() -> None:
         pytest.param([*all_ask("A B", after=1), asks("C", after=9)], recalled("A B"), 10, id="also without a seat"),
     ],
 )
-def test_numbers_grow(members: list[Member], previous: Round | None, number: int) -> None:
+def test_numbers_grow(members: list[RoundCandidate], previous: Round | None, number: int) -> None:
     verdict = judge(members, previous, (2, 2))
     assert seats(verdict) == "A B"
     assert isinstance(verdict, Decision)
@@ -530,7 +530,7 @@ def test_a_record_that_vanished_is_written_again_as_a_recall(record: Round) -> N
 @dataclass(frozen=True)
 class Case:
     situation: Situation
-    options: Options
+    options: RoundOptions
     now: float
 
     @property
@@ -568,7 +568,7 @@ def cases(draw: st.DrawFn) -> Case:
     previous = draw(st.none() | st.just(stated))
     vanished = previous is not None and draw(st.integers(0, 9)) == 0
     restart = draw(st.sampled_from(["failed", "always", "never"]))
-    chosen = Options(LAST_CALL, SETTLE, draw(st.booleans()), restart)
+    chosen = RoundOptions(LAST_CALL, SETTLE, draw(st.booleans()), restart)
     there = situation(members, draw(times), previous, (low, high), draw(times), vanished, draw(st.integers(0, 5)))
     return Case(there, chosen, 0.0)
 

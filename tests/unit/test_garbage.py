@@ -12,30 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcoord.coordination.policy import Heard, QuorumPolicy
-from ftcoord.core import quorum_records, records
-from ftcoord.core.quorum import Options as QuorumOptions
-from ftcoord.core.quorum import Quorum, Request
-from ftcoord.core.quorum import Seat as QuorumSeat
-from ftcoord.core.quorum_records import Petition
-from ftcoord.core.records import Ask, Round, Seat
-from ftcoord.core.rendezvous import Options
+from ftcoord.core import quorum_records, rendezvous_records
+from ftcoord.core.quorum import QuorumOptions, QuorumRecord, QuorumRequest, QuorumSeat
+from ftcoord.core.quorum_records import ReplicaRecord
+from ftcoord.core.rendezvous import RoundOptions
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue, Span
-from ftcoord.etcd.deciding import Publish, View, Wait
+from ftcoord.primitives.group.policy import Publish, View, Wait
 from ftcoord.rendezvous.policy import RendezvousPolicy
 
 CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
 PREFIX = "/ftcoord/v1/run"
 NOW = 1000.0
-REQUEST = Request("a", "addr", "store", 3, 1, False, "", 0, ())
+REQUEST = QuorumRequest("a", "addr", "store", 3, 1, False, "", 0, ())
 GOOD = [
-    records.encode(Ask("n1", "10.0.0.1", 1234, 0, "h", "x", 1, 2)),
-    records.encode(Ask("n2", "10.0.0.2", 1234, 7, "h", "y", 1, 2)),
-    records.encode(Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234)),
-    records.encode(Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234, recalled="somebody left")),
-    quorum_records.encode(Petition(REQUEST, 1, 0, 0)),
-    quorum_records.encode(Petition(REQUEST, 2, 7, 9)),
-    quorum_records.encode(Quorum(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, "")),
+    rendezvous_records.encode(JoinRequest("n1", "10.0.0.1", 1234, 0, "h", "x", 1, 2)),
+    rendezvous_records.encode(JoinRequest("n2", "10.0.0.2", 1234, 7, "h", "y", 1, 2)),
+    rendezvous_records.encode(Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234)),
+    rendezvous_records.encode(
+        Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234, recalled="somebody left")
+    ),
+    quorum_records.encode(ReplicaRecord(REQUEST, 1, 0, 0)),
+    quorum_records.encode(ReplicaRecord(REQUEST, 2, 7, 9)),
+    quorum_records.encode(QuorumRecord(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, "")),
 ]
 
 
@@ -85,7 +85,7 @@ garbage = (
 
 def policies() -> list[Any]:
     return [
-        RendezvousPolicy(PREFIX, Options(30.0, 0.1, True)),
+        RendezvousPolicy(PREFIX, RoundOptions(30.0, 0.1, True)),
         QuorumPolicy(QuorumOptions(1, 60.0), 5.0, look=dict, heard=Heard(), wall_clock=lambda: 0.0),
     ]
 

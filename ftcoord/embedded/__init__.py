@@ -1,0 +1,1 @@
+"""Local etcd servers and clusters, which end with the process that started them."""

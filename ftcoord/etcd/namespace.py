@@ -1,0 +1,62 @@
+"""A run as a library's user names it: its keys, and the door to its etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import cast
+
+from ftcoord.config import EtcdConfig, full_text, key_path
+from ftcoord.core.layout import KEY_PREFIX, run_prefix
+from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.client import EtcdClient
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Where a run's keys lie.
+
+    Args:
+        prefix: what they start with.
+        etcd: the door to their etcd.
+        own: the same, if it is to be closed with this.
+    """
+
+    prefix: str
+    etcd: Etcd
+    own: EtcdClient | None = None
+
+    @classmethod
+    def open(
+        cls, run: object, etcd: Etcd | EtcdConfig | str | Sequence[str] | None, key_prefix: object = KEY_PREFIX
+    ) -> Namespace:
+        """Check the arguments, then make a client, if none is given.
+
+        Args:
+            run: its id, as in `--rdzv-id`.
+            etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and friends.
+            key_prefix: the `key_prefix` of `rdzv_conf`.
+
+        Raises ConfigError before any socket is opened.
+        """
+        prefix = run_prefix(
+            key_path("key_prefix", key_prefix), full_text("run", run, "give the run's id, as in torchrun's --rdzv-id")
+        )
+        if hasattr(etcd, "txn"):
+            return cls(prefix, cast(Etcd, etcd))
+        client = EtcdClient(EtcdConfig.of(cast(str, etcd)))
+        return cls(prefix, client, client)
+
+    def close(self) -> None:
+        """Close the client, if it was made here. Idempotent."""
+        if self.own is not None:
+            self.own.close()
+
+    def __enter__(self) -> Namespace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,92 @@
+"""What a failed call means: etcd's and gRPC's status codes and texts, sorted into ftcoord's exceptions.
+
+The one rule: a write is reported as without effect (`EtcdUnavailable`) only where that is provable, because
+the request never left this process or because etcd says that it refused before proposing it. All other
+trouble with a write is `OutcomeUnknown`. (Compare `isSafeRetryMutableRPC` in etcd's clientv3.)
+"""
+
+from __future__ import annotations
+
+from ftcoord.errors import (
+    EtcdAuthError,
+    EtcdError,
+    EtcdNoSpace,
+    EtcdUnavailable,
+    LeaseLost,
+    OutcomeUnknown,
+    RequestRefused,
+)
+from ftcoord.etcd.rpc.quiet_grpc import grpc
+
+_NEVER_LEFT = ("failed to connect to all addresses", "DNS resolution failed", "Name resolution failed")
+_NOT_PROPOSED = ("etcdserver: no leader", "etcdserver: too many requests", "etcdserver: rpc not supported for learner")
+_STALE_TOKEN = ("invalid auth token", "revision in token is older", "user name is empty")
+_LEASE_GONE = "requested lease not found"
+_NO_SPACE = "database space exceeded"
+_AUTH = (
+    "authentication failed",
+    "permission denied",
+    "user name is empty",
+    "user not found",
+    "no password",
+    "role not found",
+)
+
+_TRANSIENT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.ABORTED,
+)
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.OUT_OF_RANGE)
+
+
+def _says(details: str, texts: tuple[str, ...]) -> bool:
+    return any(text in details for text in texts)
+
+
+def is_stale_token(details: str) -> bool:
+    """Whether a login token ran out, was forgotten by a restarted server, or is missing since authentication was
+    switched on after the last login. Whoever has a user logs in again and repeats."""
+    return _says(details, _STALE_TOKEN)
+
+
+def blames_member(error: grpc.RpcError) -> bool:
+    """Whether another member may do better."""
+    return error.code() in _TRANSIENT or _says(error.details() or "", _NOT_PROPOSED)
+
+
+def translate(error: grpc.RpcError, *, write: bool, where: str) -> EtcdError:
+    """The exception to raise for `error`, met while calling the member `where`."""
+    code, details = error.code(), error.details() or ""
+    fate = f"etcd at {where}: {details or code.name} ({code.name})"
+    if _says(details, _NEVER_LEFT) or _says(details, _NOT_PROPOSED):
+        return EtcdUnavailable(f"{fate}; is etcd running there, and do the endpoints and the TLS settings fit it?")
+    return _explained(details, fate) or _by_code(code, fate, write)
+
+
+def _explained(details: str, fate: str) -> EtcdError | None:
+    if _LEASE_GONE in details:
+        return LeaseLost(f"{fate}; it expired or was revoked: take a new one")
+    if _NO_SPACE in details:
+        return EtcdNoSpace(
+            f"{fate}: NOSPACE; make room with `etcdctl compact REVISION` and `etcdctl defrag`, then"
+            " `etcdctl alarm disarm`"
+        )
+    if _says(details, _AUTH):
+        return EtcdAuthError(
+            f"{fate}; check FTCOORD_USER and FTCOORD_PASSWORD, and that the user's role may use the key prefix"
+        )
+    return None
+
+
+def _by_code(code: grpc.StatusCode, fate: str, write: bool) -> EtcdError:
+    if code in _TRANSIENT:
+        return OutcomeUnknown(f"{fate}; the write may have happened") if write else EtcdUnavailable(fate)
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return EtcdAuthError(f"{fate}; check FTCOORD_USER, FTCOORD_PASSWORD and the client certificate")
+    if code in _REFUSED:
+        return RequestRefused(f"{fate}; etcd takes at most 128 operations and 1.5 MiB a request")
+    return EtcdError(fate)

@@ -1,0 +1,58 @@
+"""Notices an etcd that is not the one it was: another cluster behind the same name, or one that lost what it had."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class RollbackDetector:
+    """What one client knows of its etcd. Thread-safe.
+
+    It only says so: no decision rests on it, since every effect is guarded by revisions and numbers go on from the
+    highest that a live member knows of.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cluster = 0
+        self._revision = 0
+
+    @property
+    def revision(self) -> int:
+        """The highest revision that a linearizable answer came with: none that is asked for later has a lower one."""
+        return self._revision
+
+    def note(self, header: Any, known: int | None, where: str) -> None:
+        """Note an answer's header.
+
+        Args:
+            known: `revision` before a linearizable call was made; None for others, which may lag.
+            where: the member that answered.
+        """
+        if header.cluster_id == self._cluster and (known is None or known <= header.revision == self._revision):
+            return
+        with self._lock:
+            before, self._cluster = self._cluster, header.cluster_id
+            if before not in (0, header.cluster_id):
+                self._revision = 0
+                log.error(
+                    "etcd at %s belongs to another cluster (%x) than before (%x): check the endpoints; what the old one"
+                    " held is not there",
+                    where,
+                    header.cluster_id,
+                    before,
+                )
+            elif known is not None and header.revision < known <= self._revision:
+                self._revision = header.revision
+                log.error(
+                    "etcd at %s is at revision %d and was at %d before: its data was lost, or restored from a backup",
+                    where,
+                    header.revision,
+                    known,
+                )
+            elif known is not None:
+                self._revision = max(self._revision, header.revision)

@@ -1,0 +1,277 @@
+"""gRPC channels to the members of one etcd cluster: which member to ask, TLS, login, retries of what is safe."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftcoord import files
+from ftcoord.config import Endpoint, EtcdConfig, Tls
+from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
+from ftcoord.etcd.retry import retry
+from ftcoord.etcd.rpc import errors, messages
+from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+from ftcoord.etcd.rpc.rollback import RollbackDetector
+from ftcoord.etcd.rpc.threads import GrpcThreads
+
+log = logging.getLogger(__name__)
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.enable_retries", 0),  # only we know which calls may be repeated
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # this one is the time a connection attempt may take
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 10_000),  # etcd tolerates pings 5 s apart and rarer
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # what newer grpcio goes by instead
+)
+
+_LINEARIZABLE = (messages.RANGE, messages.TXN)
+_NEEDS_LEADER = (("hasleader", "true"),)
+CLOSED = "this etcd client was closed; make a new one"
+
+
+class Member:
+    """One endpoint: its channel, and when it last gave a sign of life (monotonic seconds)."""
+
+    def __init__(self, endpoint: Endpoint, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
+        self.name = str(endpoint)
+        self.alive_at = time.monotonic()
+        self._unary: dict[messages.Method, grpc.UnaryUnaryMultiCallable[Any, Any]] = {}
+        options: tuple[tuple[str, Any], ...] = _OPTIONS
+        if tls is None or credentials is None:
+            self.channel = grpc.insecure_channel(endpoint.target, options)
+            return
+        if tls.server_name:
+            options += (("grpc.ssl_target_name_override", tls.server_name),)
+        self.channel = grpc.secure_channel(endpoint.target, credentials, options)
+
+    def unary(self, method: messages.Method) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
+        """How to call `method` here; made once, for that takes as long as all else before a call leaves."""
+        if (invoke := self._unary.get(method)) is None:
+            invoke = self.channel.unary_unary(method.path, method.serialize, method.parse)
+            self._unary[method] = invoke
+        return invoke
+
+    def seen(self) -> None:
+        self.alive_at = time.monotonic()
+
+
+class Transport:
+    """Calls methods on whichever member works. Thread-safe; not usable in a forked child.
+
+    Raises ConfigError when a TLS file cannot be read, and ForkedProcessError in a forked child of a process that ever
+    had one.
+    """
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self.config = config
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        # Read now: a failover must not fail because a file has gone meanwhile.
+        self._pem = _Pem.read(config.tls) if config.tls else None
+        self._index = 0
+        with quiet_grpc():
+            self._members = {0: self._new_member(0)}
+        self._token: str | None = None
+        self._token_lock = threading.Lock()
+        self._threads = GrpcThreads()
+        self._rollback = RollbackDetector()
+        self.closed = threading.Event()
+
+    def member(self) -> Member:
+        """The member in use."""
+        self.check_process()
+        with self._lock:
+            if self.closed.is_set():
+                raise ClientClosed(CLOSED)
+            if self._index not in self._members:
+                self._members[self._index] = self._new_member(self._index)
+            return self._members[self._index]
+
+    def _new_member(self, index: int) -> Member:
+        return Member(self.config.endpoints[index], self.config.tls, self._pem.credentials() if self._pem else None)
+
+    def is_owner(self) -> bool:
+        """False in a child that was forked after this was made."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Raises ForkedProcessError in a child that was forked after this was made."""
+        if not self.is_owner():
+            raise ForkedProcessError.of("this etcd client belongs to the parent process")
+
+    def blame(self, member: Member) -> None:
+        """Go on with the next endpoint, and with the certificates that are there now, unless somebody else already did.
+
+        Channels of before are left to whoever uses them.
+        """
+        with self._lock:
+            if self._members.get(self._index) is not member:
+                return
+            if self._has_new_certificates():
+                log.info("the TLS files have changed: connecting to etcd with what they hold now")
+                self._members.clear()
+            if len(self.config.endpoints) > 1:
+                self._index = (self._index + 1) % len(self.config.endpoints)
+                log.debug("etcd member %s failed, trying %s", member.name, self.config.endpoints[self._index])
+
+    def _has_new_certificates(self) -> bool:
+        if self.config.tls is None:
+            return False
+        try:
+            before, self._pem = self._pem, _Pem.read(self.config.tls)
+        except ConfigError as error:  # perhaps just being replaced
+            log.debug("going on with the certificates of before: %s", error)
+            return False
+        return self._pem != before
+
+    def call(self, method: messages.Method, request: Any, *, timeout: float | None = None, write: bool = False) -> Any:
+        """One unary call, answered or failed within `timeout` seconds (default: the configured one)."""
+        return self._retry(lambda deadline: self._unary(method, request, deadline, write), timeout)
+
+    def write(self, request: Any, timeout: float) -> Any:
+        """A transaction that writes."""
+        return self.call(messages.TXN, request, timeout=timeout, write=True)
+
+    def stream(self, method: messages.Method, requests: Iterator[Any], member: Member, token: str | None) -> Any:
+        """Open a stream on `member`; errors come raw, as grpc.RpcError, for the caller to judge."""
+        with self._judged(member):
+            invoke = member.channel.stream_stream(method.path, method.serialize, method.parse)
+            call = invoke(self._threads.noted(requests), metadata=_metadata(token))
+            self._threads.expect(call)
+            return call
+
+    def token(self, deadline: float | None = None) -> str | None:
+        """The login token, None without a user, '' while authentication is off. May log in, until `deadline`."""
+        if self.config.credentials is None:
+            return None
+        if deadline is None:
+            deadline = time.monotonic() + self.config.request_timeout
+        if (token := self._token) is not None:
+            return token
+        if not self._token_lock.acquire(timeout=_left(deadline)):
+            raise EtcdUnavailable(f"etcd at {self.config.describe()} does not answer the login that is under way")
+        try:
+            if (token := self._token) is None:
+                token = self._token = self._log_in(deadline)
+            return token
+        finally:
+            self._token_lock.release()
+
+    def forget_token(self, stale: str | None) -> None:
+        """Log in anew before the next call, unless somebody did since."""
+        if self._token == stale:
+            self._token = None
+
+    def close(self) -> None:
+        """Close every channel; calls under way fail. Idempotent; nothing happens in a forked child. Then `join()`."""
+        if not self.is_owner():
+            return
+        self.closed.set()
+        with self._lock:
+            members, self._members = list(self._members.values()), {}
+        for member in members:
+            member.channel.close()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the calls and streams of a closed transport have ended."""
+        self._threads.join(timeout)
+
+    def _retry(self, attempt: Callable[[float], Any], timeout: float | None) -> Any:
+        deadline = time.monotonic() + (self.config.request_timeout if timeout is None else timeout)
+        return retry(lambda: attempt(deadline), (EtcdUnavailable,), deadline, self.closed)
+
+    def _unary(self, method: messages.Method, request: Any, deadline: float, write: bool) -> Any:
+        member = self.member()
+        token = self.token(deadline)
+        known = self._rollback.revision if method in _LINEARIZABLE else None
+        with self._judged(member, write=write, token=token):
+            timeout = self._patience(deadline, write)
+            response = member.unary(method)(request, timeout=timeout, metadata=_metadata(token))
+        member.seen()
+        self._rollback.note(response.header, known, member.name)
+        return response
+
+    def _patience(self, deadline: float, write: bool) -> float:
+        """Seconds for one attempt: a read leaves time to ask another member, a write is only sent once."""
+        left = _left(deadline)
+        return left if write or len(self.config.endpoints) == 1 else max(left / 2, 0.05)
+
+    @contextmanager
+    def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
+        """Raises ftcoord's exceptions in place of gRPC's, whose pages of traceback say nothing that these do not."""
+        self._threads.enter()
+        try:
+            yield
+        except grpc.RpcError as error:
+            log.debug("a call of etcd at %s failed: %r", member.name, error)
+            if errors.blames_member(error):
+                self.blame(member)
+            if self.config.credentials and errors.is_stale_token(error.details() or ""):
+                self.forget_token(token)
+                raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {error.details()}") from None
+            raise errors.translate(error, write=write, where=member.name) from None
+        except ValueError:  # what gRPC raises when close() was faster than the call: nothing was sent
+            if not self.closed.is_set():
+                raise
+            raise ClientClosed(CLOSED) from None
+        except RuntimeError as error:
+            kind = OutcomeUnknown if write else EtcdUnavailable
+            raise kind(
+                f"gRPC could not call etcd: {error}; may this process start no more threads (ulimit -u)?"
+            ) from None
+        finally:
+            self._threads.leave()
+
+    def _log_in(self, deadline: float) -> str:
+        """A token, or '' where etcd has no authentication switched on."""
+        credentials = self.config.credentials
+        assert credentials is not None
+        member = self.member()
+        method = messages.AUTHENTICATE
+        request = messages.message("AuthenticateRequest")(name=credentials.user, password=credentials.password)
+        try:
+            with self._judged(member):
+                return str(member.unary(method)(request, timeout=self._patience(deadline, False)).token)
+        except EtcdError as error:
+            if "authentication is not enabled" in str(error):
+                return ""
+            raise
+
+
+def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """What every call carries: fail fast on a member without leader, and the login token if there is one."""
+    return (*_NEEDS_LEADER, ("token", token)) if token else _NEEDS_LEADER
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pem:
+    """What is in the files of a `Tls`. Raises ConfigError when one cannot be read or is cut off."""
+
+    ca: bytes | None
+    key: bytes | None = field(repr=False)
+    cert: bytes | None
+
+    @classmethod
+    def read(cls, tls: Tls) -> _Pem:
+        return cls(
+            ca=files.pem("ca_cert", tls.ca, files.CERTIFICATE) if tls.ca else None,
+            key=files.pem("key", tls.key, files.PRIVATE_KEY) if tls.key else None,
+            cert=files.pem("cert", tls.cert, files.CERTIFICATE) if tls.cert else None,
+        )
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)

@@ -1,0 +1,394 @@
+"""All watches of a client on one gRPC stream, which is opened again wherever etcd can be reached.
+
+Each watch of etcd's remembers the revision it needs next, so a new stream goes on exactly where the last one ended:
+nothing is missed and nothing comes twice. Revisions come from events only, never from progress responses,
+which servers before 3.5.8 may send too early (etcd issue 15220). Those who watch the same span from now on share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
+from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
+from ftcoord.etcd.retry import pause
+from ftcoord.etcd.rpc import errors, messages
+from ftcoord.etcd.rpc.quiet_grpc import grpc
+from ftcoord.etcd.rpc.transport import CLOSED, Transport
+
+log = logging.getLogger(__name__)
+
+TICK: Final = 1.0
+"""Seconds between two looks at whether the stream is still good."""
+QUIET: Final = 4.0
+"""Seconds without any answer from the member before the stream asks for one."""
+QUIET_STREAM: Final = 60.0
+"""Seconds without an answer on the stream itself, though the member answers other calls."""
+PATIENCE: Final = 4.0
+"""Seconds that the member has to answer that."""
+PROBE_ID: Final = 1
+"""The watch that a stream asks for in order to be answered."""
+
+
+@dataclass(slots=True, eq=False)
+class Watcher:
+    """One running watch; see `ftcoord.etcd.api.Watch`."""
+
+    hub: WatchHub
+    source: _Source
+    deliver: Callable[[WatchItem], None]
+
+    def tell(self, item: WatchItem) -> None:
+        """Deliver; what the watcher's own code raises costs nobody else an event, nor the hub its thread."""
+        try:
+            self.deliver(item)
+        except Exception:  # whatever it is: the thread serves every watcher of this client
+            log.exception("what watches %r failed, and missed what it was told", self.source.span.start)
+
+    def cancel(self) -> None:
+        self.hub.remove(self)
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One watch of etcd's, and who hears of it."""
+
+    id: int
+    span: Span
+    next_revision: int
+    deletes_only: bool
+    stood: bool = False
+    denied: bool = False
+    watchers: tuple[Watcher, ...] = ()
+
+    def deliver(self, item: WatchItem) -> None:
+        for watcher in self.watchers:
+            watcher.tell(item)
+
+
+class WatchHub:
+    """The watches of one client, and the thread that reads their stream."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._sources: dict[int, _Source] = {}
+        self._shared: dict[tuple[Span, bool], _Source] = {}
+        self._last_id = PROBE_ID
+        self._stream: _Stream | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(
+        self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], deletes_only: bool = False
+    ) -> Watcher:
+        """Start watching; `deliver` is called on the hub's thread, and for a watch that stands already on this one too.
+
+        Raises EtcdUnavailable when the client is closed.
+        """
+        self._transport.member()
+        with self._lock:
+            if self._transport.closed.is_set():
+                raise ClientClosed(CLOSED)
+            source = self._source(span, start_revision, deletes_only)
+            watcher = Watcher(self, source, deliver)
+            source.watchers += (watcher,)
+            stands_since = source.next_revision - 1 if source.stood else None
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="ftcoord-watch", daemon=True)
+                thread.start()
+                self._thread = thread
+        if stands_since is not None:
+            watcher.tell(Began(stands_since))
+        return watcher
+
+    def _source(self, span: Span, start_revision: int, deletes_only: bool) -> _Source:
+        """A new one, unless there is one from now on already."""
+        known = self._shared.get((span, deletes_only)) if start_revision == 0 else None
+        if known is not None:
+            return known
+        self._last_id += 1
+        source = _Source(self._last_id, span, start_revision, deletes_only)
+        self._sources[source.id] = source
+        if start_revision == 0:
+            self._shared[span, deletes_only] = source
+        if self._stream is not None:
+            self._stream.send(_create(source))
+        return source
+
+    def remove(self, watcher: Watcher) -> None:
+        if not self._transport.is_owner():
+            return
+        with self._lock:
+            source = watcher.source
+            source.watchers = tuple(one for one in source.watchers if one is not watcher)
+            if not source.watchers and self._drop(source) and self._stream is not None:
+                self._stream.send(_cancel(source.id))
+
+    def _drop(self, source: _Source) -> bool:
+        """Forget a source, with the lock held; whether it was known still."""
+        if self._shared.get((source.span, source.deletes_only)) is source:
+            del self._shared[source.span, source.deletes_only]
+        return self._sources.pop(source.id, None) is not None
+
+    def close(self) -> None:
+        """End every watch; the transport must be marked closed before. Nothing happens in a forked child."""
+        if not self._transport.is_owner():
+            return
+        with self._lock:
+            sources = list(self._sources.values())
+            self._sources.clear()
+            self._shared.clear()
+            stream, thread = self._stream, self._thread
+        for source in sources:
+            source.deliver(ClientClosed(CLOSED))
+        if stream is not None:
+            stream.cancel()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=2 * TICK)
+
+    def _run(self) -> None:
+        try:
+            self._follow_on()
+        finally:  # after an error of ours the next watcher starts another
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _follow_on(self) -> None:
+        closed = self._transport.closed
+        failures = 0
+        while self._wanted():
+            try:
+                heard = self._follow()
+            except EtcdAuthError as error:
+                self._fail_all(error)
+                heard = False
+            except FtcoordError as error:
+                log.debug("cannot open a watch stream: %s", error)
+                heard = False
+            failures = 1 if heard else failures + 1
+            closed.wait(pause(failures))
+
+    def _wanted(self) -> bool:
+        """Whether a stream is needed. If not, the thread ends, and the next watcher starts another."""
+        with self._lock:
+            if self._sources and not self._transport.closed.is_set():
+                return True
+            self._thread = None
+            return False
+
+    def _follow(self) -> bool:
+        """Read one stream until it ends; whether it brought anything."""
+        stream = _Stream(self._transport, idle=lambda: not self._sources)
+        with self._lock:
+            self._stream = stream
+            for source in self._sources.values():
+                stream.send(_create(source))
+        try:
+            for response in stream.open():
+                self._handle(stream, response)
+        except grpc.RpcError as error:
+            self._explain_end(stream, error)
+        finally:
+            with self._lock:
+                self._stream = None
+            stream.cancel()
+        return stream.heard
+
+    def _explain_end(self, stream: _Stream, error: grpc.RpcError) -> None:
+        if stream.ended:  # by us, for a reason that was seen to
+            return
+        member = stream.member
+        if errors.blames_member(error):
+            self._transport.blame(member)
+        if errors.is_stale_token(error.details() or ""):
+            self._transport.forget_token(stream.token)
+        log.debug("watch stream of %s ended: %s", member.name, errors.translate(error, write=False, where=member.name))
+
+    def _handle(self, stream: _Stream, response: Any) -> None:
+        watch_id = stream.note_answer(response)
+        with self._lock:
+            source = self._sources.get(watch_id)
+        if response.canceled and stream.token is not None and errors.is_stale_token(response.cancel_reason):
+            self._log_in_again(stream)
+        elif source is None:
+            return
+        elif response.canceled:
+            self._handle_cancel(stream, source, response)
+        elif response.created:
+            self._note_created(stream, source, response.header.revision)
+        elif response.events:
+            self._hand_over(source, response.events)
+
+    def _note_created(self, stream: _Stream, source: _Source, revision: int) -> None:
+        source.denied = False
+        if revision + 1 < source.next_revision:  # perhaps only a member that lags: listing again tells
+            stream.send(_cancel(source.id))
+            self._fail(source, Rewound(revision, source.next_revision - 1))
+            return
+        with self._lock:
+            source.next_revision = source.next_revision or revision + 1
+            source.stood = True
+        source.deliver(Began(revision))
+
+    def _log_in_again(self, stream: _Stream) -> None:
+        self._transport.forget_token(stream.token)
+        stream.reject()
+
+    def _hand_over(self, source: _Source, raw: Any) -> None:
+        events = tuple(_event(one) for one in raw if one.kv.mod_revision >= source.next_revision)
+        if not events:
+            return
+        with self._lock:  # who comes from now on is told that it stands behind these
+            source.next_revision = events[-1].kv.mod_revision + 1
+            watchers = source.watchers
+        batch = Batch(events)
+        for watcher in watchers:
+            watcher.tell(batch)
+
+    def _handle_cancel(self, stream: _Stream, source: _Source, response: Any) -> None:
+        reason = response.cancel_reason
+        if response.compact_revision:
+            self._fail(source, Compacted(response.compact_revision))
+        elif "permission denied" in reason and stream.token is not None and not source.denied:
+            source.denied = True  # etcd before 3.5.5 says the same of a token that has run out
+            self._log_in_again(stream)
+        elif errors.is_stale_token(reason) or "permission denied" in reason:
+            self._fail(source, EtcdAuthError(f"watching {source.span.start!r}: {reason}; {self._advice()}"))
+        else:
+            log.debug("watch on %r cancelled by etcd (%s); opening it again", source.span.start, reason or "no reason")
+            stream.reject()
+
+    def _advice(self) -> str:
+        if self._transport.config.credentials is None:
+            return "etcd wants a login: set FTCOORD_USER and FTCOORD_PASSWORD"
+        return "let the user's role read and write what begins with the key prefix"
+
+    def _fail(self, source: _Source, error: EtcdError) -> None:
+        with self._lock:
+            known = self._drop(source)
+        if known:
+            source.deliver(error)
+
+    def _fail_all(self, error: EtcdError) -> None:
+        with self._lock:
+            sources = list(self._sources.values())
+        for source in sources:
+            self._fail(source, error)
+
+
+class _Stream:
+    """One gRPC stream: what is sent on it, and whether its member still answers."""
+
+    def __init__(self, transport: Transport, idle: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._idle = idle
+        self.member = transport.member()
+        self.token = transport.token()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._creating: deque[int] = deque()
+        self.ended = False
+        self._answered_at = time.monotonic()
+        self._asked_at: float | None = None
+        self._call: Any = None
+        self.heard = False
+
+    def send(self, request: Any) -> None:
+        self._outbox.put(request)
+
+    def open(self) -> Iterator[Any]:
+        self._call = self._transport.stream(messages.WATCH, self._requests(), self.member, self.token)
+        if self.ended:
+            self._call.cancel()
+        return iter(self._call)
+
+    def cancel(self) -> None:
+        self.ended = True
+        self._outbox.put(None)
+        if self._call is not None:
+            self._call.cancel()
+
+    def reject(self) -> None:
+        """End a stream that brought nothing of use: the next one is not opened at once."""
+        self.heard = False
+        self.cancel()
+
+    def note_answer(self, response: Any) -> int:
+        """The id of the watch that `response` is about. One that etcd refuses has none, but answers come in order."""
+        self.heard = True
+        self._answered_at = time.monotonic()
+        self.member.seen()
+        return self._creating.popleft() if response.created and self._creating else int(response.watch_id)
+
+    def _requests(self) -> Iterator[Any]:
+        """Runs on a thread of gRPC's: what to send, and between that the watch over the stream's health."""
+        while not self.ended:
+            with contextlib.suppress(queue.Empty):
+                request = self._outbox.get(timeout=TICK)
+                if request is None:
+                    return
+                if request.HasField("create_request"):
+                    self._creating.append(request.create_request.watch_id)
+                yield request
+            self._probe(time.monotonic())
+
+    def _probe(self, now: float) -> None:
+        """Ask for an answer when too little was heard; end the stream when even that goes unanswered.
+
+        It asks by creating a watch and cancelling it: newer servers leave a progress request without an answer while
+        nothing was written since a watch began.
+        """
+        heard_at = min(max(self._answered_at, self.member.alive_at), self._answered_at + QUIET_STREAM - QUIET)
+        if self._asked_at is not None and self._asked_at < self._answered_at:
+            self._asked_at = None
+        if self._asked_at is not None and now - self._asked_at > PATIENCE:
+            self._give_up("does not answer")
+        elif self._moved():
+            self._give_up("was given up by other calls")
+        elif self._asked_at is None and now - heard_at > QUIET and not self._idle():
+            self._asked_at = now
+            self.send(messages.message("WatchRequest")(create_request={"key": b"\0", "watch_id": PROBE_ID}))
+            self.send(_cancel(PROBE_ID))
+
+    def _moved(self) -> bool:
+        try:
+            return self._transport.member() is not self.member
+        except EtcdUnavailable:
+            return True
+
+    def _give_up(self, why: str) -> None:
+        log.debug("watch stream: etcd at %s %s", self.member.name, why)
+        self._transport.blame(self.member)
+        self.cancel()
+
+
+def _create(source: _Source) -> Any:
+    create = {
+        "key": encode_key(source.span.start) or b"\0",
+        "range_end": source.span.end,
+        "start_revision": source.next_revision,
+        "watch_id": source.id,
+        "filters": [messages.NO_PUTS] if source.deletes_only else [],
+    }
+    return messages.message("WatchRequest")(create_request=create)
+
+
+def _cancel(watch_id: int) -> Any:
+    return messages.message("WatchRequest")(cancel_request={"watch_id": watch_id})
+
+
+def key_value(raw: Any) -> KeyValue:
+    """A KeyValue message as a plain value."""
+    return KeyValue(decode_key(raw.key), raw.value, raw.create_revision, raw.mod_revision, raw.version, raw.lease)
+
+
+def _event(raw: Any) -> Event:
+    return Event("put" if raw.type == messages.PUT_EVENT else "delete", key_value(raw.kv))

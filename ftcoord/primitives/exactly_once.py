@@ -1,0 +1,223 @@
+"""Changes that are made once each, though answers get lost.
+
+    <prefix><id>    how many changes this writer made: empty, its version is the count
+
+Each change is one transaction that also puts the writer's count, guarded by the count's version. When an answer
+is lost the same transaction is sent again: if the first one happened the guard fails, so no change is made twice.
+A change that was not made, because its own guards failed, but had gone without an answer once could still arrive. Its
+count is then *spent*: put with a value, so that nothing else can take it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from ftcoord.errors import (
+    ClientClosed,
+    EtcdUnavailable,
+    ForkedProcessError,
+    LeaseLost,
+    OutcomeUnknown,
+    RequestRefused,
+    RoundOver,
+)
+from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, exists
+from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.primitives.session import Session
+
+SPENT: Final = b"spent"
+CLOSED: Final = "the store was closed; make a new one"
+_GONE: Final = "a change was not answered, and then etcd key {!r} was gone, which tells whether it was made"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Whether the guards held, so that the change was made; and the key that was asked for.
+
+    When it was made, `kv` is the key right after it, without its value (None if etcd forgot that); else as it is.
+    """
+
+    done: bool
+    kv: KeyValue | None = None
+
+
+class ExactlyOnceWriter:
+    """A writer of changes, for the threads of one process.
+
+    Args:
+        etcd: the door to etcd.
+        prefix: its count is a key that starts with this.
+        ttl: seconds that its keys outlive it.
+        lease: put the keys under this lease instead, and never renew it.
+        fence: a key; once it is gone, every change raises RoundOver.
+        closed: set it to make it give up.
+    """
+
+    def __init__(
+        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: str | None, closed: threading.Event
+    ) -> None:
+        self._etcd, self._prefix, self._ttl, self._lease, self._fence = etcd, prefix, ttl, lease, fence
+        self._closed = closed
+        self._session: Session | None = None
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # a signal handler may make a change in the middle of another
+        self._changing = False
+        self._unanswered = False
+        self._count, self._made = "", 0
+        self._begin_count()
+
+    def make(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made:
+        """Make a change if the guards hold, and tell what became of the key `look`.
+
+        Raises EtcdUnavailable or OutcomeUnknown after the deadline, RoundOver, and what etcd refuses it with.
+        """
+        with self._turn(deadline):
+            made = None
+            try:
+                while made is None:
+                    made = self._attempt(ops, guards, look, deadline)
+            finally:
+                if made is None:
+                    self._begin_count()  # one of unknown outcome must not be taken for the next one
+            return made
+
+    def close(self) -> None:
+        """The keys expire after `ttl` from now on; `closed` must be set before."""
+        if self._session is not None:
+            self._session.orphan()
+
+    @contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        """One change at a time; one within another, in a signal handler, counts by itself."""
+        if os.getpid() != self._pid:
+            raise ForkedProcessError.of("this store belongs to the parent process")
+        if not self._lock.acquire(timeout=min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)):
+            raise EtcdUnavailable("other changes of this store were not answered in time")
+        outer = (self._count, self._made, self._unanswered) if self._changing else None
+        if outer is not None:
+            self._begin_count()
+        self._changing, self._unanswered = True, False
+        try:
+            if self._closed.is_set():
+                raise ClientClosed(CLOSED)
+            yield
+        finally:
+            if outer is not None:
+                self._count, self._made, self._unanswered = outer
+            self._changing = outer is not None
+            self._lock.release()
+
+    def _attempt(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made | None:
+        """As `make`, with None for "again": the lease or the count had to be made anew."""
+        fences = [] if self._fence is None else [exists(self._fence)]
+        compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]
+        try:
+            lease = self._lease_id(deadline)
+            leased = [Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops]
+            success = [*leased, Put(self._count, b"", lease), *_gets(look, keys_only=True)]
+            failure = [Get(Span(self._count)), *_gets(self._fence), *_gets(look)]
+            result = retry_unanswered(lambda left: self._send(compares, success, failure, left), deadline, self._closed)
+        except LeaseLost as error:
+            self._lease_is_gone(error)
+            return None
+        if result.succeeded:
+            self._made += 1
+            return Made(True, result.range(len(success) - 1).one if look else None)
+        judged = self._judge(result, look, deadline)
+        if judged is None or judged.done or not self._unanswered:
+            return judged
+        try:
+            return self._spend(judged, look, deadline)
+        except LeaseLost as error:
+            self._lease_is_gone(error)
+            return None
+
+    def _send(self, guards: Sequence[Compare], ops: Sequence[Op], failure: Sequence[Op], left: float) -> TxnResult:
+        """`Etcd.txn`; notes when it was not answered."""
+        try:
+            return self._etcd.txn(guards, ops, failure, timeout=left)
+        except OutcomeUnknown:
+            self._unanswered = True
+            raise
+
+    def _spend(self, judged: Made, look: str | None, deadline: float) -> Made | None:
+        """See to it that a change which was not made is not made later either."""
+        guard = [Compare(self._count, "version", "=", self._made)]
+        put, read = Put(self._count, SPENT, self._lease_id(deadline)), Get(Span(self._count))
+        result = retry_unanswered(
+            lambda left: self._etcd.txn(guard, (put,), (read,), timeout=left), deadline, self._closed
+        )
+        if not result.succeeded:
+            count = result.range(0).one
+            if count is None or count.version != self._made + 1:
+                raise OutcomeUnknown(_GONE.format(self._count))
+            if count.value != SPENT:  # it arrived after all, before this
+                self._made += 1
+                return Made(True, self._look_back(look, count.mod_revision, deadline))
+        self._made += 1
+        return judged
+
+    def _judge(self, result: TxnResult, look: str | None, deadline: float) -> Made | None:
+        count = result.range(0).one
+        made = count.version if count else 0
+        if count and made == self._made + 1:  # an earlier answer was lost
+            self._made = made
+            return Made(True, self._look_back(look, count.mod_revision, deadline))
+        if self._fence is not None and result.range(1).one is None:
+            raise round_over(self._fence)
+        if made != self._made:
+            if self._unanswered:
+                raise OutcomeUnknown(_GONE.format(self._count))
+            self._begin_count()
+            return None
+        return Made(False, result.range(-1).one if look else None)
+
+    def _look_back(self, look: str | None, revision: int, deadline: float) -> KeyValue | None:
+        """What the key was right after a change whose answer was lost."""
+        for get in _gets(look, keys_only=True, revision=revision):
+            try:
+                return retry_unanswered(partial(self._read, get), deadline, self._closed).one
+            except RequestRefused:
+                return None  # compacted
+        return None
+
+    def _read(self, get: Get, left: float) -> RangeResult:
+        return self._etcd.range(get, timeout=left)
+
+    def _lease_id(self, deadline: float) -> int:
+        if self._lease is not None:
+            return self._lease
+        if self._session is None:
+            self._session = retry_unanswered(lambda left: Session(self._etcd, self._ttl), deadline, self._closed)
+            if self._closed.is_set():  # since then
+                self._session.orphan()
+        return self._session.lease_id
+
+    def _lease_is_gone(self, error: LeaseLost) -> None:
+        if self._session is None:
+            raise RoundOver(f"the run of {self._prefix} is gone from etcd, and its store with it: {error}") from None
+        self._session.orphan()
+        self._session = None
+        if self._unanswered:  # what tells whether it happened went with the lease
+            raise OutcomeUnknown(f"a change was not answered, and then its lease was gone: {error}") from None
+        self._begin_count()
+
+    def _begin_count(self) -> None:
+        self._count, self._made = f"{self._prefix}{uuid.uuid4().hex}", 0
+
+
+def round_over(fence: str) -> RoundOver:
+    """What to say when a fence is gone."""
+    return RoundOver(f"the round of {fence} is over; join the next one and use its store")
+
+
+def _gets(key: str | None, keys_only: bool = False, revision: int = 0) -> list[Get]:
+    return [] if key is None else [Get(Span(key), keys_only=keys_only, revision=revision)]

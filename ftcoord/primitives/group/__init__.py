@@ -1,0 +1,1 @@
+"""The mechanism: a group of members and one decided record."""

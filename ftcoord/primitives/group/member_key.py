@@ -1,0 +1,102 @@
+"""A member's own key in its group: written by whoever asks for something, and put back when etcd has lost it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
+from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
+from ftcoord.primitives.session import Session
+from ftcoord.primitives.write_once import ATTEMPT, PATIENCE, WriteOutcome, write_once
+
+log = logging.getLogger(__name__)
+
+
+class MemberKey:
+    """The key `<members><lease id>`, under that lease. Thread-safe; one writes at a time.
+
+    Args:
+        etcd: the door to etcd.
+        members: what the members' keys begin with.
+        session: the member's lease.
+    """
+
+    def __init__(self, etcd: Etcd, members: str, session: Session) -> None:
+        self.key = f"{members}{session.lease_id:016x}"
+        self.kv: KeyValue | None = None
+        """What it holds, as far as is known; None before it is taken."""
+        self._etcd, self._session = etcd, session
+        self._writing = threading.Lock()
+
+    def put(self, value: bytes, timeout: float, first_reads: Sequence[Get]) -> WriteOutcome:
+        """Write a value unlike all before, with `timeout` seconds for each request; the first time, with some reads.
+
+        Raises LeaseLost, and EtcdError.
+        """
+        put = Put(self.key, value, self._session.lease_id)
+        with self._turn(timeout):
+            reads = () if self.kv else first_reads
+            expected = self.kv.mod_revision if self.kv else 0
+            outcome = write_once(self._etcd, put, expected, reads=reads, timeout=timeout)
+            if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
+                # Ours after all: an earlier call's, whose outcome was unknown.
+                outcome = write_once(self._etcd, put, outcome.kv.mod_revision, reads=reads, timeout=timeout)
+            if not outcome.done:
+                raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
+            self.kv = outcome.kv
+            return outcome
+
+    def put_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
+        """Write over what is there: `done` is told whether that worked, and must not block.
+
+        Waits at most for what was written before, and for its own request if the client has no other under way. If it
+        did not work, or is not known to have, `put()` it.
+        """
+        put = Put(self.key, value, self._session.lease_id)
+        if not self._writing.acquire(timeout=timeout):
+            done(False)
+            return
+        mine = self.kv
+        assert mine is not None
+
+        def settle(result: TxnResult | EtcdError) -> None:
+            written = False
+            if isinstance(result, EtcdError):
+                log.debug("%s is to be written again: %s", self.key, result)
+            elif result.succeeded:
+                written = True
+                self.kv = mine._replace(value=value, mod_revision=result.revision, version=mine.version + 1)
+            self._writing.release()
+            done(written)
+
+        self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], settle, timeout=min(timeout, ATTEMPT))
+
+    def restore(self) -> None:
+        """Put it back if etcd has lost it: while it was away, or because somebody deleted it. Raises EtcdError."""
+        with self._turn(PATIENCE):
+            mine, now = self.kv, self._etcd.range(Get(Span(self.key))).one
+            if mine is None:
+                return
+            if now is not None and is_member(now) and now.mod_revision > mine.mod_revision:
+                self.kv = now  # ours, though its answer was lost
+            elif now is None or now.mod_revision != mine.mod_revision:
+                log.warning("etcd lost what member %x asked for: asking again", self._session.lease_id)
+                put = Put(self.key, mine.value, self._session.lease_id)
+                self.kv = write_once(self._etcd, put, now.mod_revision if now else 0).kv or mine
+
+    @contextmanager
+    def _turn(self, timeout: float) -> Iterator[None]:
+        if not self._writing.acquire(timeout=ATTEMPT + timeout):  # what was put soon ends within an attempt
+            raise EtcdUnavailable(f"etcd has not answered what was written to {self.key} before")
+        try:
+            yield
+        finally:
+            self._writing.release()
+
+
+def is_member(kv: KeyValue) -> bool:
+    """Whether the key is a member's, which lies under the lease that it is named for and so will go one day."""
+    return kv.lease != 0 and kv.key.endswith(f"/{kv.lease:016x}")

@@ -1,0 +1,55 @@
+"""Values of keys, each parsed once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import KeyValue
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ParsedKey(Generic[T]):
+    """What one key says, as `parse(key, value)` reads it."""
+
+    def __init__(self, parse: Callable[[str, bytes], T]) -> None:
+        self._parse = parse
+        self._known: tuple[KeyValue, T] | None = None
+
+    def of(self, kv: KeyValue) -> T:
+        """Raises what `parse` raises."""
+        # Not its revision alone: an etcd that lost writes gives the same revision to others.
+        if self._known is None or self._known[0] != kv:
+            self._known = (kv, self._parse(kv.key, kv.value))
+        return self._known[1]
+
+
+class ParsedKeys(Generic[T]):
+    """What each member says, as `parse(key, value)` reads it. A value it raises StateError for is left out."""
+
+    def __init__(self, parse: Callable[[str, bytes], T]) -> None:
+        self._parse = parse
+        self._known: dict[str, tuple[KeyValue, T | None]] = {}
+
+    def of(self, members: Sequence[KeyValue]) -> list[tuple[KeyValue, T]]:
+        """The members that can be read, in the order given."""
+        before, self._known, said = self._known, {}, []
+        for kv in members:
+            known = before.get(kv.key)
+            if known is None or known[0] != kv:
+                known = kv, self._read(kv)
+            self._known[kv.key] = known
+            if known[1] is not None:
+                said.append((kv, known[1]))
+        return said
+
+    def _read(self, kv: KeyValue) -> T | None:
+        try:
+            return self._parse(kv.key, kv.value)
+        except StateError as error:
+            log.warning("not counted as a member: %s", error)
+            return None

@@ -1,0 +1,81 @@
+"""A thread that keeps mirrors true, and tells of every change."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ftcoord.errors import EtcdError, StateError
+from ftcoord.etcd.api import Etcd, Span
+from ftcoord.primitives.mirror import Mirror, Posted
+
+log = logging.getLogger(__name__)
+
+RETRY: Final = 0.5
+"""Seconds until a mirror that failed is tried again."""
+
+
+class Informer:
+    """Mirrors some spans from the moment it is made.
+
+    Args:
+        etcd: the door to etcd.
+        spans: what to mirror.
+        tell: called on the thread with the spans' mirrors, when all are in sync, and then whenever one of them may have
+            changed. Where it raises EtcdError or StateError it is called again half a second later.
+        name: of the thread.
+    """
+
+    def __init__(self, etcd: Etcd, spans: Sequence[Span], tell: Callable[..., None], name: str) -> None:
+        self._inbox: queue.SimpleQueue[tuple[Mirror, Posted] | None] = queue.SimpleQueue()
+        self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]
+        self._tell, self._said = tell, ""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell no more. Idempotent."""
+        self._inbox.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        timeout: float | None = 0.0
+        while True:
+            try:
+                item = self._inbox.get(timeout=timeout)
+                if item is None:
+                    break
+                item[0].apply(item[1])
+            except queue.Empty:
+                pass
+            except EtcdError as error:
+                self._say(error)
+                timeout = RETRY
+                continue
+            timeout = self._settle()
+        for mirror in self._mirrors:
+            mirror.close()
+
+    def _settle(self) -> float | None:
+        """Bring the mirrors up to date and tell; seconds until that must be tried again."""
+        try:
+            for mirror in self._mirrors:
+                if not mirror.synced:
+                    mirror.sync()
+            if all(mirror.synced for mirror in self._mirrors):
+                self._tell(*self._mirrors)
+        except (EtcdError, StateError) as error:
+            self._say(error)
+            return RETRY
+        self._said = ""
+        return None
+
+    def _say(self, error: Exception) -> None:
+        """Warn, but not of the same thing again and again."""
+        if str(error) != self._said:
+            self._said = str(error)
+            log.warning("%s cannot go on for now: %s", self._thread.name, error)

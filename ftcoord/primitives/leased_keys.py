@@ -1,0 +1,214 @@
+"""Keys of this process that a thread keeps in etcd as they should be, under one lease.
+
+Each key is written over and never deleted: its version tells a late copy of an old write from the newest. A step of the
+thread compares what should be with what is known to be, so it may fail and be repeated anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
+
+from ftcoord.core.lease import SessionState
+from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost
+from ftcoord.etcd.api import Compare, Etcd, Get, Put, Span
+from ftcoord.primitives.session import Session
+from ftcoord.primitives.write_once import ATTEMPT
+
+log = logging.getLogger(__name__)
+
+AT_ONCE: Final = 100
+"""Keys in one transaction; etcd allows 128 operations."""
+RETRY: Final = 0.25
+"""Seconds until a step that failed is tried again."""
+
+Render: TypeAlias = Callable[[], bytes]
+
+
+class _Sent(NamedTuple):
+    """What was tried to be written last, and what it was rendered by."""
+
+    render: Render
+    value: bytes
+
+
+class LeasedKeys:
+    """Keys with a name each. Takes a lease at once, on its thread, and a new one whenever that is lost.
+
+    Args:
+        etcd: the door to etcd.
+        ttl: of the lease, in seconds.
+        key_of: the key of a name under a lease, `key_of(name, lease id)`.
+        what: what the keys are, for the thread's name and for warnings.
+
+    Thread-safe. Costs one transaction for all that is asked for at the time. Not usable in a forked child.
+    """
+
+    def __init__(self, etcd: Etcd, ttl: int, key_of: Callable[[str, int], str], what: str) -> None:
+        self._etcd, self._ttl, self._key_of, self._what = etcd, ttl, key_of, what
+        self._pid = os.getpid()
+        self.problem: EtcdError | None = None
+        self._changed = threading.Condition()
+        self._wanted: dict[str, Render] = {}
+        self._dirty: dict[str, None] = {}
+        self._versions: dict[str, int] = {}
+        self._sent: dict[str, _Sent] = {}
+        self._session: Session | None = None
+        self._lost = self._closing = self._away = False
+        self._thread = threading.Thread(target=self._run, name=f"ftcoord-{what}", daemon=True)
+        self._thread.start()
+
+    def check_process(self) -> None:
+        """Raises ForkedProcessError in a child that was forked after this was made."""
+        if os.getpid() != self._pid:
+            raise ForkedProcessError.of(f"these {self._what} belong to the parent process")
+
+    def put(self, name: str, render: Render) -> None:
+        """Have what `render` returns under a name's key; it is called on the thread for each write.
+
+        A key that should be empty is written only if it may hold something else. Raises ClientClosed after `close()`.
+        """
+        self.check_process()
+        with self._changed:
+            if self._closing:
+                raise ClientClosed(f"these {self._what} were given up: make new ones")
+            self._wanted[name] = render
+            self._dirty[name] = None
+            self._changed.notify_all()
+
+    def wait(self, name: str, timeout: float, through_outage: bool = False) -> bool:
+        """Wait until the name's key is as it should be; whether it is, after `timeout` seconds.
+
+        Does not wait while etcd is known to be out of reach, unless `through_outage`: until it answers again, nobody
+        waits for it a second time.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: name not in self._dirty or (self._away and not through_outage), timeout)
+            done = name not in self._dirty
+            if not done:
+                self._go_away("it does not answer")
+        return done
+
+    def close(self, timeout: float) -> None:
+        """Give the lease up, and the keys with it; takes `timeout` seconds, twice at the most. Idempotent.
+
+        Never raises for an etcd that is out of reach: the lease then expires. Does nothing in a forked child.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        session = self._session
+        if session is not None:
+            try:
+                session.close(timeout)
+            except EtcdError as error:
+                log.debug("the lease of these %s was not given up, it expires: %s", self._what, error)
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                self._step()
+            except LeaseLost as error:
+                log.debug("%s: %s", self._what, error)
+                self._lost = True
+            except ClientClosed as error:
+                self._note_failure(error)
+                return
+            except EtcdError as error:
+                self._note_failure(error)
+
+    def _wait_for_work(self) -> bool:
+        """Whether there is something to do, or the end has come."""
+        with self._changed:
+            if self._away:
+                self._changed.wait_for(lambda: self._closing, RETRY)
+            self._changed.wait_for(lambda: self._closing or self._lost or self._dirty or self._session is None)
+            return not self._closing
+
+    def _step(self) -> None:
+        session = self._session_that_lives()
+        with self._changed:
+            wanted = {name: self._wanted[name] for name in list(self._dirty)[:AT_ONCE]}
+        values = {name: render() for name, render in wanted.items()}
+        writes = {name: _Sent(wanted[name], value) for name, value in values.items() if value or name in self._versions}
+        done = wanted.keys() - writes.keys()  # these are not there, and should not be
+        if writes:
+            done |= self._write(session.lease_id, writes)
+            self._come_back()
+        with self._changed:
+            for name in done:
+                if self._wanted[name] is wanted[name]:
+                    del self._dirty[name]
+                    if name not in writes:
+                        del self._wanted[name]
+            self._changed.notify_all()
+
+    def _write(self, lease: int, writes: dict[str, _Sent]) -> set[str]:
+        """Write all of these, or none when a key is not as expected; which are now as they should be."""
+        keys = {name: self._key_of(name, lease) for name in writes}
+        before = {name: (self._versions.setdefault(name, 0), self._sent.get(name)) for name in writes}
+        self._sent.update(writes)
+        result = self._etcd.txn(
+            [Compare(keys[name], "version", "=", version) for name, (version, _) in before.items()],
+            [Put(keys[name], sent.value, lease) for name, sent in writes.items()],
+            [Get(Span(key)) for key in keys.values()],
+            timeout=ATTEMPT,
+        )
+        done = set[str]()
+        for index, (name, (version, sent)) in enumerate(before.items()):
+            found = None if result.succeeded else result.range(index).one
+            self._versions[name] = version + 1 if result.succeeded else (found.version if found else 0)
+            ours = found is not None and sent is not None and found.value == sent.value  # its answer was lost
+            if result.succeeded or (ours and sent is not None and sent.render is writes[name].render):
+                done.add(name)
+        return done
+
+    def _session_that_lives(self) -> Session:
+        if self._lost and self._session is not None:
+            self._session.orphan()
+            self._session = None
+            log.warning("the lease of these %s was lost: they are put back under a new one", self._what)
+        if self._session is None:
+            self._lost = False
+            self._versions.clear()
+            self._sent.clear()
+            session = self._session = Session(self._etcd, self._ttl, self._on_state)
+            self._come_back()
+            with self._changed:
+                self._dirty = dict.fromkeys(self._wanted)
+                if self._closing:  # since then, and nobody waits for this thread any more
+                    session.orphan()
+        return self._session
+
+    def _on_state(self, state: SessionState) -> None:
+        if state is SessionState.LOST:
+            with self._changed:
+                self._lost = True
+                self._changed.notify_all()
+
+    # -- etcd that is away --------------------------------------------------------------------------------------
+
+    def _note_failure(self, error: EtcdError) -> None:
+        with self._changed:
+            self.problem = error
+            self._go_away(str(error))
+            self._changed.notify_all()
+
+    def _go_away(self, why: str) -> None:
+        if not self._away:
+            log.warning("%s are not written to etcd until it can be reached again: %s", self._what, why)
+        self._away = True
+
+    def _come_back(self) -> None:
+        with self._changed:
+            if self._away:
+                log.warning("%s are written to etcd again", self._what)
+            self._away, self.problem = False, None

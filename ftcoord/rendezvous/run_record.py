@@ -1,0 +1,90 @@
+"""A run in etcd, as whoever is no member reads and closes it."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import replace
+
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+
+from ftcoord.core import rendezvous, rendezvous_records
+from ftcoord.core.rendezvous_records import JoinRequest, Round
+from ftcoord.errors import EtcdError, StateError
+from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Span
+from ftcoord.primitives.write_once import Amendment, amend
+from ftcoord.rendezvous.settings import RendezvousSettings
+
+log = logging.getLogger(__name__)
+
+
+class RunRecord:
+    """The record of one run. Its calls raise RendezvousConnectionError and RendezvousStateError."""
+
+    def __init__(self, etcd: Etcd, settings: RendezvousSettings) -> None:
+        self._etcd, self._settings = etcd, settings
+        self._key = f"{settings.prefix}/decided"
+
+    def read(self) -> Round | None:
+        """What was decided last."""
+        try:
+            kv = self._etcd.range(Get(Span(self._key))).one
+            return rendezvous_records.parse_round(kv.key, kv.value) if kv else None
+        except StateError as error:
+            raise RendezvousStateError(str(error)) from None
+        except EtcdError as error:
+            raise RendezvousConnectionError(str(error)) from None
+
+    def close(self, reason: str, outcome: str, node: str | None = None) -> None:
+        """End the run, within `close_timeout` seconds, unless it is over or went on without `node`.
+
+        A run that did not finish ends its round too: whoever waits in the round's store, as torch's agents do in their
+        exit barrier, waits for nodes that will not come.
+        """
+        settings = self._settings
+
+        def closed(kv: KeyValue | None) -> Amendment | None:
+            now = rendezvous_records.parse_round(kv.key, kv.value) if kv else rendezvous_records.NO_ROUND
+            ended = rendezvous.close(now, reason, outcome, node)
+            if ended is None:
+                _say_why_not(settings.run_id, now, outcome)
+                return None
+            fence = Delete(Span(rendezvous_records.round_key(settings.prefix, now.number)))
+            value = rendezvous_records.encode(replace(ended, by=uuid.uuid4().hex))
+            return value, () if outcome == rendezvous_records.FINISHED else (fence,)
+
+        try:
+            amend(self._etcd, self._key, settings.run_ttl, closed, settings.close_timeout)
+        except StateError as error:
+            raise RendezvousStateError(str(error)) from None
+        except EtcdError as error:
+            raise RendezvousConnectionError(f"run {settings.run_id!r} could not be closed: {error}") from None
+
+    def members(self, limit: int, timeout: float) -> tuple[list[JoinRequest], int]:
+        """What the oldest members of the run ask, `limit` of them at the most; and how many members there are.
+
+        Raises EtcdError.
+        """
+        span = Span(rendezvous_records.members_prefix(self._settings.prefix), is_prefix=True)
+        found = self._etcd.range(Get(span, limit=limit, order="oldest"), timeout=timeout)
+        asks = []
+        for kv in found.kvs:
+            try:
+                asks.append(rendezvous_records.parse_join_request(kv.key, kv.value))
+            except StateError as error:
+                log.debug("not counted as a member: %s", error)
+        return asks, found.count
+
+    def highest_round(self, timeout: float) -> int:
+        """The highest round of which anything is left in etcd, also when the record was deleted. Raises EtcdError."""
+        span = Span(rendezvous_records.rounds_prefix(self._settings.prefix), is_prefix=True)
+        found = self._etcd.range(Get(span, keys_only=True), timeout=timeout)
+        return max((rendezvous_records.number_of(kv.key) for kv in found.kvs), default=0)
+
+
+def _say_why_not(run_id: str, now: Round, outcome: str) -> None:
+    """Tell the user how the run really stands that this node would have closed with this outcome."""
+    if not now.closed:
+        log.info("run %r is left to the others: they went on without this node", run_id)
+    elif now.outcome != outcome:
+        log.warning("this node has %s, but run %r is over: %s", outcome, run_id, now.closed)
