@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftcoord.config import EtcdConfig
+from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import EtcdError, EtcdUnavailable, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Compare, Etcd, Get, KeyValue, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group.group import Group
-from ftcoord.primitives.group.policy import Publish, View, Wait
+from ftcoord.primitives.group.policy import View
 from ftcoord.primitives.session import Session
 
 CALL_TIMEOUT = 5.0
@@ -35,7 +36,7 @@ class Roll:
             return Wait("nobody came or went")
         number = last["number"] + 1
         record = {"number": number, "members": members, "by": me, "nonce": uuid.uuid4().hex}
-        return Publish(json.dumps(record).encode(), f"roll {number}", puts={f"{self._prefix}/roll/{number}": b""})
+        return Publish(json.dumps(record).encode(), f"roll {number}", puts=((f"{self._prefix}/roll/{number}", b""),))
 
 
 def read(kv: KeyValue) -> dict[str, Any]:

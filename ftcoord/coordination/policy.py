@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from ftcoord.core.quorum import NOTHING_HEARD, Decision, Highest, QuorumCandidate, QuorumOptions, QuorumRecord, decide
+from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumRecord, decide
 from ftcoord.core.quorum_records import encode, parse_quorum, parse_replica
+from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
-from ftcoord.primitives.group.policy import Publish, View, Wait
+from ftcoord.primitives.group.policy import View
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class QuorumPolicy:
         self._silent: dict[str, int] = {}
         self._said = ""
 
-    def decide(self, view: View, me: str, now: float) -> Publish | Wait:
+    def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record is not ours to read, and EtcdError."""
         previous = self._decided.of(view.decided) if view.decided else None
         self._note(view)
@@ -86,8 +87,8 @@ class QuorumPolicy:
             highest=self._heard.highest,
         )
         self._say(verdict.reason)
-        if isinstance(verdict, Decision):
-            return Publish(encode(replace(verdict.quorum, by=me)), verdict.reason)
+        if isinstance(verdict, Publish):
+            return Publish(encode(replace(verdict.record, by=me)), verdict.reason, verdict.rule)
         times = [at for at in (verdict.until, next_death) if at is not None]
         return Wait(verdict.reason, min(times, default=None))
 

@@ -23,8 +23,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
+from ftcoord.core.outlook import Next, Outlook, Standing
+from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import NotInQuorum
 
 
@@ -159,25 +161,6 @@ NOTHING_HEARD: Final = Highest()
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Make this the decided record."""
-
-    quorum: QuorumRecord
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Decide nothing now, and not before `until` unless something changes (None: only then)."""
-
-    reason: str
-    until: float | None = None
-
-
-Verdict: TypeAlias = "Decision | Waiting"
-
-
-@dataclass(frozen=True, slots=True)
 class _QuorumPoll:
     """Who is alive and who asks; `asking` by replica id, `eligible` those of them that may be in the quorum."""
 
@@ -203,7 +186,7 @@ def decide(
     previous_at: float = -inf,
     silent: Sequence[QuorumCandidate] = (),
     highest: Highest = NOTHING_HEARD,
-) -> Verdict:
+) -> Verdict[QuorumRecord]:
     """What to do now. Depends on nothing but its arguments.
 
     Args:
@@ -226,7 +209,7 @@ def decide(
         return waiting
     else:
         reason = f"Valid quorum found {poll}"
-    return Decision(_conclude(poll.eligible, (*silent, *replicas), previous, created, highest), reason)
+    return Publish(_conclude(poll.eligible, (*silent, *replicas), previous, created, highest), reason)
 
 
 def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
@@ -250,19 +233,19 @@ def _last_sign(one: QuorumCandidate, answered: Mapping[str, int]) -> int:
     return max(one.came_at, one.asked_at) if _asks(one, answered) else one.came_at
 
 
-def _obstacle(poll: _QuorumPoll, options: QuorumOptions, previous_at: float, now: float) -> Waiting | None:
+def _obstacle(poll: _QuorumPoll, options: QuorumOptions, previous_at: float, now: float) -> Wait | None:
     count, needed = len(poll.asking), max(options.min_replicas, 1)
     only = f"New quorum not ready, only have {count} participants"
     if count < needed:
-        return Waiting(f"{only}, need min_replicas {needed} {poll}")
+        return Wait(f"{only}, need min_replicas {needed} {poll}")
     if count <= poll.alive // 2:
-        return Waiting(f"{only}, need at least half of {poll.alive} healthy workers {poll}")
+        return Wait(f"{only}, need at least half of {poll.alive} healthy workers {poll}")
     if len(poll.eligible) < needed:
-        return Waiting(f"{only}, {len(poll.eligible)} of them of the last quorum, need min_replicas {needed} {poll}")
+        return Wait(f"{only}, {len(poll.eligible)} of them of the last quorum, need min_replicas {needed} {poll}")
     until = max(min(one.joined for one in poll.asking.values()), previous_at) + options.join_timeout
     if count != poll.alive and now < until:
         missing = f"waiting for {poll.alive - count} healthy workers until the join timeout"
-        return Waiting(f"New quorum not ready, have {count} participants, {missing} {poll}", until)
+        return Wait(f"New quorum not ready, have {count} participants, {missing} {poll}", until)
     return None
 
 
@@ -294,6 +277,33 @@ def _id_of(
         if same and not any(seat.request.commit_failures > 0 for seat in seats):
             return previous.id
     return max(known, previous.id if previous else 0, 0) + 1
+
+
+# -- the member's half ------------------------------------------------------------------------------------------
+
+
+def outlook(now: QuorumRecord | None, me: Sequence[str], replica_id: str, asked: int) -> Outlook[int]:
+    """What the decided record `now` means for a replica that asked this.
+
+    ANSWERED: a quorum with it was decided after it asked. MISSED: that quorum was replaced before the replica heard of
+    it, so it asks again. OUTRANKED: another member of the same replica id has the seat; it waits, since whoever asked
+    last counts in the next quorum.
+
+    Args:
+        me: the ids of all members that this replica has been, through all of its leases, the present one last.
+        asked: which of its requests that is.
+    """
+    if now is None:
+        return Outlook(Standing.PENDING)
+    if any(now.seated.get(member, 0) >= asked for member in me):
+        return Outlook(Standing.ANSWERED, Next.RETURN)
+    if any(now.answered.get(member, 0) >= asked for member in me):
+        return Outlook(Standing.MISSED, Next.WRITE)
+    outranked = replica_id in now.names and not any(member in now.seated for member in me)
+    return Outlook(Standing.OUTRANKED if outranked else Standing.PENDING)
+
+
+# -- what a quorum means ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,13 @@ Times are the decider's own monotonic seconds, from when it saw the thing happen
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
+from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous_records import FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
+from ftcoord.core.verdict import Publish, Verdict, Wait
 
 RETURNING: Final = 1.5
 """How much longer than the last call participants of the last round have to come back. With the defaults, 30 s and
@@ -98,36 +99,17 @@ class Situation:
     highest: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Make this the decided record."""
-
-    round: Round
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Decide nothing now, and not before `until` unless something changes (None: only then)."""
-
-    reason: str
-    until: float | None = None
-
-
-Verdict: TypeAlias = "Decision | Waiting"
-
-
-def decide(situation: Situation, options: RoundOptions, now: float) -> Verdict:
+def decide(situation: Situation, options: RoundOptions, now: float) -> Verdict[Round]:
     """What to do now. Depends on nothing but its arguments."""
     previous = situation.previous
     if previous is not None and situation.vanished:
         return _recall(previous, "its record vanished from etcd", 0)
     if previous is not None and previous.closed and not may_reopen(previous, options.restart):
-        return Waiting("the run is closed")
+        return Wait("the run is closed")
     limits = limits_of(situation)
     if _must_be_told(situation, limits):
         stated = replace(previous or NO_ROUND, min_nodes=limits[0], max_nodes=limits[1])
-        return Decision(stated, f"--nnodes is {spelled(limits)}, not what all members want")
+        return Publish(stated, f"--nnodes is {spelled(limits)}, not what all members want")
     poll = _poll(situation, limits)
     if previous is not None and previous.closed:
         return _judge_closed(previous, poll, options, now)
@@ -198,14 +180,14 @@ def _poll(situation: Situation, limits: tuple[int, int]) -> _RoundPoll:
     return _RoundPoll(situation, limits, [member for member in counted if member.id not in ids], busy, leaving)
 
 
-def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict:
+def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     """Rule 7. Only members that have seen the end may go on from it: one that waited before it came must hear of it."""
     reopening = [member for member in poll.asking if member.ask.reopens == previous.number]
     left = [member for member in poll.situation.members if member.id in previous.last_seats]
     if not reopening:
-        return Waiting("the run is closed")
+        return Wait("the run is closed")
     if left:
-        return Waiting(f"the run is closed, and {_names(member.ask.host for member in left)} has still to leave it")
+        return Wait(f"the run is closed, and {_names(member.ask.host for member in left)} has still to leave it")
     return _form(replace(poll, asking=reopening, busy=()), options, now)
 
 
@@ -214,7 +196,7 @@ def may_reopen(closed: Round, restart: Restart) -> bool:
     return restart == "always" or (restart == "failed" and closed.outcome == FAILED)
 
 
-def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict:
+def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     seated = poll.seated
     running = [member for member in poll.busy if member.id in seated]
     back = [member for member in poll.asking if member.id in seated]
@@ -229,21 +211,21 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
         return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
     if not previous.ready:
         return _judge_seated(previous, running, poll.situation.previous_at, options, now)
-    return Waiting(f"round {previous.number} is running on {len(running)} nodes")
+    return Wait(f"round {previous.number} is running on {len(running)} nodes")
 
 
 def _judge_seated(
     previous: Round, participants: Sequence[RoundCandidate], decided_at: float, options: RoundOptions, now: float
-) -> Verdict:
+) -> Verdict[Round]:
     """Rule 2: all take their seats, or nobody starts."""
     until = decided_at + max(options.last_call_timeout, options.seat_timeout)
     since = now - options.fresh
     missing = [member for member in participants if member.ask.seated != previous.number or member.seen <= since]
     if not missing:
-        return Decision(replace(previous, ready=True), f"round {previous.number} is ready on {len(participants)} nodes")
+        return Publish(replace(previous, ready=True), f"round {previous.number} is ready on {len(participants)} nodes")
     if now >= until:
         return _recall(previous, f"{_names(member.ask.host for member in missing)} did not take its seat", 0)
-    return Waiting(f"{len(missing)} of {len(participants)} nodes have still to take their seats", until)
+    return Wait(f"{len(missing)} of {len(participants)} nodes have still to take their seats", until)
 
 
 def _why_gone(gone: Sequence[Seat], leaving: dict[str, str]) -> str:
@@ -255,18 +237,18 @@ def _why_gone(gone: Sequence[Seat], leaving: dict[str, str]) -> str:
     return "; ".join(parts)
 
 
-def _recall(previous: Round, reason: str, waiting: int) -> Decision:
-    return Decision(replace(previous, recalled=reason, waiting=waiting), f"round {previous.number} recalled: {reason}")
+def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
+    return Publish(replace(previous, recalled=reason, waiting=waiting), f"round {previous.number} recalled: {reason}")
 
 
-def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict:
+def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     """The next round, or why not yet."""
     situation, (fewest, most) = poll.situation, poll.limits
     previous = situation.previous
     nodes_before = {seat.node for seat in previous.seats} if previous else set()
     back = [member for member in poll.asking if member.ask.node in nodes_before]
     if not poll.asking or len(poll.asking) < fewest:
-        return Waiting(f"{len(poll.asking)} of at least {fewest} nodes are there")
+        return Wait(f"{len(poll.asking)} of at least {fewest} nodes are there")
     seated = poll.seated
     still_out = sum(member.id in seated for member in poll.busy)
     if len(poll.asking) >= most and not still_out:
@@ -277,7 +259,7 @@ def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict:
         until, why = min(until, situation.changed_at + options.settle_timeout), "the settle time-out"
     if now >= until:
         return _complete(poll)
-    return Waiting(f"{len(poll.asking)} nodes are there, {still_out} still to come back; {why} runs", until)
+    return Wait(f"{len(poll.asking)} nodes are there, {still_out} still to come back; {why} runs", until)
 
 
 def _enough_at(poll: _RoundPoll) -> float:
@@ -286,7 +268,7 @@ def _enough_at(poll: _RoundPoll) -> float:
     return max(enough_at, poll.situation.previous_at) if poll.seated else enough_at
 
 
-def _complete(poll: _RoundPoll) -> Decision:
+def _complete(poll: _RoundPoll) -> Publish[Round]:
     situation, previous = poll.situation, poll.situation.previous or NO_ROUND
     nodes_before = [seat.node for seat in previous.seats]
     back = sorted(
@@ -307,7 +289,7 @@ def _complete(poll: _RoundPoll) -> Decision:
         *poll.limits,
         before=previous.closed or previous.recalled,
     )
-    return Decision(decided, f"round {number} on {len(ranked)} nodes")
+    return Publish(decided, f"round {number} on {len(ranked)} nodes")
 
 
 def _rank(chosen: Sequence[RoundCandidate], nodes_before: Sequence[str]) -> list[RoundCandidate]:
@@ -334,43 +316,38 @@ def _names(hosts: Iterable[str]) -> str:
 # -- the member's half ------------------------------------------------------------------------------------------
 
 
-class Outlook(enum.Enum):
-    """What a decided record means for a member that asks."""
+def outlook(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+    """What the decided record `now` means for the member `me`, which asks for this.
 
-    PENDING = "pending"
-    """Nothing yet: wait."""
-    SEATED = "seated"
-    """It has a seat, and must say that it takes it."""
-    READY = "ready"
-    """It has a seat, and so have all: start."""
-    MISSED = "missed"
-    """The round that it had a seat in came to nothing, or went on without it: ask for a later one."""
-    SPARE = "spare"
-    """A round runs without it: it may wait for ever."""
-    CLOSED = "closed"
-    """The run is over."""
-    REFUSED = "refused"
-    """The run has other limits than it wants: it counts for nothing, as long as any other member shares those."""
-
-
-def outlook(now: Round | None, me: str, ask: JoinRequest) -> Outlook:
-    """What the decided record `now` means for the member `me`, which asks for this."""
+    SEATED: it writes that it takes its seat. ANSWERED: all have, so it starts. MISSED: its round came to nothing, or
+    the others went on without it, and it asks again. SPARE: a round runs without it. CLOSED: the run is over. REFUSED:
+    the run has other limits; it counts for nothing as long as any other member shares those.
+    """
     if now is None:
-        return Outlook.PENDING
+        return _PENDING
     if now.closed:
-        return Outlook.PENDING if now.number == ask.reopens else Outlook.CLOSED
+        return _PENDING if now.number == ask.reopens else Outlook(Standing.CLOSED, Next.RETURN)
     if now.limits not in (ask.limits, NO_ROUND.limits):
-        return Outlook.REFUSED
+        return Outlook(Standing.REFUSED, Next.RETURN)
     has_seat = now.rank_of(me) is not None
     if has_seat and now.number > ask.after:
-        if now.ready:
-            return Outlook.READY
-        if now.recalled:
-            return Outlook.MISSED
-        return Outlook.PENDING if ask.seated == now.number else Outlook.SEATED
+        return _of_seat(now, ask)
     if now.last_seats.get(me, 0) > ask.after:
-        return Outlook.MISSED
-    return Outlook.SPARE if now.seats and not now.recalled and not has_seat else Outlook.PENDING
+        return Outlook(Standing.MISSED, Next.RETURN)
+    return Outlook(Standing.SPARE) if now.seats and not now.recalled and not has_seat else _PENDING
+
+
+def _of_seat(now: Round, ask: JoinRequest) -> Outlook[JoinRequest]:
+    if now.ready:
+        return Outlook(Standing.ANSWERED, Next.RETURN)
+    if now.recalled:
+        return Outlook(Standing.MISSED, Next.RETURN)
+    if ask.seated == now.number:
+        return _PENDING
+    return Outlook(Standing.SEATED, Next.WRITE, replace(ask, seated=now.number))
+
+
+_PENDING: Final[Outlook[JoinRequest]] = Outlook(Standing.PENDING)
 
 
 def call_back(now: Round | None, mine: Round) -> tuple[int, str]:

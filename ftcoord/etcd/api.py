@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from ftcoord.core.layout import Span as Span
+from ftcoord.core.layout import decode_key as decode_key
+from ftcoord.core.layout import encode_key as encode_key
 from ftcoord.errors import EtcdError
 
 
@@ -22,25 +25,6 @@ class KeyValue(NamedTuple):
     mod_revision: int
     version: int
     lease: int
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The keys an operation is about: one key, or all that start with a prefix."""
-
-    start: str
-    is_prefix: bool = False
-
-    @property
-    def end(self) -> bytes:
-        """etcd's `range_end`: empty for one key, else the first key behind the prefix."""
-        if not self.is_prefix:
-            return b""
-        start = encode_key(self.start).rstrip(b"\xff")
-        return start[:-1] + bytes([start[-1] + 1]) if start else b"\0"
-
-    def __contains__(self, key: str) -> bool:
-        return key.startswith(self.start) if self.is_prefix else key == self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +223,3 @@ class Etcd(Protocol):
 
         `deliver` is called on the client's own thread and must not block. What says that the watch stands comes on the
         caller's, before this returns, where the client watches the same already; a change may then come before it."""
-
-
-def encode_key(key: str) -> bytes:
-    return key.encode("utf-8", "surrogateescape")
-
-
-def decode_key(key: bytes) -> str:
-    return key.decode("utf-8", "surrogateescape")

@@ -21,7 +21,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ftcoord.core import rendezvous_records
-from ftcoord.core.rendezvous import SEATING, Outlook, RoundOptions, may_reopen, outlook, spelled
+from ftcoord.core.outlook import Standing
+from ftcoord.core.rendezvous import SEATING, RoundOptions, may_reopen, outlook, spelled
 from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Etcd
@@ -170,17 +171,17 @@ class Participant:
             look, now = self._await(request)
             if request.member.lost:
                 return self._ready_after_all(request)
-            if now is None or look in (Outlook.PENDING, Outlook.SPARE):
+            if now is None or look in (Standing.PENDING, Standing.SPARE):
                 self._while_waiting(request, look, now)
-            elif look is Outlook.READY:
+            elif look is Standing.ANSWERED:
                 return self._started(now)
-            elif look is Outlook.SEATED:
+            elif look is Standing.SEATED:
                 self._take_seat(request, now)
-            elif look is Outlook.REFUSED:
+            elif look is Standing.REFUSED:
                 self._judge_limits(request, now)
             else:
                 self._after = max(self._after, now.number)
-                if look is Outlook.CLOSED:
+                if look is Standing.CLOSED:
                     self._go_on_or_end(request, now)
                 return None
 
@@ -260,7 +261,7 @@ class Participant:
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _await(self, request: _Request) -> tuple[Outlook, Round | None]:
+    def _await(self, request: _Request) -> tuple[Standing, Round | None]:
         """What becomes of the request; PENDING or SPARE if something is to be done meanwhile, or the lease is lost."""
         with self._changed:
             while True:
@@ -270,19 +271,19 @@ class Participant:
                     raise RendezvousStateError(str(request.member.problem))
                 now = request.member.record
                 if request.member.lost:
-                    return Outlook.PENDING, now
-                look = outlook(now, request.member.id, request.ask)
-                if look is Outlook.REFUSED and now is request.tolerated:
-                    look = Outlook.PENDING
-                if look is Outlook.SPARE:  # others run without us: we may wait for ever
+                    return Standing.PENDING, now
+                look = outlook(now, request.member.id, request.ask).standing
+                if look is Standing.REFUSED and now is request.tolerated:
+                    look = Standing.PENDING
+                if look is Standing.SPARE:  # others run without us: we may wait for ever
                     self._deadline = time.monotonic() + self.settings.join_timeout
                 left = min(self._deadline, self._check_at, self._say_at) - time.monotonic()
-                if look not in (Outlook.PENDING, Outlook.SPARE) or left <= 0:
+                if look not in (Standing.PENDING, Standing.SPARE) or left <= 0:
                     return look, now
                 self._has_waited = True
                 self._changed.wait(min(left, HEED))
 
-    def _while_waiting(self, request: _Request, look: Outlook, record: Round | None) -> None:
+    def _while_waiting(self, request: _Request, look: Standing, record: Round | None) -> None:
         """What a node does from time to time while it waits. Raises RendezvousTimeoutError after the join time-out."""
         now, settings = time.monotonic(), self.settings
         if now >= self._deadline:
@@ -300,7 +301,7 @@ class Participant:
                 request.member.check()
         if now >= self._say_at:
             self._say_at = now + SAY
-            if look is Outlook.PENDING:
+            if look is Standing.PENDING:
                 log.info("run %r: waiting for a round: %s", settings.run_id, self._attendance())
 
     def _attendance(self) -> str:
@@ -325,7 +326,7 @@ class Participant:
         known = request.member.record
         if known is not None:
             self._after = max(self._after, known.number)  # etcd may forget what was heard
-        if known is None or outlook(known, request.member.id, request.ask) is not Outlook.READY:
+        if known is None or outlook(known, request.member.id, request.ask).standing is not Standing.ANSWERED:
             return None
         try:
             now = self._run.read()

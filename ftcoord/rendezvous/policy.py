@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ftcoord.core import rendezvous_records
-from ftcoord.core.rendezvous import Decision, RoundCandidate, RoundOptions, Situation, decide
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, Situation, decide
+from ftcoord.core.rendezvous_records import Round, encode, parse_join_request, parse_round, round_key, store_prefix
+from ftcoord.core.verdict import Publish, Verdict
 from ftcoord.etcd.api import Span
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
-from ftcoord.primitives.group.policy import Publish, View, Wait
+from ftcoord.primitives.group.policy import View
 
 
 class RendezvousPolicy:
@@ -17,11 +18,11 @@ class RendezvousPolicy:
     def __init__(self, prefix: str, options: RoundOptions) -> None:
         self._prefix = prefix
         self._options = options
-        self._members = ParsedKeys(rendezvous_records.parse_join_request)
-        self._decided = ParsedKey(rendezvous_records.parse_round)
+        self._members = ParsedKeys(parse_join_request)
+        self._decided = ParsedKey(parse_round)
         self._highest = 0
 
-    def decide(self, view: View, me: str, now: float) -> Publish | Wait:
+    def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record is not ours to read."""
         previous = self._decided.of(view.decided) if view.decided else None
         # An etcd that lost its last writes may show an older record than this member has seen.
@@ -32,24 +33,28 @@ class RendezvousPolicy:
         ]
         situation = Situation(members, view.changed_at, previous, view.decided_at, view.vanished, self._highest)
         verdict = decide(situation, self._options, now)
-        if isinstance(verdict, Decision):
+        if isinstance(verdict, Publish):
             return self._publish(verdict, previous, me)
-        return Wait(verdict.reason, verdict.until)
+        return verdict
 
-    def _publish(self, decision: Decision, previous: rendezvous_records.Round | None, me: str) -> Publish:
+    def _publish(self, decision: Publish[Round], previous: Round | None, me: str) -> Publish[bytes]:
         """A new round opens its store, empty, and ends those before, in the same transaction.
 
         The round before is that of the record, or where the record was lost the one before this by its number. What
         lies in the new one's store is of a run that was forgotten since.
         """
-        value = rendezvous_records.encode(replace(decision.round, by=me))
-        number, last = decision.round.number, previous.number if previous else 0
+        value = encode(replace(decision.record, by=me))
+        number, last = decision.record.number, previous.number if previous else 0
         if number == last:
-            return Publish(value, decision.reason)
+            return Publish(value, decision.reason, decision.rule)
         over = sorted({last, number - 1} - {0})
-        fences = [Span(rendezvous_records.round_key(self._prefix, before)) for before in over]
-        stores = [Span(rendezvous_records.store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
+        fences = [Span(round_key(self._prefix, before)) for before in over]
+        stores = [Span(store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
         old = [*fences, *stores]
         return Publish(
-            value, decision.reason, puts={rendezvous_records.round_key(self._prefix, number): b""}, deletes=old
+            value,
+            decision.reason,
+            decision.rule,
+            puts=((round_key(self._prefix, number), b""),),
+            deletes=old,
         )

@@ -16,13 +16,14 @@ from helpers import DEADLINE
 from members import CALL_TIMEOUT, Door, Node, Roll
 
 from ftcoord.core.lease import SessionState
+from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Batch, Began, Event, Span, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group import group as group_module
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.membership import Membership
-from ftcoord.primitives.group.policy import Publish, View, Wait
+from ftcoord.primitives.group.policy import View
 from ftcoord.primitives.session import Session
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from ftcoord.core import rendezvous
-from ftcoord.core.rendezvous import RETURNING, Decision, RoundCandidate, RoundOptions, Situation, Verdict
+from ftcoord.core.rendezvous import RETURNING, RoundCandidate, RoundOptions, Situation
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
+from ftcoord.core.verdict import Publish, Verdict
 
 SETTLE: Final = 1.0
 LAST_CALL: Final = 2.0
@@ -39,7 +40,7 @@ class Pending(NamedTuple):
     """A decision that is not yet published; `fresh` while the record is still that which it was computed on."""
 
     decider: str
-    decision: Decision
+    decision: Publish
     fresh: bool
 
 
@@ -83,10 +84,10 @@ def quick(recall_on_loss: bool = True) -> RoundOptions:
 
 def check(view: Situation, running: frozenset[str], limits: tuple[int, int], verdict: Verdict) -> None:
     """Raises Broken."""
-    if not isinstance(verdict, Decision):
+    if not isinstance(verdict, Publish):
         _hold("until is in the future", verdict.until is None or verdict.until > 0)
         return
-    old, new = view.previous, verdict.round
+    old, new = view.previous, verdict.record
     _hold("a closed run stays closed", not (old and old.closed) or (view.vanished and new.closed == old.closed))
     if old and new.number == old.number and new.ready and not old.ready:
         _check_ready(view, old, new)
@@ -299,7 +300,7 @@ class World:
 
     def _decided(self, state: State) -> State | None:
         verdict = self._verdict(state)
-        return self._written(state, verdict.round) if isinstance(verdict, Decision) else None
+        return self._written(state, verdict.record) if isinstance(verdict, Publish) else None
 
     def _verdict(self, state: State) -> Verdict:
         verdict = self.decide(state.view, self.options, 0.0)
@@ -319,14 +320,14 @@ class World:
     def _race(self, state: State) -> Iterator[Step]:
         for member in live(state.view)[: self.deciders]:
             verdict = self._verdict(state)
-            if isinstance(verdict, Decision) and all(p.decider != member for p in state.pending):
+            if isinstance(verdict, Publish) and all(p.decider != member for p in state.pending):
                 pending = tuple(sorted((*state.pending, Pending(member, replace(verdict, reason=""), True))))
                 yield f"{member} decides", state._replace(pending=pending)
         for p in state.pending:
             left = state._replace(pending=tuple(q for q in state.pending if q is not p))
             if p.fresh or not self.guarded:
-                self._check_written(state, p.decision.round)
-                yield f"{p.decider} publishes", self._written(left, p.decision.round)
+                self._check_written(state, p.decision.record)
+                yield f"{p.decider} publishes", self._written(left, p.decision.record)
 
     def _check_written(self, state: State, new: Round) -> None:
         old = state.view.previous
@@ -387,8 +388,8 @@ class World:
             if member != hung:
                 return 0.0, _canonical(self._take_seat(state, member))
         verdict = self._verdict(state)
-        if isinstance(verdict, Decision):
-            return 0.0, self._written(state, verdict.round)
+        if isinstance(verdict, Publish):
+            return 0.0, self._written(state, verdict.record)
         return None if verdict.until is None else (verdict.until, _canonical(_pass(state, verdict.until)))
 
 

@@ -14,8 +14,9 @@ import pytest
 from model import RETURN, Broken, Decide, World, quick
 
 from ftcoord.core import rendezvous
-from ftcoord.core.rendezvous import Decision, RoundCandidate, RoundOptions, Situation, Verdict, Waiting
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, Situation
 from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.core.verdict import Publish, Verdict, Wait
 
 ALL = 1000
 """Deeper than any state: explore to the end."""
@@ -64,13 +65,13 @@ def outcome(change: Change) -> Decide:
     return lambda situation, options, now: change(situation, options, rendezvous.decide(situation, options, now))
 
 
-def new_round(change: Callable[[Situation, Decision], Decision]) -> Decide:
+def new_round(change: Callable[[Situation, Publish], Publish]) -> Decide:
     """A `decide` whose new rounds are changed."""
 
     def changed(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
         last = situation.previous.number if situation.previous else 0
-        new = isinstance(verdict, Decision) and verdict.round.number != last
-        return change(situation, verdict) if new and isinstance(verdict, Decision) else verdict
+        new = isinstance(verdict, Publish) and verdict.record.number != last
+        return change(situation, verdict) if new and isinstance(verdict, Publish) else verdict
 
     return outcome(changed)
 
@@ -96,7 +97,7 @@ def limited(**wrong: int) -> Decide:
 
 
 def renumbered(number: Callable[[Situation], int]) -> Decide:
-    return new_round(lambda s, d: replace(d, round=replace(d.round, number=number(s))))
+    return new_round(lambda s, d: replace(d, record=replace(d.record, number=number(s))))
 
 
 def previous_as(**wrong: Any) -> Decide:
@@ -105,25 +106,25 @@ def previous_as(**wrong: Any) -> Decide:
 
 def recalls_for_spares(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
     last = situation.previous
-    if isinstance(verdict, Decision) or last is None or last.recalled or last.closed:
+    if isinstance(verdict, Publish) or last is None or last.recalled or last.closed:
         return verdict
     spare = len(situation.members) > len(last.seats)
-    return Decision(replace(last, recalled="somebody waits"), "") if spare else verdict
+    return Publish(replace(last, recalled="somebody waits"), "") if spare else verdict
 
 
 def recalls_without_the_gone(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
-    if isinstance(verdict, Waiting) or not verdict.round.recalled:
+    if isinstance(verdict, Wait) or not verdict.record.recalled:
         return verdict
     live = {member.id for member in situation.members}
-    seats = tuple(seat for seat in verdict.round.seats if seat.member in live)
-    return replace(verdict, round=replace(verdict.round, seats=seats))
+    seats = tuple(seat for seat in verdict.record.seats if seat.member in live)
+    return replace(verdict, record=replace(verdict.record, seats=seats))
 
 
 def replaces_without_recall(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
-    if isinstance(verdict, Waiting) or not verdict.round.recalled:
+    if isinstance(verdict, Wait) or not verdict.record.recalled:
         return verdict
-    again = rendezvous.decide(replace(situation, previous=verdict.round, vanished=False), options, 0.0)
-    return again if isinstance(again, Decision) else verdict
+    again = rendezvous.decide(replace(situation, previous=verdict.record, vanished=False), options, 0.0)
+    return again if isinstance(again, Publish) else verdict
 
 
 def with_the_dead(situation: Situation, back: bool) -> Situation:
@@ -165,26 +166,26 @@ def one_newcomer(situation: Situation) -> Situation:
     return replace(situation, members=tuple(m for m in situation.members if m not in new[1:]))
 
 
-def starts_at_once(situation: Situation, decision: Decision) -> Decision:
-    return replace(decision, round=replace(decision.round, ready=True))
+def starts_at_once(situation: Situation, decision: Publish) -> Publish:
+    return replace(decision, record=replace(decision.record, ready=True))
 
 
 def ready_without_all(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
     last = situation.previous
     unready = last is not None and last.seats and not (last.ready or last.recalled or last.closed)
-    waits = isinstance(verdict, Waiting) and unready and not situation.vanished
-    return Decision(replace(last, ready=True), "") if last and waits else verdict
+    waits = isinstance(verdict, Wait) and unready and not situation.vanished
+    return Publish(replace(last, ready=True), "") if last and waits else verdict
 
 
 def recall_takes_back(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
-    if isinstance(verdict, Waiting) or not verdict.round.recalled:
+    if isinstance(verdict, Wait) or not verdict.record.recalled:
         return verdict
-    return replace(verdict, round=replace(verdict.round, ready=False))
+    return replace(verdict, record=replace(verdict.record, ready=False))
 
 
 def no_newcomers(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
-    waits = isinstance(verdict, Decision) and "waits to join" in verdict.round.recalled
-    return Waiting("they may wait") if waits else verdict
+    waits = isinstance(verdict, Publish) and "waits to join" in verdict.record.recalled
+    return Wait("they may wait") if waits else verdict
 
 
 PLANTED: dict[str, tuple[str, tuple[int, int], Decide]] = {
@@ -204,7 +205,7 @@ PLANTED: dict[str, tuple[str, tuple[int, int], Decide]] = {
     "a member is seated twice": (
         "S1 one seat",
         (1, 3),
-        new_round(lambda s, d: replace(d, round=replace(d.round, seats=d.round.seats + d.round.seats[:1]))),
+        new_round(lambda s, d: replace(d, record=replace(d.record, seats=d.record.seats + d.record.seats[:1]))),
     ),
     "the dead are seated": ("S1 only live", (1, 2), seen_as(partial(with_the_dead, back=True))),
     "a recall drops the gone": ("S1 a recall", (1, 2), outcome(recalls_without_the_gone)),
@@ -229,7 +230,7 @@ PLANTED: dict[str, tuple[str, tuple[int, int], Decide]] = {
     "ranks are upside down": (
         "rank 0",
         (1, 2),
-        new_round(lambda s, d: replace(d, round=replace(d.round, seats=d.round.seats[::-1]))),
+        new_round(lambda s, d: replace(d, record=replace(d.record, seats=d.record.seats[::-1]))),
     ),
     "who is away is taken to ask": ("only those that ask", (1, 2), seen_as(with_the_away)),
     "survivors are taken for newcomers": ("survivor", (1, 1), seen_as(without_nodes)),

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from ftcoord.core.quorum import (
     Answered,
-    Decision,
     Highest,
     QuorumCandidate,
     QuorumOptions,
@@ -24,11 +23,10 @@ from ftcoord.core.quorum import (
     QuorumRequest,
     QuorumSeat,
     Recovery,
-    Verdict,
-    Waiting,
     decide,
     recovery,
 )
+from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import FtcoordError, NotInQuorum
 
 HOUR = 3600.0
@@ -71,8 +69,8 @@ def judge(
 
 
 def decided(verdict: Verdict) -> QuorumRecord:
-    assert isinstance(verdict, Decision), verdict
-    return verdict.quorum
+    assert isinstance(verdict, Publish), verdict
+    return verdict.record
 
 
 def names(verdict: Verdict) -> str:
@@ -80,7 +78,7 @@ def names(verdict: Verdict) -> str:
 
 
 def waits(verdict: Verdict, why: str, until: float | None = None) -> bool:
-    assert isinstance(verdict, Waiting), verdict
+    assert isinstance(verdict, Wait), verdict
     return why in verdict.reason and verdict.until == until
 
 
@@ -253,7 +251,7 @@ def test_who_is_left_out_goes_on_asking_and_joins_anew() -> None:
     """Else `c` and `d` would at once form a quorum without `a`, which just got one."""
     replicas = [asks("a", shrink_only=True), *all_ask("c d", asked=1, joined=-5.0)]
     shrunk = decided(judge(replicas, quorum("a"), join_timeout=5.0))
-    assert names(Decision(shrunk, "")) == "a"
+    assert names(Publish(shrunk, "")) == "a"
     assert waits(judge(replicas, shrunk, join_timeout=5.0, previous_at=-1.0), "join timeout", 4.0)
     assert names(judge(replicas, shrunk, join_timeout=5.0, previous_at=-5.0)) == "c d"
 
@@ -540,16 +538,16 @@ def cases(draw: st.DrawFn) -> Case:
 def test_a_quorum_is_sound(case: Case) -> None:
     """S5: never empty; min_replicas and a strict majority of the live replicas ask, or all of the last quorum do."""
     verdict = case.verdict()
-    if isinstance(verdict, Waiting):
+    if isinstance(verdict, Wait):
         assert not case.is_fast
         return
-    seated = [one.replica_id for one in verdict.quorum.requests]
+    seated = [one.replica_id for one in verdict.record.requests]
     assert seated
     assert seated == sorted(set(seated), key=str.encode)
     assert set(seated) <= case.asking
     assert case.is_fast or len(seated) >= case.options.min_replicas
     assert case.is_fast or 2 * len(case.asking) > len(case.alive)
-    assert {(seat.member, seat.asked, seat.request) for seat in verdict.quorum.seats} <= {
+    assert {(seat.member, seat.asked, seat.request) for seat in verdict.record.seats} <= {
         (one.member, one.asked, one.request) for one in case.replicas
     }
 
@@ -558,9 +556,9 @@ def test_a_quorum_is_sound(case: Case) -> None:
 def test_a_decision_moves_on(case: Case) -> None:
     """S2, for one step: the number and the id; and what is known as answered is not asked again."""
     verdict, previous = case.verdict(), case.previous
-    if isinstance(verdict, Waiting):
+    if isinstance(verdict, Wait):
         return
-    new = verdict.quorum
+    new = verdict.record
     known = max((one.after for one in (*case.replicas, *case.silent)), default=0)
     assert new.number == (previous.number if previous else 0) + 1
     assert new.id >= max(known, previous.id if previous else 1)
@@ -576,15 +574,15 @@ def test_a_decision_moves_on(case: Case) -> None:
 @given(cases())
 def test_a_decision_is_not_followed_by_another_at_once(case: Case) -> None:
     verdict = case.verdict()
-    if isinstance(verdict, Decision) and case.options.join_timeout > 0:
-        assert isinstance(replace(case, previous=verdict.quorum, previous_at=0.0).verdict(), Waiting)
+    if isinstance(verdict, Publish) and case.options.join_timeout > 0:
+        assert isinstance(replace(case, previous=verdict.record, previous_at=0.0).verdict(), Wait)
 
 
 @given(cases(), st.integers(-(2**20), 2**20).map(float))
 def test_only_time_differences_matter(case: Case, shift: float) -> None:
     replicas = [replace(one, joined=one.joined + shift) for one in case.replicas]
     moved = replace(case, replicas=replicas, previous_at=case.previous_at + shift).verdict(shift)
-    if isinstance(moved, Waiting) and moved.until is not None:
+    if isinstance(moved, Wait) and moved.until is not None:
         moved = replace(moved, until=moved.until - shift)
     assert moved == case.verdict()
 
@@ -592,9 +590,9 @@ def test_only_time_differences_matter(case: Case, shift: float) -> None:
 @given(cases(), st.integers(0, 100).map(float))
 def test_time_alone_changes_nothing_before_it_was_named_and_then_decides(case: Case, later: float) -> None:
     verdict = case.verdict()
-    if isinstance(verdict, Decision) or verdict.until is None:
+    if isinstance(verdict, Publish) or verdict.until is None:
         assert case.verdict(later) == verdict
     else:
         assert verdict.until > 0.0
-        assert isinstance(case.verdict(verdict.until), Decision)
+        assert isinstance(case.verdict(verdict.until), Publish)
         assert case.verdict(min(later, verdict.until - 0.5)) == verdict

@@ -8,7 +8,8 @@ from typing import TypeAlias
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core.quorum import Decision, QuorumCandidate, QuorumOptions, QuorumRecord, QuorumRequest, Waiting, decide
+from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumRecord, QuorumRequest, decide
+from ftcoord.core.verdict import Publish, Wait
 
 NAMES = "abcde"
 BEAT_TIMEOUT, JOIN_TIMEOUT = 5, 8
@@ -85,8 +86,8 @@ class Ours:
         living = [one for name, one in self.members.items() if name in alive]
         silent = [one for name, one in self.members.items() if name not in alive]
         verdict = decide(living, self.last, self.options, float(now), 0.0, previous_at=self.last_at, silent=silent)
-        if isinstance(verdict, Decision):
-            self.last, self.last_at = verdict.quorum, float(now)
+        if isinstance(verdict, Publish):
+            self.last, self.last_at = verdict.record, float(now)
         return verdict.reason
 
 
@@ -171,9 +172,9 @@ class History:
         living = [one for name, one in self.members.items() if name not in self.silent]
         silent = [one for name, one in self.members.items() if name in self.silent]
         verdict = decide(living, self.last, self.options, 1.0, 0.0, silent=silent)
-        if isinstance(verdict, Waiting):
+        if isinstance(verdict, Wait):
             return
-        new, old = verdict.quorum, self.last
+        new, old = verdict.record, self.last
         names = [one.replica_id for one in new.requests]
         assert new.id >= max(self.ids, default=1)
         assert self.ids.setdefault(new.id, names) == names

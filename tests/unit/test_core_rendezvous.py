@@ -13,16 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import (
     FRESH,
     SEATING,
-    Decision,
-    Outlook,
     RoundCandidate,
     RoundOptions,
     Situation,
-    Verdict,
-    Waiting,
     call_back,
     close,
     decide,
@@ -31,6 +28,7 @@ from ftcoord.core.rendezvous import (
     outlook,
 )
 from ftcoord.core.rendezvous_records import CLOSED, FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
+from ftcoord.core.verdict import Publish, Verdict, Wait
 
 LAST_CALL, SETTLE, RETURN = 30.0, 1.0, 45.0
 AGO = -1000.0
@@ -88,22 +86,22 @@ def judge(
 
 def seats(verdict: Verdict) -> str:
     """The members of a new round, in rank order."""
-    assert isinstance(verdict, Decision), verdict
-    assert not verdict.round.recalled, verdict
-    return " ".join(seat.member for seat in verdict.round.seats)
+    assert isinstance(verdict, Publish), verdict
+    assert not verdict.record.recalled, verdict
+    return " ".join(seat.member for seat in verdict.record.seats)
 
 
 def is_recall(verdict: Verdict, previous: Round, why: str, waiting: int = 0) -> bool:
     """A recall says so in the record, and changes nothing else in it."""
-    assert isinstance(verdict, Decision), verdict
-    assert why in verdict.round.recalled
-    assert verdict.round.recalled in verdict.reason
-    before = within(verdict.round.limits, previous)
-    return verdict.round == replace(before, recalled=verdict.round.recalled, waiting=waiting)
+    assert isinstance(verdict, Publish), verdict
+    assert why in verdict.record.recalled
+    assert verdict.record.recalled in verdict.reason
+    before = within(verdict.record.limits, previous)
+    return verdict.record == replace(before, recalled=verdict.record.recalled, waiting=waiting)
 
 
 def waits(verdict: Verdict, until: float | None) -> bool:
-    assert isinstance(verdict, Waiting), verdict
+    assert isinstance(verdict, Wait), verdict
     return verdict.until == until and bool(verdict.reason)
 
 
@@ -119,7 +117,7 @@ def test_too_few_wait_for_others_without_a_limit() -> None:
 def test_a_full_round_is_decided_at_once(names: str) -> None:
     nodes = len(names.split())
     decided = within((1, nodes), a_round(names, ready=False))
-    assert judge(all_ask(names), limits=(1, nodes)) == Decision(decided, f"round 1 on {nodes} nodes")
+    assert judge(all_ask(names), limits=(1, nodes)) == Publish(decided, f"round 1 on {nodes} nodes")
 
 
 def test_beyond_max_the_oldest_are_seated() -> None:
@@ -203,8 +201,8 @@ def test_many_names_are_cut_short() -> None:
 
 def test_all_back_and_full_goes_on_at_once() -> None:
     verdict = judge(all_ask("A B", after=1), recalled("A B"), (2, 2))
-    assert isinstance(verdict, Decision)
-    assert verdict.round == within((2, 2), a_round("A B", 2, ready=False, before="somebody is gone"))
+    assert isinstance(verdict, Publish)
+    assert verdict.record == within((2, 2), a_round("A B", 2, ready=False, before="somebody is gone"))
 
 
 def test_all_survivors_back_go_on_when_it_has_settled() -> None:
@@ -246,8 +244,8 @@ def test_who_missed_the_last_call_has_no_seat_before_it_asks_again() -> None:
     hangs, back = asks("A"), asks("B", after=1, seen=-RETURN)
     without = judge([hangs, back], recalled("A B"), (1, 2), previous_at=-RETURN)
     assert seats(without) == "B"
-    assert isinstance(without, Decision)
-    runs, seated = replace(without.round, ready=True), asks("B", after=1, seated=2)
+    assert isinstance(without, Publish)
+    runs, seated = replace(without.record, ready=True), asks("B", after=1, seated=2)
     assert waits(judge([hangs, seated], runs, (1, 2), previous_at=0.0), None)
 
     again = judge([asks("A", after=1), seated], runs, (1, 2), previous_at=0.0)
@@ -318,16 +316,16 @@ def test_survivors_go_before_older_newcomers() -> None:
 def test_numbers_grow(members: list[RoundCandidate], previous: Round | None, number: int) -> None:
     verdict = judge(members, previous, (2, 2))
     assert seats(verdict) == "A B"
-    assert isinstance(verdict, Decision)
-    assert verdict.round.number == number
+    assert isinstance(verdict, Publish)
+    assert verdict.record.number == number
 
 
 @pytest.mark.parametrize("record", [a_round("A B", closed="done"), replace(NO_ROUND, closed="done")])
 def test_a_closed_run_stays_closed(record: Round) -> None:
     assert waits(judge(all_ask("A B C", after=1), record), None)
     verdict = judge(all_ask("A B C", after=1), record, vanished=True)
-    assert isinstance(verdict, Decision)
-    assert (verdict.round.closed, verdict.round.number) == ("done", record.number)
+    assert isinstance(verdict, Publish)
+    assert (verdict.record.closed, verdict.record.number) == ("done", record.number)
 
 
 REOPENED = a_round("A B", 4, closed="hostB failed", outcome=FAILED)
@@ -337,8 +335,8 @@ def test_a_failed_run_is_gone_on_from_when_nobody_of_it_is_left() -> None:
     new = [asks(name, after=4, reopens=4) for name in "CD"]
     verdict = judge(new, REOPENED, (2, 2))
     assert seats(verdict) == "C D"
-    assert isinstance(verdict, Decision)
-    assert (verdict.round.number, verdict.round.before, verdict.round.closed) == (5, "hostB failed", "")
+    assert isinstance(verdict, Publish)
+    assert (verdict.record.number, verdict.record.before, verdict.record.closed) == (5, "hostB failed", "")
     assert waits(judge([asks("A"), *new], REOPENED, (2, 2)), None)
 
 
@@ -363,7 +361,7 @@ def test_which_runs_may_be_gone_on_from(outcome: str, restart: str, goes_on: boo
     record = replace(REOPENED, outcome=outcome)
     assert may_reopen(record, restart) is goes_on  # type: ignore[arg-type]
     verdict = judge([asks(name, reopens=4) for name in "CD"], record, (2, 2), restart=restart)
-    assert isinstance(verdict, Decision) is goes_on
+    assert isinstance(verdict, Publish) is goes_on
 
 
 # -- limits -----------------------------------------------------------------------------------------------------
@@ -373,30 +371,30 @@ def test_who_wants_other_limits_is_told_and_disturbs_nobody() -> None:
     odd = within((3, 3), asks("C").ask)
     there = [*all_ask("A B"), replace(asks("C"), ask=odd)]
     told = judge(there, None, (2, 2))
-    assert isinstance(told, Decision)
-    assert told.round == within((2, 2), NO_ROUND)
-    assert seats(judge(there, told.round, (2, 2))) == "A B"
+    assert isinstance(told, Publish)
+    assert told.record == within((2, 2), NO_ROUND)
+    assert seats(judge(there, told.record, (2, 2))) == "A B"
     assert waits(judge(there, RUNNING, (2, 2)), None)
-    assert outlook(told.round, "C", odd) is Outlook.REFUSED
+    assert outlook(told.record, "C", odd).standing is Standing.REFUSED
 
 
 def test_the_oldest_member_says_what_the_limits_are() -> None:
     there = [replace(asks("C"), ask=within((3, 3), asks("C").ask)), *all_ask("A B")]
     told = judge(there, None, (2, 2))
-    assert isinstance(told, Decision)
-    assert told.round.limits == (3, 3)
+    assert isinstance(told, Publish)
+    assert told.record.limits == (3, 3)
 
 
 def test_limits_that_nobody_alive_shares_bind_nobody() -> None:
     new = [asks("C"), asks("D")]
     told = judge(new, within((2, 3), RUNNING), (2, 2))
-    assert isinstance(told, Decision)
-    assert told.round == replace(within((2, 3), RUNNING), max_nodes=2)
-    assert is_recall(judge(new, told.round, (2, 2)), told.round, "is gone", waiting=2)
+    assert isinstance(told, Publish)
+    assert told.record == replace(within((2, 3), RUNNING), max_nodes=2)
+    assert is_recall(judge(new, told.record, (2, 2)), told.record, "is gone", waiting=2)
     forms = judge(new, recalled("A B"), (2, 2))
     assert seats(forms) == "C D"
-    assert isinstance(forms, Decision)
-    assert forms.round.limits == (2, 2)
+    assert isinstance(forms, Publish)
+    assert forms.record.limits == (2, 2)
 
 
 # -- taking seats -----------------------------------------------------------------------------------------------
@@ -408,8 +406,8 @@ def test_a_round_is_not_ready_before_all_have_taken_their_seats() -> None:
     one = [asks("A", seated=1), asks("B")]
     assert waits(judge(one, DECIDED, (2, 2), previous_at=-1.0), LAST_CALL - 1.0)
     verdict = judge([asks("A", seated=1), asks("B", seated=1)], DECIDED, (2, 2))
-    assert isinstance(verdict, Decision)
-    assert verdict.round == within((2, 2), replace(DECIDED, ready=True))
+    assert isinstance(verdict, Publish)
+    assert verdict.record == within((2, 2), replace(DECIDED, ready=True))
 
 
 def test_seats_that_are_not_taken_recall_the_round() -> None:
@@ -428,7 +426,7 @@ def test_who_took_its_seat_a_while_ago_may_be_dead() -> None:
     long_ago = [asks("A", seated=1, seen=-FRESH), asks("B", seated=1)]
     assert waits(judge(long_ago, DECIDED, (2, 2), previous_at=-4.0), LAST_CALL - 4.0)
     just_now = [asks("A", seated=1, seen=-FRESH + 0.1), asks("B", seated=1)]
-    assert isinstance(judge(just_now, DECIDED, (2, 2), previous_at=-4.0), Decision)
+    assert isinstance(judge(just_now, DECIDED, (2, 2), previous_at=-4.0), Publish)
 
 
 @pytest.mark.parametrize("recall_on_loss", [True, False])
@@ -442,9 +440,9 @@ def test_a_recall_leaves_a_round_ready() -> None:
     """Who hears late of a round that others have started starts it too."""
     late = asks("A", seated=1)
     recall = judge([late, asks("B", seated=1), asks("C")], RUNNING)
-    assert isinstance(recall, Decision)
-    assert recall.round.ready
-    assert outlook(recall.round, "A", within((2, 3), late.ask)) is Outlook.READY
+    assert isinstance(recall, Publish)
+    assert recall.record.ready
+    assert outlook(recall.record, "A", within((2, 3), late.ask)).standing is Standing.ANSWERED
 
 
 def test_who_says_that_it_leaves_is_gone_at_once() -> None:
@@ -468,28 +466,30 @@ def test_of_two_incarnations_of_one_node_the_newer_counts() -> None:
 @pytest.mark.parametrize(
     ("record", "ask", "look"),
     [
-        pytest.param(None, {}, Outlook.PENDING, id="nothing was decided"),
-        pytest.param(DECIDED, {}, Outlook.SEATED, id="it has a seat"),
-        pytest.param(DECIDED, {"seated": 1}, Outlook.PENDING, id="it has taken it, others have not"),
-        pytest.param(RUNNING, {"seated": 1}, Outlook.READY, id="all have"),
-        pytest.param(replace(RUNNING, recalled="x"), {"seated": 1}, Outlook.READY, id="all have, and it hears late"),
-        pytest.param(replace(DECIDED, recalled="x"), {"seated": 1}, Outlook.MISSED, id="not all did"),
-        pytest.param(DECIDED, {"after": 1}, Outlook.PENDING, id="it has a seat, and wants a later one"),
-        pytest.param(a_round("B C"), {}, Outlook.SPARE, id="others run"),
-        pytest.param(recalled("B C"), {}, Outlook.PENDING, id="others come back"),
-        pytest.param(a_round("B", 2, away=(Away("A", 1),)), {}, Outlook.MISSED, id="they went on without it"),
-        pytest.param(REOPENED, {}, Outlook.CLOSED, id="the run is over"),
-        pytest.param(REOPENED, {"reopens": 4}, Outlook.PENDING, id="it goes on from there"),
+        pytest.param(None, {}, Standing.PENDING, id="nothing was decided"),
+        pytest.param(DECIDED, {}, Standing.SEATED, id="it has a seat"),
+        pytest.param(DECIDED, {"seated": 1}, Standing.PENDING, id="it has taken it, others have not"),
+        pytest.param(RUNNING, {"seated": 1}, Standing.ANSWERED, id="all have"),
         pytest.param(
-            within((9, 9), REOPENED), {"reopens": 4}, Outlook.PENDING, id="it goes on from there with other limits"
+            replace(RUNNING, recalled="x"), {"seated": 1}, Standing.ANSWERED, id="all have, and it hears late"
         ),
-        pytest.param(RUNNING, {"min_nodes": 9, "max_nodes": 9}, Outlook.REFUSED, id="other limits"),
+        pytest.param(replace(DECIDED, recalled="x"), {"seated": 1}, Standing.MISSED, id="not all did"),
+        pytest.param(DECIDED, {"after": 1}, Standing.PENDING, id="it has a seat, and wants a later one"),
+        pytest.param(a_round("B C"), {}, Standing.SPARE, id="others run"),
+        pytest.param(recalled("B C"), {}, Standing.PENDING, id="others come back"),
+        pytest.param(a_round("B", 2, away=(Away("A", 1),)), {}, Standing.MISSED, id="they went on without it"),
+        pytest.param(REOPENED, {}, Standing.CLOSED, id="the run is over"),
+        pytest.param(REOPENED, {"reopens": 4}, Standing.PENDING, id="it goes on from there"),
+        pytest.param(
+            within((9, 9), REOPENED), {"reopens": 4}, Standing.PENDING, id="it goes on from there with other limits"
+        ),
+        pytest.param(RUNNING, {"min_nodes": 9, "max_nodes": 9}, Standing.REFUSED, id="other limits"),
     ],
 )
-def test_outlook(record: Round | None, ask: dict[str, Any], look: Outlook) -> None:
+def test_outlook(record: Round | None, ask: dict[str, Any], look: Standing) -> None:
     mine = within((1, 2), asks("A", **{name: value for name, value in ask.items() if name != "after"}).ask)
     mine = replace(mine, after=ask.get("after", 0))
-    assert outlook(record and within((1, 2), record), "A", mine) is look
+    assert outlook(record and within((1, 2), record), "A", mine).standing is look
 
 
 @pytest.mark.parametrize(
@@ -584,7 +584,7 @@ def test_only_time_differences_matter(case: Case, shift: float) -> None:
     members = [replace(member, seen=member.seen + shift) for member in s.members]
     there = replace(s, members=members, changed_at=s.changed_at + shift, previous_at=s.previous_at + shift)
     verdict, moved = case.verdict, decide(there, case.options, case.now + shift)
-    if isinstance(moved, Waiting) and moved.until is not None:
+    if isinstance(moved, Wait) and moved.until is not None:
         moved = replace(moved, until=moved.until - shift)
     assert moved == verdict
 
@@ -592,32 +592,32 @@ def test_only_time_differences_matter(case: Case, shift: float) -> None:
 @given(cases())
 def test_at_the_time_that_was_named_there_is_a_decision(case: Case) -> None:
     verdict = case.verdict
-    if isinstance(verdict, Waiting) and verdict.until is not None:
+    if isinstance(verdict, Wait) and verdict.until is not None:
         assert verdict.until > case.now
-        assert isinstance(decide(case.situation, case.options, verdict.until), Decision)
+        assert isinstance(decide(case.situation, case.options, verdict.until), Publish)
 
 
 @given(cases(), st.integers(0, 100).map(float))
 def test_a_decision_does_not_expire(case: Case, later: float) -> None:
-    if isinstance(case.verdict, Decision):
+    if isinstance(case.verdict, Publish):
         assert decide(case.situation, case.options, case.now + later) == case.verdict
 
 
 def new_round(case: Case) -> Round | None:
     """The round that is decided, if one is."""
     verdict, before = case.verdict, case.situation.previous
-    if not isinstance(verdict, Decision) or verdict.round.number == (before.number if before else 0):
+    if not isinstance(verdict, Publish) or verdict.record.number == (before.number if before else 0):
         return None
-    return verdict.round
+    return verdict.record
 
 
 def of_the_same_round(case: Case, *fields: str) -> Round | None:
     """The record that is decided, if it is that of before with other values in some of these fields."""
     verdict, before = case.verdict, case.situation.previous
-    if not isinstance(verdict, Decision) or before is None or verdict.round == before:
+    if not isinstance(verdict, Publish) or before is None or verdict.record == before:
         return None
-    same = replace(verdict.round, **{name: getattr(before, name) for name in fields})
-    return verdict.round if same == before else None
+    same = replace(verdict.record, **{name: getattr(before, name) for name in fields})
+    return verdict.record if same == before else None
 
 
 @given(cases())
@@ -691,6 +691,6 @@ def test_a_recall_has_a_cause_and_changes_no_membership(case: Case) -> None:
 @given(cases())
 def test_every_decision_is_one_of_these(case: Case) -> None:
     verdict = case.verdict
-    if isinstance(verdict, Decision) and case.situation.previous is not None:
+    if isinstance(verdict, Publish) and case.situation.previous is not None:
         kinds = [("recalled", "waiting"), ("ready",), ("min_nodes", "max_nodes")]
         assert new_round(case) or any(of_the_same_round(case, *kind) for kind in kinds)

@@ -17,9 +17,10 @@ from ftcoord.core.quorum import QuorumOptions, QuorumRecord, QuorumRequest, Quor
 from ftcoord.core.quorum_records import ReplicaRecord
 from ftcoord.core.rendezvous import RoundOptions
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
+from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue, Span
-from ftcoord.primitives.group.policy import Publish, View, Wait
+from ftcoord.primitives.group.policy import View
 from ftcoord.rendezvous.policy import RendezvousPolicy
 
 CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
@@ -116,9 +117,9 @@ def test_a_decider_survives_whatever_it_reads(decided: bytes | None, members: li
             assert verdict.key == f"{PREFIX}/decided"
             assert verdict.key in str(verdict)
         elif isinstance(verdict, Publish):
-            touched = [*(Span(key) for key in verdict.puts), *verdict.deletes]
+            touched = [*(Span(key) for key, _ in verdict.puts), *verdict.deletes]
             assert all(span.start.startswith((f"{PREFIX}/rounds/", f"{PREFIX}/store/")) for span in touched)
-            number = json.loads(verdict.value)["number"]
+            number = json.loads(verdict.record)["number"]
             assert number >= (json.loads(decided)["number"] if decided else 0)
 
 

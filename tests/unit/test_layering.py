@@ -22,8 +22,8 @@ FLOORS = (
     "errors concurrency",
     "files",
     "config",
-    "core.strict core.layout core.lease core.vote core.store_values",
-    "core.rendezvous_records core.timers core.heartbeats",
+    "core.strict core.layout core.outlook core.lease core.vote core.store_values",
+    "core.verdict core.rendezvous_records core.timers core.heartbeats",
     "core.rendezvous core.quorum",
     "core.quorum_records",
     "etcd.api etcd.release",
@@ -62,7 +62,7 @@ PURE_CORE |= {"operator", "typing", "urllib"}
 GRPC = {"grpc", "ftcoord.etcd.rpc.quiet_grpc"}
 """Where gRPC comes from: as it is, and without its log lines."""
 GRPC_SERVER = "ftcoord.coordination.gateway"
-"""The one module outside `etcd/rpc/` that knows gRPC: it serves torchft's protocol, and does not speak to etcd by it."""
+"""The one other module that knows gRPC: it serves torchft's protocol, and does not speak to etcd by it."""
 
 
 def name_of(path: Path) -> str:

@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
+from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
 from ftcoord.primitives.group.member_key import MemberKey, is_member
-from ftcoord.primitives.group.policy import Policy, Publish, View, Wait
+from ftcoord.primitives.group.policy import Policy, View
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Clock, KeptLease, Session
 from ftcoord.primitives.write_once import WriteOutcome, write_once
@@ -355,16 +356,16 @@ class Group:
             return verdict.until
         return self._clock() + (0 if self._publish(verdict) else RETRY)
 
-    def _publish(self, decision: Publish) -> bool:
+    def _publish(self, decision: Publish[bytes]) -> bool:
         lease = self._lease_of_record()
         current = self._decided.one
         outcome = write_once(
             self._etcd,
-            Put(self._decided.span.start, decision.value, lease),
+            Put(self._decided.span.start, decision.record, lease),
             current.mod_revision if current else 0,
             guards=(exists(self.key),),
             also=[
-                *(Put(key, value, lease) for key, value in decision.puts.items()),
+                *(Put(key, value, lease) for key, value in decision.puts),
                 *(Delete(span) for span in decision.deletes),
             ],
         )

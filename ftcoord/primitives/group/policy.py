@@ -1,33 +1,13 @@
-"""What a group's decider sees, and what it may decide: the words between `etcd.group` and its policies."""
+"""What a group's decider sees, and who decides for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from ftcoord.etcd.api import KeyValue, Span
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """A decision: the new record, and what to write and delete in the same transaction.
-
-    `value` must differ from every value that was ever published before in this group.
-    """
-
-    value: bytes
-    reason: str
-    puts: Mapping[str, bytes] = field(default_factory=dict)
-    deletes: Sequence[Span] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing to decide yet: why, and the time (on the group's clock) at which to ask again whatever happens."""
-
-    reason: str
-    until: float | None = None
+from ftcoord.core.verdict import Verdict
+from ftcoord.etcd.api import KeyValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +33,4 @@ class View:
 class Policy(Protocol):
     """The pure part: what to decide."""
 
-    def decide(self, view: View, me: str, now: float) -> Publish | Wait: ...
+    def decide(self, view: View, me: str, now: float) -> Verdict[bytes]: ...

@@ -1,0 +1,55 @@
+"""What a decided record means for a member that asks: the member's half of every protocol here, and its vocabulary.
+
+Each use has a pure `outlook(record, me, ask)` beside its `decide`. `primitives.group.participant` does what it says.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+A = TypeVar("A")
+
+
+class Standing(enum.Enum):
+    """Where a member stands with what it asks."""
+
+    PENDING = "pending"
+    """Nothing is decided about it yet."""
+    SEATED = "seated"
+    """It has a seat, and must say that it takes it."""
+    ANSWERED = "answered"
+    """It has what it asked for."""
+    MISSED = "missed"
+    """What answered it is over already, or went on without it."""
+    OUTRANKED = "outranked"
+    """Another member of the same name counts instead of it."""
+    SPARE = "spare"
+    """Others go on without it for now: it may wait forever."""
+    CLOSED = "closed"
+    """It is all over."""
+    REFUSED = "refused"
+    """It asks for what cannot be had beside what the others ask for."""
+    LOST = "lost"
+    """Its lease is gone, and what it asked with it. Only the participant says so: no record tells."""
+
+
+class Next(enum.Enum):
+    """What the member does about it."""
+
+    WAIT = "wait"
+    """For the next record."""
+    WRITE = "write"
+    """Its key, with `Outlook.ask`; then wait."""
+    RETURN = "return"
+    """To its caller, who knows what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook(Generic[A]):
+    """Where a member stands, and what it does next; `ask` is what it writes, None unless it writes."""
+
+    standing: Standing
+    next: Next = Next.WAIT
+    ask: A | None = None

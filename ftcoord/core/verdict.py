@@ -1,0 +1,50 @@
+"""What a decider may do: the one vocabulary of all `decide` functions, and of the group that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from ftcoord.core.layout import Span
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Publish(Generic[R]):
+    """Make this the decided record.
+
+    A `decide` gives the record; the policy around it gives the record's bytes, and the keys that change with it.
+
+    Args:
+        record: the new record. Its bytes must differ from all that were ever published before in this group.
+        reason: why, for people.
+        rule: the rule of `decide`'s module that it follows.
+        puts: keys to write in the same transaction, and their values.
+        deletes: keys to delete in the same transaction.
+    """
+
+    record: R
+    reason: str
+    rule: str = ""
+    puts: Sequence[tuple[str, bytes]] = ()
+    deletes: Sequence[Span] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Decide nothing now.
+
+    Args:
+        reason: why not, for people.
+        until: the time, on the decider's clock, at which to look again whatever happens; None: when something does.
+        rule: the rule of `decide`'s module that it follows.
+    """
+
+    reason: str
+    until: float | None = None
+    rule: str = ""
+
+
+Verdict: TypeAlias = Publish[R] | Wait
