@@ -5,8 +5,22 @@ docs/testing.md says how to use them, and which pytest fixtures come with ftcoor
 
 from __future__ import annotations
 
-from ftcoord.testing.etcd import MemoryClient, MemoryEtcd
-from ftcoord.testing.fate import DELIVERED, LOST_ANSWER, LOST_REQUEST, NEVER, REFUSED, Call, Fate, flaky
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftcoord.testing.etcd import MemoryClient, MemoryEtcd
+    from ftcoord.testing.fate import DELIVERED, LOST_ANSWER, LOST_REQUEST, NEVER, REFUSED, Call, Fate, flaky
+    from ftcoord.testing.scheduler import Scheduler, Stuck
+
+_HOMES = {
+    **dict.fromkeys(("MemoryClient", "MemoryEtcd"), "ftcoord.testing.etcd"),
+    **dict.fromkeys(
+        ("DELIVERED", "LOST_ANSWER", "LOST_REQUEST", "NEVER", "REFUSED", "Call", "Fate", "flaky"),
+        "ftcoord.testing.fate",
+    ),
+    **dict.fromkeys(("Scheduler", "Stuck"), "ftcoord.testing.scheduler"),
+}
 
 __all__ = [
     "DELIVERED",
@@ -18,5 +32,19 @@ __all__ = [
     "Fate",
     "MemoryClient",
     "MemoryEtcd",
+    "Scheduler",
+    "Stuck",
     "flaky",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for: pytest loads the plugin of this package for everybody who has ftcoord."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ftcoord.testing' has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "greenlet":
+            raise
+        raise ImportError(f"ftcoord.testing.{name} needs greenlet: pip install 'ftcoord[testing]'") from error

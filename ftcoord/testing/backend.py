@@ -48,7 +48,7 @@ class Backend:
         self._late: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._full = self._down = self._closed = False
-        self._thread: concurrency.Thread | None = None
+        self._thread = concurrency.thread(self._run, "ftcoord-memory-etcd")
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -161,10 +161,9 @@ class Backend:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            thread, self._thread = self._thread, None
             self._changed.notify_all()
-        if thread is not None and thread is not concurrency.current_thread():
-            thread.join()
+        if self._thread.ident is not None and self._thread is not concurrency.current_thread():
+            self._thread.join()
 
     # -- with the lock held -------------------------------------------------------------------------------------------
 
@@ -196,8 +195,7 @@ class Backend:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._thread is None and not self._closed:
-            self._thread = concurrency.thread(self._run, "ftcoord-memory-etcd")
+        if self._thread.ident is None and not self._closed:
             self._thread.start()
 
     def _run(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ class Scheduler:
         self._current: Task | None = None
         self._hub: Any = None
         self._failure: BaseException | None = None
-        self._ending = False
+        self.ending = False
 
     # -- for tests ----------------------------------------------------------------------------------------------------
 
@@ -136,8 +137,7 @@ class Scheduler:
         return TaskQueue(self)
 
     def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Task:
-        process = self._current.process if self._current is not None else "main"
-        return self._task(lambda: target(*args), name, process)
+        return self._task(lambda: target(*args), name, self.process_now)
 
     def current_thread(self) -> Task:
         return self.current
@@ -151,6 +151,11 @@ class Scheduler:
             raise RuntimeError("no task of the scheduler runs here: call it from within Scheduler.run()")
         return self._current
 
+    @property
+    def process_now(self) -> str:
+        """The process to which belongs what is made now."""
+        return self._current.process if self._current is not None else "main"
+
     def start(self, task: Task) -> None:
         """Let a task begin."""
         self._begin(task)
@@ -158,18 +163,18 @@ class Scheduler:
 
     def preempt(self) -> None:
         """A point at which somebody else may go on."""
-        if self._ending:
+        if self.ending:
             return
         task = self.current
         self._tick()
-        if task.process not in self._paused and (not self._ready or self._random.random() < self._stay):
+        if not self._stands_still(task) and (not self._ready or self._random.random() < self._stay):
             return
         self._ready.append(task)
         self._switch()
 
     def park(self, what: object, timeout: float | None) -> bool:
         """Wait for `wake()`; False when `timeout` seconds were over before. `what` is for whoever asks why."""
-        if self._ending:
+        if self.ending:
             raise GreenletExit
         task = self.current
         task.waits_for, task.woken = what, False
@@ -201,10 +206,9 @@ class Scheduler:
     def _live(self, task: Task) -> None:
         try:
             task.target()
-        except GreenletExit:
-            pass
         except BaseException as error:  # whatever it is: the run ends with it
-            self._failure = self._failure or error
+            if not self.ending:
+                self._failure = self._failure or error
         finally:
             task.finish()
             self._tasks.pop(task, None)
@@ -236,7 +240,7 @@ class Scheduler:
         if following is not task:
             following.run()
         self._current = task
-        if self._ending:
+        if self.ending:
             raise GreenletExit
 
     def _next(self) -> Task:
@@ -246,10 +250,13 @@ class Scheduler:
             chosen = int(self._random.random() * len(self._ready))
             self._ready[chosen], self._ready[-1] = self._ready[-1], self._ready[chosen]
             task = self._ready.pop()
-            if task.process not in self._paused:
+            if not self._stands_still(task):
                 self._current = task
                 return task
             self._paused[task.process].append(task)
+
+    def _stands_still(self, task: Task) -> bool:
+        return task.process in self._paused and not task.abroad
 
     def _jump(self) -> None:
         """Nobody can go on now: time passes until somebody can."""
@@ -281,9 +288,12 @@ class Scheduler:
 
     def _end(self) -> None:
         """End who is left, one by one: each raises GreenletExit where it waits, and waits no more."""
-        self._ending = True
+        self.ending = True
+        disabled = logging.root.manager.disable
+        logging.disable()  # or each would log that its thread failed
         for task in list(self._tasks):
             self._current = task
-            if task.greenlet is not None and not task.greenlet.dead:
+            if not task.greenlet.dead:
                 task.greenlet.throw(GreenletExit)
         self._current = None
+        logging.disable(disabled)

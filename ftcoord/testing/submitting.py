@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import TxnResult
 from ftcoord.testing.keyspace import Transaction
 
-LEAST: float = 0.05
+LEAST: Final = 0.05
 """Seconds that a transaction gets though those before it took all its time."""
+
+PATIENCE: Final = 2.0
+"""Seconds that `close()` waits for the thread: in a scheduler, its process may be paused."""
 
 
 class _Submitted(NamedTuple):
@@ -55,7 +58,7 @@ class Submitter:
         if thread is not None:
             self._queue.put(None)
             if thread is not concurrency.current_thread():
-                thread.join()
+                thread.join(PATIENCE)
 
     def _start(self) -> None:
         if self._thread is None:

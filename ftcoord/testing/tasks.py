@@ -37,6 +37,8 @@ class Task:
         self.waits_for: object = None
         self.woken = False
         self.parked = 0
+        self.abroad = 0
+        """How many locks it holds that another process made: it is in a server then, which its own pause must not stop."""
         self._world, self._number = world, number
         self._joining: list[Task] = []
 
@@ -84,6 +86,7 @@ class TaskLock:
     def __init__(self, world: Scheduler, name: str, reentrant: bool = False) -> None:
         self.name = name
         self._world, self._reentrant = world, reentrant
+        self._process, self._abroad = world.process_now, False
         self._owner: Task | None = None
         self._depth = 0
         self._waiting: deque[Task] = deque()
@@ -100,15 +103,22 @@ class TaskLock:
             self._waiting.append(me)
             if not world.park(self, left):
                 forget(self._waiting, me)
+        if self._owner is None:
+            self._abroad = me.process != self._process
+            me.abroad += self._abroad
         self._owner = me
         self._depth += 1
         return True
 
     def release(self) -> None:
+        if self._world.ending:
+            return  # who was ended in a wait() does not hold its lock
         if self._depth == 0 or (self._reentrant and self._owner is not self._world.current):
             raise RuntimeError(f"{self.name} is released by who does not hold it")
         self._depth -= 1
         if self._depth == 0:
+            assert self._owner is not None
+            self._owner.abroad -= self._abroad
             self._owner = None
             wake_one(self._world, self._waiting)
             self._world.preempt()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.errors import ClientClosed
@@ -12,6 +13,9 @@ from ftcoord.etcd.api import Batch, Began, Event, Span, WatchItem
 from ftcoord.testing.backend import Backend, Subscription
 
 log = logging.getLogger(__name__)
+
+PATIENCE: Final = 2.0
+"""Seconds that `close()` waits for the thread: in a scheduler, its process may be paused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +123,7 @@ class MemoryWatches:
         if thread is not None:
             self._inbox.put(None)
             if thread is not concurrency.current_thread():
-                thread.join()
+                thread.join(PATIENCE)
 
     # -- with the lock held -------------------------------------------------------------------------------------------
 
