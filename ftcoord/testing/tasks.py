@@ -38,7 +38,7 @@ class Task:
         self.woken = False
         self.parked = 0
         self.abroad = 0
-        """How many locks it holds that another process made: it is in a server then, which its own pause must not stop."""
+        """Locks it holds that another process made: it is in a server then, which its own pause must not stop."""
         self._world, self._number = world, number
         self._joining: list[Task] = []
 
