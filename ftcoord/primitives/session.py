@@ -61,6 +61,12 @@ class Renewer:
             if self._due[0] is entry:  # waking the thread costs more than all the rest of this
                 self._wake.notify()
 
+    def renew_soon(self, lease_id: int) -> None:
+        """Renew a lease now, and not when it is due, if it is one that is kept alive here."""
+        with self._wake:
+            for lease in [lease for _, _, lease in self._due if lease.id == lease_id]:
+                self.schedule(lease, self.clock(), hasten=True)
+
     def cancel(self, lease: KeptLease) -> None:
         """Forget a lease that was stopped; a beat under way is its last."""
         with self._wake:

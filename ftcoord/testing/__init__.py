@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ftcoord.testing.etcd import MemoryClient, MemoryEtcd
+    from ftcoord.testing.expiry import expire_lease
     from ftcoord.testing.fate import DELIVERED, LOST_ANSWER, LOST_REQUEST, NEVER, REFUSED, Call, Fate, flaky
     from ftcoord.testing.scheduler import Scheduler, Stuck
 
@@ -19,6 +20,7 @@ _HOMES = {
         ("DELIVERED", "LOST_ANSWER", "LOST_REQUEST", "NEVER", "REFUSED", "Call", "Fate", "flaky"),
         "ftcoord.testing.fate",
     ),
+    "expire_lease": "ftcoord.testing.expiry",
     **dict.fromkeys(("Scheduler", "Stuck"), "ftcoord.testing.scheduler"),
 }
 
@@ -34,6 +36,7 @@ __all__ = [
     "MemoryEtcd",
     "Scheduler",
     "Stuck",
+    "expire_lease",
     "flaky",
 ]
 
