@@ -59,6 +59,7 @@ class Scheduler:
         self._order = itertools.count(1)
         self._tasks: dict[Task, None] = {}
         self._paused: dict[str, list[Task]] = {}
+        self._own: dict[tuple[str, Callable[[], Any]], Any] = {}
         self._current: Task | None = None
         self._hub: Any = None
         self._failure: BaseException | None = None
@@ -141,6 +142,13 @@ class Scheduler:
 
     def current_thread(self) -> Task:
         return self.current
+
+    def of_process(self, make: Callable[[], T]) -> T:
+        key = (self.process_now, make)
+        if key not in self._own:
+            self._own[key] = make()
+        found: T = self._own[key]
+        return found
 
     # -- for locks, queues and threads --------------------------------------------------------------------------------
 
