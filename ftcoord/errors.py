@@ -79,8 +79,8 @@ class EtcdUnavailable(EtcdError, ConnectionError):
     """No member answered in time. The call had no effect: it is safe to make it again."""
 
 
-class ClientClosed(EtcdUnavailable):
-    """The client was closed: nothing will be answered any more. Make a new one."""
+class ClientClosed(EtcdError):
+    """The client was closed, so no later call will be answered, and none must be repeated. Make a new client."""
 
 
 class OutcomeUnknown(EtcdError):

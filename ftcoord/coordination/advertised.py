@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 
+from ftcoord import concurrency
 from ftcoord.coordination.mailbox import put_all
 from ftcoord.coordination.replica import Replica
 from ftcoord.errors import LeaseLost
@@ -21,9 +21,9 @@ class AdvertisedKeys:
         closed: set it to make it give up.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str, replica: Replica, closed: threading.Event) -> None:
+    def __init__(self, etcd: Etcd, prefix: str, replica: Replica, closed: concurrency.Event) -> None:
         self._etcd, self._prefix, self._replica, self._closed = etcd, prefix, replica, closed
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("AdvertisedKeys._lock")
         self._put: dict[str, tuple[int, str]] = {}
 
     @property

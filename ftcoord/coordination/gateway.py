@@ -10,13 +10,13 @@ import contextlib
 import logging
 import math
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, TypeVar
 
+from ftcoord import concurrency
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import ATTEMPT
 from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
@@ -131,7 +131,7 @@ class Gateway:
 
     def _heartbeat(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with _answering(context):
-            deadline = min(_deadline(context), time.monotonic() + self._patience)
+            deadline = min(_deadline(context), concurrency.now() + self._patience)
             self._sessions.beat(read_heartbeat(message), deadline)
         return HEARD
 
@@ -161,7 +161,7 @@ def _answering(context: grpc.ServicerContext) -> Iterator[None]:
 
 def _in_time(quorum: Future[QuorumRecord], deadline: float, caller: PendingCall) -> QuorumRecord:
     """Raises TimeoutError after the monotonic `deadline`, and has the request taken back meanwhile."""
-    left = deadline - time.monotonic()
+    left = deadline - concurrency.now()
     if not wait((quorum,), None if math.isinf(left) else max(left, 0)).done:
         caller.leave()
         raise TimeoutError("no quorum in time")
@@ -173,7 +173,7 @@ def _deadline(context: grpc.ServicerContext) -> float:
     left = context.time_remaining()
     if left is None or left > FOREVER:
         return math.inf
-    return time.monotonic() + left - min(left / 10, EARLY)
+    return concurrency.now() + left - min(left / 10, EARLY)
 
 
 def _options(job: Job) -> list[tuple[str, int]]:

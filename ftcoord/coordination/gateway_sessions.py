@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import Replica, TakeoverToken
@@ -50,18 +49,18 @@ class GatewaySessions:
         timeout = job.heartbeat_timeout
         self._pass_every = timeout * PASS_ON if timeout < LEASE_FLOOR else None
         self._silent_after = max(timeout, LEASE_FLOOR)
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("GatewaySessions._lock")
         self._takeover = TakeoverToken()
         self._sessions: dict[str, _GatewaySession] = {}
-        self._closed = threading.Event()
+        self._closed = concurrency.event()
         self._farewells = ThreadPoolExecutor(4, thread_name_prefix="ftcoord-farewell")
-        self._sweeper = threading.Thread(target=self._sweep, name="ftcoord-guests", daemon=True)
+        self._sweeper = concurrency.thread(self._sweep, "ftcoord-guests")
         self._sweeper.start()
 
     def beat(self, replica_id: str, deadline: float) -> None:
         """A replica lives. Raises what `Replica.beat` does."""
         with self._visit(replica_id) as guest:
-            now = time.monotonic()
+            now = concurrency.now()
             is_due = self._pass_every is not None and now - guest.passed_at >= self._pass_every
             if is_due or not guest.replica.joined:
                 guest.passed_at = now
@@ -93,10 +92,10 @@ class GatewaySessions:
             if guest is None:
                 guest = self._sessions[replica_id] = _GatewaySession(self._new_replica(replica_id))
             guest.calls += 1
-            guest.heard_at = time.monotonic()
+            guest.heard_at = concurrency.now()
         try:
             yield guest
-            guest.heard_at = time.monotonic()
+            guest.heard_at = concurrency.now()
         finally:
             with self._lock:
                 guest.calls -= 1
@@ -114,7 +113,7 @@ class GatewaySessions:
         with self._lock:
             if self._closed.is_set():
                 return []
-            since = time.monotonic() - self._silent_after
+            since = concurrency.now() - self._silent_after
             silent = [one for one, guest in self._sessions.items() if not guest.calls and guest.heard_at < since]
             return [self._sessions.pop(one) for one in silent]
 
@@ -123,7 +122,7 @@ class PendingCall:
     """Who waits for a quorum, and may go away."""
 
     def __init__(self) -> None:
-        self.gone = threading.Event()
+        self.gone = concurrency.event()
         self._replica: Replica | None = None
 
     def waits_for(self, replica: Replica) -> None:

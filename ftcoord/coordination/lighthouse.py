@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import threading
-import time
 from datetime import timedelta
 from typing import Any, Final
 
+from ftcoord import concurrency
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
 from ftcoord.coordination.connection import check_process, connect, torchft_errors, when_forgotten
@@ -87,7 +86,7 @@ class LighthouseClient:
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._job, self._etcd = connect(checks.string("addr", addr), checks.seconds("connect_timeout", connect_timeout))
-        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._pid, self._lock = os.getpid(), concurrency.lock("LighthouseClient._lock")
         self._takeover = TakeoverToken()
         self._replicas: dict[str, Replica] = {}
         when_forgotten(self, _forget, self._replicas, self._etcd)
@@ -117,7 +116,7 @@ class LighthouseClient:
 
         Raises TimeoutError, after which it does not count as asking any more, and RuntimeError.
         """
-        deadline = time.monotonic() + checks.seconds("timeout", timeout)
+        deadline = concurrency.now() + checks.seconds("timeout", timeout)
         request = QuorumRequest(
             checks.string("replica_id", replica_id),
             checks.string("address", address),
@@ -141,7 +140,7 @@ class LighthouseClient:
 
         Raises TimeoutError and RuntimeError.
         """
-        deadline = time.monotonic() + checks.seconds("timeout", timeout)
+        deadline = concurrency.now() + checks.seconds("timeout", timeout)
         with torchft_errors():
             self._replica(checks.string("replica_id", replica_id)).beat(deadline)
 

@@ -17,20 +17,18 @@ import contextlib
 import inspect
 import json
 import logging
-import queue
-import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, TypeVar
 
+from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
 from ftcoord.core.strict import build
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Compare, Delete, Etcd, KeyValue, Op, Put, Span
-from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.etcd.retry import UNANSWERED, retry_until_answered
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Session
@@ -46,7 +44,6 @@ GRACE: Final = 5.0
 """Seconds that the one who answers may be away: it may have lost its lease, and then comes back under another."""
 GIVE_UP: Final = 0.5
 """Seconds for taking back a call that nobody waits for any more."""
-_TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ class Mailbox:
 def _parse(kv: KeyValue) -> Call | None:
     try:
         body = json.loads(kv.value)
-        deadline = time.monotonic() + float(body["timeout"])
+        deadline = concurrency.now() + float(body["timeout"])
         return Call(kv.key.rpartition("/")[2], str(body["id"]), str(body["to"]), body, deadline)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         log.warning("etcd key %r is no call of ftcoord's and is ignored: %r", kv.key, error)
@@ -129,7 +126,7 @@ class MailboxClient:
 
     def __init__(self, etcd: Etcd, prefix: str) -> None:
         self._etcd, self._prefix = etcd, prefix
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("MailboxClient._lock")
         self._session: Session | None = None
         self._lines: dict[str, _Channel] = {}
 
@@ -141,9 +138,7 @@ class MailboxClient:
         """
         with self._lock:
             line = self._lines.setdefault(name, _Channel(self._etcd, self._prefix, name))
-        if not line.turn.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            raise TimeoutError("another call on this line was not answered")
-        try:
+        with concurrency.held(line.turn, deadline, TimeoutError("another call on this line was not answered")):
             while True:
                 try:
                     return line.ask(body, self._lease(deadline), deadline)
@@ -154,8 +149,6 @@ class MailboxClient:
                     if not again:
                         raise
                     log.debug("a call is made again: %s", error)
-        finally:
-            line.turn.release()
 
     def close(self) -> None:
         """Keep no call alive any more, and hear of no answer. Idempotent."""
@@ -185,9 +178,9 @@ class _Channel:
     """
 
     def __init__(self, etcd: Etcd, prefix: str, name: str) -> None:
-        self.turn = threading.Lock()
+        self.turn = concurrency.lock("_Channel.turn")
         self._etcd, self._key = etcd, f"{prefix}/in/{name}"
-        self._inbox: queue.SimpleQueue[tuple[Mirror, Posted]] = queue.SimpleQueue()
+        self._inbox: concurrency.Queue[tuple[Mirror, Posted]] = concurrency.inbox()
         post = lambda *item: self._inbox.put(item)  # noqa: E731
         self._answer = Mirror(etcd, Span(f"{prefix}/out/{name}"), post)
         self._server = Mirror(etcd, Span(f"{prefix}/server"), post)
@@ -199,7 +192,7 @@ class _Channel:
         """Call, under a lease. Raises what `MailboxClient.call` does; and LeaseLost: make the call again."""
         self._server_until = None
         to = self._await_server(deadline)
-        call = {**body, "id": uuid.uuid4().hex, "to": to, "timeout": max(deadline - time.monotonic(), 0.0)}
+        call = {**body, "id": uuid.uuid4().hex, "to": to, "timeout": max(deadline - concurrency.now(), 0.0)}
         value, answer = json.dumps(call).encode(), None
         try:
             revision = put_all(self._etcd, [Put(self._key, value, lease)], deadline)
@@ -247,12 +240,12 @@ class _Channel:
 
     def _listen(self, patience: float, deadline: float) -> None:
         """Wait for news, for `patience` seconds at the most. Raises TimeoutError after the deadline, and Gone."""
-        now = time.monotonic()
+        now = concurrency.now()
         if now >= self._server_deadline():
             raise Gone("the manager of this replica is gone")
         if now >= deadline:
             raise TimeoutError("the call was not answered in time")
-        with contextlib.suppress(queue.Empty, *_TRANSIENT):
+        with contextlib.suppress(concurrency.Empty, *UNANSWERED):
             mirror, posted = self._inbox.get(timeout=min(deadline - now, patience, self._server_deadline() - now))
             mirror.apply(posted)
 
@@ -262,7 +255,7 @@ class _Channel:
             for mirror in self._mirrors:
                 if not mirror.synced:
                     mirror.sync()
-        except _TRANSIENT as error:
+        except UNANSWERED as error:
             log.debug("a call cannot be followed for now: %s", error)
             return RETRY
         return inf
@@ -273,7 +266,7 @@ class _Channel:
             self._server_until = None
             return inf
         if self._server_until is None:
-            self._server_until = time.monotonic() + GRACE
+            self._server_until = concurrency.now() + GRACE
         return self._server_until
 
     def _take_back(self, value: bytes) -> None:
@@ -295,6 +288,6 @@ def put_all(etcd: Etcd, puts: list[Put], deadline: float) -> int:
 
 def _in_time(attempt: Callable[[float], T], deadline: float) -> T:
     try:
-        return retry_unanswered(attempt, deadline, threading.Event())
-    except _TRANSIENT as error:
+        return retry_until_answered(attempt, deadline, concurrency.event())
+    except UNANSWERED as error:
         raise TimeoutError(str(error)) from None

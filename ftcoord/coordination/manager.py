@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,6 +17,7 @@ from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import quote
 
+from ftcoord import concurrency
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.advertised import AdvertisedKeys
@@ -92,7 +91,7 @@ class ManagerServer:
         self._prefix = mailbox_prefix(self._job)
         lease_keeper = LeaseKeeper.of_process(self._etcd.config)
         self._replica = Replica(self._etcd, job, replica_id, keeps_lease=True, lease_keeper=lease_keeper)
-        self._closed = threading.Event()
+        self._closed = concurrency.event()
         self._pid, self._incarnation = os.getpid(), uuid.uuid4().hex
         self._barrier = RankBarrier(self._world_size, self._ask)
         self._vote_counter = VoteCounter(self._world_size)
@@ -139,7 +138,7 @@ class ManagerServer:
     def _begin(self, patience: float, beat_interval: float | None) -> None:
         try:
             with torchft_errors():
-                deadline = time.monotonic() + patience
+                deadline = concurrency.now() + patience
                 self._replica.beat(deadline)
                 self._advertised.put({"server": self._incarnation}, deadline)
         except (TimeoutError, RuntimeError) as error:
@@ -147,7 +146,7 @@ class ManagerServer:
             self._etcd.close()
             raise RuntimeError(f"failed to join the job at {self._job}: {error}") from None
         self._mailbox = Mailbox(self._etcd, self._prefix, self._incarnation, self._hear)
-        self._beats = threading.Thread(target=self._stay, args=(beat_interval,), name="ftcoord-beats", daemon=True)
+        self._beats = concurrency.thread(self._stay, "ftcoord-beats", beat_interval)
         self._beats.start()
 
     def _stay(self, beat_interval: float | None) -> None:
@@ -158,7 +157,7 @@ class ManagerServer:
                 self._replica.await_loss(beat_interval)
             if self._closed.is_set():
                 return
-            deadline = time.monotonic() + timeout
+            deadline = concurrency.now() + timeout
             try:
                 self._replica.beat(deadline)
                 self._advertised.put({}, deadline)
@@ -167,7 +166,7 @@ class ManagerServer:
                 self._closed.wait(timeout)
 
     def _ask(self, asks: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
-        deadline = time.monotonic() + last.timeout
+        deadline = concurrency.now() + last.timeout
         self._advertised.put({f"metadata/{rank}": ask.metadata for rank, ask in asks.items()}, deadline)
         request = QuorumRequest(
             self._id,
@@ -195,7 +194,7 @@ class ManagerServer:
         if kind == KILL:
             log.error("killed: %s", call.body.get("message", ""))
             try:
-                self._reply(replace(call, deadline=time.monotonic()), {})  # else the caller waits for the lease to end
+                self._reply(replace(call, deadline=concurrency.now()), {})  # else the caller waits for the lease to end
             finally:
                 os._exit(1)
         elif kind == QUORUM:
@@ -239,7 +238,7 @@ class ManagerClient:
 
     def _connect(self, addr: str, connect_timeout: timedelta) -> None:
         self._address = checks.string("addr", addr)
-        deadline = time.monotonic() + checks.seconds("connect_timeout", connect_timeout)
+        deadline = concurrency.now() + checks.seconds("connect_timeout", connect_timeout)
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
         self._prefix = mailbox_prefix(self._job)
         self._mailbox_client, self._pid = MailboxClient(self._etcd, self._prefix), os.getpid()
@@ -333,7 +332,7 @@ class ManagerClient:
         Raises TimeoutError and RuntimeError.
         """
         body = {"message": checks.string("message", message)}
-        deadline = time.monotonic() + checks.seconds("timeout", timeout)
+        deadline = concurrency.now() + checks.seconds("timeout", timeout)
         check_process(self._pid)
         with torchft_errors(), contextlib.suppress(Gone):
             self._mailbox_client.call(f"{KILL}-0", body, deadline, again=False)
@@ -342,9 +341,9 @@ class ManagerClient:
         with torchft_errors(), contextlib.ExitStack() as undo:
             undo.callback(_disconnect, self._mailbox_client, self._etcd)
             while (problem := self._look()) is not None:
-                if time.monotonic() >= deadline:
+                if concurrency.now() >= deadline:
                     raise unreachable(self._address, connect_timeout.total_seconds(), problem) from None
-                threading.Event().wait(LOOK_AGAIN)
+                concurrency.sleep(LOOK_AGAIN)
             undo.pop_all()
 
     def _look(self) -> str | None:
@@ -369,7 +368,7 @@ class ManagerClient:
 
     def _call(self, kind: str, rank: int, body: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
         try:
-            return self._mailbox_client.call(f"{kind}-{rank}", body, time.monotonic() + timeout, again=True)
+            return self._mailbox_client.call(f"{kind}-{rank}", body, concurrency.now() + timeout, again=True)
         except Gone as error:
             raise checks.failed("Unavailable", str(error)) from None
 

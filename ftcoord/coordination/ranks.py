@@ -5,13 +5,13 @@ Ranks call from any thread and wait for a future. A rank that gives up is forgot
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from ftcoord import concurrency
 from ftcoord.core.quorum import QuorumRecord
 from ftcoord.core.vote import Ballot, Vote, decide_vote, next_ballot
 from ftcoord.errors import FtcoordError
@@ -52,7 +52,7 @@ class RankBarrier:
 
     def __init__(self, world_size: int, ask: Callable[[Mapping[int, RankRequest], RankRequest], QuorumRecord]) -> None:
         self._world_size, self._ask = world_size, ask
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("RankBarrier._lock")
         self._there: dict[int, tuple[RankRequest, list[Future[QuorumRecord]]]] = {}
 
     def join(self, ask: RankRequest) -> tuple[Future[QuorumRecord], Callable[[], None] | None]:
@@ -101,7 +101,7 @@ class VoteCounter:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("VoteCounter._lock")
         self._votes: dict[int, Vote] = {}
         self._waiting: dict[Future[bool], tuple[int, Ballot]] = {}
         self._decided: Ballot | None = None

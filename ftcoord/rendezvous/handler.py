@@ -31,7 +31,7 @@ from ftcoord.core.rendezvous_records import Round
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.group.participant import UNANSWERED
+from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
 from ftcoord.rendezvous.logs import round_line
 from ftcoord.rendezvous.node import SHUT_DOWN, Node

@@ -24,8 +24,8 @@ from ftcoord.core.rendezvous import RoundOptions, call_back, may_reopen
 from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import EtcdError, StateError, ThreadFailed
 from ftcoord.etcd.api import Etcd
-from ftcoord.etcd.retry import retry
-from ftcoord.primitives.group.participant import UNANSWERED, Left, Look, Participant, Timing
+from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.primitives.group.participant import Left, Look, Participant, Timing
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings

@@ -11,9 +11,9 @@ from typing import Final, Generic, Protocol, TypeVar
 from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
 from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.errors import EtcdError, EtcdUnavailable, FtcoordError, LeaseLost, OutcomeUnknown
+from ftcoord.errors import EtcdError, FtcoordError, LeaseLost
 from ftcoord.etcd.api import Etcd
-from ftcoord.etcd.retry import retry
+from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.use import Use
 
@@ -26,8 +26,6 @@ TAKE_BACK_TIMEOUT: Final = 0.5
 """Seconds that taking back a request, or a lease that is of no use any more, may take. Nothing depends on either."""
 SHORTEST_WRITE: Final = 0.05
 """Seconds that a write may take in any case, however little time is left."""
-UNANSWERED: Final = (EtcdUnavailable, OutcomeUnknown)
-"""What a write raises that may be made again, since it is recognised by its value."""
 _REPEATED: Final = (*UNANSWERED, LeaseLost)
 
 
