@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
+from ftcoord.core.invariants import check_quorum
 from ftcoord.core.layout import member_of
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_records import QuorumRecord, encode, parse_quorum, parse_replica
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue
+from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
 
@@ -71,6 +73,7 @@ class QuorumPolicy:
         self._known: dict[str, tuple[KeyValue, QuorumCandidate]] = {}
         self._silent: dict[str, int] = {}
         self._said = ""
+        self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record is not ours to read, and EtcdError."""
@@ -79,6 +82,8 @@ class QuorumPolicy:
         alive, silent, next_death = self._judge(view, now)
         situation = QuorumSituation(alive, previous, view.decided_at, silent, self._heard.highest, self._wall_clock())
         verdict = decide(situation, self._options, now)
+        check = lambda one: check_quorum(situation, self._options, one.record)  # noqa: E731
+        verdict = self._guard.passed(verdict, check, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
             return Publish(encode(replace(verdict.record, by=me)), verdict.reason, verdict.rule)
