@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 T = TypeVar("T")
+
+LONGEST_WAIT: Final = threading.TIMEOUT_MAX
+"""Seconds: a lock refuses to wait longer."""
 
 Empty = queue.Empty
 """What `Queue.get` raises after its time-out, in every runtime."""
@@ -130,6 +133,11 @@ def use(runtime: Runtime) -> Iterator[None]:
         _runtime = before
 
 
+def runtime() -> Runtime:
+    """The one in use: what is shared by a whole process is made once for each."""
+    return _runtime
+
+
 def now() -> float:
     """Monotonic seconds."""
     return _runtime.now()
@@ -172,6 +180,22 @@ def thread(target: Callable[..., object], name: str, *args: object) -> Thread:
 def current_thread() -> Thread:
     """The thread that runs this."""
     return _runtime.current_thread()
+
+
+def sleep(seconds: float) -> None:
+    """Wait, where there is nothing to be woken by."""
+    _runtime.event().wait(seconds)
+
+
+@contextmanager
+def held(lock: Lock, deadline: float, late: Exception) -> Iterator[None]:
+    """Hold `lock` meanwhile. Raises `late` if it was not free before the monotonic `deadline`."""
+    if not lock.acquire(timeout=min(max(deadline - now(), 0), LONGEST_WAIT)):
+        raise late
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def detached(work: Callable[..., None], *arguments: object) -> None:

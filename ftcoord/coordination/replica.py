@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR, Heard, QuorumPolicy
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
@@ -60,7 +61,7 @@ class Replica:
         *,
         kept: bool,
         lease_keeper: LeaseKeeper | None = None,
-        impatience: threading.Lock | None = None,
+        impatience: concurrency.Lock | None = None,
         timeout: float = 5.0,
     ) -> None:
         self.replica_id = replica_id
@@ -97,7 +98,7 @@ class Replica:
         member = self._member
         return member is not None and member.entered and not member.lost
 
-    def ask(self, request: QuorumRequest, deadline: float, gone: threading.Event | None = None) -> QuorumRecord:
+    def ask(self, request: QuorumRequest, deadline: float, gone: concurrency.Event | None = None) -> QuorumRecord:
         """The next quorum with this replica in it, decided after it asked.
 
         Raises TimeoutError after the monotonic `deadline`, or when the caller is `gone` (see `nudge`), and takes the
@@ -166,7 +167,7 @@ class Replica:
         finally:
             self._writing.release()
 
-    def _put(self, request: QuorumRequest, deadline: float, gone: threading.Event) -> int:
+    def _put(self, request: QuorumRequest, deadline: float, gone: concurrency.Event) -> int:
         with self._turn(deadline):
             self._asked += 1
             self._record = ReplicaRecord(request, self._asked, 0, self._record.beat)
@@ -193,7 +194,7 @@ class Replica:
                 self._unwritten = True
             self._changed.notify_all()
 
-    def _insist(self, attempt: Callable[[], None], deadline: float, gone: threading.Event) -> None:
+    def _insist(self, attempt: Callable[[], None], deadline: float, gone: concurrency.Event) -> None:
         """Until etcd answers. A lost lease is replaced by a new one."""
         try:
             retry(attempt, _TRANSIENT, deadline, gone)
@@ -309,7 +310,7 @@ class Replica:
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _await(self, asked: int, deadline: float, gone: threading.Event) -> QuorumRecord:
+    def _await(self, asked: int, deadline: float, gone: concurrency.Event) -> QuorumRecord:
         hurry_at = time.monotonic() + self._patience()
         while True:
             with self._changed:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+from ftcoord import concurrency
 from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
 
 T = TypeVar("T")
@@ -19,21 +18,21 @@ FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
 
 
-def retry_unanswered(attempt: Callable[[float], T], deadline: float, closed: threading.Event) -> T:
+def retry_unanswered(attempt: Callable[[float], T], deadline: float, closed: concurrency.Event) -> T:
     """Make `attempt(seconds it may take)` until it is answered, the monotonic `deadline` is over, or `closed` is set.
 
     The attempt has to be one that may be repeated after OutcomeUnknown. Raises what the last attempt raised.
     """
-    deadline = max(deadline, time.monotonic() + LEAST)
+    deadline = max(deadline, concurrency.now() + LEAST)
 
     def once() -> T:
-        return attempt(min(max(deadline - time.monotonic(), 0.1), ATTEMPT))
+        return attempt(min(max(deadline - concurrency.now(), 0.1), ATTEMPT))
 
     return retry(once, (EtcdUnavailable, OutcomeUnknown), deadline, closed)
 
 
 def retry(
-    attempt: Callable[[], T], transient: tuple[type[Exception], ...], deadline: float, closed: threading.Event
+    attempt: Callable[[], T], transient: tuple[type[Exception], ...], deadline: float, closed: concurrency.Event
 ) -> T:
     """Make an attempt until it raises nothing `transient`, at random intervals that grow to a second.
 
@@ -46,7 +45,7 @@ def retry(
         except ClientClosed:
             raise
         except transient:
-            left = deadline - time.monotonic()
+            left = deadline - concurrency.now()
             if left <= 0 or closed.is_set():
                 raise
         failures += 1
