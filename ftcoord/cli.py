@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
-from ftcoord import __version__
+from ftcoord import __version__, concurrency
 from ftcoord.errors import EtcdError, FtcoordError
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _demo(options: argparse.Namespace) -> int:
 def _server(options: argparse.Namespace) -> int:
     from ftcoord.embedded.server import EtcdServer
 
-    ended = threading.Event()
+    ended = concurrency.event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir) as etcd:
@@ -100,7 +99,7 @@ def _advise(etcd: EtcdServer) -> None:
 def _gateway(options: argparse.Namespace) -> int:
     from ftcoord.coordination import Gateway
 
-    ended = threading.Event()
+    ended = concurrency.event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     with Gateway(options.etcd, options.listen) as gateway:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 from urllib.parse import quote
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig, full_text, whole
 from ftcoord.core.heartbeats import Beat, HeartbeatEvent, Roll, beat_key, encode, heartbeats_prefix, parse
 from ftcoord.core.layout import KEY_PREFIX
@@ -126,7 +126,7 @@ class HeartbeatWatch:
     def __init__(self, run: Namespace) -> None:
         self._run = run
         self._feed = Feed(run.etcd, Span(heartbeats_prefix(run.prefix), is_prefix=True))
-        self._closed = threading.Event()
+        self._closed = concurrency.event()
         self._roll = Roll()
         self._events = self._follow()
 

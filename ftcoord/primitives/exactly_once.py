@@ -11,8 +11,6 @@ count is then *spent*: put with a value, so that nothing else can take it.
 from __future__ import annotations
 
 import os
-import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.errors import (
     ClientClosed,
     EtcdUnavailable,
@@ -62,13 +61,14 @@ class ExactlyOnceWriter:
     """
 
     def __init__(
-        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: str | None, closed: threading.Event
+        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: str | None, closed: concurrency.Event
     ) -> None:
         self._etcd, self._prefix, self._ttl, self._lease, self._fence = etcd, prefix, ttl, lease, fence
         self._closed = closed
         self._session: Session | None = None
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # a signal handler may make a change in the middle of another
+        # Guards all below. Reentrant: a signal handler may make a change in the middle of another.
+        self._lock = concurrency.rlock("ExactlyOnceWriter._lock")
         self._changing = False
         self._unanswered = False
         self._count, self._made = "", 0
@@ -99,21 +99,20 @@ class ExactlyOnceWriter:
         """One change at a time; one within another, in a signal handler, counts by itself."""
         if os.getpid() != self._pid:
             raise ForkedProcessError.of("this store belongs to the parent process")
-        if not self._lock.acquire(timeout=min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)):
-            raise EtcdUnavailable("other changes of this store were not answered in time")
-        outer = (self._count, self._made, self._unanswered) if self._changing else None
-        if outer is not None:
-            self._begin_count()
-        self._changing, self._unanswered = True, False
-        try:
-            if self._closed.is_set():
-                raise ClientClosed(CLOSED)
-            yield
-        finally:
+        busy = EtcdUnavailable("other changes of this store were not answered in time; try again")
+        with concurrency.held(self._lock, deadline, busy):
+            outer = (self._count, self._made, self._unanswered) if self._changing else None
             if outer is not None:
-                self._count, self._made, self._unanswered = outer
-            self._changing = outer is not None
-            self._lock.release()
+                self._begin_count()
+            self._changing, self._unanswered = True, False
+            try:
+                if self._closed.is_set():
+                    raise ClientClosed(CLOSED)
+                yield
+            finally:
+                if outer is not None:
+                    self._count, self._made, self._unanswered = outer
+                self._changing = outer is not None
 
     def _attempt(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made | None:
         """As `make`, with None for "again": the lease or the count had to be made anew."""

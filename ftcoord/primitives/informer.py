@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import queue
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import Etcd, Span
 from ftcoord.primitives.mirror import Mirror, Posted
@@ -39,16 +38,16 @@ class Informer:
         name: str,
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._inbox: queue.SimpleQueue[tuple[Mirror, Posted] | None] = queue.SimpleQueue()
+        self._inbox: concurrency.Queue[tuple[Mirror, Posted] | None] = concurrency.inbox()
         self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]
         self._tell, self._failed, self._said = tell, failed, ""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = concurrency.thread(self._run, name)
         self._thread.start()
 
     def close(self) -> None:
         """Tell no more. Idempotent."""
         self._inbox.put(None)
-        if self._thread is not threading.current_thread():
+        if self._thread is not concurrency.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
@@ -70,7 +69,7 @@ class Informer:
                 if item is None:
                     break
                 item[0].apply(item[1])
-            except queue.Empty:
+            except concurrency.Empty:
                 pass
             except EtcdError as error:
                 self._say(error)

@@ -6,12 +6,11 @@ import heapq
 import itertools
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeAlias
 
+from ftcoord import concurrency
 from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
 from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost
 from ftcoord.etcd.api import Etcd, Lease, Renews
@@ -25,25 +24,30 @@ Clock: TypeAlias = Callable[[], float]
 Listener: TypeAlias = Callable[[SessionState], None]
 
 
+def _home() -> tuple[int, concurrency.Runtime]:
+    """Where a renewer is of use: its thread is in one process, and of one runtime."""
+    return os.getpid(), concurrency.runtime()
+
+
 class Renewer:
     """The thread that keeps the leases of this process alive. `Renewer.of_process()` is the one to use."""
 
     _instance: Renewer | None = None
-    _instance_lock = threading.Lock()
+    _instance_lock = concurrency.lock("Renewer._instance_lock")  # guards _instance
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = concurrency.now) -> None:
         self.clock = clock
-        self._pid = os.getpid()
-        self._wake = threading.Condition()
+        self._home = _home()
+        self._wake = concurrency.condition("Renewer._wake")
         self._due: list[tuple[float, int, KeptLease]] = []
         self._order = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._thread: concurrency.Thread | None = None
 
     @classmethod
     def of_process(cls) -> Renewer:
-        """The renewer of this process; a forked child gets a new one."""
+        """The renewer of this process and runtime; a forked child gets a new one."""
         with cls._instance_lock:
-            if cls._instance is None or cls._instance._pid != os.getpid():
+            if cls._instance is None or cls._instance._home != _home():
                 cls._instance = cls()
             return cls._instance
 
@@ -74,7 +78,7 @@ class Renewer:
 
     def _start(self) -> None:
         if self._thread is None and self._due:
-            thread = threading.Thread(target=self._run, name="ftcoord-leases", daemon=True)
+            thread = concurrency.thread(self._run, "ftcoord-leases")
             thread.start()
             self._thread = thread
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ftcoord import concurrency
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
 from ftcoord.etcd.retry import retry
@@ -56,12 +55,12 @@ def write_once(
     compares = [unchanged(put.key, expected), *guards]
     look = [Get(Span(put.key)), *reads]
     success, failure = [put, *also, *look], look
-    deadline = time.monotonic() + (PATIENCE if timeout is None else timeout)
+    deadline = concurrency.now() + (PATIENCE if timeout is None else timeout)
     lost: list[OutcomeUnknown] = []
 
     def attempt() -> TxnResult:
         try:
-            left = max(deadline - time.monotonic(), LEAST)
+            left = max(deadline - concurrency.now(), LEAST)
             return etcd.txn(compares, success, failure, timeout=min(left, ATTEMPT))
         except OutcomeUnknown as error:
             log.debug("settling a write of %s: %s", put.key, error)
@@ -69,7 +68,7 @@ def write_once(
             raise
 
     try:
-        result = retry(attempt, (EtcdUnavailable, OutcomeUnknown), deadline, threading.Event())
+        result = retry(attempt, (EtcdUnavailable, OutcomeUnknown), deadline, concurrency.event())
     except EtcdUnavailable as error:
         if not lost:
             raise

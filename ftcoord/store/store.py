@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -21,6 +19,7 @@ from urllib.parse import quote
 
 from torch.distributed import DistStoreError, Store
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.store_values import as_bytes, counter, counts_by, plain, stored
 from ftcoord.etcd.api import (
@@ -106,7 +105,7 @@ class EtcdStore(Store):
         own = None if hasattr(etcd, "txn") else EtcdClient(cast(EtcdConfig, etcd))
         self._etcd: Etcd = cast(Etcd, etcd) if own is None else own
         self._data, self._queues = f"{prefix}data/", f"{prefix}queues/"
-        self._closed = threading.Event()
+        self._closed = concurrency.event()
         self._changes = ExactlyOnceWriter(self._etcd, f"{prefix}ops/", ttl, lease, fence, self._closed)
         self._waiting = Waiting(self._etcd, fence, self._closed)
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
@@ -272,7 +271,7 @@ class EtcdStore(Store):
         if self._closed.is_set():
             raise DistStoreError(CLOSED)
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # C++ property
-        return time.monotonic() + min(limit.total_seconds(), FOREVER)
+        return concurrency.now() + min(limit.total_seconds(), FOREVER)
 
     def _range(self, get: Get, deadline: float) -> RangeResult:
         with as_torch_errors():
