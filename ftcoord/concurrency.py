@@ -8,6 +8,7 @@ Objects keep what they were made with: install another runtime before they are m
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -86,10 +87,15 @@ class Runtime(Protocol):
     def queue(self) -> Queue[Any]: ...
     def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread: ...
     def current_thread(self) -> Thread: ...
+    def of_process(self, make: Callable[[], T]) -> T: ...
 
 
 class Python:
     """Python's own threads and clocks."""
+
+    def __init__(self) -> None:
+        self._own: dict[tuple[int, Callable[[], Any]], Any] = {}
+        self._own_lock = threading.RLock()  # guards _own
 
     def now(self) -> float:
         return time.monotonic()
@@ -118,6 +124,14 @@ class Python:
     def current_thread(self) -> Thread:
         return threading.current_thread()
 
+    def of_process(self, make: Callable[[], T]) -> T:
+        with self._own_lock:
+            key = (os.getpid(), make)
+            if key not in self._own:
+                self._own[key] = make()
+            found: T = self._own[key]
+            return found
+
 
 _runtime: Runtime = Python()
 
@@ -131,11 +145,6 @@ def use(runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         _runtime = before
-
-
-def runtime() -> Runtime:
-    """The one in use: what is shared by a whole process is made once for each."""
-    return _runtime
 
 
 def now() -> float:
@@ -180,6 +189,11 @@ def thread(target: Callable[..., object], name: str, *args: object) -> Thread:
 def current_thread() -> Thread:
     """The thread that runs this."""
     return _runtime.current_thread()
+
+
+def of_process(make: Callable[[], T]) -> T:
+    """What `make` made in this process: a process has one of these, and a forked child gets its own."""
+    return _runtime.of_process(make)
 
 
 def sleep(seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 from ftcoord.concurrency import detached
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, parse_address
-from ftcoord.errors import ConfigError, EtcdError, ForkedProcessError, StateError
+from ftcoord.errors import ConfigError, EtcdError, ForkedProcessError, StateError, ThreadFailed
 from ftcoord.etcd.shared import SharedClient
 
 REQUEST_TIMEOUT: Final = 5.0
@@ -71,7 +71,7 @@ def torchft_errors() -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise checks.timed_out(str(error)) from None
-    except StateError as error:
+    except (StateError, ThreadFailed) as error:
         raise checks.failed("Internal", str(error)) from None
     except EtcdError as error:
         raise checks.failed("Unavailable", str(error)) from None

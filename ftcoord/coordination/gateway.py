@@ -28,7 +28,7 @@ from ftcoord.coordination.lighthouse_wire import (
     read_quorum_request,
 )
 from ftcoord.core.quorum import QuorumRecord
-from ftcoord.errors import ConfigError, EtcdError, ServerError, StateError
+from ftcoord.errors import ConfigError, EtcdError, ServerError, StateError, ThreadFailed
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 
@@ -165,7 +165,7 @@ def _answering(context: grpc.ServicerContext) -> Iterator[None]:
         context.abort(grpc.StatusCode.CANCELLED, "Timeout expired")  # TimeoutError for torchft's users
     except ValueError as error:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    except (StateError, ServerError) as error:
+    except (StateError, ServerError, ThreadFailed) as error:
         context.abort(grpc.StatusCode.INTERNAL, str(error))
     except EtcdError as error:
         context.abort(grpc.StatusCode.UNAVAILABLE, str(error))

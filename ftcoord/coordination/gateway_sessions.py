@@ -12,7 +12,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
-from ftcoord.coordination.replica import Replica
+from ftcoord.coordination.replica import Replica, TakeoverToken
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.errors import ServerError
 from ftcoord.etcd.api import Etcd
@@ -60,8 +60,7 @@ class GatewaySessions:
         timeout = job.heartbeat_timeout
         self._forward_interval = timeout * FORWARD_FRACTION if timeout < LEASE_FLOOR else None
         self._silent_after = max(timeout, LEASE_FLOOR)
-        # Shared by the replicas: at most one of this process takes over from a decider that seems stuck.
-        self._takeover_token = concurrency.lock("GatewaySessions._takeover_token")
+        self._takeover = TakeoverToken()
         self._lock = concurrency.lock("GatewaySessions._lock")
         self._sessions: dict[str, _GatewaySession] = {}  # guarded by _lock
         self._failed = False  # guarded by _lock
@@ -123,7 +122,7 @@ class GatewaySessions:
                     session.last_sign_at = concurrency.now()
 
     def _new_replica(self, replica_id: str) -> Replica:
-        return Replica(self._etcd, self._job, replica_id, kept=True, impatience=self._takeover_token)
+        return Replica(self._etcd, self._job, replica_id, keeps_lease=True, takeover=self._takeover)
 
     def _should_forward(self, session: _GatewaySession) -> bool:
         """Whether this beat goes to etcd: if beats are judged there and one is due, or if the replica is no member."""
@@ -161,7 +160,7 @@ class GatewaySessions:
         with self._lock:
             sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
-            session.replica.abandon()
+            session.replica.orphan()
 
 
 class PendingCall:

@@ -26,9 +26,9 @@ from typing import Any, Final, TypeVar
 from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
 from ftcoord.core.strict import build
-from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
 from ftcoord.etcd.api import Compare, Delete, Etcd, KeyValue, Op, Put, Span
-from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.etcd.retry import UNANSWERED, retry_until_answered
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Session
@@ -44,7 +44,6 @@ SERVER_ABSENCE: Final = 5.0
 """Seconds that the mailbox's owner may be away: one that lost its lease comes back under another."""
 WITHDRAW_TIMEOUT: Final = 0.5
 """Seconds for taking back a call whose caller has given up."""
-_TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +277,7 @@ class _Channel:
             raise Gone("the manager of this replica is gone")
         if now >= deadline:
             raise TimeoutError("the call was not answered in time")
-        with contextlib.suppress(concurrency.Empty, *_TRANSIENT):
+        with contextlib.suppress(concurrency.Empty, *UNANSWERED):
             mirror, posted = self._inbox.get(timeout=min(deadline - now, longest, self._server_deadline() - now))
             mirror.apply(posted)
 
@@ -288,7 +287,7 @@ class _Channel:
             for mirror in self._mirrors:
                 if not mirror.synced:
                     mirror.sync()
-        except _TRANSIENT as error:
+        except UNANSWERED as error:
             log.debug("a call cannot be followed for now: %s", error)
             return RESYNC_INTERVAL
         return inf
@@ -322,6 +321,6 @@ def put_all(etcd: Etcd, puts: list[Put], deadline: float) -> int:
 
 def _in_time(attempt: Callable[[float], T], deadline: float) -> T:
     try:
-        return retry_unanswered(attempt, deadline, concurrency.event())
-    except _TRANSIENT as error:
+        return retry_until_answered(attempt, deadline, concurrency.event())
+    except UNANSWERED as error:
         raise TimeoutError(str(error)) from None

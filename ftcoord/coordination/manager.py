@@ -97,7 +97,7 @@ class ManagerServer:
         self._pid, self._incarnation = os.getpid(), uuid.uuid4().hex
         self._closed = concurrency.event()
         self._replica = Replica(
-            self._etcd, job, replica_id, kept=True, lease_keeper=LeaseKeeper.of_process(self._etcd.config)
+            self._etcd, job, replica_id, keeps_lease=True, lease_keeper=LeaseKeeper.of_process(self._etcd.config)
         )
         self._advertised = AdvertisedKeys(self._etcd, self._prefix, self._replica, self._closed)
         self._barrier = RankBarrier(self._world_size, self._ask)

@@ -36,7 +36,7 @@ class Informer:
         spans: Sequence[Span],
         tell: Callable[..., None],
         name: str,
-        failed: Callable[[BaseException], None],
+        failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._inbox: concurrency.Queue[tuple[Mirror, Posted] | None] = concurrency.inbox()
         self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]

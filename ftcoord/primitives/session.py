@@ -24,20 +24,11 @@ Clock: TypeAlias = Callable[[], float]
 Listener: TypeAlias = Callable[[SessionState], None]
 
 
-def _home() -> tuple[int, concurrency.Runtime]:
-    """Where a renewer is of use: its thread is in one process, and of one runtime."""
-    return os.getpid(), concurrency.runtime()
-
-
 class Renewer:
     """The thread that keeps the leases of this process alive. `Renewer.of_process()` is the one to use."""
 
-    _instance: Renewer | None = None
-    _instance_lock = concurrency.lock("Renewer._instance_lock")  # guards _instance
-
     def __init__(self, clock: Clock = concurrency.now) -> None:
         self.clock = clock
-        self._home = _home()
         self._wake = concurrency.condition("Renewer._wake")
         self._due: list[tuple[float, int, KeptLease]] = []
         self._order = itertools.count()
@@ -45,11 +36,8 @@ class Renewer:
 
     @classmethod
     def of_process(cls) -> Renewer:
-        """The renewer of this process and runtime; a forked child gets a new one."""
-        with cls._instance_lock:
-            if cls._instance is None or cls._instance._home != _home():
-                cls._instance = cls()
-            return cls._instance
+        """The renewer of this process; a forked child gets a new one."""
+        return concurrency.of_process(cls)
 
     def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
         """Call `lease.beat()` at `due`, unless it was stopped. One that is scheduled stays so, but for
@@ -64,6 +52,12 @@ class Renewer:
             self._start()
             if self._due[0] is entry:  # waking the thread costs more than all the rest of this
                 self._wake.notify()
+
+    def renew_soon(self, lease_id: int) -> None:
+        """Renew a lease now, and not when it is due, if it is one that is kept alive here."""
+        with self._wake:
+            for lease in [lease for _, _, lease in self._due if lease.id == lease_id]:
+                self.schedule(lease, self.clock(), hasten=True)
 
     def cancel(self, lease: KeptLease) -> None:
         """Forget a lease that was stopped; a beat under way is its last."""
