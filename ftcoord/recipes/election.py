@@ -105,8 +105,8 @@ class Election(RecipeMember[Term, Candidacy]):
                     client.txn([leadership.fence], [Put("/latest", checkpoint())])
 
     As etcd's Campaign and kazoo's Election. Promised: terms only grow, and one process leads each; when the lease of a
-    dead leader ends, the oldest candidate follows. Not promised: that a leader which etcd cannot hear has stopped before
-    the next one begins. Its writes that carry `Leadership.fence` are refused.
+    dead leader ends, the oldest candidate follows. Not promised: that a leader which etcd cannot hear has stopped
+    before the next one begins. Its writes that carry `Leadership.fence` are refused.
 
     Args:
         run: the run's id, as in `--rdzv-id`.
