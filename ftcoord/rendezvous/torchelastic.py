@@ -27,7 +27,7 @@ class RendezvousTimeoutException(Exception):
 
 
 class RendezvousNonRetryableError(Exception):
-    """Anything else that went wrong: trying again in this process does not help."""
+    """Any other failure; trying again in this process does not help."""
 
 
 class TorchelasticHandler:
@@ -68,7 +68,7 @@ class TorchelasticHandler:
         return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
-        """Leave, and close the run; whether that reached etcd."""
+        """Leave, and close the run; returns whether that reached etcd."""
         return self._handler.shutdown()
 
 
