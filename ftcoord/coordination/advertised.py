@@ -21,8 +21,8 @@ class AdvertisedKeys:
         closed: set it to make `put` and `under_lease` return without having written.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str, replica: Replica, closed: concurrency.Event) -> None:
-        self._etcd, self._prefix, self._replica, self._closed = etcd, prefix, replica, closed
+    def __init__(self, etcd: Etcd, replica: Replica, closed: concurrency.Event) -> None:
+        self._etcd, self._replica, self._closed = etcd, replica, closed
         # One writes at a time: else two that move the keys to a new lease could leave an old text behind. It is held
         # over requests, so callers wait for it with a time-out.
         self._writing = concurrency.lock("AdvertisedKeys._writing")
@@ -45,7 +45,7 @@ class AdvertisedKeys:
             def put_new(lease: int) -> None:
                 new = {key: (lease, text) for key, text in wanted.items() if self._written.get(key) != (lease, text)}
                 if new:
-                    puts = [Put(f"{self._prefix}/{key}", text.encode(), lease) for key, (_, text) in new.items()]
+                    puts = [Put(key, text.encode(), lease) for key, (_, text) in new.items()]
                     put_all(self._etcd, puts, deadline)
                 self._written.update(new)
 

@@ -24,6 +24,7 @@ from math import inf
 from typing import Any, Final, TypeVar
 
 from ftcoord import concurrency
+from ftcoord.core.layout import mailbox_answer_key, mailbox_call_key, mailbox_calls_span, mailbox_server_key
 from ftcoord.core.lease import SessionState
 from ftcoord.core.strict import build
 from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
@@ -84,13 +85,12 @@ class Mailbox:
     ) -> None:
         self._etcd, self._prefix, self._incarnation, self._on_call = etcd, prefix, incarnation, on_call
         self._delivered: dict[str, str] = {}  # only the informer's thread: the id of the last call, by channel
-        calls = Span(f"{prefix}/in/", is_prefix=True)
-        self._informer = Informer(etcd, [calls], self._deliver, "ftcoord-mailbox", failed=failed)
+        self._informer = Informer(etcd, [mailbox_calls_span(prefix)], self._deliver, "ftcoord-mailbox", failed=failed)
 
     def answer(self, call: Call, body: Mapping[str, Any], lease: int) -> None:
         """Answer a call, under a lease, for as long as its caller waits. Raises TimeoutError, EtcdError."""
         value = json.dumps({**body, "id": call.id}).encode()
-        put_all(self._etcd, [Put(f"{self._prefix}/out/{call.channel}", value, lease)], call.deadline)
+        put_all(self._etcd, [Put(mailbox_answer_key(self._prefix, call.channel), value, lease)], call.deadline)
 
     def close(self) -> None:
         """Receive no more calls."""
@@ -207,11 +207,11 @@ class _Channel:
 
     def __init__(self, etcd: Etcd, prefix: str, name: str) -> None:
         self.turn = concurrency.lock("_Channel.turn")
-        self._etcd, self._key = etcd, f"{prefix}/in/{name}"
+        self._etcd, self._key = etcd, mailbox_call_key(prefix, name)
         # The client's thread puts, and the caller gets: a mirror is applied by the caller alone.
         self._inbox: concurrency.Queue[tuple[Mirror, Posted]] = concurrency.inbox()
-        self._answer = Mirror(etcd, Span(f"{prefix}/out/{name}"), self._post)
-        self._server = Mirror(etcd, Span(f"{prefix}/server"), self._post)
+        self._answer = Mirror(etcd, Span(mailbox_answer_key(prefix, name)), self._post)
+        self._server = Mirror(etcd, Span(mailbox_server_key(prefix)), self._post)
         self._mine = Mirror(etcd, Span(self._key), self._post)
         self._mirrors = (self._answer, self._server, self._mine)
         self._gone_at: float | None = None  # when the owner, which is not there, counts as gone

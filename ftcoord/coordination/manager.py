@@ -16,11 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, Final
-from urllib.parse import quote
 
 from ftcoord import concurrency
 from ftcoord.coordination import checks
-from ftcoord.coordination.address import Job
 from ftcoord.coordination.advertised import AdvertisedKeys
 from ftcoord.coordination.connection import check_process, connect, torchft_errors, unreachable, when_forgotten
 from ftcoord.coordination.convert import quorum_result
@@ -29,8 +27,8 @@ from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.ranks import RankBarrier, RankRequest, RankVote, VoteCounter, await_outcome
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
-from ftcoord.core.quorum_records import encode, parse_quorum
+from ftcoord.core.layout import mailbox_answer_key, mailbox_metadata_key, mailbox_prefix, mailbox_server_key
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, encode, parse_quorum
 from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.shared import SharedClient
@@ -93,13 +91,13 @@ class ManagerServer:
         limit = checks.seconds("connect_timeout", connect_timeout)
         job, self._etcd = connect(checks.string("lighthouse_addr", lighthouse_addr), limit)
         self._job = replace(job.at(self._etcd.config), manager=replica_id)
-        self._prefix = mailbox_prefix(self._job)
+        self._prefix = mailbox_prefix(self._job.prefix, self._job.manager)
         self._pid, self._incarnation = os.getpid(), uuid.uuid4().hex
         self._closed = concurrency.event()
         self._replica = Replica(
             self._etcd, job, replica_id, keeps_lease=True, lease_keeper=LeaseKeeper.of_process(self._etcd.config)
         )
-        self._advertised = AdvertisedKeys(self._etcd, self._prefix, self._replica, self._closed)
+        self._advertised = AdvertisedKeys(self._etcd, self._replica, self._closed)
         self._barrier = RankBarrier(self._world_size, self._ask)
         self._vote_counter = VoteCounter(self._world_size)
         self._remote: dict[str, Callable[[], object]] = {}  # only the mailbox's thread: what withdraws a call
@@ -155,7 +153,7 @@ class ManagerServer:
             with torchft_errors():
                 deadline = concurrency.now() + limit
                 self._replica.beat(deadline)
-                self._advertised.put({"server": self._incarnation}, deadline)
+                self._advertised.put({mailbox_server_key(self._prefix): self._incarnation}, deadline)
         except (TimeoutError, RuntimeError) as error:
             self._replica.leave(LEAVE_TIMEOUT)
             self._etcd.close()
@@ -199,7 +197,9 @@ class ManagerServer:
 
     def _ask(self, requests: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         deadline = concurrency.now() + last.timeout
-        self._advertised.put({f"metadata/{rank}": one.metadata for rank, one in requests.items()}, deadline)
+        self._advertised.put(
+            {mailbox_metadata_key(self._prefix, rank): one.metadata for rank, one in requests.items()}, deadline
+        )
         request = QuorumRequest(
             replica_id=self._id,
             address=self.address(),
@@ -284,7 +284,7 @@ class ManagerClient:
         self._address = checks.string("addr", addr)
         deadline = concurrency.now() + checks.seconds("connect_timeout", connect_timeout)
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
-        self._prefix = mailbox_prefix(self._job)
+        self._prefix = mailbox_prefix(self._job.prefix, self._job.manager)
         self._mailbox_client, self._pid = MailboxClient(self._etcd, self._prefix), os.getpid()
         when_forgotten(self, _disconnect, self._mailbox_client, self._etcd)
         if self._address not in _managers:
@@ -357,7 +357,7 @@ class ManagerClient:
             rank: the rank.
             timeout: how long to wait for etcd.
         """
-        key = f"{self._prefix}/metadata/{checks.integer('rank', rank)}"
+        key = mailbox_metadata_key(self._prefix, checks.integer("rank", rank))
         with torchft_errors():
             found = self._etcd.range(Get(Span(key)), timeout=max(checks.seconds("timeout", timeout), 0.05)).one
         if found is None:
@@ -393,7 +393,7 @@ class ManagerClient:
     def _lookup(self) -> str | None:
         """Why the manager cannot be reached; None if it can."""
         try:
-            found = self._etcd.range(Get(Span(f"{self._prefix}/server"))).one
+            found = self._etcd.range(Get(Span(mailbox_server_key(self._prefix)))).one
         except EtcdUnavailable as error:
             return str(error)
         return None if found is not None else "there is no manager"
@@ -407,18 +407,13 @@ class ManagerClient:
         answer = self._call(QUORUM, request.rank, asdict(request), request.timeout)
         if "error" in answer:
             raise TimeoutError(answer["error"]) if answer["timed_out"] else checks.failed("Internal", answer["error"])
-        return parse_quorum(f"{self._prefix}/out", answer["quorum"].encode())
+        return parse_quorum(mailbox_answer_key(self._prefix, f"{QUORUM}-{request.rank}"), answer["quorum"].encode())
 
     def _call(self, kind: str, rank: int, body: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
         try:
             return self._mailbox_client.call(f"{kind}-{rank}", body, concurrency.now() + timeout, again=True)
         except Gone as error:
             raise checks.failed("Unavailable", str(error)) from None
-
-
-def mailbox_prefix(job: Job) -> str:
-    """The prefix of the keys at which a manager's ranks and peers reach it."""
-    return f"{job.prefix}/managers/{quote(job.manager, safe='')}"
 
 
 def _quorum_body(done: Future[QuorumRecord]) -> Mapping[str, Any]:

@@ -14,8 +14,8 @@ from ftcoord.coordination.connection import connect, torchft_errors, when_forgot
 from ftcoord.coordination.convert import quorum_reply
 from ftcoord.coordination.replica import RECORD_TTL
 from ftcoord.coordination.types import Quorum as QuorumReply
-from ftcoord.core.quorum import QuorumRecord
-from ftcoord.core.quorum_records import parse_quorum
+from ftcoord.core.layout import config_key, configs_span, decided_key, member_key, members_span
+from ftcoord.core.quorum_records import QuorumRecord, parse_quorum
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Get, KeyValue, RangeResult, Span
 from ftcoord.etcd.shared import SharedClient
@@ -61,7 +61,7 @@ class Observer:
         self._job, self._etcd = connect(checks.string("addr", addr), limit)
         prefix = self._job.prefix
         self._on_quorum, self._on_lost, self._on_config = on_quorum, on_lost, on_config
-        self._decided_key, self._members, self._configs = f"{prefix}/decided", f"{prefix}/members/", f"{prefix}/config/"
+        self._prefix, self._decided_key, self._configs = prefix, decided_key(prefix), configs_span(prefix).start
         # Only the informer's thread:
         self._current: QuorumRecord | None = None
         self._reported_lost: set[str] = set()  # members of the current quorum
@@ -70,8 +70,7 @@ class Observer:
         self._failure: BaseException | None = None
         self._informer: Informer | None = None
         if any((on_quorum, on_lost, on_config)):
-            prefixes = [Span(start, is_prefix=True) for start in (self._members, self._configs)]
-            spans = [Span(self._decided_key), *prefixes]
+            spans = [Span(self._decided_key), members_span(prefix), configs_span(prefix)]
             # Weak references: the informer's thread must not keep this object alive.
             self._informer = Informer(
                 self._etcd, spans, _weak(self._report), "ftcoord-observer", failed=_weak(self._note_failure)
@@ -99,7 +98,7 @@ class Observer:
 
     def get_config(self, name: str) -> bytes | None:
         """The value of a name in the job's shared configuration; None if it has none. Raises RuntimeError."""
-        key = self._configs + checks.string("name", name)
+        key = config_key(self._prefix, checks.string("name", name))
         with self._answering():
             found = self._etcd.get(key).one
         return found.value if found else None
@@ -110,7 +109,7 @@ class Observer:
         It lives as long as the job's last quorum; if it is set before the first quorum, for seven days. Raises
         RuntimeError; whether it was set is then not known.
         """
-        key = self._configs + checks.string("name", name)
+        key = config_key(self._prefix, checks.string("name", name))
         if value is not None and not isinstance(value, bytes):
             raise TypeError(f"argument 'value': give bytes or None, not {type(value).__name__!r}")
         with self._answering():
@@ -147,8 +146,8 @@ class Observer:
             return None
         return found.one
 
-    def _report(self, decided_key: Mirror, alive: Mirror, config: Mirror) -> None:
-        kv = decided_key.one
+    def _report(self, quorum: Mirror, alive: Mirror, config: Mirror) -> None:
+        kv = quorum.one
         if kv is not None:
             decided = parse_quorum(kv.key, kv.value)
             if decided != self._current:
@@ -162,7 +161,7 @@ class Observer:
         if self._on_lost is None or self._current is None:
             return
         for seat in self._current.seats:
-            key = self._members + seat.member
+            key = member_key(self._prefix, seat.member)
             if key in alive or seat.member in self._reported_lost:
                 continue
             # The watch of the decision may be ahead of that of the members, so a new member may only seem to be lost.
