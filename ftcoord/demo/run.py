@@ -219,9 +219,7 @@ class Demo:
     def _failure(self, problem: str, agents: Sequence[Agent]) -> DemoError:
         """The error, with the end of these agents' logs: later lines only show how the demo ended the agents."""
         parts = [problem, *(agent.last_words(LOG_TAIL) for agent in agents)]
-        parts.append(
-            f"the whole logs are in {self._folder}; after this moment they tell only how the demo ended the agents"
-        )
+        parts.append(f"the whole logs are in {self._folder}; their later lines only show how the demo ended the agents")
         load, processors = os.getloadavg()[0], os.cpu_count() or 1
         if load > 2 * processors:
             parts.append(f"this machine is busy (load {load:.0f} on {processors} processors): try again when it is not")

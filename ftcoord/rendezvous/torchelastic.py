@@ -31,7 +31,7 @@ class RendezvousNonRetryableError(Exception):
 
 
 class TorchelasticHandler:
-    """A rendezvous handler of torch's (`torch.distributed.elastic`) with torchelastic's interface.
+    """A `torch.distributed.elastic` rendezvous handler with torchelastic's interface.
 
     handler = TorchelasticHandler(create_handler(RendezvousParameters("etcd-v3", endpoint, run_id, 1, 4)))
     store, rank, world_size = handler.next_rendezvous()
