@@ -253,7 +253,7 @@ class ManagerServer:
         future.add_done_callback(lambda done: self._reply_later(call, {"yes": done.result()}))
 
     def _reply_later(self, call: Call, body: Mapping[str, Any]) -> None:
-        """On the thread of whoever completes a future, which must not wait for etcd."""
+        """From the thread that completes the future, which must not wait for etcd."""
         if not self._closed.is_set():
             self._repliers.submit(self._reply, call, body)
 

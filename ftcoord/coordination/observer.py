@@ -42,7 +42,7 @@ class Observer:
             one changes.
 
     Callbacks run one at a time, on a thread of the observer's. What they raise is logged, and the next one comes all
-    the same. Nothing is told while etcd is away, and what changed meanwhile is told when it is back. An observer that
+    the same. Nothing is reported while etcd is away; what changed is reported when it is back. An observer that
     nobody refers to ends as with `close()`. If its thread fails by an error of ftcoord's own, that is logged, no
     callback comes any more, and each call raises RuntimeError. Calls are thread-safe.
 
