@@ -12,7 +12,7 @@ from typing import Final
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.etcd.api import Etcd
 
 LEAVE_TIMEOUT: Final = 2.0

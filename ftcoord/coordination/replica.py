@@ -14,10 +14,10 @@ from typing import Final
 
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR, Heard, QuorumPolicy
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
-from ftcoord.core.quorum_records import ReplicaRecord, encode
+from ftcoord.core.layout import members_span
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
-from ftcoord.etcd.api import Etcd, Get, Span
+from ftcoord.etcd.api import Etcd, Get
 from ftcoord.etcd.retry import retry
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.lease_keeper import LeaseKeeper
@@ -261,7 +261,7 @@ class Replica:
             self._lease_keeper.keep(int(member.id, 16), member.session.ttl)
 
     def _look(self) -> dict[str, int]:
-        members = Get(Span(f"{self._job.prefix}/members/", is_prefix=True), keys_only=True)
+        members = Get(members_span(self._job.prefix), keys_only=True)
         return {kv.key: kv.mod_revision for kv in self._etcd.range(members, timeout=self._timeout).kvs}
 
     def _forget(self, member: Membership[QuorumRecord]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, Situation, decide
-from ftcoord.core.rendezvous_records import Round, encode, parse_join_request, parse_round, round_key, store_prefix
+from ftcoord.core.layout import member_of, round_key, round_store_prefix
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide
+from ftcoord.core.rendezvous_records import Round, encode, parse_join_request, parse_round
 from ftcoord.core.verdict import Publish, Verdict
 from ftcoord.etcd.api import Span
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
@@ -28,10 +29,9 @@ class RendezvousPolicy:
         # An etcd that lost its last writes may show an older record than this member has seen.
         self._highest = max(self._highest, previous.number if previous else 0)
         members = [
-            RoundCandidate(kv.key.rpartition("/")[2], ask, view.seen[kv.key])
-            for kv, ask in self._members.of(view.members)
+            RoundCandidate(member_of(kv.key), ask, view.seen[kv.key]) for kv, ask in self._members.of(view.members)
         ]
-        situation = Situation(members, view.changed_at, previous, view.decided_at, view.vanished, self._highest)
+        situation = RoundSituation(members, view.changed_at, previous, view.decided_at, view.vanished, self._highest)
         verdict = decide(situation, self._options, now)
         if isinstance(verdict, Publish):
             return self._publish(verdict, previous, me)
@@ -49,7 +49,7 @@ class RendezvousPolicy:
             return Publish(value, decision.reason, decision.rule)
         over = sorted({last, number - 1} - {0})
         fences = [Span(round_key(self._prefix, before)) for before in over]
-        stores = [Span(store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
+        stores = [Span(round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
         old = [*fences, *stores]
         return Publish(
             value,

@@ -16,8 +16,8 @@ from typing import Final
 from torch.distributed.elastic.timer import TimerClient
 
 from ftcoord.config import MAX_SECONDS, EtcdConfig, redacted, whole
-from ftcoord.core.layout import KEY_PREFIX
-from ftcoord.core.timers import RELEASED, Timer, Worker, encode, slot_key
+from ftcoord.core.layout import KEY_PREFIX, timer_key
+from ftcoord.core.timer_records import RELEASED, Timer, Worker, encode
 from ftcoord.errors import ConfigError
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
@@ -108,7 +108,7 @@ class EtcdTimerClient(TimerClient):
         self._free: list[int] = []
         self._wall_ahead = time.time() - time.monotonic()
         self._keys = LeasedKeys(
-            self._run.etcd, ttl, lambda slot, lease: slot_key(prefix, worker.host, lease, slot), "timers"
+            self._run.etcd, ttl, lambda slot, lease: timer_key(prefix, worker.host, lease, slot), "timers"
         )
         atexit.register(self.close)
 

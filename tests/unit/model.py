@@ -1,9 +1,9 @@
 """A small world around `decide()`: three nodes at most, one record in etcd, and everything that can happen to them.
 
-A state is what the decider sees (a Situation whose times are relative to `now = 0`) and what only the nodes know. Time
-passes in ticks: the settle time-out is one, the last call is two, participants have three to come back, and what is
-older than that stays that old. Round
-numbers are counted from the present round, so that the same situation in a later round is the same state.
+A state is what the decider sees (a RoundSituation whose times are relative to `now = 0`) and what only the nodes know.
+Time passes in ticks: the settle time-out is one, the last call is two, participants have three to come back, and what
+is older than that stays that old. Round numbers are counted from the present round, so that the same situation in a
+later round is the same state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from ftcoord.core import rendezvous
-from ftcoord.core.rendezvous import RETURNING, RoundCandidate, RoundOptions, Situation
+from ftcoord.core.rendezvous import RETURNING, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
 from ftcoord.core.verdict import Publish, Verdict
 
@@ -29,7 +29,7 @@ TICK: Final = 1.0
 BASE: Final = 2
 """What the present round's number is counted from."""
 
-Decide = Callable[[Situation, RoundOptions, float], Verdict]
+Decide = Callable[[RoundSituation, RoundOptions, float], Verdict]
 
 
 class Broken(AssertionError):
@@ -54,21 +54,21 @@ class State(NamedTuple):
         pending: only where deciders race.
     """
 
-    view: Situation
+    view: RoundSituation
     running: frozenset[str] = frozenset()
     blind: frozenset[str] = frozenset()
     pending: tuple[Pending, ...] = ()
 
 
 Step = tuple[str, State]
-START: Final = State(Situation((), 0.0, None, 0.0))
+START: Final = State(RoundSituation((), 0.0, None, 0.0))
 
 
-def live(view: Situation) -> list[str]:
+def live(view: RoundSituation) -> list[str]:
     return [member.id for member in view.members]
 
 
-def participants(view: Situation) -> list[str]:
+def participants(view: RoundSituation) -> list[str]:
     """The live participants of the last round."""
     seated = {seat.member for seat in view.previous.seats} if view.previous else set()
     return [member for member in live(view) if member in seated]
@@ -82,7 +82,7 @@ def quick(recall_on_loss: bool = True) -> RoundOptions:
 # -- what must hold of every decision ---------------------------------------------------------------------------
 
 
-def check(view: Situation, running: frozenset[str], limits: tuple[int, int], verdict: Verdict) -> None:
+def check(view: RoundSituation, running: frozenset[str], limits: tuple[int, int], verdict: Verdict) -> None:
     """Raises Broken."""
     if not isinstance(verdict, Publish):
         _hold("until is in the future", verdict.until is None or verdict.until > 0)
@@ -97,7 +97,7 @@ def check(view: Situation, running: frozenset[str], limits: tuple[int, int], ver
         _check_round(view, running, limits, old, new)
 
 
-def _check_ready(view: Situation, old: Round, new: Round) -> None:
+def _check_ready(view: RoundSituation, old: Round, new: Round) -> None:
     asks = {member.id: member.ask for member in view.members}
     seated = [seat.member in asks and asks[seat.member].seated == old.number for seat in old.seats]
     _hold("nobody starts before all have taken their seats", all(seated))
@@ -107,7 +107,9 @@ def _check_ready(view: Situation, old: Round, new: Round) -> None:
     _hold("a recalled round does not start", not old.recalled)
 
 
-def _check_recall(view: Situation, running: frozenset[str], limits: tuple[int, int], old: Round, new: Round) -> None:
+def _check_recall(
+    view: RoundSituation, running: frozenset[str], limits: tuple[int, int], old: Round, new: Round
+) -> None:
     same = replace(old, recalled=new.recalled, waiting=new.waiting)
     at_work = running.intersection(participants(view))
     _hold("S1 a recall changes no membership", new == same)
@@ -118,7 +120,7 @@ def _check_recall(view: Situation, running: frozenset[str], limits: tuple[int, i
 
 
 def _check_round(
-    view: Situation, running: frozenset[str], limits: tuple[int, int], old: Round | None, new: Round
+    view: RoundSituation, running: frozenset[str], limits: tuple[int, int], old: Round | None, new: Round
 ) -> None:
     members = {member.id: member for member in view.members}
     known = max([old.number if old else 0, *(member.ask.after for member in view.members)])

@@ -8,7 +8,8 @@ from typing import TypeAlias
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumRecord, QuorumRequest, decide
+from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.core.verdict import Publish, Wait
 
 NAMES = "abcde"
@@ -85,7 +86,7 @@ class Ours:
     def decide(self, alive: list[str], now: int) -> str:
         living = [one for name, one in self.members.items() if name in alive]
         silent = [one for name, one in self.members.items() if name not in alive]
-        verdict = decide(living, self.last, self.options, float(now), 0.0, previous_at=self.last_at, silent=silent)
+        verdict = decide(QuorumSituation(living, self.last, self.last_at, silent), self.options, float(now))
         if isinstance(verdict, Publish):
             self.last, self.last_at = verdict.record, float(now)
         return verdict.reason
@@ -171,7 +172,7 @@ class History:
     def decide(self) -> None:
         living = [one for name, one in self.members.items() if name not in self.silent]
         silent = [one for name, one in self.members.items() if name in self.silent]
-        verdict = decide(living, self.last, self.options, 1.0, 0.0, silent=silent)
+        verdict = decide(QuorumSituation(living, self.last, silent=silent), self.options, 1.0)
         if isinstance(verdict, Wait):
             return
         new, old = verdict.record, self.last

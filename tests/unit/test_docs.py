@@ -29,7 +29,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
-FILE = re.compile(r"(?:\.ci|[\w-]+)(?:/[\w.-]+)*\.(?:py|md|yml|sh|sbatch|toml|cfg)|(?:[\w-]+/){2,}")
+FILE = re.compile(r"(?:\.ci|[\w-]+)(?:/[\w.-]+)*\.(?:py|md|yml|sh|sbatch|toml|cfg)|(?:tests|docs|docker|examples)/(?:[\w-]+/)*")
 WIDTH = 120
 
 
@@ -80,7 +80,7 @@ def test_what_the_tests_look_for_is_found() -> None:
     text = "Run `make x` or:\n\n```console\n$ pytest a \\\n    -k b   # why\n```\n"
     assert list(commands(text)) == ["pytest a      -k b   # why", "make x"]
     assert FILE.fullmatch("tests/unit/test_docs.py")
-    assert FILE.fullmatch("etcd/rpc/")
+    assert FILE.fullmatch("tests/unit/")
     assert not FILE.fullmatch("/myjob-17/")
     assert selected("tests/unit/test_docs.py", "anchor or somewhere") == {"test_links_lead_somewhere"}
 

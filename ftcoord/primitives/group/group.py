@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
+from ftcoord.core.layout import decided_key, member_id, member_key, members_span
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
@@ -70,13 +71,13 @@ class Group:
         failed: Callable[[], None] = lambda: None,
         restless: bool = False,
     ) -> None:
-        self.id = f"{session.lease_id:016x}"
-        self._member_key = MemberKey(etcd, f"{prefix}/members/", session)
+        self.id = member_id(session.lease_id)
+        self._member_key = MemberKey(etcd, member_key(prefix, self.id), session)
         self._etcd, self._session, self._policy = etcd, session, policy
         self._record_ttl, self._listener, self._clock = record_ttl, listener, clock
-        self._members_span = Span(f"{prefix}/members/", is_prefix=True)
+        self._members_span = members_span(prefix)
         self._inbox: queue.SimpleQueue[tuple[Mirror, Posted] | None] = queue.SimpleQueue()
-        self._decided = Mirror(etcd, Span(f"{prefix}/decided"), self._post)
+        self._decided = Mirror(etcd, Span(decided_key(prefix)), self._post)
         self._ahead: Mirror | None = None
         self._members: Mirror | None = None
         self._known: KeyValue | None = None

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ftcoord.core.layout import member_id, member_of
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
 from ftcoord.primitives.session import Session
@@ -16,16 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class MemberKey:
-    """The key `<members><lease id>`, under that lease. Thread-safe; one writes at a time.
+    """A member's key, under the lease that it is named for. Thread-safe; one writes at a time.
 
     Args:
         etcd: the door to etcd.
-        members: what the members' keys begin with.
+        key: where it lies.
         session: the member's lease.
     """
 
-    def __init__(self, etcd: Etcd, members: str, session: Session) -> None:
-        self.key = f"{members}{session.lease_id:016x}"
+    def __init__(self, etcd: Etcd, key: str, session: Session) -> None:
+        self.key = key
         self.kv: KeyValue | None = None
         """What it holds, as far as is known; None before it is taken."""
         self._etcd, self._session = etcd, session
@@ -99,4 +100,4 @@ class MemberKey:
 
 def is_member(kv: KeyValue) -> bool:
     """Whether the key is a member's, which lies under the lease that it is named for and so will go one day."""
-    return kv.lease != 0 and kv.key.endswith(f"/{kv.lease:016x}")
+    return kv.lease != 0 and member_of(kv.key) == member_id(kv.lease)
