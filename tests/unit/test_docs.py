@@ -29,7 +29,9 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
-FILE = re.compile(r"(?:\.ci|[\w-]+)(?:/[\w.-]+)*\.(?:py|md|yml|sh|sbatch|toml|cfg)|(?:tests|docs|docker|examples)/(?:[\w-]+/)*")
+FILE = re.compile(
+    r"(?:\.ci|[\w-]+)(?:/[\w.-]+)*\.(?:py|md|yml|sh|sbatch|toml|cfg)|(?:tests|docs|docker|examples)/(?:[\w-]+/)*"
+)
 WIDTH = 120
 
 
