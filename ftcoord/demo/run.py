@@ -7,16 +7,14 @@ import itertools
 import json
 import logging
 import os
-import queue
 import socket
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from ftcoord import concurrency
 from ftcoord.core.layout import decided_key
 from ftcoord.core.rendezvous_records import Round, parse_round
 from ftcoord.demo.agents import Agent, no_orphans
@@ -52,17 +50,17 @@ class Demo:
         server: EtcdServer,
         client: EtcdClient,
         stack: ExitStack,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.now,
     ) -> None:
         self._folder, self._server, self._client, self._stack, self._clock = folder, server, client, stack, clock
         self._started_at = clock()
         self._run = f"demo-{folder.name}"
         self._agents: dict[str, Agent] = {}
-        self._rounds: queue.SimpleQueue[Round] = queue.SimpleQueue()
+        self._rounds: concurrency.Queue[Round] = concurrency.inbox()
         self._told: set[tuple[int, bool]] = set()
         self._progress = folder / "progress.jsonl"
         self._progress.touch()
-        self._tick = threading.Event()
+        self._tick = concurrency.event()
 
     def play(self) -> None:
         """The whole piece. Raises DemoError."""

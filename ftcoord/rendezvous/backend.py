@@ -8,7 +8,6 @@ Use `etcd-v3` unless you need just this.
 from __future__ import annotations
 
 import atexit
-import time
 from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -19,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs_handler
 
+from ftcoord import concurrency
 from ftcoord.config import redacted
 from ftcoord.core.layout import backend_state_key, backend_store_prefix
 from ftcoord.errors import ConfigError, EtcdError, LeaseLost
@@ -84,7 +84,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
             return write_once(self._etcd, Put(self._key, state, self._kept_lease()), expected)
 
     def _kept_lease(self) -> int:
-        now = time.monotonic()
+        now = concurrency.now()
         if not self._lease:
             self._lease, self._renewed_at = self._etcd.grant(self._ttl).id, now
         elif now - self._renewed_at > self._ttl / 3:

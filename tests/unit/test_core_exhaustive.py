@@ -1,4 +1,4 @@
-"""Every order of events for up to three nodes: DESIGN.md's invariants hold after each, and planted bugs are found.
+"""Every order of events for up to three nodes: the protocol's invariants hold after each, and planted bugs are found.
 
 Two nodes are explored to the end; three as deep as takes seconds, from an empty run and from a round that runs.
 """
@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from model import RETURN, Broken, Decide, World, quick
+from model import RETURN, Decide, World, quick
 
 from ftcoord.core import rendezvous
+from ftcoord.core.invariants import InvariantBroken
 from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.core.verdict import Publish, Verdict, Wait
@@ -241,19 +242,19 @@ PLANTED: dict[str, tuple[str, tuple[int, int], Decide]] = {
 def test_planted_bug_is_found(bug: str) -> None:
     rule, limits, decide = PLANTED[bug]
     world = World(limits, nodes=2, decide=decide, vanishing=True, hanging=False)
-    with pytest.raises(Broken, match=rule):
+    with pytest.raises(InvariantBroken, match=rule):
         world.explore(12)
 
 
 def test_a_missing_guard_is_found() -> None:
     world = World((1, 2), nodes=2, deciders=2, guarded=False, hanging=False)
-    with pytest.raises(Broken, match="S1 S2"):
+    with pytest.raises(InvariantBroken, match="S1 S2"):
         world.explore(10)
 
 
 def test_a_broken_rule_is_reported_with_what_led_there() -> None:
     world = World((1, 2), nodes=2, decide=outcome(no_newcomers), hanging=False)
     with pytest.raises(
-        Broken, match=r"^L1 a round runs, .*, after: A0 joins after round 0 \| .* \| B0 joins after round 0$"
+        InvariantBroken, match=r"^L1 a round runs, .*, after: A0 joins after round 0 \| .* \| B0 joins after round 0$"
     ):
         world.explore(10)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcoord.core.invariants import check_quorum
 from ftcoord.core.quorum import RULES, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.recovery import Recovery, recovery
@@ -57,8 +58,11 @@ def judge(
     **more: Any,
 ) -> Verdict:
     situation = QuorumSituation(replicas, previous, created=CREATED, **more)
-    verdict = decide(situation, QuorumOptions(min_replicas, join_timeout), 0.0)
+    options = QuorumOptions(min_replicas, join_timeout)
+    verdict = decide(situation, options, 0.0)
     assert verdict.rule in RULES
+    if isinstance(verdict, Publish):
+        check_quorum(situation, options, verdict.record)
     return verdict
 
 

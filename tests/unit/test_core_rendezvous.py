@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcoord.core.invariants import check_round
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import (
     FRESH,
@@ -82,8 +83,11 @@ def judge(
     **more: Any,
 ) -> Verdict:
     options = replace(RoundOptions(LAST_CALL, SETTLE), **more)
-    verdict = decide(situation(members, changed_at, previous, limits, previous_at, vanished), options, 0.0)
+    there = situation(members, changed_at, previous, limits, previous_at, vanished)
+    verdict = decide(there, options, 0.0)
     assert verdict.rule in RULES
+    if isinstance(verdict, Publish):
+        check_round(there, verdict.record)
     return verdict
 
 
