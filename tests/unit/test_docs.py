@@ -162,6 +162,26 @@ def test_examples_in_python_name_what_there_is(page: Path) -> None:
                         value = getattr(value, part)
 
 
+def quotations(text: str) -> Iterator[tuple[str, str]]:
+    """The blocks of Python that say in their first line which file they are from, without the lines left out."""
+    for language, body in FENCE.findall(text):
+        if language == "python" and (found := re.match(r"# ([\w/]+\.py)\n", body)):
+            yield from (
+                (found[1], part.strip("\n")) for part in re.split(r"^ *\.\.\.$", body[found.end() :], flags=re.M)
+            )
+
+
+@each(PAGES)
+def test_quotations_are_what_the_files_say(page: Path) -> None:
+    for path, part in quotations(read(page)):
+        assert part in read(ROOT / path), f"{name_of(page)} quotes {path}, which has no longer: {part}"
+
+
+def test_quotations_are_found() -> None:
+    text = "```python\n# a/b.py\nx = 1\n    ...\ny = 2\n```\n```python\nz\n```"
+    assert list(quotations(text)) == [("a/b.py", "x = 1"), ("a/b.py", "y = 2")]
+
+
 def test_each_setting_is_described() -> None:
     described = read(ROOT / "docs" / "configuration.md")
     names = {*settings._NAMES, *(name for names in config._VARIABLES.values() for name in names)}
