@@ -26,9 +26,9 @@ from typing import Any, Final, TypeVar
 from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
 from ftcoord.core.strict import build
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Compare, Delete, Etcd, KeyValue, Op, Put, Span
-from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.etcd.retry import UNANSWERED, retry_until_answered
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Session
@@ -44,7 +44,6 @@ GRACE: Final = 5.0
 """Seconds that the one who answers may be away: it may have lost its lease, and then comes back under another."""
 GIVE_UP: Final = 0.5
 """Seconds for taking back a call that nobody waits for any more."""
-_TRANSIENT: Final = (EtcdUnavailable, OutcomeUnknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +245,7 @@ class _Channel:
             raise Gone("the manager of this replica is gone")
         if now >= deadline:
             raise TimeoutError("the call was not answered in time")
-        with contextlib.suppress(concurrency.Empty, *_TRANSIENT):
+        with contextlib.suppress(concurrency.Empty, *UNANSWERED):
             mirror, posted = self._inbox.get(timeout=min(deadline - now, patience, self._server_deadline() - now))
             mirror.apply(posted)
 
@@ -256,7 +255,7 @@ class _Channel:
             for mirror in self._mirrors:
                 if not mirror.synced:
                     mirror.sync()
-        except _TRANSIENT as error:
+        except UNANSWERED as error:
             log.debug("a call cannot be followed for now: %s", error)
             return RETRY
         return inf
@@ -289,6 +288,6 @@ def put_all(etcd: Etcd, puts: list[Put], deadline: float) -> int:
 
 def _in_time(attempt: Callable[[float], T], deadline: float) -> T:
     try:
-        return retry_unanswered(attempt, deadline, concurrency.event())
-    except _TRANSIENT as error:
+        return retry_until_answered(attempt, deadline, concurrency.event())
+    except UNANSWERED as error:
         raise TimeoutError(str(error)) from None

@@ -29,7 +29,7 @@ from ftcoord.errors import (
     RoundOver,
 )
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, exists
-from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.session import Session
 
 SPENT: Final = b"spent"
@@ -123,7 +123,9 @@ class ExactlyOnceWriter:
             leased = [Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops]
             success = [*leased, Put(self._count, b"", lease), *_gets(look, keys_only=True)]
             failure = [Get(Span(self._count)), *_gets(self._fence), *_gets(look)]
-            result = retry_unanswered(lambda left: self._send(compares, success, failure, left), deadline, self._closed)
+            result = retry_until_answered(
+                lambda left: self._send(compares, success, failure, left), deadline, self._closed
+            )
         except LeaseLost as error:
             self._lease_is_gone(error)
             return None
@@ -151,7 +153,7 @@ class ExactlyOnceWriter:
         """See to it that a change which was not made is not made later either."""
         guard = [Compare(self._count, "version", "=", self._made)]
         put, read = Put(self._count, SPENT, self._lease_id(deadline)), Get(Span(self._count))
-        result = retry_unanswered(
+        result = retry_until_answered(
             lambda left: self._etcd.txn(guard, (put,), (read,), timeout=left), deadline, self._closed
         )
         if not result.succeeded:
@@ -183,7 +185,7 @@ class ExactlyOnceWriter:
         """What the key was right after a change whose answer was lost."""
         for get in _gets(look, keys_only=True, revision=revision):
             try:
-                return retry_unanswered(partial(self._read, get), deadline, self._closed).one
+                return retry_until_answered(partial(self._read, get), deadline, self._closed).one
             except RequestRefused:
                 return None  # compacted
         return None
@@ -195,7 +197,7 @@ class ExactlyOnceWriter:
         if self._lease is not None:
             return self._lease
         if self._session is None:
-            self._session = retry_unanswered(lambda left: Session(self._etcd, self._ttl), deadline, self._closed)
+            self._session = retry_until_answered(lambda left: Session(self._etcd, self._ttl), deadline, self._closed)
             if self._closed.is_set():  # since then
                 self._session.orphan()
         return self._session.lease_id

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
-from ftcoord.etcd.retry import retry
+from ftcoord.etcd.retry import UNANSWERED, retry
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ def write_once(
             raise
 
     try:
-        result = retry(attempt, (EtcdUnavailable, OutcomeUnknown), deadline, concurrency.event())
-    except EtcdUnavailable as error:
+        result = retry(attempt, UNANSWERED, deadline, concurrency.event())
+    except (ClientClosed, EtcdUnavailable) as error:
         if not lost:
             raise
         raise OutcomeUnknown(f"a write was not answered, and then: {error}") from None

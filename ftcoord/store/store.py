@@ -38,7 +38,7 @@ from ftcoord.etcd.api import (
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.exactly_once import CLOSED, ExactlyOnceWriter, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 from ftcoord.store.halves import Opened, let_go
@@ -275,7 +275,7 @@ class EtcdStore(Store):
 
     def _range(self, get: Get, deadline: float) -> RangeResult:
         with as_torch_errors():
-            return retry_unanswered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+            return retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
 
     def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
         return self._etcd.txn((), gets, timeout=left)
@@ -318,7 +318,7 @@ class EtcdStore(Store):
         for start in range(0, len(gets), CHUNK):
             part = gets[start : start + CHUNK]
             with as_torch_errors():
-                result = retry_unanswered(partial(self._read_all, part), deadline, self._closed)
+                result = retry_until_answered(partial(self._read_all, part), deadline, self._closed)
             found += [result.range(index) for index in range(len(part))]
         return found
 

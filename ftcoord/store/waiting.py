@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 from ftcoord import concurrency
 from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, Span, WatchItem
-from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.exactly_once import round_over
 
 _Items: TypeAlias = "concurrency.Queue[tuple[int, WatchItem | None]]"
@@ -87,7 +87,7 @@ class Waiting:
         """What is there now. Raises RoundOver when that is nothing, behind a fence that is gone."""
         fences = [] if self._fence is None else [Get(Span(self._fence), keys_only=True)]
         reads = [*gets, *fences]
-        result = retry_unanswered(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)
+        result = retry_until_answered(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)
         found = next((kv for index in range(len(gets)) if (kv := result.range(index).one)), None)
         if found is None and self._fence is not None and result.range(len(gets)).one is None:
             raise round_over(self._fence)

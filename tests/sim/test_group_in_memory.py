@@ -280,12 +280,12 @@ def test_two_deciders_at_once_decide_as_one(world: World) -> None:
     hosts = [world.host() for _ in range(4)]
     world.agree(*hosts)
     for host in hosts[1:]:
-        host.node.group.hurry(True)
+        host.node.group.take_over(True)
     late = world.host()
     hosts.pop(2).leave()
     world.agree(*hosts, late)
     for host in hosts[1:]:
-        host.node.group.hurry(False)
+        host.node.group.take_over(False)
     world.agree(*hosts, late, world.host())
     world.check_one_history()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.errors import EtcdError, EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.rpc import messages
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class Batcher:
             response = self._send(_nested(untold), max(map(_left, untold)))
             for nested in response.responses:
                 untold.popleft().done(nested.response_txn, response.header.revision, None)
-        except (EtcdUnavailable, OutcomeUnknown) as failure:
+        except (ClientClosed, EtcdUnavailable, OutcomeUnknown) as failure:  # each alone would fare no better
             error = failure
         except EtcdError as failure:
             log.debug("etcd refused transactions that went together, now each goes alone: %s", failure)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ftcoord import concurrency
-from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
+from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, FtcoordError, Rewound
 from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
-from ftcoord.etcd.retry import pause
+from ftcoord.etcd.retry import backoff
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.quiet_grpc import grpc
 from ftcoord.etcd.rpc.transport import CLOSED, Transport
@@ -89,7 +89,7 @@ class WatchHub:
     ) -> Watcher:
         """Start watching; `deliver` is called on the hub's thread, and for a watch that stands already on this one too.
 
-        Raises EtcdUnavailable when the client is closed.
+        Raises ClientClosed.
         """
         self._transport.member()
         with self._lock:
@@ -173,7 +173,7 @@ class WatchHub:
                 log.debug("cannot open a watch stream: %s", error)
                 heard = False
             failures = 1 if heard else failures + 1
-            closed.wait(pause(failures))
+            closed.wait(backoff(failures))
 
     def _wanted(self) -> bool:
         """Whether a stream is needed. If not, the thread ends, and the next watcher starts another."""
@@ -359,7 +359,7 @@ class _Stream:
     def _moved(self) -> bool:
         try:
             return self._transport.member() is not self.member
-        except EtcdUnavailable:
+        except ClientClosed:
             return True
 
     def _give_up(self, why: str) -> None:
