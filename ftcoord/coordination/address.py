@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from ftcoord.config import EtcdConfig, redacted, whole
-from ftcoord.core.layout import KEY_PREFIX, run_prefix
+from ftcoord.core.layout import KEY_PREFIX, quorum_prefix
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.errors import ConfigError
 
@@ -46,7 +46,7 @@ class Job:
     @property
     def prefix(self) -> str:
         """What all of the job's keys start with."""
-        return f"{run_prefix(KEY_PREFIX, self.name)}/quorum"
+        return quorum_prefix(KEY_PREFIX, self.name)
 
     @property
     def options(self) -> QuorumOptions:

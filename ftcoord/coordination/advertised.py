@@ -21,8 +21,8 @@ class AdvertisedKeys:
         closed: set it to make it give up.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str, replica: Replica, closed: concurrency.Event) -> None:
-        self._etcd, self._prefix, self._replica, self._closed = etcd, prefix, replica, closed
+    def __init__(self, etcd: Etcd, replica: Replica, closed: concurrency.Event) -> None:
+        self._etcd, self._replica, self._closed = etcd, replica, closed
         self._lock = concurrency.lock("AdvertisedKeys._lock")
         self._put: dict[str, tuple[int, str]] = {}
 
@@ -43,7 +43,7 @@ class AdvertisedKeys:
             def put_new(lease: int) -> None:
                 new = {key: (lease, text) for key, text in wanted.items() if self._put.get(key) != (lease, text)}
                 if new:
-                    puts = [Put(f"{self._prefix}/{key}", text.encode(), lease) for key, (_, text) in new.items()]
+                    puts = [Put(key, text.encode(), lease) for key, (_, text) in new.items()]
                     put_all(self._etcd, puts, deadline)
                 self._put.update(new)
 

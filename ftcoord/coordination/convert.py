@@ -10,7 +10,8 @@ from typing import Any
 from ftcoord.coordination import checks
 from ftcoord.coordination.types import Quorum as QuorumReply
 from ftcoord.coordination.types import QuorumMember, QuorumResult, Timestamp
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest, recovery
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
+from ftcoord.core.recovery import recovery
 from ftcoord.errors import NotInQuorum
 
 

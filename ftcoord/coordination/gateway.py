@@ -27,7 +27,7 @@ from ftcoord.coordination.lighthouse_wire import (
     read_heartbeat,
     read_quorum_request,
 )
-from ftcoord.core.quorum import QuorumRecord
+from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import ConfigError, EtcdError, ServerError, StateError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc

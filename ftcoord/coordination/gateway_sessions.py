@@ -11,7 +11,7 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import Replica, TakeoverToken
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.etcd.api import Etcd
 
 LEAVE_TIMEOUT: Final = 2.0

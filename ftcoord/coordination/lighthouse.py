@@ -18,7 +18,7 @@ from ftcoord.coordination.connection import check_process, connect, torchft_erro
 from ftcoord.coordination.convert import json_text, quorum_reply
 from ftcoord.coordination.replica import Replica, TakeoverToken
 from ftcoord.coordination.types import Quorum
-from ftcoord.core.quorum import QuorumRequest
+from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.etcd.shared import SharedClient
 
 PROBE: Final = timedelta(seconds=10)

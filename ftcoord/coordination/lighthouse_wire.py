@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.core.strict import json_problem
 from ftcoord.etcd.rpc.protobuf import declare
 

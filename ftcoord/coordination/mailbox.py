@@ -24,6 +24,7 @@ from math import inf
 from typing import Any, Final, TypeVar
 
 from ftcoord import concurrency
+from ftcoord.core.layout import mailbox_answer_key, mailbox_call_key, mailbox_calls_span, mailbox_server_key
 from ftcoord.core.lease import SessionState
 from ftcoord.core.strict import build
 from ftcoord.errors import EtcdError, LeaseLost
@@ -75,12 +76,12 @@ class Mailbox:
     def __init__(self, etcd: Etcd, prefix: str, incarnation: str, hear: Callable[[str, Call | None], None]) -> None:
         self._etcd, self._prefix, self._incarnation, self._hear = etcd, prefix, incarnation, hear
         self._heard: dict[str, str] = {}
-        self._informer = Informer(etcd, [Span(f"{prefix}/in/", is_prefix=True)], self._tell, "ftcoord-mailbox")
+        self._informer = Informer(etcd, [mailbox_calls_span(prefix)], self._tell, "ftcoord-mailbox")
 
     def answer(self, call: Call, body: Mapping[str, Any], lease: int) -> None:
         """Answer a call, under a lease, for as long as its caller waits. Raises TimeoutError, EtcdError."""
         value = json.dumps({**body, "id": call.id}).encode()
-        put_all(self._etcd, [Put(f"{self._prefix}/out/{call.line}", value, lease)], call.deadline)
+        put_all(self._etcd, [Put(mailbox_answer_key(self._prefix, call.line), value, lease)], call.deadline)
 
     def close(self) -> None:
         """Hear no more."""
@@ -179,11 +180,11 @@ class _Channel:
 
     def __init__(self, etcd: Etcd, prefix: str, name: str) -> None:
         self.turn = concurrency.lock("_Channel.turn")
-        self._etcd, self._key = etcd, f"{prefix}/in/{name}"
+        self._etcd, self._key = etcd, mailbox_call_key(prefix, name)
         self._inbox: concurrency.Queue[tuple[Mirror, Posted]] = concurrency.inbox()
         post = lambda *item: self._inbox.put(item)  # noqa: E731
-        self._answer = Mirror(etcd, Span(f"{prefix}/out/{name}"), post)
-        self._server = Mirror(etcd, Span(f"{prefix}/server"), post)
+        self._answer = Mirror(etcd, Span(mailbox_answer_key(prefix, name)), post)
+        self._server = Mirror(etcd, Span(mailbox_server_key(prefix)), post)
         self._mine = Mirror(etcd, Span(self._key), post)
         self._mirrors = (self._answer, self._server, self._mine)
         self._server_until: float | None = None

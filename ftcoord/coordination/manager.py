@@ -15,11 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
-from urllib.parse import quote
 
 from ftcoord import concurrency
 from ftcoord.coordination import checks
-from ftcoord.coordination.address import Job
 from ftcoord.coordination.advertised import AdvertisedKeys
 from ftcoord.coordination.connection import check_process, connect, torchft_errors, unreachable, when_forgotten
 from ftcoord.coordination.convert import quorum_result
@@ -28,8 +26,8 @@ from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.ranks import RankBarrier, RankRequest, RankVote, VoteCounter, outcome
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
-from ftcoord.core.quorum_records import encode, parse_quorum
+from ftcoord.core.layout import mailbox_answer_key, mailbox_metadata_key, mailbox_prefix, mailbox_server_key
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, encode, parse_quorum
 from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.shared import SharedClient
@@ -88,14 +86,14 @@ class ManagerServer:
         patience = checks.seconds("connect_timeout", connect_timeout)
         job, self._etcd = connect(checks.string("lighthouse_addr", lighthouse_addr), patience)
         self._job = replace(job.at(self._etcd.config), manager=replica_id)
-        self._prefix = mailbox_prefix(self._job)
+        self._prefix = mailbox_prefix(self._job.prefix, self._job.manager)
         lease_keeper = LeaseKeeper.of_process(self._etcd.config)
         self._replica = Replica(self._etcd, job, replica_id, keeps_lease=True, lease_keeper=lease_keeper)
         self._closed = concurrency.event()
         self._pid, self._incarnation = os.getpid(), uuid.uuid4().hex
         self._barrier = RankBarrier(self._world_size, self._ask)
         self._vote_counter = VoteCounter(self._world_size)
-        self._advertised = AdvertisedKeys(self._etcd, self._prefix, self._replica, self._closed)
+        self._advertised = AdvertisedKeys(self._etcd, self._replica, self._closed)
         self._remote: dict[str, Callable[[], object]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-manager")
         self._replies = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-replies")
@@ -140,7 +138,7 @@ class ManagerServer:
             with torchft_errors():
                 deadline = concurrency.now() + patience
                 self._replica.beat(deadline)
-                self._advertised.put({"server": self._incarnation}, deadline)
+                self._advertised.put({mailbox_server_key(self._prefix): self._incarnation}, deadline)
         except (TimeoutError, RuntimeError) as error:
             self._replica.leave(LEAVE_TIMEOUT)
             self._etcd.close()
@@ -167,7 +165,8 @@ class ManagerServer:
 
     def _ask(self, asks: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         deadline = concurrency.now() + last.timeout
-        self._advertised.put({f"metadata/{rank}": ask.metadata for rank, ask in asks.items()}, deadline)
+        texts = {mailbox_metadata_key(self._prefix, rank): ask.metadata for rank, ask in asks.items()}
+        self._advertised.put(texts, deadline)
         request = QuorumRequest(
             self._id,
             self.address(),
@@ -240,7 +239,7 @@ class ManagerClient:
         self._address = checks.string("addr", addr)
         deadline = concurrency.now() + checks.seconds("connect_timeout", connect_timeout)
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
-        self._prefix = mailbox_prefix(self._job)
+        self._prefix = mailbox_prefix(self._job.prefix, self._job.manager)
         self._mailbox_client, self._pid = MailboxClient(self._etcd, self._prefix), os.getpid()
         when_forgotten(self, _disconnect, self._mailbox_client, self._etcd)
         if self._address not in _here:
@@ -313,7 +312,7 @@ class ManagerClient:
             rank: the rank.
             timeout: how long to wait for etcd.
         """
-        key = f"{self._prefix}/metadata/{checks.integer('rank', rank)}"
+        key = mailbox_metadata_key(self._prefix, checks.integer("rank", rank))
         with torchft_errors():
             found = self._etcd.range(Get(Span(key)), timeout=max(checks.seconds("timeout", timeout), 0.05)).one
         if found is None:
@@ -349,7 +348,7 @@ class ManagerClient:
     def _look(self) -> str | None:
         """Why the manager cannot be reached; None if it can."""
         try:
-            found = self._etcd.range(Get(Span(f"{self._prefix}/server"))).one
+            found = self._etcd.range(Get(Span(mailbox_server_key(self._prefix)))).one
         except EtcdUnavailable as error:
             return str(error)
         return None if found is not None else "there is no manager"
@@ -364,18 +363,13 @@ class ManagerClient:
         answer = self._call(QUORUM, ask.rank, {name: getattr(ask, name) for name in names}, ask.timeout)
         if "error" in answer:
             raise TimeoutError(answer["error"]) if answer["timed_out"] else checks.failed("Internal", answer["error"])
-        return parse_quorum(f"{self._prefix}/out", answer["quorum"].encode())
+        return parse_quorum(mailbox_answer_key(self._prefix, f"{QUORUM}-{ask.rank}"), answer["quorum"].encode())
 
     def _call(self, kind: str, rank: int, body: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
         try:
             return self._mailbox_client.call(f"{kind}-{rank}", body, concurrency.now() + timeout, again=True)
         except Gone as error:
             raise checks.failed("Unavailable", str(error)) from None
-
-
-def mailbox_prefix(job: Job) -> str:
-    """Where a manager's ranks and peers find it."""
-    return f"{job.prefix}/managers/{quote(job.manager, safe='')}"
 
 
 def _body(done: Future[QuorumRecord]) -> Mapping[str, Any]:

@@ -13,8 +13,8 @@ from ftcoord.coordination.connection import connect, torchft_errors, when_forgot
 from ftcoord.coordination.convert import quorum_reply
 from ftcoord.coordination.replica import RECORD_TTL
 from ftcoord.coordination.types import Quorum as QuorumReply
-from ftcoord.core.quorum import QuorumRecord
-from ftcoord.core.quorum_records import parse_quorum
+from ftcoord.core.layout import config_key, configs_span, decided_key, member_key, members_span
+from ftcoord.core.quorum_records import QuorumRecord, parse_quorum
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Get, KeyValue, RangeResult, Span
 from ftcoord.etcd.shared import SharedClient
@@ -53,14 +53,13 @@ class Observer:
         self._job, self._etcd = connect(checks.string("addr", addr), patience)
         prefix = self._job.prefix
         self._on_quorum, self._on_lost, self._on_config = on_quorum, on_lost, on_config
-        self._decided_key, self._members, self._configs = f"{prefix}/decided", f"{prefix}/members/", f"{prefix}/config/"
+        self._prefix, self._decided_key, self._configs = prefix, decided_key(prefix), configs_span(prefix).start
         self._current: QuorumRecord | None = None
         self._told_lost: set[str] = set()
         self._told_config: dict[str, int] = {}
         self._informer: Informer | None = None
         if any((on_quorum, on_lost, on_config)):
-            prefixes = [Span(start, is_prefix=True) for start in (self._members, self._configs)]
-            spans = [Span(self._decided_key), *prefixes]
+            spans = [Span(self._decided_key), members_span(prefix), configs_span(prefix)]
             self._informer = Informer(self._etcd, spans, _weakly(self._tell), "ftcoord-observer")
         when_forgotten(self, _end, self._informer, self._etcd)
 
@@ -86,7 +85,7 @@ class Observer:
     def get_config(self, name: str) -> bytes | None:
         """What a name is set to in the job's shared configuration. Raises RuntimeError."""
         with torchft_errors():
-            found = self._etcd.get(self._configs + checks.string("name", name)).one
+            found = self._etcd.get(config_key(self._prefix, checks.string("name", name))).one
         return found.value if found else None
 
     def set_config(self, name: str, value: bytes | None) -> None:
@@ -94,7 +93,7 @@ class Observer:
 
         Raises RuntimeError; whether it was set is then not known.
         """
-        key = self._configs + checks.string("name", name)
+        key = config_key(self._prefix, checks.string("name", name))
         with torchft_errors():
             if value is None:
                 self._etcd.delete(Span(key))
@@ -117,8 +116,8 @@ class Observer:
             return None
         return found.one
 
-    def _tell(self, decided_key: Mirror, alive: Mirror, config: Mirror) -> None:
-        kv = decided_key.one
+    def _tell(self, quorum: Mirror, alive: Mirror, config: Mirror) -> None:
+        kv = quorum.one
         if kv is not None:
             decided = parse_quorum(kv.key, kv.value)
             if decided != self._current:
@@ -132,7 +131,7 @@ class Observer:
         if self._on_lost is None or self._current is None:
             return
         for seat in self._current.seats:
-            key = self._members + seat.member
+            key = member_key(self._prefix, seat.member)
             if key in alive or seat.member in self._told_lost:
                 continue
             if self._etcd.get(key).one is None:  # else it is so new that its own watch has not told of it yet

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.core.quorum import QuorumRecord
+from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.core.vote import Ballot, Vote, decide_vote, next_ballot
 from ftcoord.errors import FtcoordError
 

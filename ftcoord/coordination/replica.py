@@ -12,10 +12,9 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.use import QuorumUse, asking, idle
-from ftcoord.core.layout import Span, members_prefix
+from ftcoord.core.layout import members_span
 from ftcoord.core.outlook import Standing
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
-from ftcoord.core.quorum_records import ReplicaRecord
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Etcd, Get
 from ftcoord.primitives.group.participant import LeaseKeeper, Left, Look, Participant, Timing
@@ -166,7 +165,7 @@ class Replica:
         return member is None or member.id in quorum.seated
 
     def _revisions(self) -> dict[str, int]:
-        members = Get(Span(members_prefix(self._job.prefix), is_prefix=True), keys_only=True)
+        members = Get(members_span(self._job.prefix), keys_only=True)
         return {kv.key: kv.mod_revision for kv in self._etcd.range(members, timeout=self._timeout).kvs}
 
 

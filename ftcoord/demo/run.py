@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ftcoord import concurrency
+from ftcoord.core.layout import decided_key
 from ftcoord.core.rendezvous_records import Round, parse_round
 from ftcoord.demo.agents import Agent, no_orphans
 from ftcoord.embedded.server import EtcdServer
@@ -93,7 +94,7 @@ class Demo:
         settings = RendezvousSettings.parse(
             backend="etcd-v3", endpoint="", run_id=self._run, min_nodes=2, max_nodes=3, local_addr=None, conf={}, env={}
         )
-        self._client.watch(Span(f"{settings.prefix}/decided"), 1, self._on_decided)
+        self._client.watch(Span(decided_key(settings.prefix)), 1, self._on_decided)
 
     def _on_decided(self, item: WatchItem) -> None:
         if isinstance(item, Batch):

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ftcoord import concurrency
 from ftcoord.config import redacted
+from ftcoord.core.layout import backend_state_key, backend_store_prefix
 from ftcoord.errors import ConfigError, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, Put, Span
 from ftcoord.primitives.write_once import WriteOutcome, write_once
@@ -104,8 +105,8 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
     settings, etcd, server = open_run(with_conf(params, conf))
     if server is not None:
         atexit.register(server.stop)
-    prefix = f"{settings.prefix}/dynamic"
-    return EtcdRendezvousBackend(etcd, f"{prefix}/state"), EtcdStore(etcd, f"{prefix}/store/")
+    backend = EtcdRendezvousBackend(etcd, backend_state_key(settings.prefix))
+    return backend, EtcdStore(etcd, backend_store_prefix(settings.prefix))
 
 
 def create_dynamic_handler(params: RendezvousParameters) -> RendezvousHandler:

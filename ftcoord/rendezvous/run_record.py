@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from ftcoord.core import rendezvous, rendezvous_records
+from ftcoord.core.layout import decided_key, members_span, number_of, round_key, rounds_span
 from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Span
@@ -23,7 +24,7 @@ class RunRecord:
 
     def __init__(self, etcd: Etcd, settings: RendezvousSettings) -> None:
         self._etcd, self._settings = etcd, settings
-        self._key = f"{settings.prefix}/decided"
+        self._key = decided_key(settings.prefix)
 
     def read(self) -> Round | None:
         """What was decided last."""
@@ -49,7 +50,7 @@ class RunRecord:
             if ended is None:
                 _say_why_not(settings.run_id, now, outcome)
                 return None
-            fence = Delete(Span(rendezvous_records.round_key(settings.prefix, now.number)))
+            fence = Delete(Span(round_key(settings.prefix, now.number)))
             value = rendezvous_records.encode(replace(ended, by=uuid.uuid4().hex))
             return value, () if outcome == rendezvous_records.FINISHED else (fence,)
 
@@ -65,7 +66,7 @@ class RunRecord:
 
         Raises EtcdError.
         """
-        span = Span(rendezvous_records.members_prefix(self._settings.prefix), is_prefix=True)
+        span = members_span(self._settings.prefix)
         found = self._etcd.range(Get(span, limit=limit, order="oldest"), timeout=timeout)
         asks = []
         for kv in found.kvs:
@@ -77,9 +78,9 @@ class RunRecord:
 
     def highest_round(self, timeout: float) -> int:
         """The highest round of which anything is left in etcd, also when the record was deleted. Raises EtcdError."""
-        span = Span(rendezvous_records.rounds_prefix(self._settings.prefix), is_prefix=True)
+        span = rounds_span(self._settings.prefix)
         found = self._etcd.range(Get(span, keys_only=True), timeout=timeout)
-        return max((rendezvous_records.number_of(kv.key) for kv in found.kvs), default=0)
+        return max((number_of(kv.key) for kv in found.kvs), default=0)
 
 
 def _say_why_not(run_id: str, now: Round, outcome: str) -> None:

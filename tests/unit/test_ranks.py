@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from ftcoord.coordination.ranks import RankBarrier, RankRequest
-from ftcoord.core.quorum import QuorumRecord
+from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import EtcdUnavailable
 
 
