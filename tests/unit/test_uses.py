@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from test_layering import MODULES, imports, place_of
+from test_layering import MODULES, imported, imports, place_of
 
 import ftcoord
 
@@ -126,6 +126,14 @@ def public(use: Found) -> str:
     return "" if public_names(use) else "nothing in ftcoord.__all__, or in a public module's, leads to it"
 
 
+def in_memory(use: Found) -> str:
+    for path in (ROOT / "tests" / "sim").glob("test_*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if {name for node in ast.walk(tree) for name in imported(node, "")} & above(use.module):
+            return ""
+    return "no file in tests/sim plays it in memory"
+
+
 def contract(use: Found) -> str:
     tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "contract").glob("test_*.py")]
     named = any(names_word(test, name) for test in tests for name in public_names(use))
@@ -161,6 +169,7 @@ STEPS: tuple[Callable[[Found], str], ...] = (
     core_tests,
     garbage,
     floors,
+    in_memory,
     public,
     contract,
     protocol,
