@@ -153,12 +153,16 @@ def test_a_new_leader_of_etcd_interrupts_watches_and_loses_nothing(world: World)
 
 @simulated
 def test_members_do_not_follow_each_other_in_a_circle(world: World) -> None:
-    """The second's key is deleted and put back, so that it is the newest: then it may follow who follows it."""
+    """The second's key is put back after it was deleted, so that it is the newest; the third hears of both at once."""
     first, second, third = world.host(), world.host(), world.host()
     world.agree(first, second, third)
+    third.pause()
     world.observer.delete(Span(second.node.group.key))
-    world.etcd.change_leader()  # everybody looks whether its key is there
+    second.client.cut_off()
+    second.client.reconnect()  # so that it looks whether its key is there
     world.until(lambda: world.keys(second.node.group.key), "its key is back")
+    third.resume()
+    world.sleep(1)
     first.leave()
     assert world.agree(second, third)["by"] in (second.node.id, third.node.id)
 
@@ -276,12 +280,12 @@ def test_two_deciders_at_once_decide_as_one(world: World) -> None:
     hosts = [world.host() for _ in range(4)]
     world.agree(*hosts)
     for host in hosts[1:]:
-        host.node.group.hurry(True)
+        host.node.group.take_over(True)
     late = world.host()
     hosts.pop(2).leave()
     world.agree(*hosts, late)
     for host in hosts[1:]:
-        host.node.group.hurry(False)
+        host.node.group.take_over(False)
     world.agree(*hosts, late, world.host())
     world.check_one_history()
 
