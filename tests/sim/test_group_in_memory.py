@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from worlds import PREFIX, TTL, World, simulated
 
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import LeaseLost
-from ftcoord.etcd.api import Event, Span
+from ftcoord.etcd.api import Event, Get, Span
 from ftcoord.testing import REFUSED, Call, Fate, flaky
 
 
@@ -329,4 +331,25 @@ def test_a_host_whose_renewals_alone_get_lost_is_dead_to_the_others(world: World
     world.agree(first, second)
     first.client.fate = fate
     assert world.agree(second)["by"] == second.node.id
+    world.check_one_history()
+
+
+@simulated
+def test_no_decision_is_taken_for_a_missed_one(world: World) -> None:
+    """However the watch's thread and the group's share the work: nobody reads again what its watch has brought."""
+    reads: list[Call] = []
+
+    def note(call: Call) -> Fate:
+        if call.asked == Get(Span(f"{PREFIX}/decided")):
+            reads.append(call)
+        return Fate()
+
+    hosts = [world.host(note) for _ in range(4)]
+    number = world.agree(*hosts)["number"]
+    for _ in range(20):
+        number += 1
+        world.decide(number)
+        world.sleep(random.choice((0.0, 0.0005, 0.001)))
+    world.until(lambda: all(host.node.rolls[-1]["number"] == number for host in hosts), "all heard the last one")
+    assert not reads
     world.check_one_history()
