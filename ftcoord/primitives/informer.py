@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -26,12 +27,20 @@ class Informer:
         tell: called on the thread with the spans' mirrors, when all are in sync, and then whenever one of them may have
             changed. Where it raises EtcdError or StateError it is called again half a second later.
         name: of the thread.
+        failed: called on the thread when that ends by an error that `tell` raised: nothing is told any more.
     """
 
-    def __init__(self, etcd: Etcd, spans: Sequence[Span], tell: Callable[..., None], name: str) -> None:
+    def __init__(
+        self,
+        etcd: Etcd,
+        spans: Sequence[Span],
+        tell: Callable[..., None],
+        name: str,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         self._inbox: concurrency.Queue[tuple[Mirror, Posted] | None] = concurrency.inbox()
         self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]
-        self._tell, self._said = tell, ""
+        self._tell, self._failed, self._said = tell, failed, ""
         self._thread = concurrency.thread(self._run, name)
         self._thread.start()
 
@@ -42,6 +51,17 @@ class Informer:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._run_until_closed()
+        finally:
+            for mirror in self._mirrors:
+                mirror.close()
+            error = sys.exc_info()[1]
+            if error is not None:
+                log.exception("%s has failed", self._thread.name)
+                self._failed(error)
+
+    def _run_until_closed(self) -> None:
         timeout: float | None = 0.0
         while True:
             try:
@@ -56,8 +76,6 @@ class Informer:
                 timeout = RETRY
                 continue
             timeout = self._settle()
-        for mirror in self._mirrors:
-            mirror.close()
 
     def _settle(self) -> float | None:
         """Bring the mirrors up to date and tell; seconds until that must be tried again."""
