@@ -13,7 +13,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import ForkedProcessError
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
-from ftcoord.primitives.group.participant import Participant, Timing
+from ftcoord.primitives.group.participant import Participant, ParticipantOptions
 from ftcoord.primitives.group.use import Use
 
 R = TypeVar("R")
@@ -34,7 +34,7 @@ class RecipeMember(Generic[R, A]):
 
     def __init__(self, namespace: Namespace, use: Use[R, A], lease_ttl: int) -> None:
         self._namespace, self._pid = namespace, os.getpid()  # these never change
-        self._participant = Participant(namespace.etcd, use, Timing(lease_ttl, RECORD_TTL, REQUEST_TIMEOUT))
+        self._participant = Participant(namespace.etcd, use, ParticipantOptions(lease_ttl, RECORD_TTL, REQUEST_TIMEOUT))
         concurrency.when_forgotten(self, _end, self._participant, namespace, self._pid)
 
     def close(self) -> None:

@@ -33,6 +33,8 @@ class MemberKey:
         """Held over a write, so that the next one knows what it replaces. After `put_soon` another thread lets go."""
         self.kv: KeyValue | None = None  # guarded by _writing; read anywhere
         """What it holds, as far as is known; None before the member joined."""
+        self.doubted = False  # the group's turn guards it
+        """Whether etcd may have lost it: `restore` then looks."""
 
     def put(self, value: bytes, timeout: float, first_reads: Sequence[Get]) -> WriteOutcome:
         """Write a value unlike all before, with `timeout` seconds for each request; the first time, with some reads.
