@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -312,3 +315,35 @@ def test_each_process_has_one_of_its_own() -> None:
     outside = concurrency.of_process(Kept)
     assert concurrency.of_process(Kept) is outside
     assert in_fork(lambda: concurrency.of_process(Kept) is not outside) == "True"
+
+
+def test_a_thread_may_end_itself_and_main_may_not() -> None:
+    def main() -> str:
+        join(start(sys.exit))
+        return "goes on"
+
+    assert Scheduler().run(main) == "goes on"
+    with pytest.raises(SystemExit):
+        Scheduler().run(sys.exit)
+
+
+def test_what_outlives_its_world_ends_without_a_word() -> None:
+    """As finalizers do, which run on a thread of their own whenever Python collects garbage."""
+
+    def main() -> concurrency.Condition:
+        return concurrency.condition("test")
+
+    changed, steps = Scheduler().run(main), list[str]()
+
+    def finalize() -> None:
+        with changed:
+            changed.notify_all()
+            steps.append("notified")
+            changed.wait(1)
+            steps.append("waited")
+
+    thread = threading.Thread(target=finalize)
+    thread.start()
+    thread.join(60)
+    assert steps == ["notified"]
+    assert gc.isenabled()
