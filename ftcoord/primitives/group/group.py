@@ -26,7 +26,7 @@ from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
-from ftcoord.primitives.group.member_key import MemberKey
+from ftcoord.primitives.group.member_key import MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy, View
 from ftcoord.primitives.group.succession import Succession
@@ -196,10 +196,10 @@ class Group:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ended: ClientClosed | None = None
+        ended: EtcdError | None = None
         try:
             self._run_until_closed()
-        except ClientClosed as error:  # nothing will be answered any more; whoever waits hears of that
+        except (ClientClosed, MemberLost) as error:  # nothing will be answered any more, or concern this member
             ended = error
         finally:
             failure = ended or sys.exc_info()[1]
@@ -218,7 +218,7 @@ class Group:
                 self._take(until)
                 with self._turn:
                     until = self._step()
-            except ClientClosed:  # nothing will be answered any more
+            except (ClientClosed, MemberLost):
                 raise
             except LeaseLost as error:
                 self._say(f"a lease is gone: {error}")

@@ -16,6 +16,10 @@ from ftcoord.primitives.write_once import ATTEMPT, PATIENCE, WriteOutcome, write
 log = logging.getLogger(__name__)
 
 
+class MemberLost(LeaseLost):
+    """The lease of this member's own key is gone, and the membership with it."""
+
+
 class MemberKey:
     """A member's key, under the lease that it is named for. Thread-safe; one writes at a time.
 
@@ -80,7 +84,10 @@ class MemberKey:
         self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=min(timeout, ATTEMPT))
 
     def restore(self) -> None:
-        """Put it back if etcd has lost it: while it was away, or because somebody deleted it. Raises EtcdError."""
+        """Put it back if etcd has lost it: while it was away, or because somebody deleted it.
+
+        Raises MemberLost when its lease is gone, and EtcdError.
+        """
         with self._turn(PATIENCE):
             mine, now = self.kv, self._etcd.range(Get(Span(self.key))).one
             if mine is None:
@@ -90,7 +97,10 @@ class MemberKey:
             elif now is None or now.mod_revision != mine.mod_revision:
                 log.warning("etcd lost what member %x asked for: asking again", self._session.lease_id)
                 put = Put(self.key, mine.value, self._session.lease_id)
-                self.kv = write_once(self._etcd, put, now.mod_revision if now else 0).kv or mine
+                try:
+                    self.kv = write_once(self._etcd, put, now.mod_revision if now else 0).kv or mine
+                except LeaseLost as error:
+                    raise MemberLost(str(error)) from None
 
     @contextmanager
     def _turn(self, timeout: float) -> Iterator[None]:
