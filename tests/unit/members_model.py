@@ -162,7 +162,8 @@ class MemberWorld:
 
     def _join(self, state: State, node: str, after: int = 0, old: Mind | None = None) -> State:
         """As a new member, that reads the record in the transaction that makes it one."""
-        used = repr(state.view.previous) + repr(state.view.members) + (old.member if old else "")
+        used = {*(state.view.previous.last_seats if state.view.previous else ()), old.member if old else ""}
+        used.update(seat for mind in state.minds if mind.heard for seat in mind.heard.last_seats)
         member = next(name for i in range(99) if (name := f"{node}{i}") not in used)
         limits = (1, 1) if node in self.other_limits else self.limits
         ask = JoinRequest(node, f"{node}.example", 1, after, node, "", *limits)

@@ -376,7 +376,9 @@ class World:
 
 def _written_names(state: State) -> str:
     """A text that has all the names in it that the record holds, or soon may: no newcomer may have one of these."""
-    return repr(state.view.previous) + repr(state.pending)
+    records = [state.view.previous, *(one.decision.record for one in state.pending)]
+    deciders = [one.decider for one in state.pending]
+    return " ".join([*deciders, *(name for record in records if record for name in record.last_seats)])
 
 
 def _pass(state: State, time: float) -> State:
