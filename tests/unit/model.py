@@ -15,13 +15,13 @@ from typing import Final, NamedTuple
 
 from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken, check_round, require
-from ftcoord.core.rendezvous import RETURNING, RoundCandidate, RoundOptions, RoundSituation
+from ftcoord.core.rendezvous import RETURN_FACTOR, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
 from ftcoord.core.verdict import Publish, Verdict
 
 SETTLE: Final = 1.0
 LAST_CALL: Final = 2.0
-RETURN: Final = LAST_CALL * RETURNING
+RETURN: Final = LAST_CALL * RETURN_FACTOR
 SEATS: Final = LAST_CALL
 """Within which all seats must be taken."""
 FRESH: Final = LAST_CALL
