@@ -8,11 +8,11 @@ may hang.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+import exploring
 from model import LAST_CALL, RETURN, TICK, Decide, quick
 
 from ftcoord.core import rendezvous
@@ -64,6 +64,7 @@ class State(NamedTuple):
 
 
 Step = tuple[str, State]
+START: Final = State()
 
 
 @dataclass
@@ -84,41 +85,16 @@ class MemberWorld:
     other_limits: str = ""
     hanging: bool = True
     options: RoundOptions = field(default_factory=quick)
-    parents: dict[State, Step | None] = field(default_factory=dict)
     met: set[Standing] = field(default_factory=set)
     _calm: set[State] = field(default_factory=set)
 
     def walk(self, *events: str) -> State:
         """Where these events lead, one after the other."""
-        state = State()
-        for event in events:
-            state = dict(self._events(state))[event]
-        return state
+        return exploring.walk(START, self._events, events)
 
-    def explore(self, depth: int, start: State | None = None) -> int:
+    def explore(self, depth: int, start: State = START) -> int:
         """Every order of events up to this depth: the number of states. InvariantBroken says which events led there."""
-        first = start or State()
-        self.parents = {first: None}
-        queue = deque([(first, 0)])
-        while queue:
-            state, far = queue.popleft()
-            try:
-                self._check_calm(state)
-                following = list(self._events(state)) if far < depth else []
-            except InvariantBroken as broken:
-                raise InvariantBroken(f"{broken}, after: {' | '.join(self._path(state))}") from None
-            for event, after in following:
-                if after not in self.parents:
-                    self.parents[after] = (event, state)
-                    queue.append((after, far + 1))
-        return len(self.parents)
-
-    def _path(self, state: State) -> list[str]:
-        events = []
-        while (parent := self.parents[state]) is not None:
-            events.append(parent[0])
-            state = parent[1]
-        return events[::-1]
+        return exploring.explore(start, self._events, self._check_calm, depth)
 
     # -- what can happen ----------------------------------------------------------------------------------------
 

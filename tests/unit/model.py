@@ -8,10 +8,11 @@ later round is the same state.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
+
+import exploring
 
 from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken, check_round, require
@@ -152,39 +153,15 @@ class World:
     vanishing: bool = False
     hanging: bool = True
     decide: Decide = rendezvous.decide
-    parents: dict[State, Step | None] = field(default_factory=dict)
     _calm: dict[tuple[State, str | None], tuple[float, State]] = field(default_factory=dict)
 
     def walk(self, *events: str) -> State:
         """Where these events lead, one after the other."""
-        state = START
-        for event in events:
-            state = dict(self._events(state))[event]
-        return state
+        return exploring.walk(START, self._events, events)
 
     def explore(self, depth: int, start: State = START) -> int:
         """Every order of events up to this depth: the number of states. InvariantBroken says which events led there."""
-        self.parents = {start: None}
-        queue = deque([(start, 0)])
-        while queue:
-            state, far = queue.popleft()
-            try:
-                self._check_liveness(state)
-                following = list(self._events(state)) if far < depth else []
-            except InvariantBroken as broken:
-                raise InvariantBroken(f"{broken}, after: {' | '.join(self._path(state))}") from None
-            for event, after in following:
-                if after not in self.parents:
-                    self.parents[after] = (event, state)
-                    queue.append((after, far + 1))
-        return len(self.parents)
-
-    def _path(self, state: State) -> list[str]:
-        events = []
-        while (parent := self.parents[state]) is not None:
-            events.append(parent[0])
-            state = parent[1]
-        return events[::-1]
+        return exploring.explore(start, self._events, self._check_liveness, depth)
 
     def _events(self, state: State) -> Iterator[Step]:
         view = state.view

@@ -6,13 +6,15 @@ its replica id with another one where a world says so. Time passes in ticks: the
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+import exploring
+
 from ftcoord.core import quorum
-from ftcoord.core.invariants import InvariantBroken, check_quorum, require
+from ftcoord.core.invariants import check_quorum, require
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
@@ -58,6 +60,7 @@ class State(NamedTuple):
 
 
 Step = tuple[str, State]
+START: Final = State()
 
 
 @dataclass
@@ -71,41 +74,16 @@ class QuorumWorld:
     names: Sequence[str] = ("a", "b")
     options: QuorumOptions = field(default_factory=lambda: QuorumOptions(1, TICK))
     outlook: QuorumOutlook = quorum.outlook
-    parents: dict[State, Step | None] = field(default_factory=dict)
     met: set[Standing] = field(default_factory=set)
     _calm: set[State] = field(default_factory=set)
 
     def walk(self, *events: str) -> State:
         """Where these events lead, one after the other."""
-        state = State()
-        for event in events:
-            state = dict(self._events(state))[event]
-        return state
+        return exploring.walk(START, self._events, events)
 
-    def explore(self, depth: int, start: State | None = None) -> int:
+    def explore(self, depth: int, start: State = START) -> int:
         """Every order of events up to this depth: the number of states. InvariantBroken says which events led there."""
-        first = start or State()
-        self.parents = {first: None}
-        work = deque([(first, 0)])
-        while work:
-            state, far = work.popleft()
-            try:
-                self._check_calm(state)
-                following = list(self._events(state)) if far < depth else []
-            except InvariantBroken as broken:
-                raise InvariantBroken(f"{broken}, after: {' | '.join(self._path(state))}") from None
-            for event, after in following:
-                if after not in self.parents:
-                    self.parents[after] = (event, state)
-                    work.append((after, far + 1))
-        return len(self.parents)
-
-    def _path(self, state: State) -> list[str]:
-        events = []
-        while (parent := self.parents[state]) is not None:
-            events.append(parent[0])
-            state = parent[1]
-        return events[::-1]
+        return exploring.explore(start, self._events, self._check_calm, depth)
 
     # -- what can happen ----------------------------------------------------------------------------------------
 
