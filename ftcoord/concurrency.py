@@ -8,15 +8,20 @@ Objects keep what they were made with: install another runtime before they are m
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 T = TypeVar("T")
+
+LONGEST_WAIT: Final = threading.TIMEOUT_MAX
+"""Seconds: a lock refuses to wait longer."""
 
 Empty = queue.Empty
 """What `Queue.get` raises after its time-out, in every runtime."""
@@ -83,10 +88,15 @@ class Runtime(Protocol):
     def queue(self) -> Queue[Any]: ...
     def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread: ...
     def current_thread(self) -> Thread: ...
+    def of_process(self, make: Callable[[], T]) -> T: ...
 
 
 class Python:
     """Python's own threads and clocks."""
+
+    def __init__(self) -> None:
+        self._own: dict[tuple[int, Callable[[], Any]], Any] = {}
+        self._own_lock = threading.RLock()  # guards _own
 
     def now(self) -> float:
         return time.monotonic()
@@ -114,6 +124,14 @@ class Python:
 
     def current_thread(self) -> Thread:
         return threading.current_thread()
+
+    def of_process(self, make: Callable[[], T]) -> T:
+        with self._own_lock:
+            key = (os.getpid(), make)
+            if key not in self._own:
+                self._own[key] = make()
+            found: T = self._own[key]
+            return found
 
 
 _runtime: Runtime = Python()
@@ -174,6 +192,27 @@ def current_thread() -> Thread:
     return _runtime.current_thread()
 
 
+def of_process(make: Callable[[], T]) -> T:
+    """What `make` made in this process: a process has one of these, and a forked child gets its own."""
+    return _runtime.of_process(make)
+
+
+def sleep(seconds: float) -> None:
+    """Wait, where there is nothing to be woken by."""
+    _runtime.event().wait(seconds)
+
+
+@contextmanager
+def held(lock: Lock, deadline: float, late: Exception) -> Iterator[None]:
+    """Hold `lock` meanwhile. Raises `late` if it was not free before the monotonic `deadline`."""
+    if not lock.acquire(timeout=min(max(deadline - now(), 0), LONGEST_WAIT)):
+        raise late
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def detached(work: Callable[..., None], *arguments: object) -> None:
     """Call `work(*arguments)` on a thread of its own, without waiting for it: the way out of a finalizer.
 
@@ -181,3 +220,11 @@ def detached(work: Callable[..., None], *arguments: object) -> None:
     RuntimeError when no thread can be started.
     """
     thread(work, "ftcoord-forget", *arguments).start()
+
+
+def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> None:
+    """Call `close(*arguments)` when nobody refers to `owner` any longer; not at the end of the process.
+
+    On a thread of its own, see `detached`. The arguments must not refer to `owner`.
+    """
+    weakref.finalize(owner, detached, close, *arguments).atexit = False

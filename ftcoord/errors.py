@@ -56,6 +56,21 @@ class ServerError(FtcoordError, RuntimeError):
     """A server of ours (an embedded etcd, a gateway) could not be found, started or reached."""
 
 
+class ThreadFailed(FtcoordError, RuntimeError):
+    """A thread of ftcoord ended by an error that nobody foresaw, which is its cause and was logged.
+
+    Args:
+        what: what the thread did.
+        error: what ended it.
+    """
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        super().__init__(
+            f"the thread that {what} failed: {error!r}; this is a bug of ftcoord: report it, with the traceback from"
+            " the log. Trying again starts a new one"
+        )
+
+
 class EtcdError(FtcoordError):
     """A call to etcd failed. Raised itself for answers that no subclass describes."""
 
@@ -64,8 +79,8 @@ class EtcdUnavailable(EtcdError, ConnectionError):
     """No member answered in time. The call had no effect: it is safe to make it again."""
 
 
-class ClientClosed(EtcdUnavailable):
-    """The client was closed: nothing will be answered any more. Make a new one."""
+class ClientClosed(EtcdError):
+    """The client was closed, so no later call will be answered, and none must be repeated. Make a new client."""
 
 
 class OutcomeUnknown(EtcdError):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig, full_text, whole
 from ftcoord.core.heartbeat_records import Beat, encode, parse_beat
 from ftcoord.core.heartbeats import HeartbeatEvent, Roll
@@ -128,7 +128,7 @@ class HeartbeatWatch:
     def __init__(self, run: Namespace) -> None:
         self._run = run
         self._feed = Feed(run.etcd, heartbeats_span(run.prefix))
-        self._closed = threading.Event()
+        self._closed = concurrency.event()
         self._roll = Roll()
         self._events = self._follow()
 

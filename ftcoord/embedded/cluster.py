@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
+from ftcoord import concurrency
 from ftcoord.embedded.member import POLL_INTERVAL, EtcdMember
 from ftcoord.embedded.ports import PortLost
 from ftcoord.errors import ConfigError, ServerError
@@ -71,7 +70,7 @@ class EtcdCluster:
         """
         if self._started:
             raise ServerError(f"the cluster is started already on {self.endpoints}: use it, or call stop()")
-        deadline = time.monotonic() + timeout
+        deadline = concurrency.now() + timeout
         for tries_left in reversed(range(max(1, num_retries))):
             try:
                 self._start(deadline)
@@ -122,12 +121,11 @@ class EtcdCluster:
         Raises:
             ServerError: no leader within `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
-        interval = threading.Event()
+        deadline = concurrency.now() + timeout
         while (index := self._leader()) is None:
-            if time.monotonic() >= deadline:
+            if concurrency.now() >= deadline:
                 raise ServerError(f"no leader within {timeout:g} s: restart or resume members until a majority runs")
-            interval.wait(POLL_INTERVAL)
+            concurrency.sleep(POLL_INTERVAL)
         return index
 
     def wait_healthy(self, timeout: float = 60) -> None:
@@ -136,7 +134,7 @@ class EtcdCluster:
         Raises:
             ServerError: one did not within `timeout` seconds, or ended meanwhile; or none is running.
         """
-        deadline = time.monotonic() + timeout
+        deadline = concurrency.now() + timeout
         active = self._active()
         if not active:
             raise ServerError("no member of the cluster is running: call start(), restart(i) or resume(i)")
@@ -163,7 +161,7 @@ class EtcdCluster:
 
     def _wait_ready(self, indices: Iterable[int], deadline: float) -> None:
         for i in indices:
-            self.members[i].wait_ready(deadline - time.monotonic())
+            self.members[i].wait_ready(deadline - concurrency.now())
 
     def _active(self) -> list[int]:
         return [i for i, member in enumerate(self.members) if member.is_running() and not member.is_paused()]

@@ -9,13 +9,12 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from ftcoord import concurrency
 from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
 from ftcoord.embedded.ports import LOOPBACK, PortLost, ReservedPort, join, listen_address, local_address
 from ftcoord.embedded.process import SupervisedProcess
@@ -212,15 +211,14 @@ class EtcdMember:
             PortLost: it ended because one of its ports is in use.
             ServerError: it ended, or did not serve within `timeout` seconds. The message has the end of its log.
         """
-        deadline = time.monotonic() + timeout
-        interval = threading.Event()
-        while not self.healthy(min(_HTTP_TIMEOUT, max(POLL_INTERVAL, deadline - time.monotonic()))):
+        deadline = concurrency.now() + timeout
+        while not self.healthy(min(_HTTP_TIMEOUT, max(POLL_INTERVAL, deadline - concurrency.now()))):
             code = self._started().exit_code()
             if code is not None:
                 raise self._startup_error(f"etcd ended with code {code} before it served")
-            if time.monotonic() >= deadline:
+            if concurrency.now() >= deadline:
                 raise self._startup_error(f"etcd did not serve within {timeout:.3g} s")
-            interval.wait(POLL_INTERVAL)
+            concurrency.sleep(POLL_INTERVAL)
 
     def kill(self) -> None:
         """End etcd with SIGKILL, as a crash does. Its data and port are kept for `restart`."""

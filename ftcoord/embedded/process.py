@@ -7,11 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import IO, Any
 
+from ftcoord import concurrency
 from ftcoord.errors import ForkedProcessError, ServerError
 
 _SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supervisor.py")
@@ -45,7 +45,7 @@ class SupervisedProcess:
         self._owner = os.getpid()
         self._binary = command[0]
         self._scratch = scratch
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("SupervisedProcess._lock")
         self._numbers = count(1)
         self._supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", _SUPERVISOR, str(self._owner), scratch or "", *command],

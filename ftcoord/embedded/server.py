@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from ftcoord import concurrency
 from ftcoord.embedded.member import EtcdMember
 from ftcoord.embedded.ports import LOOPBACK, PortLost
 from ftcoord.errors import ServerError
@@ -47,10 +47,10 @@ class EtcdServer(EtcdMember):
         """
         if self._process is not None:
             raise ServerError(f"etcd is started already on {self.get_endpoint()}: use it, or call stop() or restart()")
-        deadline = time.monotonic() + timeout
+        deadline = concurrency.now() + timeout
         for tries_left in reversed(range(max(1, num_retries))):
             try:
-                self._start(deadline - time.monotonic(), stderr)
+                self._start(deadline - concurrency.now(), stderr)
             except PortLost as error:
                 if not tries_left:
                     raise

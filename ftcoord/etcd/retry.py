@@ -1,58 +1,64 @@
-"""Calls that are made until etcd answers."""
+"""Repeats calls until etcd answers. The one place that says how often, and how long to wait in between.
+
+The table "Retries" in docs/architecture.md says which layer repeats what, for how long.
+"""
 
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
+from ftcoord import concurrency
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 
 T = TypeVar("T")
-LEAST: Final = 2.0
-"""Seconds that etcd may take at the least: a short time-out is about the keys, not about the network."""
-ATTEMPT: Final = 2.0
-"""Seconds that one attempt may take at the most; see `settle.ATTEMPT`."""
-FIRST_PAUSE: Final = 0.05
-LONGEST_PAUSE: Final = 1.0
+
+UNANSWERED: Final = (EtcdUnavailable, OutcomeUnknown)
+"""What is worth repeating where an attempt may take effect twice. ClientClosed is not: it never answers again."""
+ATTEMPT_TIMEOUT: Final = 2.0
+"""Seconds after which an attempt counts as unanswered; see `write_once.WRITE_ATTEMPT_TIMEOUT` for why so few."""
+SHORTEST_ATTEMPT: Final = 0.1
+"""Seconds that an attempt gets even if less is left: with none, it could not be answered at all."""
+SHORTEST_PATIENCE: Final = 2.0
+"""Seconds that etcd gets even if the caller's time-out is shorter: that one is about the keys, not the network."""
+FIRST_BACKOFF: Final = 0.05
+LONGEST_BACKOFF: Final = 1.0
 
 
-def retry_unanswered(attempt: Callable[[float], T], deadline: float, closed: threading.Event) -> T:
-    """Make `attempt(seconds it may take)` until it is answered, the monotonic `deadline` is over, or `closed` is set.
+def retry_until_answered(attempt: Callable[[float], T], deadline: float, cancelled: concurrency.Event) -> T:
+    """Make `attempt(seconds it may take)` until etcd answers, the monotonic `deadline` is over or `cancelled` is set.
 
-    The attempt has to be one that may be repeated after OutcomeUnknown. Raises what the last attempt raised.
+    The attempt must be safe to repeat after OutcomeUnknown. Raises what the last attempt raised.
     """
-    deadline = max(deadline, time.monotonic() + LEAST)
+    deadline = max(deadline, concurrency.now() + SHORTEST_PATIENCE)
 
     def once() -> T:
-        return attempt(min(max(deadline - time.monotonic(), 0.1), ATTEMPT))
+        return attempt(min(max(deadline - concurrency.now(), SHORTEST_ATTEMPT), ATTEMPT_TIMEOUT))
 
-    return retry(once, (EtcdUnavailable, OutcomeUnknown), deadline, closed)
+    return retry(once, UNANSWERED, deadline, cancelled)
 
 
 def retry(
-    attempt: Callable[[], T], transient: tuple[type[Exception], ...], deadline: float, closed: threading.Event
+    attempt: Callable[[], T], transient: tuple[type[Exception], ...], deadline: float, cancelled: concurrency.Event
 ) -> T:
-    """Make an attempt until it raises nothing `transient`, at random intervals that grow to a second.
+    """Make an attempt until it raises nothing `transient`, with `backoff()` in between.
 
-    Raises what the last attempt raised, after the monotonic `deadline` or when `closed` is set.
+    Raises what the last attempt raised, after the monotonic `deadline` or when `cancelled` is set; that ends a pause
+    too, but not an attempt.
     """
     failures = 0
     while True:
         try:
             return attempt()
-        except ClientClosed:
-            raise
         except transient:
-            left = deadline - time.monotonic()
-            if left <= 0 or closed.is_set():
+            left = deadline - concurrency.now()
+            if left <= 0 or cancelled.is_set():
                 raise
         failures += 1
-        closed.wait(min(pause(failures), left / 2))
+        cancelled.wait(min(backoff(failures), left / 2))  # half of it: leaves time for one more attempt
 
 
-def pause(failures: int) -> float:
-    """Seconds to wait after so many failures in a row: random, so that not all who wait come back at once."""
-    return random.uniform(0, min(FIRST_PAUSE * 2.0 ** min(failures - 1, 10), LONGEST_PAUSE))
+def backoff(failures: int) -> float:
+    """Seconds to wait after so many failures in a row: random, so that clients do not all come back at once."""
+    return random.uniform(0, min(FIRST_BACKOFF * 2.0 ** min(failures - 1, 10), LONGEST_BACKOFF))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, EtcdError
 from ftcoord.etcd.api import Compare, Get, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
@@ -26,7 +26,7 @@ class _Clients:
     """Those of this process. In a forked child there are none: the parent's stay where they are, and unused."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = concurrency.rlock("_Clients.lock")
         self.known: dict[EtcdConfig, _Counted] = {}
 
 

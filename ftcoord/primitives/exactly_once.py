@@ -11,8 +11,6 @@ count is then *spent*: put with a value, so that nothing else can take it.
 from __future__ import annotations
 
 import os
-import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.errors import (
     ClientClosed,
     EtcdUnavailable,
@@ -30,7 +29,7 @@ from ftcoord.errors import (
     RoundOver,
 )
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, exists
-from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.session import Session
 
 SPENT: Final = b"spent"
@@ -62,13 +61,14 @@ class ExactlyOnceWriter:
     """
 
     def __init__(
-        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: str | None, closed: threading.Event
+        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: str | None, closed: concurrency.Event
     ) -> None:
         self._etcd, self._prefix, self._ttl, self._lease, self._fence = etcd, prefix, ttl, lease, fence
         self._closed = closed
         self._session: Session | None = None
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # a signal handler may make a change in the middle of another
+        # Guards all below. Reentrant: a signal handler may make a change in the middle of another.
+        self._lock = concurrency.rlock("ExactlyOnceWriter._lock")
         self._changing = False
         self._unanswered = False
         self._count, self._made = "", 0
@@ -99,21 +99,20 @@ class ExactlyOnceWriter:
         """One change at a time; one within another, in a signal handler, counts by itself."""
         if os.getpid() != self._pid:
             raise ForkedProcessError.of("this store belongs to the parent process")
-        if not self._lock.acquire(timeout=min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)):
-            raise EtcdUnavailable("other changes of this store were not answered in time")
-        outer = (self._count, self._made, self._unanswered) if self._changing else None
-        if outer is not None:
-            self._begin_count()
-        self._changing, self._unanswered = True, False
-        try:
-            if self._closed.is_set():
-                raise ClientClosed(CLOSED)
-            yield
-        finally:
+        busy = EtcdUnavailable("other changes of this store were not answered in time; try again")
+        with concurrency.held(self._lock, deadline, busy):
+            outer = (self._count, self._made, self._unanswered) if self._changing else None
             if outer is not None:
-                self._count, self._made, self._unanswered = outer
-            self._changing = outer is not None
-            self._lock.release()
+                self._begin_count()
+            self._changing, self._unanswered = True, False
+            try:
+                if self._closed.is_set():
+                    raise ClientClosed(CLOSED)
+                yield
+            finally:
+                if outer is not None:
+                    self._count, self._made, self._unanswered = outer
+                self._changing = outer is not None
 
     def _attempt(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made | None:
         """As `make`, with None for "again": the lease or the count had to be made anew."""
@@ -124,7 +123,9 @@ class ExactlyOnceWriter:
             leased = [Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops]
             success = [*leased, Put(self._count, b"", lease), *_gets(look, keys_only=True)]
             failure = [Get(Span(self._count)), *_gets(self._fence), *_gets(look)]
-            result = retry_unanswered(lambda left: self._send(compares, success, failure, left), deadline, self._closed)
+            result = retry_until_answered(
+                lambda left: self._send(compares, success, failure, left), deadline, self._closed
+            )
         except LeaseLost as error:
             self._lease_is_gone(error)
             return None
@@ -152,7 +153,7 @@ class ExactlyOnceWriter:
         """See to it that a change which was not made is not made later either."""
         guard = [Compare(self._count, "version", "=", self._made)]
         put, read = Put(self._count, SPENT, self._lease_id(deadline)), Get(Span(self._count))
-        result = retry_unanswered(
+        result = retry_until_answered(
             lambda left: self._etcd.txn(guard, (put,), (read,), timeout=left), deadline, self._closed
         )
         if not result.succeeded:
@@ -184,7 +185,7 @@ class ExactlyOnceWriter:
         """What the key was right after a change whose answer was lost."""
         for get in _gets(look, keys_only=True, revision=revision):
             try:
-                return retry_unanswered(partial(self._read, get), deadline, self._closed).one
+                return retry_until_answered(partial(self._read, get), deadline, self._closed).one
             except RequestRefused:
                 return None  # compacted
         return None
@@ -196,7 +197,7 @@ class ExactlyOnceWriter:
         if self._lease is not None:
             return self._lease
         if self._session is None:
-            self._session = retry_unanswered(lambda left: Session(self._etcd, self._ttl), deadline, self._closed)
+            self._session = retry_until_answered(lambda left: Session(self._etcd, self._ttl), deadline, self._closed)
             if self._closed.is_set():  # since then
                 self._session.orphan()
         return self._session.lease_id

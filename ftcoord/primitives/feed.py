@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 from typing import NamedTuple
 
+from ftcoord import concurrency
 from ftcoord.etcd.api import Began, Etcd, KeyValue, Span
 from ftcoord.primitives.mirror import Change, Mirror, Posted
 
@@ -29,7 +29,7 @@ class Feed:
     """
 
     def __init__(self, etcd: Etcd, span: Span) -> None:
-        self._inbox: queue.SimpleQueue[Posted | None] = queue.SimpleQueue()
+        self._inbox: concurrency.Queue[Posted | None] = concurrency.inbox()
         self._mirror = Mirror(etcd, span, lambda _mirror, posted: self._inbox.put(posted))
 
     @property
@@ -49,7 +49,7 @@ class Feed:
                 return News(self._since(before), anew=True)
         try:
             posted = self._inbox.get(timeout=max(timeout, 0))
-        except queue.Empty:
+        except concurrency.Empty:
             return None
         if posted is None:
             return None

@@ -6,11 +6,11 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Final
 
 import ftcoord
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.primitives.lease_keeper_main import config_text
 
@@ -27,12 +27,12 @@ class LeaseKeeper:
     """
 
     _known: Final[dict[tuple[int, EtcdConfig], LeaseKeeper]] = {}
-    _known_lock: Final = threading.Lock()
+    _known_lock: Final = concurrency.lock("LeaseKeeper._known_lock")
 
     def __init__(self, config: EtcdConfig) -> None:
         self._config = config
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("LeaseKeeper._lock")
         self._leases: dict[int, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -16,10 +16,10 @@ import os
 import select
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ftcoord import concurrency
 from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Lease
@@ -98,7 +98,7 @@ def serve(parent: int) -> None:
                 known.stop()
             if verb == "keep":
                 lease = Lease(int(lease_id, 16), int(ttl[0]))
-                kept[lease.id] = KeptLease(etcd, lease, time.monotonic())
+                kept[lease.id] = KeptLease(etcd, lease, concurrency.now())
 
 
 def main() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
+from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost
 from ftcoord.etcd.api import Compare, Etcd, Get, Put, Span
@@ -51,14 +51,14 @@ class LeasedKeys:
         self._etcd, self._ttl, self._key_of, self._what = etcd, ttl, key_of, what
         self._pid = os.getpid()
         self.problem: EtcdError | None = None
-        self._changed = threading.Condition()
+        self._changed = concurrency.condition("LeasedKeys._changed")
         self._wanted: dict[str, Render] = {}
         self._dirty: dict[str, None] = {}
         self._versions: dict[str, int] = {}
         self._sent: dict[str, _Sent] = {}
         self._session: Session | None = None
         self._lost = self._closing = self._away = False
-        self._thread = threading.Thread(target=self._run, name=f"ftcoord-{what}", daemon=True)
+        self._thread = concurrency.thread(self._run, f"ftcoord-{what}")
         self._thread.start()
 
     def check_process(self) -> None:

@@ -6,11 +6,11 @@ A mirror has no thread and no lock: its owner is handed the watch's items (`post
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ftcoord import concurrency
 from ftcoord.errors import ClientClosed, Compacted, EtcdUnavailable, RequestRefused
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, Watch, WatchItem
 
@@ -78,7 +78,7 @@ class Mirror:
         if self._stands:
             return
         items: list[WatchItem] = []
-        told = threading.Event()
+        told = concurrency.event()
 
         def listen(item: WatchItem) -> None:
             items.append(item)

@@ -6,12 +6,11 @@ import heapq
 import itertools
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeAlias
 
+from ftcoord import concurrency
 from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
 from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost
 from ftcoord.etcd.api import Etcd, Lease, Renews
@@ -28,24 +27,17 @@ Listener: TypeAlias = Callable[[SessionState], None]
 class Renewer:
     """The thread that keeps the leases of this process alive. `Renewer.of_process()` is the one to use."""
 
-    _instance: Renewer | None = None
-    _instance_lock = threading.Lock()
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = concurrency.now) -> None:
         self.clock = clock
-        self._pid = os.getpid()
-        self._wake = threading.Condition()
+        self._wake = concurrency.condition("Renewer._wake")
         self._due: list[tuple[float, int, KeptLease]] = []
         self._order = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._thread: concurrency.Thread | None = None
 
     @classmethod
     def of_process(cls) -> Renewer:
         """The renewer of this process; a forked child gets a new one."""
-        with cls._instance_lock:
-            if cls._instance is None or cls._instance._pid != os.getpid():
-                cls._instance = cls()
-            return cls._instance
+        return concurrency.of_process(cls)
 
     def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
         """Call `lease.beat()` at `due`, unless it was stopped. One that is scheduled stays so, but for
@@ -61,6 +53,12 @@ class Renewer:
             if self._due[0] is entry:  # waking the thread costs more than all the rest of this
                 self._wake.notify()
 
+    def renew_soon(self, lease_id: int) -> None:
+        """Renew a lease now, and not when it is due, if it is one that is kept alive here."""
+        with self._wake:
+            for lease in [lease for _, _, lease in self._due if lease.id == lease_id]:
+                self.schedule(lease, self.clock(), hasten=True)
+
     def cancel(self, lease: KeptLease) -> None:
         """Forget a lease that was stopped; a beat under way is its last."""
         with self._wake:
@@ -74,7 +72,7 @@ class Renewer:
 
     def _start(self) -> None:
         if self._thread is None and self._due:
-            thread = threading.Thread(target=self._run, name="ftcoord-leases", daemon=True)
+            thread = concurrency.thread(self._run, "ftcoord-leases")
             thread.start()
             self._thread = thread
 

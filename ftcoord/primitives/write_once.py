@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord import concurrency
+from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
-from ftcoord.etcd.retry import retry
+from ftcoord.etcd.retry import UNANSWERED, retry
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +55,12 @@ def write_once(
     compares = [unchanged(put.key, expected), *guards]
     look = [Get(Span(put.key)), *reads]
     success, failure = [put, *also, *look], look
-    deadline = time.monotonic() + (PATIENCE if timeout is None else timeout)
+    deadline = concurrency.now() + (PATIENCE if timeout is None else timeout)
     lost: list[OutcomeUnknown] = []
 
     def attempt() -> TxnResult:
         try:
-            left = max(deadline - time.monotonic(), LEAST)
+            left = max(deadline - concurrency.now(), LEAST)
             return etcd.txn(compares, success, failure, timeout=min(left, ATTEMPT))
         except OutcomeUnknown as error:
             log.debug("settling a write of %s: %s", put.key, error)
@@ -69,8 +68,8 @@ def write_once(
             raise
 
     try:
-        result = retry(attempt, (EtcdUnavailable, OutcomeUnknown), deadline, threading.Event())
-    except EtcdUnavailable as error:
+        result = retry(attempt, UNANSWERED, deadline, concurrency.event())
+    except (ClientClosed, EtcdUnavailable) as error:
         if not lost:
             raise
         raise OutcomeUnknown(f"a write was not answered, and then: {error}") from None

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError
 
-from ftcoord.errors import EtcdAuthError, EtcdNoSpace, EtcdUnavailable, OutcomeUnknown, RequestRefused, RoundOver
+from ftcoord.errors import (
+    ClientClosed,
+    EtcdAuthError,
+    EtcdNoSpace,
+    EtcdUnavailable,
+    OutcomeUnknown,
+    RequestRefused,
+    RoundOver,
+)
 
 QueueEmptyError: type[Exception] = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
 """What torch raises for an empty queue; torch 2.6 has none."""
@@ -27,5 +35,5 @@ def as_torch_errors() -> Iterator[None]:
         raise RoundOverError(str(error)) from None
     except (EtcdUnavailable, OutcomeUnknown) as error:
         raise DistNetworkError(f"timeout: etcd did not answer in time: {error}") from None
-    except (EtcdAuthError, EtcdNoSpace, RequestRefused) as error:
+    except (ClientClosed, EtcdAuthError, EtcdNoSpace, RequestRefused) as error:
         raise DistStoreError(str(error)) from None

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 from typing import Final
 
 from torch.distributed import PrefixStore, Store
 
+from ftcoord import concurrency
 from ftcoord.concurrency import detached
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
@@ -40,7 +40,7 @@ class Opened:
     """What a store has to close. Knows nothing of the store, so that its finalizer can pass this on."""
 
     def __init__(
-        self, changes: ExactlyOnceWriter, waiting: Waiting, client: EtcdClient | None, closed: threading.Event
+        self, changes: ExactlyOnceWriter, waiting: Waiting, client: EtcdClient | None, closed: concurrency.Event
     ) -> None:
         self._changes, self._waiting, self._client, self.closed = changes, waiting, client, closed
         self._pid = os.getpid()
@@ -81,9 +81,8 @@ def let_go(store: Store, opened: Opened) -> None:
 
 def _see_off(box: list[Store], opened: Opened) -> None:
     """Close the store in the box when nothing else holds it. A finalizer runs once, so this must not let go earlier."""
-    pause = threading.Event()
     while not _is_over(box, opened):
-        pause.wait(LOOK)
+        concurrency.sleep(LOOK)
     opened.close()
     box.clear()
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -21,6 +19,7 @@ from urllib.parse import quote
 
 from torch.distributed import DistStoreError, Store
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import (
     DEFAULT_STORE_PREFIX,
@@ -46,7 +45,7 @@ from ftcoord.etcd.api import (
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.exactly_once import CLOSED, ExactlyOnceWriter, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 from ftcoord.store.halves import Opened, let_go
@@ -113,7 +112,7 @@ class EtcdStore(Store):
         self._etcd: Etcd = cast(Etcd, etcd) if own is None else own
         self._prefix = prefix
         self._data, self._queues = store_values_span(prefix).start, store_queues_span(prefix).start
-        self._closed = threading.Event()
+        self._closed = concurrency.event()
         self._changes = ExactlyOnceWriter(self._etcd, store_counts_span(prefix).start, ttl, lease, fence, self._closed)
         self._waiting = Waiting(self._etcd, fence, self._closed)
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
@@ -279,11 +278,11 @@ class EtcdStore(Store):
         if self._closed.is_set():
             raise DistStoreError(CLOSED)
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # C++ property
-        return time.monotonic() + min(limit.total_seconds(), FOREVER)
+        return concurrency.now() + min(limit.total_seconds(), FOREVER)
 
     def _range(self, get: Get, deadline: float) -> RangeResult:
         with as_torch_errors():
-            return retry_unanswered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+            return retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
 
     def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
         return self._etcd.txn((), gets, timeout=left)
@@ -326,7 +325,7 @@ class EtcdStore(Store):
         for start in range(0, len(gets), CHUNK):
             part = gets[start : start + CHUNK]
             with as_torch_errors():
-                result = retry_unanswered(partial(self._read_all, part), deadline, self._closed)
+                result = retry_until_answered(partial(self._read_all, part), deadline, self._closed)
             found += [result.range(index) for index in range(len(part))]
         return found
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Final, TypeAlias
 
+from ftcoord import concurrency
 from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, Span, WatchItem
-from ftcoord.etcd.retry import retry_unanswered
+from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.exactly_once import round_over
 
-_Items: TypeAlias = "queue.SimpleQueue[tuple[int, WatchItem | None]]"
+_Items: TypeAlias = "concurrency.Queue[tuple[int, WatchItem | None]]"
 _FENCE: Final = -1
 
 
@@ -28,7 +26,7 @@ class Waiting:
         closed: set it, and call `wake()`, to make all of them give up.
     """
 
-    def __init__(self, etcd: Etcd, fence: str | None, closed: threading.Event) -> None:
+    def __init__(self, etcd: Etcd, fence: str | None, closed: concurrency.Event) -> None:
         self._etcd, self._fence, self._closed = etcd, fence, closed
         self._waiters: list[_Items] = []
 
@@ -44,13 +42,13 @@ class Waiting:
         """
         while not self._closed.is_set():
             found = self._watch(gets, deadline)
-            if found is not None or time.monotonic() >= deadline:
+            if found is not None or concurrency.now() >= deadline:
                 return found
         return None
 
     def _watch(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
         """As `first`, but None also when a watch broke off."""
-        items: _Items = queue.SimpleQueue()
+        items: _Items = concurrency.inbox()
         self._waiters.append(items)
         with ExitStack() as undo:
             undo.callback(self._waiters.remove, items)
@@ -67,8 +65,8 @@ class Waiting:
         wanted = len(gets) + (self._fence is not None)
         while not self._closed.is_set():
             try:
-                index, item = items.get(timeout=max(deadline - time.monotonic(), 0))
-            except queue.Empty:
+                index, item = items.get(timeout=max(deadline - concurrency.now(), 0))
+            except concurrency.Empty:
                 return None
             found = None
             if isinstance(item, Began):
@@ -89,7 +87,7 @@ class Waiting:
         """What is there now. Raises RoundOver when that is nothing, behind a fence that is gone."""
         fences = [] if self._fence is None else [Get(Span(self._fence), keys_only=True)]
         reads = [*gets, *fences]
-        result = retry_unanswered(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)
+        result = retry_until_answered(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)
         found = next((kv for index in range(len(gets)) if (kv := result.range(index).one)), None)
         if found is None and self._fence is not None and result.range(len(gets)).one is None:
             raise round_over(self._fence)

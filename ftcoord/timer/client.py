@@ -7,14 +7,13 @@ import heapq
 import math
 import os
 import secrets
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from torch.distributed.elastic.timer import TimerClient
 
+from ftcoord import concurrency
 from ftcoord.config import MAX_SECONDS, EtcdConfig, redacted, whole
 from ftcoord.core.layout import KEY_PREFIX, timer_key
 from ftcoord.core.timer_records import RELEASED, Timer, Worker, encode
@@ -47,7 +46,7 @@ class _Held:
 
     def render(self) -> bytes:
         """Its record, as of now."""
-        now = time.monotonic()
+        now = concurrency.now()
         return encode(
             Timer(
                 worker=self.worker,
@@ -55,7 +54,7 @@ class _Held:
                 after_ms=_ms(self.after),
                 left_ms=_ms(max(self.until - now, 0)),
                 at_ms=_ms(now),
-                wall_ms=_ms(time.time()),
+                wall_ms=_ms(concurrency.wall()),
                 slot=self.slot,
                 token=self.token,
             )
@@ -103,10 +102,10 @@ class EtcdTimerClient(TimerClient):
         self._ledger = Ledger()
         self._worker = worker = this_process(self._ledger.fd, ttl)
         prefix = self._run.prefix
-        self._lock = threading.RLock()
+        self._lock = concurrency.rlock("EtcdTimerClient._lock")
         self._held: dict[str, int] = {}
         self._free: list[int] = []
-        self._wall_ahead = time.time() - time.monotonic()
+        self._wall_ahead = concurrency.wall() - concurrency.now()
         self._keys = LeasedKeys(
             self._run.etcd, ttl, lambda slot, lease: timer_key(prefix, worker.host, lease, slot), "timers"
         )
@@ -128,7 +127,7 @@ class EtcdTimerClient(TimerClient):
             if slot is None:
                 slot = self._held[scope] = self._free_slot()
             token = secrets.randbits(62) + 1
-            held = _Held(self._worker, scope, slot, token, after, time.monotonic() + after)
+            held = _Held(self._worker, scope, slot, token, after, concurrency.now() + after)
             self._ledger.hold(slot, token)
             self._keys.put(str(slot), held.render)
         if self._timeout:
@@ -175,7 +174,7 @@ class EtcdTimerClient(TimerClient):
             raise TypeError(f"expiration_time is a number of seconds, not {type(expiration_time).__name__}")
         if not math.isfinite(expiration_time):
             raise ConfigError("expiration_time", expiration_time, "give a time such as time.time() + 60")
-        wall, monotonic = time.time(), time.monotonic()
+        wall, monotonic = concurrency.wall(), concurrency.now()
         with self._lock:
             before, self._wall_ahead = self._wall_ahead, wall - monotonic
         after = expiration_time - wall

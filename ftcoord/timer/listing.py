@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import KEY_PREFIX, timers_span
 from ftcoord.core.timer_records import Timer, parse_timer
@@ -53,14 +52,14 @@ class Subscription:
         self._run, self._callback = run, callback
         self._feed = Feed(run.etcd, timers_span(run.prefix))
         self._told: dict[str, int] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="ftcoord-expired", daemon=True)
+        self._closed = concurrency.event()
+        self._thread = concurrency.thread(self._follow, "ftcoord-expired")
 
     def begin(self, timeout: float) -> None:
         """Returns when nothing that expires from now on can be missed. Raises EtcdError."""
-        deadline = time.monotonic() + timeout
+        deadline = concurrency.now() + timeout
         while not self._feed.synced:
-            news = self._feed.next(deadline - time.monotonic())
+            news = self._feed.next(deadline - concurrency.now())
             if news is None:
                 raise EtcdUnavailable(f"etcd began no watch within {timeout:g} s: is it up?")
             for change in news.changes:
@@ -71,7 +70,7 @@ class Subscription:
         """Tell no more; returns when the callback has. Idempotent."""
         self._closed.set()
         self._feed.wake()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread.ident is not None and self._thread is not concurrency.current_thread():
             self._thread.join()
         self._feed.close()
         self._run.close()
@@ -156,7 +155,7 @@ def _timer(kv: KeyValue) -> Timer | None:
 
 
 def _inform(timer: Timer) -> TimerInfo:
-    return inform(timer, _here(), time.monotonic(), time.time())
+    return inform(timer, _here(), concurrency.now(), concurrency.wall())
 
 
 def _here() -> str:

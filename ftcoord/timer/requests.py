@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 
 from torch.distributed.elastic.timer import TimerRequest
 from torch.distributed.elastic.timer.api import RequestQueue
 
+from ftcoord import concurrency
 from ftcoord.core.layout import timers_span
 from ftcoord.core.timer_records import Timer, parse_timer
 from ftcoord.errors import StateError
@@ -34,7 +34,7 @@ class EtcdTimerRequest(TimerRequest):
     __slots__ = ["kv", "listed", "timer"]
 
     def __init__(self, kv: KeyValue, timer: Timer, listed: bool = False, ended: bool = False) -> None:
-        super().__init__(timer.worker, timer.scope, -1.0 if ended else time.time() + timer.left_ms / 1000)
+        super().__init__(timer.worker, timer.scope, -1.0 if ended else concurrency.wall() + timer.left_ms / 1000)
         self.kv, self.timer, self.listed = kv, timer, listed
 
 
@@ -62,8 +62,8 @@ class EtcdRequestQueue(RequestQueue):
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
         """Up to `size` requests as soon as there is one; none after `timeout` seconds, or on a `wake()`."""
-        deadline = time.monotonic() + timeout
-        while not self._ready and self._pump(deadline - time.monotonic()):
+        deadline = concurrency.now() + timeout
+        while not self._ready and self._pump(deadline - concurrency.now()):
             pass
         return [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import uuid
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -12,6 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from torch.distributed.elastic.timer import TimerRequest, TimerServer
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig, seconds
 from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.core.timer_records import Worker, encode
@@ -73,7 +72,7 @@ class EtcdTimerServer(TimerServer):
         max_interval: float = 0.5,
         daemon: bool = True,
         key_prefix: str = KEY_PREFIX,
-        clock: Clock = time.monotonic,
+        clock: Clock = concurrency.now,
     ) -> None:
         interval, self._host = seconds("max_interval", max_interval), host_id()
         self._run = run if isinstance(run, Namespace) else Namespace.open(run, etcd, key_prefix)
@@ -83,7 +82,7 @@ class EtcdTimerServer(TimerServer):
         self._reap, self._clock = reap, clock
         self._book: Book[TimerRequest] = Book()
         self._leases = WorkerLeases(self._run.etcd)
-        self._stopping = threading.Event()
+        self._stopping = concurrency.event()
         self._began = 0
         self._said = ""
 
@@ -103,7 +102,7 @@ class EtcdTimerServer(TimerServer):
             if request.expiration_time < 0:
                 self._book.drop(key)
             elif not isinstance(request, EtcdTimerRequest):
-                self._book.note(key, request, now + request.expiration_time - time.time(), now)
+                self._book.note(key, request, now + request.expiration_time - concurrency.wall(), now)
             elif request.timer.expired != self.id:
                 self._book.note(key, request, due(request.timer, self.id, now, request.listed), now)
 
@@ -125,7 +124,7 @@ class EtcdTimerServer(TimerServer):
 
     def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
         """The timers that have expired by `deadline` (as `time.time()`), by worker."""
-        latest = self._clock() + deadline - time.time()
+        latest = self._clock() + deadline - concurrency.wall()
         expired: dict[Any, list[TimerRequest]] = {}
         for entry in self._book.entries.values():
             if entry.due <= latest:
@@ -151,7 +150,7 @@ class EtcdTimerServer(TimerServer):
         self._stopping.set()
         self._queue.wake()
         super().stop()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not concurrency.current_thread():
             thread.join(PATIENCE)
         self._queue.close()
         self._leases.close()
@@ -213,7 +212,7 @@ class EtcdTimerServer(TimerServer):
         if claimed is None:
             self._book.drop(key)  # what it is now, the watch will tell
             return
-        info = inform(claimed.timer, self._host, self._clock(), time.time())
+        info = inform(claimed.timer, self._host, self._clock(), concurrency.wall())
         log.warning(
             "worker %d (rank %s) has been in %r for %.1f s: reaping it", info.pid, info.rank, info.scope, info.age
         )

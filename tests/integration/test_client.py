@@ -21,10 +21,10 @@ from ftcoord.config import Credentials, EtcdConfig
 from ftcoord.embedded import member
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable, ForkedProcessError, LeaseLost, OutcomeUnknown, RequestRefused
+from ftcoord.errors import EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd import client as client_module
 from ftcoord.etcd import release
-from ftcoord.etcd.api import Compare, Delete, Get, Put, RangeResult, Span, absent, exists, unchanged
+from ftcoord.etcd.api import Get, Put, RangeResult, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc import messages
 from ftcoord.primitives.write_once import ATTEMPT, write_once
@@ -41,80 +41,6 @@ def keys(result: RangeResult) -> list[str]:
 # -- what it asks ---------------------------------------------------------------------------------------------------
 
 
-def test_range_put_and_delete(client: EtcdClient, prefix: str) -> None:
-    written = [client.put(f"{prefix}/{name}", name.encode()).revision for name in "cab"]
-    client.put(f"{prefix}/a", b"again")
-    everything = Span(prefix, is_prefix=True)
-    found = client.range(Get(everything))
-    assert keys(found) == [f"{prefix}/{name}" for name in "abc"]
-    assert [(kv.value, kv.version) for kv in found.kvs] == [(b"again", 2), (b"b", 1), (b"c", 1)]
-    assert found.count == 3
-    assert found.kvs[2].create_revision == found.kvs[2].mod_revision == written[0]
-    assert client.range(Get(everything, limit=2)).count == 3
-    assert keys(client.range(Get(everything, limit=2))) == [f"{prefix}/a", f"{prefix}/b"]
-    assert client.range(Get(everything, keys_only=True)).kvs[0].value == b""
-    assert client.range(Get(everything, count_only=True)) == RangeResult((), 3, found.revision)
-    assert client.delete(Span(f"{prefix}/b")) == 1
-    assert client.delete(Span(f"{prefix}/b")) == 0
-    assert client.get(f"{prefix}/b").one is None
-    assert client.delete(everything) == 2
-    assert client.range(Get(everything)).kvs == ()
-
-
-def test_newest_first_and_created_before_go_by_creation_not_by_change(client: EtcdClient, prefix: str) -> None:
-    created = [client.put(f"{prefix}/{name}", b"").revision for name in "cab"]
-    client.put(f"{prefix}/c", b"changed last, yet the oldest")
-    everything = Span(prefix, is_prefix=True)
-    assert keys(client.range(Get(everything, order="newest"))) == [f"{prefix}/{name}" for name in "bac"]
-    older = client.range(Get(everything, order="newest", limit=1, created_before=created[2]))
-    assert keys(older) == [f"{prefix}/a"]
-    assert client.range(Get(everything, created_before=created[0])).kvs == ()
-
-
-def test_a_transaction_runs_one_branch_and_answers_it_in_order(client: EtcdClient, prefix: str) -> None:
-    key = f"{prefix}/key"
-    first = client.txn((absent(key),), (Put(key, b"1"), Get(Span(key)), Delete(Span(f"{prefix}/none"))), ())
-    assert first.succeeded
-    assert first.results[0] is None
-    assert first.range(1).one is not None
-    assert first.range(1).revision == first.revision
-    assert first.deleted(2) == 0
-    second = client.txn((absent(key),), (Put(key, b"2"),), (Get(Span(key)),))
-    assert not second.succeeded
-    assert [kv.value for kv in second.range(0).kvs] == [b"1"]
-    with pytest.raises(TypeError, match="operation 0"):
-        second.deleted(0)
-    with pytest.raises(TypeError, match="operation 0"):
-        first.range(0)
-
-
-def test_every_kind_of_comparison(client: EtcdClient, prefix: str) -> None:
-    key = f"{prefix}/key"
-    lease = client.grant(60)
-    created = client.put(key, b"m", lease.id).revision
-    changed = client.put(key, b"n", lease.id).revision
-    actual: dict[Any, int | bytes] = {
-        "create": created,
-        "mod": changed,
-        "version": 2,
-        "value": b"n",
-        "lease": lease.id,
-    }
-    for target, value in actual.items():
-        less = b"m" if isinstance(value, bytes) else value - 1
-        more = b"o" if isinstance(value, bytes) else value + 1
-        for relation, operand, expected in [
-            *[("=", value, True), ("=", less, False), ("!=", more, True), ("!=", value, False)],
-            *[(">", less, True), (">", value, False), ("<", more, True), ("<", value, False)],
-        ]:
-            compare = Compare(key, target, relation, operand)  # type: ignore[arg-type]
-            assert client.txn((compare,), ()).succeeded is expected, compare
-    nothing = f"{prefix}/nothing"
-    assert client.txn((exists(key), unchanged(key, changed), absent(nothing), unchanged(nothing, 0)), ()).succeeded
-    assert not client.txn((exists(nothing),), ()).succeeded
-    client.revoke(lease.id)
-
-
 @pytest.mark.parametrize(
     ("start", "end"),
     [("a", b"b"), ("a\udcff", b"b"), ("\udcff", b"\0"), ("\udcff\udcff", b"\0"), ("", b"\0"), ("a/", b"a0")],
@@ -122,54 +48,6 @@ def test_every_kind_of_comparison(client: EtcdClient, prefix: str) -> None:
 def test_the_end_of_a_prefix(start: str, end: bytes) -> None:
     assert Span(start, is_prefix=True).end == end
     assert Span(start).end == b""
-
-
-def test_keys_of_any_bytes(fragile: EtcdServer) -> None:
-    strange = ["\0", "a", "a\udcff", "a\udcff\udcff", "b", "ü/\udc80", "\udcff", "\udcff\udcff"]
-    with fragile.get_client() as client:
-        for key in strange:
-            client.put(key, key.encode("utf-8", "surrogateescape"))
-        everything = client.range(Get(Span("", is_prefix=True)))
-        assert keys(everything) == strange
-        assert [kv.value for kv in everything.kvs] == [key.encode("utf-8", "surrogateescape") for key in strange]
-        assert keys(client.range(Get(Span("a\udcff", is_prefix=True)))) == ["a\udcff", "a\udcff\udcff"]
-        assert keys(client.range(Get(Span("\udcff", is_prefix=True)))) == ["\udcff", "\udcff\udcff"]
-        assert keys(client.range(Get(Span("ü/\udc80")))) == ["ü/\udc80"]
-        assert client.delete(Span("a", is_prefix=True)) == 3
-        assert client.delete(Span("", is_prefix=True)) == 5
-
-
-def test_requests_that_etcd_will_never_take(client: EtcdClient, prefix: str) -> None:
-    with pytest.raises(RequestRefused, match=r"1\.5 MiB"):
-        client.put(f"{prefix}/large", bytes(1 << 21))
-    with pytest.raises(RequestRefused, match="128"):
-        client.txn((), [Put(f"{prefix}/{i}", b"") for i in range(129)])
-    with pytest.raises(RequestRefused, match="duplicate key"):
-        client.txn((), (Put(f"{prefix}/same", b"1"), Put(f"{prefix}/same", b"2")))
-    with pytest.raises(RequestRefused, match="key is not provided"):
-        client.put("", b"")
-    assert client.range(Get(Span(prefix, is_prefix=True))).kvs == ()
-
-
-def test_large_answers(client: EtcdClient, prefix: str) -> None:
-    for i in range(8):
-        client.put(f"{prefix}/{i}", bytes(1 << 20))
-    assert sum(len(kv.value) for kv in client.range(Get(Span(prefix, is_prefix=True))).kvs) == 8 << 20
-    client.delete(Span(prefix, is_prefix=True))
-
-
-def test_leases(client: EtcdClient, prefix: str) -> None:
-    lease = client.grant(60)
-    assert lease.ttl == 60
-    client.put(f"{prefix}/key", b"", lease.id)
-    assert client.renew(lease.id) == 60
-    client.revoke(lease.id)
-    client.revoke(lease.id)
-    assert client.get(f"{prefix}/key").one is None
-    with pytest.raises(LeaseLost):
-        client.renew(lease.id)
-    with pytest.raises(LeaseLost):
-        client.put(f"{prefix}/key", b"", lease.id)
 
 
 def test_status_warns_once_below_the_floor(
@@ -722,21 +600,6 @@ def test_secrets_are_not_shown(fragile: EtcdServer, caplog: pytest.LogCaptureFix
 
 
 # -- closing --------------------------------------------------------------------------------------------------------
-
-
-def test_a_closed_client_says_so(etcd: EtcdServer) -> None:
-    client = etcd.get_client()
-    client.get("/key")
-    client.close()
-    client.close()
-    for use in (
-        lambda: client.get("/key"),
-        lambda: client.put("/key", b""),
-        lambda: client.renew(1),
-        lambda: client.watch(Span("/key"), 1, lambda item: None),
-    ):
-        with pytest.raises(EtcdUnavailable, match="was closed"):
-            use()
 
 
 def test_closing_ends_calls_under_way(fragile: EtcdServer) -> None:

@@ -49,11 +49,11 @@ class Group:
         assert [vote.result(DEADLINE) for vote in votes] == [True, True]
         return told[0][0]
 
-    def await_call(self, line: str, there: bool = True) -> None:
+    def await_call(self, channel: str, there: bool = True) -> None:
         """Until a rank has called its manager through etcd; or until its call is gone."""
-        key = Get(Span(f"{self._prefix}/in/{line}"))
+        key = Get(Span(f"{self._prefix}/in/{channel}"))
         with self._server.get_client() as client:
-            eventually(lambda: bool(client.range(key).kvs) is there, f"call on {line}: {there}")
+            eventually(lambda: bool(client.range(key).kvs) is there, f"call on {channel}: {there}")
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def is_call(item: WatchItem) -> bool:
 
 
 @pytest.mark.xfail(
-    strict=True, reason="votes go through etcd until issue 15: they and their withdrawal may be heard late"
+    strict=True, reason="votes go through etcd until issue 15: they and their withdrawal may arrive late"
 )
 def test_a_vote_that_was_taken_back_does_not_count_for_a_manager_that_was_busy(
     fragile: EtcdServer, monkeypatch: pytest.MonkeyPatch

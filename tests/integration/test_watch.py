@@ -18,7 +18,7 @@ from helpers import DEADLINE, Seen, eventually
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import Compacted, EtcdAuthError, EtcdUnavailable, OutcomeUnknown, Rewound
+from ftcoord.errors import EtcdAuthError, EtcdUnavailable, OutcomeUnknown, Rewound
 from ftcoord.etcd.api import Began, Delete, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc import messages
@@ -102,40 +102,6 @@ def values(seen: Seen, count: int) -> list[bytes]:
 
 
 # -- what a watch tells ---------------------------------------------------------------------------------------------
-
-
-def test_events_tell_what_was_written(client: EtcdClient, prefix: str) -> None:
-    seen = Seen()
-    watch_from_now(client, Span(prefix, is_prefix=True), seen)
-    lease = client.grant(60)
-    first = client.put(f"{prefix}/a", b"1", lease.id).revision
-    second = client.put(f"{prefix}/a", b"2").revision
-    client.put(f"{prefix[:-1]}", b"not in the span")
-    third = client.delete(Span(f"{prefix}/a"))
-    events = seen.events(3)
-    assert [(event.kind, event.kv.value, event.kv.lease) for event in events] == [
-        ("put", b"1", lease.id),
-        ("put", b"2", 0),
-        ("delete", b"", 0),
-    ]
-    assert [(event.kv.create_revision, event.kv.mod_revision, event.kv.version) for event in events[:2]] == [
-        (first, first, 1),
-        (first, second, 2),
-    ]
-    assert third == 1
-    assert events[2].kv.mod_revision > second
-    client.revoke(lease.id)
-
-
-def test_the_changes_of_a_revision_come_together(client: EtcdClient, prefix: str) -> None:
-    seen = Seen()
-    watch_from_now(client, Span(prefix, is_prefix=True), seen)
-    for _ in range(20):
-        client.txn((), [Put(f"{prefix}/{i}", b"") for i in range(100)])
-    client.delete(Span(prefix, is_prefix=True))
-    seen.events(2100)
-    for batch in seen.batches:
-        assert len(batch.events) % 100 == 0
 
 
 def test_those_who_watch_the_same_share_a_watch_of_etcds(own: EtcdClient, prefix: str) -> None:
@@ -243,13 +209,6 @@ def test_a_shared_watch_outlives_its_stream(fragile: EtcdServer, prefix: str) ->
         assert values(late, 1) == [b"2"]
 
 
-def test_a_watch_begins_in_the_past(client: EtcdClient, prefix: str) -> None:
-    revisions = [client.put(prefix, str(i).encode()).revision for i in range(5)]
-    seen = Seen()
-    client.watch(Span(prefix), revisions[2], seen)
-    assert values(seen, 3) == [b"2", b"3", b"4"]
-
-
 def test_many_watches_share_a_stream_and_are_told_apart(client: EtcdClient, prefix: str) -> None:
     watched = [Seen() for _ in range(200)]
     watches = [watch_from_now(client, Span(f"{prefix}/{i}"), seen) for i, seen in enumerate(watched)]
@@ -269,54 +228,6 @@ def test_many_watches_share_a_stream_and_are_told_apart(client: EtcdClient, pref
         seen.events(2)
     assert all(seen.is_quiet() for seen in watched[::2])
     assert sum(thread.name == "ftcoord-watch" for thread in threading.enumerate()) == 1
-
-
-def test_a_watch_of_deletes_alone(client: EtcdClient, prefix: str) -> None:
-    seen, marker = Seen(), Seen()
-    now = client.get(prefix).revision + 1
-    client.watch(Span(prefix), now, seen, deletes_only=True)
-    client.watch(Span(prefix), now, marker)
-    client.put(prefix, b"1")
-    client.put(prefix, b"2")
-    client.delete(Span(prefix))
-    assert [event.kind for event in marker.events(3)] == ["put", "put", "delete"]
-    assert [event.kind for event in seen.events(1)] == ["delete"]
-    assert seen.is_quiet()
-
-
-def test_cancel_is_idempotent_and_final(client: EtcdClient, prefix: str) -> None:
-    seen, other = Seen(), Seen()
-    watch = watch_from_now(client, Span(prefix), seen)
-    watch_from_now(client, Span(prefix), other)
-    client.put(prefix, b"1")
-    seen.events(1)
-    watch.cancel()
-    watch.cancel()
-    client.put(prefix, b"2")
-    other.events(2)
-    assert seen.is_quiet()
-
-
-def test_watches_begin_and_end_while_events_come(client: EtcdClient, prefix: str) -> None:
-    everything = Seen()
-    watch_from_now(client, Span(prefix), everything)
-    for i in range(100):
-        revision = client.put(prefix, str(i).encode()).revision
-        seen = Seen()
-        watch = client.watch(Span(prefix), revision, seen)
-        if i % 2:
-            assert values(seen, 1) == [str(i).encode()]
-        watch.cancel()
-    assert values(everything, 100) == [str(i).encode() for i in range(100)]
-
-
-def test_a_new_watch_after_all_others_ended(client: EtcdClient, prefix: str) -> None:
-    for i in range(5):
-        seen = Seen()
-        watch = watch_from_now(client, Span(prefix), seen)
-        client.put(prefix, str(i).encode())
-        assert values(seen, 1) == [str(i).encode()]
-        watch.cancel()
 
 
 # -- a server that fails --------------------------------------------------------------------------------------------
@@ -421,19 +332,6 @@ def test_watches_outlive_an_etcd_that_is_not_there_at_first(fragile: EtcdServer)
 # -- compaction -----------------------------------------------------------------------------------------------------
 
 
-def test_a_compacted_start_ends_the_watch(client: EtcdClient, prefix: str) -> None:
-    revisions = [client.put(prefix, str(i).encode()).revision for i in range(5)]
-    client.compact(revisions[3])
-    seen, other = Seen(), Seen()
-    client.watch(Span(prefix), revisions[0], seen)
-    error = seen.error()
-    assert isinstance(error, Compacted)
-    assert error.compact_revision == revisions[3]
-    client.watch(Span(prefix), error.compact_revision, other)
-    assert values(other, 2) == [b"3", b"4"]
-    assert seen.is_quiet()
-
-
 class Owner:
     """Keeps a mirror as its owner should: items are applied, and it is read again when it lost its place."""
 
@@ -520,19 +418,6 @@ def test_a_mirror_ignores_what_an_earlier_watch_brought(client: EtcdClient, pref
     mirror.sync()
     assert mirror.synced
     mirror.close()
-
-
-def test_a_watch_from_now_on_says_when_it_stands(client: EtcdClient, prefix: str) -> None:
-    seen = Seen()
-    before = client.put(prefix, b"1").revision
-    client.watch(Span(prefix), 0, seen)
-    began = seen.next()
-    assert isinstance(began, Began)
-    assert began.revision >= before
-    client.put(prefix, b"2")
-    (event,) = seen.events(1)
-    assert event.kv.value == b"2"
-    assert event.kv.mod_revision > began.revision
 
 
 def test_a_watch_from_now_on_goes_on_after_a_restart(fragile: EtcdServer) -> None:
@@ -674,12 +559,3 @@ def test_a_permission_that_is_missing_with_a_new_token_too_is_an_error(scripted:
     it.hub.add(Span("/key"), 1, seen)
     assert isinstance(seen.error(), EtcdAuthError)
     assert it.transport.opened == 2
-
-
-@pytest.mark.parametrize("read", [Get(Span("/key")), Get(Span("/", is_prefix=True))])
-def test_a_read_tells_from_where_to_watch(client: EtcdClient, read: Get) -> None:
-    """The revision of a read, in a transaction or not, is that of the store, not that of the key."""
-    client.put("/key", b"")
-    revision = client.put("/other", b"").revision
-    assert client.range(read).revision == revision
-    assert client.txn((), (read,)).range(0).revision == revision

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ftcoord.coordination.policy import Heard, QuorumPolicy
+from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import layout
 from ftcoord.core.invariants import InvariantBroken, check_fences, check_quorum, check_round, check_succession
 from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation
@@ -242,7 +242,7 @@ def test_no_quorum_is_published_that_breaks_an_invariant(
 ) -> None:
     records = {one.member: ReplicaRecord(one.request, one.asked, one.after, 0) for one in TWO.members}
     members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
-    policy = QuorumPolicy(OPTIONS, 60.0, dict, Heard())
+    policy = QuorumPolicy(OPTIONS, 60.0, dict, HighestSeen())
     assert isinstance(policy.decide(members, "a", 0.0), Publish)
     monkeypatch.setattr("ftcoord.coordination.policy.decide", lambda *_: Publish(replace(ONE, number=0), "again", "Q"))
     with caplog.at_level(logging.ERROR):

@@ -8,15 +8,13 @@ the first waits for as many, a little, as databases have commits wait for their 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from ftcoord.errors import EtcdError, EtcdUnavailable, OutcomeUnknown
+from ftcoord import concurrency
+from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.rpc import messages
 
 log = logging.getLogger(__name__)
@@ -50,13 +48,13 @@ class Batcher:
 
     def __init__(self, send: Callable[[Any, float], Any]) -> None:
         self._send = send
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("Batcher._lock")
         self._queue: deque[_Entry] = deque()
         self._busy = self._closed = False
         self._came, self._expected = 0, 1
-        self._all_here = threading.Event()
-        self._wake: queue.SimpleQueue[float | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._all_here = concurrency.event()
+        self._wake: concurrency.Queue[float | None] = concurrency.inbox()
+        self._thread: concurrency.Thread | None = None
 
     def submit(self, request: Any, timeout: float, done: Done) -> None:
         """Make a transaction that writes.
@@ -66,7 +64,7 @@ class Batcher:
         request before it has ended), OutcomeUnknown when it was not answered, and what etcd says of it; another one's
         fault is not told: then each goes alone.
         """
-        entry, linger, leads = _Entry(request, time.monotonic() + timeout, done), False, False
+        entry, linger, leads = _Entry(request, concurrency.now() + timeout, done), False, False
         try:
             with self._lock:
                 self._came = self._came + 1 if self._busy else 1
@@ -90,7 +88,7 @@ class Batcher:
             thread, self._thread, self._closed = self._thread, None, True
         if thread is not None:
             self._wake.put(None)
-            if thread is not threading.current_thread():
+            if thread is not concurrency.current_thread():
                 thread.join(PATIENCE)
 
     def _hand_over(self, linger: float) -> None:
@@ -106,8 +104,8 @@ class Batcher:
                 return
         self._carry_all()
 
-    def _start(self) -> threading.Thread | None:
-        thread = threading.Thread(target=self._run, name="ftcoord-writes", daemon=True)
+    def _start(self) -> concurrency.Thread | None:
+        thread = concurrency.thread(self._run, "ftcoord-writes")
         try:
             thread.start()
         except RuntimeError as error:
@@ -126,7 +124,7 @@ class Batcher:
                 self._carry_all()
         finally:  # after an error of ours another thread goes on
             with self._lock:
-                if self._thread is threading.current_thread():
+                if self._thread is concurrency.current_thread():
                     self._thread = None
             self._hand_over(0)
 
@@ -149,7 +147,7 @@ class Batcher:
         return batch
 
     def _carry(self, batch: Sequence[_Entry]) -> None:
-        now = time.monotonic()
+        now = concurrency.now()
         untold = deque(entry for entry in batch if entry.deadline > now)
         for entry in batch:
             if entry.deadline <= now:
@@ -164,7 +162,7 @@ class Batcher:
             response = self._send(_nested(untold), max(map(_left, untold)))
             for nested in response.responses:
                 untold.popleft().done(nested.response_txn, response.header.revision, None)
-        except (EtcdUnavailable, OutcomeUnknown) as failure:
+        except (ClientClosed, EtcdUnavailable, OutcomeUnknown) as failure:  # each alone would fare no better
             error = failure
         except EtcdError as failure:
             log.debug("etcd refused transactions that went together, now each goes alone: %s", failure)
@@ -194,4 +192,4 @@ def _nested(batch: Iterable[_Entry]) -> Any:
 
 
 def _left(entry: _Entry) -> float:
-    return max(entry.deadline - time.monotonic(), 0.05)
+    return max(entry.deadline - concurrency.now(), 0.05)

@@ -32,7 +32,7 @@ _AUTH = (
     "role not found",
 )
 
-_TRANSIENT = (
+_UNANSWERED_CODES = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
@@ -40,7 +40,7 @@ _TRANSIENT = (
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.ABORTED,
 )
-_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.OUT_OF_RANGE)
+_REFUSED_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.OUT_OF_RANGE)
 
 
 def _says(details: str, texts: tuple[str, ...]) -> bool:
@@ -55,7 +55,7 @@ def is_stale_token(details: str) -> bool:
 
 def blames_member(error: grpc.RpcError) -> bool:
     """Whether another member may do better."""
-    return error.code() in _TRANSIENT or _says(error.details() or "", _NOT_PROPOSED)
+    return error.code() in _UNANSWERED_CODES or _says(error.details() or "", _NOT_PROPOSED)
 
 
 def translate(error: grpc.RpcError, *, write: bool, where: str) -> EtcdError:
@@ -83,10 +83,10 @@ def _explained(details: str, fate: str) -> EtcdError | None:
 
 
 def _by_code(code: grpc.StatusCode, fate: str, write: bool) -> EtcdError:
-    if code in _TRANSIENT:
+    if code in _UNANSWERED_CODES:
         return OutcomeUnknown(f"{fate}; the write may have happened") if write else EtcdUnavailable(fate)
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return EtcdAuthError(f"{fate}; check FTCOORD_USER, FTCOORD_PASSWORD and the client certificate")
-    if code in _REFUSED:
+    if code in _REFUSED_CODES:
         return RequestRefused(f"{fate}; etcd takes at most 128 operations and 1.5 MiB a request")
     return EtcdError(fate)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
+
+from ftcoord import concurrency
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ class RollbackDetector:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("RollbackDetector._lock")
         self._cluster = 0
         self._revision = 0
 

@@ -7,10 +7,10 @@ for ever, and the process with it. Threads of ours that are in a call are stoppe
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
+
+from ftcoord import concurrency
 
 T = TypeVar("T")
 
@@ -19,9 +19,9 @@ class GrpcThreads:
     """Who is in gRPC for one client. gRPC's own threads make themselves known when they run something of ours."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = concurrency.condition("GrpcThreads._changed")
         self._calls = self._unknown = 0
-        self._known: set[threading.Thread] = set()
+        self._known: set[concurrency.Thread] = set()
 
     def enter(self) -> None:
         """Before each call that waits for its answer; then `leave()`."""
@@ -48,16 +48,16 @@ class GrpcThreads:
 
     def join(self, timeout: float) -> None:
         """Wait until nobody is in gRPC any more, all calls being cancelled; for `timeout` seconds at most."""
-        deadline = time.monotonic() + timeout
+        deadline = concurrency.now() + timeout
         with self._changed:
             self._changed.wait_for(lambda: self._unknown <= 0 and not self._calls, timeout)
-            known = self._known - {threading.current_thread()}
+            known = self._known - {concurrency.current_thread()}
         for thread in known:
-            thread.join(max(deadline - time.monotonic(), 0))
+            thread.join(max(deadline - concurrency.now(), 0))
 
     def _note(self) -> None:
         with self._changed:
             self._known = {thread for thread in self._known if thread.is_alive()}
-            self._known.add(threading.current_thread())
+            self._known.add(concurrency.current_thread())
             self._unknown -= 1
             self._changed.notify_all()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftcoord import files
+from ftcoord import concurrency, files
 from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd.retry import retry
@@ -44,7 +42,7 @@ class Member:
 
     def __init__(self, endpoint: Endpoint, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
         self.name = str(endpoint)
-        self.alive_at = time.monotonic()
+        self.alive_at = concurrency.now()
         self._unary: dict[messages.Method, grpc.UnaryUnaryMultiCallable[Any, Any]] = {}
         options: tuple[tuple[str, Any], ...] = _OPTIONS
         if tls is None or credentials is None:
@@ -62,7 +60,7 @@ class Member:
         return invoke
 
     def seen(self) -> None:
-        self.alive_at = time.monotonic()
+        self.alive_at = concurrency.now()
 
 
 class Transport:
@@ -75,17 +73,17 @@ class Transport:
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("Transport._lock")
         # Read now: a failover must not fail because a file has gone meanwhile.
         self._pem = _Pem.read(config.tls) if config.tls else None
         self._index = 0
         with quiet_grpc():
             self._members = {0: self._new_member(0)}
         self._token: str | None = None
-        self._token_lock = threading.Lock()
+        self._token_lock = concurrency.lock("Transport._token_lock")
         self._threads = GrpcThreads()
         self._rollback = RollbackDetector()
-        self.closed = threading.Event()
+        self.closed = concurrency.event()
 
     def member(self) -> Member:
         """The member in use."""
@@ -155,17 +153,14 @@ class Transport:
         if self.config.credentials is None:
             return None
         if deadline is None:
-            deadline = time.monotonic() + self.config.request_timeout
+            deadline = concurrency.now() + self.config.request_timeout
         if (token := self._token) is not None:
             return token
-        if not self._token_lock.acquire(timeout=_left(deadline)):
-            raise EtcdUnavailable(f"etcd at {self.config.describe()} does not answer the login that is under way")
-        try:
+        late = EtcdUnavailable(f"etcd at {self.config.describe()} does not answer the login that is under way")
+        with concurrency.held(self._token_lock, deadline, late):
             if (token := self._token) is None:
                 token = self._token = self._log_in(deadline)
             return token
-        finally:
-            self._token_lock.release()
 
     def forget_token(self, stale: str | None) -> None:
         """Log in anew before the next call, unless somebody did since."""
@@ -187,7 +182,7 @@ class Transport:
         self._threads.join(timeout)
 
     def _retry(self, attempt: Callable[[float], Any], timeout: float | None) -> Any:
-        deadline = time.monotonic() + (self.config.request_timeout if timeout is None else timeout)
+        deadline = concurrency.now() + (self.config.request_timeout if timeout is None else timeout)
         return retry(lambda: attempt(deadline), (EtcdUnavailable,), deadline, self.closed)
 
     def _unary(self, method: messages.Method, request: Any, deadline: float, write: bool) -> Any:
@@ -254,7 +249,7 @@ def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.05)
+    return max(deadline - concurrency.now(), 0.05)
 
 
 @dataclass(frozen=True, slots=True)

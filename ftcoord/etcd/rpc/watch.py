@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
+from ftcoord import concurrency
+from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, FtcoordError, Rewound
 from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
-from ftcoord.etcd.retry import pause
+from ftcoord.etcd.retry import backoff
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.quiet_grpc import grpc
 from ftcoord.etcd.rpc.transport import CLOSED, Transport
@@ -79,19 +77,19 @@ class WatchHub:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._lock = threading.Lock()
+        self._lock = concurrency.lock("WatchHub._lock")
         self._sources: dict[int, _Source] = {}
         self._shared: dict[tuple[Span, bool], _Source] = {}
         self._last_id = PROBE_ID
         self._stream: _Stream | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: concurrency.Thread | None = None
 
     def add(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], deletes_only: bool = False
     ) -> Watcher:
         """Start watching; `deliver` is called on the hub's thread, and for a watch that stands already on this one too.
 
-        Raises EtcdUnavailable when the client is closed.
+        Raises ClientClosed.
         """
         self._transport.member()
         with self._lock:
@@ -102,7 +100,7 @@ class WatchHub:
             source.watchers += (watcher,)
             stands_since = source.next_revision - 1 if source.stood else None
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="ftcoord-watch", daemon=True)
+                thread = concurrency.thread(self._run, "ftcoord-watch")
                 thread.start()
                 self._thread = thread
         if stands_since is not None:
@@ -151,7 +149,7 @@ class WatchHub:
             source.deliver(ClientClosed(CLOSED))
         if stream is not None:
             stream.cancel()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not concurrency.current_thread():
             thread.join(timeout=2 * TICK)
 
     def _run(self) -> None:
@@ -159,7 +157,7 @@ class WatchHub:
             self._follow_on()
         finally:  # after an error of ours the next watcher starts another
             with self._lock:
-                if self._thread is threading.current_thread():
+                if self._thread is concurrency.current_thread():
                     self._thread = None
 
     def _follow_on(self) -> None:
@@ -175,7 +173,7 @@ class WatchHub:
                 log.debug("cannot open a watch stream: %s", error)
                 heard = False
             failures = 1 if heard else failures + 1
-            closed.wait(pause(failures))
+            closed.wait(backoff(failures))
 
     def _wanted(self) -> bool:
         """Whether a stream is needed. If not, the thread ends, and the next watcher starts another."""
@@ -293,10 +291,10 @@ class _Stream:
         self._idle = idle
         self.member = transport.member()
         self.token = transport.token()
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox: concurrency.Queue[Any] = concurrency.inbox()
         self._creating: deque[int] = deque()
         self.ended = False
-        self._answered_at = time.monotonic()
+        self._answered_at = concurrency.now()
         self._asked_at: float | None = None
         self._call: Any = None
         self.heard = False
@@ -324,21 +322,21 @@ class _Stream:
     def note_answer(self, response: Any) -> int:
         """The id of the watch that `response` is about. One that etcd refuses has none, but answers come in order."""
         self.heard = True
-        self._answered_at = time.monotonic()
+        self._answered_at = concurrency.now()
         self.member.seen()
         return self._creating.popleft() if response.created and self._creating else int(response.watch_id)
 
     def _requests(self) -> Iterator[Any]:
         """Runs on a thread of gRPC's: what to send, and between that the watch over the stream's health."""
         while not self.ended:
-            with contextlib.suppress(queue.Empty):
+            with contextlib.suppress(concurrency.Empty):
                 request = self._outbox.get(timeout=TICK)
                 if request is None:
                     return
                 if request.HasField("create_request"):
                     self._creating.append(request.create_request.watch_id)
                 yield request
-            self._probe(time.monotonic())
+            self._probe(concurrency.now())
 
     def _probe(self, now: float) -> None:
         """Ask for an answer when too little was heard; end the stream when even that goes unanswered.
@@ -361,7 +359,7 @@ class _Stream:
     def _moved(self) -> bool:
         try:
             return self._transport.member() is not self.member
-        except EtcdUnavailable:
+        except ClientClosed:
             return True
 
     def _give_up(self, why: str) -> None:

@@ -1,0 +1,228 @@
+"""What stands behind all clients of a `MemoryEtcd`: its keys and leases, who watches them, and the passing of time."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ftcoord import concurrency
+from ftcoord.errors import Compacted, EtcdError, EtcdNoSpace, Rewound
+from ftcoord.etcd.api import Batch, Began, Event, Get, Lease, RangeResult, Span, TxnResult, WatchItem
+from ftcoord.testing.keyspace import KeySpace, Transaction, concerning
+from ftcoord.testing.leases import Leases
+
+
+@dataclass(eq=False, slots=True)
+class Subscription:
+    """One watch that reaches a client.
+
+    Args:
+        push: called with each item, and with None when the watch is interrupted; under the backend's lock, so that all
+            hear everything in one order. It must only put what it is given into a queue.
+    """
+
+    span: Span
+    deletes_only: bool
+    push: Callable[[Subscription, WatchItem | None], None]
+
+
+class Snapshot(NamedTuple):
+    """What an etcd held at one moment."""
+
+    keys: KeySpace
+    leases: Leases
+
+
+class Backend:
+    """One etcd. Thread-safe. It has one thread, which makes leases expire and requests arrive that were delayed."""
+
+    def __init__(self, min_ttl: int) -> None:
+        self._changed = concurrency.condition("Backend._changed")
+        self._keys = KeySpace()  # guarded by _changed, as all below
+        self._leases = Leases(min_ttl, concurrency.now())
+        self._subscriptions: dict[Subscription, None] = {}
+        self._late: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = itertools.count()
+        self._full = self._down = self._closed = False
+        self._thread = concurrency.thread(self._run, "ftcoord-memory-etcd")
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def revision(self) -> int:
+        return self._keys.revision
+
+    def range(self, get: Get) -> RangeResult:
+        with self._changed:
+            return self._keys.range(get)
+
+    def txn(self, asked: Transaction) -> TxnResult:
+        with self._changed:
+            if asked.puts:
+                self._need_space()
+            result, events = self._keys.txn(asked, self._leases.__contains__)
+            self._tell(events)
+            return result
+
+    def grant(self, ttl: int) -> Lease:
+        with self._changed:
+            self._need_space()
+            lease = self._leases.grant(ttl, concurrency.now())
+            self._start()
+            self._changed.notify_all()
+            return lease
+
+    def renew(self, lease_id: int) -> int:
+        with self._changed:
+            return self._leases.renew(lease_id, concurrency.now())
+
+    def revoke(self, lease_id: int) -> None:
+        with self._changed:
+            self._leases.drop(lease_id)
+            self._tell(self._keys.drop_lease(lease_id))
+
+    def compact(self, revision: int) -> None:
+        with self._changed:
+            self._keys.compact(revision)
+
+    def later(self, at: float, request: Callable[[], object]) -> None:
+        """Have a request arrive after its caller has given it up; nobody hears what becomes of it."""
+
+        def arrive() -> None:
+            with contextlib.suppress(EtcdError):
+                request()
+
+        with self._changed:
+            heapq.heappush(self._late, (at, next(self._order), arrive))
+            self._start()
+            self._changed.notify_all()
+
+    def subscribe(self, subscription: Subscription, start_revision: int) -> None:
+        """Begin a watch: what it tells first is pushed before this returns, in etcd's order."""
+        with self._changed:
+            now = self._keys.revision
+            if start_revision > now + 1:
+                subscription.push(subscription, Rewound(now, start_revision - 1))
+                return
+            subscription.push(subscription, Began(now))
+            if 0 < start_revision < self._keys.compacted:
+                subscription.push(subscription, Compacted(self._keys.compacted))
+                return
+            if 0 < start_revision <= now:
+                missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)
+                if missed:
+                    subscription.push(subscription, Batch(missed))
+            self._subscriptions[subscription] = None
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        with self._changed:
+            self._subscriptions.pop(subscription, None)
+
+    # -- what a test does to it ---------------------------------------------------------------------------------------
+
+    def set_full(self, full: bool) -> None:
+        """Whether its quota is used up."""
+        with self._changed:
+            self._full = full
+
+    def go_down(self) -> None:
+        """Stop serving: no lease expires meanwhile."""
+        with self._changed:
+            self._down = True
+            self._interrupt()
+
+    def come_up(self) -> None:
+        """Serve again, with a new leader."""
+        with self._changed:
+            self._down = False
+            self._elect()
+
+    def change_leader(self) -> None:
+        """Every lease gets its whole TTL again, and every watch is interrupted and goes on."""
+        with self._changed:
+            self._interrupt()
+            self._elect()
+
+    def snapshot(self) -> Snapshot:
+        with self._changed:
+            return Snapshot(self._keys.copy(), self._leases.copy())
+
+    def rewind(self, snapshot: Snapshot) -> None:
+        """Hold again what it held then."""
+        with self._changed:
+            self._keys, self._leases = snapshot.keys.copy(), snapshot.leases.copy()
+            self._interrupt()
+            self._elect()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread.ident is not None and self._thread is not concurrency.current_thread():
+            self._thread.join()
+
+    # -- with the lock held -------------------------------------------------------------------------------------------
+
+    def _need_space(self) -> None:
+        if self._full:
+            raise EtcdNoSpace(
+                "etcdserver: mvcc: database space exceeded: NOSPACE; make room with `etcdctl compact REVISION` and"
+                " `etcdctl defrag`, then `etcdctl alarm disarm`"
+            )
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        """Every watch hears of what one revision changed."""
+        if events:
+            for subscription in self._subscriptions:
+                concerned = concerning(events, subscription.span, subscription.deletes_only)
+                if concerned:
+                    subscription.push(subscription, Batch(concerned))
+
+    def _interrupt(self) -> None:
+        subscriptions, self._subscriptions = self._subscriptions, {}
+        for subscription in subscriptions:
+            subscription.push(subscription, None)
+
+    def _elect(self) -> None:
+        self._leases.refresh(concurrency.now())
+        self._start()
+        self._changed.notify_all()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread.ident is None and not self._closed:
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            work()
+
+    def _next(self) -> Callable[[], object] | None:
+        """Wait for what time brings; None at the end."""
+        with self._changed:
+            while not self._closed:
+                now = concurrency.now()
+                if self._late and self._late[0][0] <= now:
+                    return heapq.heappop(self._late)[2]
+                if not self._down:
+                    for lease_id in self._leases.expired(now) if self._is_time(now) else ():
+                        self.revoke(lease_id)
+                self._changed.wait(self._pause(now))
+            return None
+
+    def _is_time(self, now: float) -> bool:
+        scan = self._leases.next_scan()
+        return scan is not None and scan <= now
+
+    def _pause(self, now: float) -> float | None:
+        """Seconds until something is due; None when nothing is."""
+        due = [entry[0] for entry in self._late[:1]]
+        scan = None if self._down else self._leases.next_scan()
+        if scan is not None:
+            due.append(scan)
+        return max(min(due) - now, 0) if due else None

@@ -1,0 +1,307 @@
+"""A scheduler for tests: threads that run one at a time, in an order that a seed decides, while time is virtual.
+
+Each thread of ftcoord's is a greenlet here. Wherever it takes a lock, waits, wakes somebody or starts a thread, another
+one may go on instead. When nobody can go on, time jumps to the next time-out. So a history of minutes takes
+milliseconds, and the same seed brings the same one.
+
+Only what comes from `ftcoord.concurrency` is scheduled: code that blocks on a lock of `threading` blocks everything.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from ftcoord import concurrency
+from ftcoord.testing.tasks import Task, TaskCondition, TaskEvent, TaskLock, TaskQueue
+
+T = TypeVar("T")
+
+STEP: Final = 20e-6
+"""Virtual seconds that a step between two points of preemption takes: so a loop without a wait cannot stop time."""
+EPOCH: Final = 1_800_000_000.0
+"""What `wall()` says at the start."""
+
+
+class Stuck(AssertionError):
+    """Nobody can go on, or not within the limits. The message says who waits for what, and where."""
+
+
+class Scheduler:
+    """A `concurrency.Runtime` for one run.
+
+    Args:
+        seed: decides who goes on at each point of preemption.
+        horizon: virtual seconds after which the run counts as stuck.
+        steps: points of preemption after which the run counts as stuck.
+
+    Not thread-safe: the whole world is one thread of Python's.
+    """
+
+    def __init__(self, seed: int = 0, *, horizon: float = 3600.0, steps: int = 2_000_000) -> None:
+        self.seed = seed
+        self.time = 0.0
+        self.taken = 0
+        self._horizon, self._steps = horizon, steps
+        self._random = random.Random(seed)
+        # Some runs change over all the time, others let a thread go on for a while: each finds other mistakes.
+        self._stay = self._random.choice((0.0, 0.5, 0.9))
+        self._ready: list[Task] = []
+        self._timers: list[tuple[float, int, Task, int]] = []
+        self._order = itertools.count(1)
+        self._tasks: dict[Task, None] = {}
+        self._paused: dict[str, list[Task]] = {}
+        self._own: dict[tuple[str, Callable[[], Any]], Any] = {}
+        self._current: Task | None = None
+        self._hub: Any = None
+        self._failure: BaseException | None = None
+        self.ending = False
+
+    # -- for tests ----------------------------------------------------------------------------------------------------
+
+    def run(self, main: Callable[[], T]) -> T:
+        """Call `main` in this world and return what it returns. All that it makes meanwhile belongs to this world.
+
+        Raises what `main` raises, what any other thread raised, and Stuck. Threads that are left in the end are ended
+        where they are.
+        """
+        outcome: list[T] = []
+        state = random.getstate()
+        random.seed(self.seed)
+        self._hub = getcurrent()
+        try:
+            with concurrency.use(self):
+                task = self._task(lambda: outcome.append(main()), "main", "main")
+                self._begin(task)
+                try:
+                    while not task.done and self._failure is None:
+                        self._next().run()
+                finally:
+                    self._end()
+        finally:
+            random.setstate(state)
+        if self._failure is not None:
+            raise self._failure
+        return outcome[0]
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass, in virtual seconds."""
+        self.park("a sleep", seconds)
+
+    @contextmanager
+    def process(self, name: str) -> Iterator[None]:
+        """What is made meanwhile belongs to another process: it has keepers of its own, and can be paused."""
+        task = self.current
+        before, task.process = task.process, name
+        try:
+            yield
+        finally:
+            task.process = before
+
+    def pause(self, process: str) -> None:
+        """Stop all threads of a process where they are, as SIGSTOP does, or C code that holds the interpreter."""
+        self._paused.setdefault(process, [])
+
+    def resume(self, process: str) -> None:
+        """End of `pause()`."""
+        self._ready.extend(self._paused.pop(process, ()))
+
+    # -- Runtime ------------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return EPOCH + self.time
+
+    def lock(self, name: str) -> TaskLock:
+        return TaskLock(self, name)
+
+    def rlock(self, name: str) -> TaskLock:
+        return TaskLock(self, name, reentrant=True)
+
+    def condition(self, name: str) -> TaskCondition:
+        return TaskCondition(self, name)
+
+    def event(self) -> TaskEvent:
+        return TaskEvent(self)
+
+    def queue(self) -> TaskQueue:
+        return TaskQueue(self)
+
+    def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Task:
+        return self._task(lambda: target(*args), name, self.process_now)
+
+    def current_thread(self) -> Task:
+        return self.current
+
+    def of_process(self, make: Callable[[], T]) -> T:
+        key = (self.process_now, make)
+        if key not in self._own:
+            self._own[key] = make()
+        found: T = self._own[key]
+        return found
+
+    # -- for locks, queues and threads --------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Task:
+        """The task that runs this. Raises RuntimeError outside of `run()`."""
+        if self._current is None:
+            raise RuntimeError("no task of the scheduler runs here: call it from within Scheduler.run()")
+        return self._current
+
+    @property
+    def process_now(self) -> str:
+        """The process to which belongs what is made now."""
+        return self._current.process if self._current is not None else "main"
+
+    def start(self, task: Task) -> None:
+        """Let a task begin."""
+        self._begin(task)
+        self.preempt()
+
+    def preempt(self) -> None:
+        """A point at which somebody else may go on."""
+        if self.ending:
+            return
+        task = self.current
+        self._tick()
+        if not self._stands_still(task) and (not self._ready or self._random.random() < self._stay):
+            return
+        self._ready.append(task)
+        self._switch()
+
+    def park(self, what: object, timeout: float | None) -> bool:
+        """Wait for `wake()`; False when `timeout` seconds were over before. `what` is for whoever asks why."""
+        if self.ending:
+            raise GreenletExit
+        task = self.current
+        task.waits_for, task.woken = what, False
+        task.parked += 1
+        if timeout is not None:
+            heapq.heappush(self._timers, (self.time + max(timeout, 0), next(self._order), task, task.parked))
+        self._tick()
+        self._switch()
+        return task.woken
+
+    def wake(self, task: Task) -> bool:
+        """Let a parked task go on; whether it was parked still, and not just about to go on anyway."""
+        if task.waits_for is None:
+            return False
+        task.woken = True
+        self._make_ready(task)
+        return True
+
+    # -- who is next --------------------------------------------------------------------------------------------------
+
+    def _task(self, target: Callable[[], object], name: str, process: str) -> Task:
+        return Task(self, target, name, process, next(self._order))
+
+    def _begin(self, task: Task) -> None:
+        task.greenlet = greenlet(lambda: self._live(task), parent=self._hub)
+        self._tasks[task] = None
+        self._ready.append(task)
+
+    def _live(self, task: Task) -> None:
+        try:
+            task.target()
+        except BaseException as error:  # whatever it is: the run ends with it
+            if not self.ending:
+                self._failure = self._failure or error
+        finally:
+            task.finish()
+            self._tasks.pop(task, None)
+
+    def _make_ready(self, task: Task) -> None:
+        task.waits_for = None
+        task.parked += 1  # so that its time-out finds it gone
+        self._ready.append(task)
+
+    def _tick(self) -> None:
+        self.time += STEP
+        self.taken += 1
+        if self._timers and self._timers[0][0] <= self.time:
+            self._fire()
+        if self.taken > self._steps or self.time > self._horizon:
+            self._fail(f"not done after {self.taken} steps and {self.time:.3f} virtual seconds")
+
+    def _fire(self) -> None:
+        """Wake whose time-out is over."""
+        while self._timers and self._timers[0][0] <= self.time:
+            _, _, task, parked = heapq.heappop(self._timers)
+            if task.parked == parked:
+                self._make_ready(task)
+
+    def _switch(self) -> None:
+        """Go on with somebody else; returns when it is this task's turn again."""
+        task = self.current
+        following = self._next()
+        if following is not task:
+            following.run()
+        self._current = task
+        if self.ending:
+            raise GreenletExit
+
+    def _next(self) -> Task:
+        while True:
+            while not self._ready:
+                self._jump()
+            chosen = int(self._random.random() * len(self._ready))
+            self._ready[chosen], self._ready[-1] = self._ready[-1], self._ready[chosen]
+            task = self._ready.pop()
+            if not self._stands_still(task):
+                self._current = task
+                return task
+            self._paused[task.process].append(task)
+
+    def _stands_still(self, task: Task) -> bool:
+        return task.process in self._paused and not task.abroad
+
+    def _jump(self) -> None:
+        """Nobody can go on now: time passes until somebody can."""
+        while self._timers and self._timers[0][3] != self._timers[0][2].parked:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            self._fail("deadlock: nobody can ever go on")
+        self.time = max(self.time, self._timers[0][0])
+        if self.time > self._horizon:
+            self._fail(f"not done after {self.time:.3f} virtual seconds")
+        self._fire()
+
+    def _fail(self, problem: str) -> None:
+        lines = [f"{problem} (seed {self.seed})", *(self._describe(task) for task in self._tasks)]
+        self._failure = Stuck("\n".join(lines))
+        if getcurrent() is self._hub:
+            raise self._failure
+        self._hub.switch()  # for good: raised here, somebody might catch it
+
+    def _describe(self, task: Task) -> str:
+        state = "can go on" if task.waits_for is None else f"waits for {task.waits_for}"
+        frame = task.greenlet.gr_frame if task.greenlet is not None else None
+        if task is self._current:
+            return f"- {task.name} of {task.process} {state}"
+        places = traceback.extract_stack(frame) if frame is not None else []
+        own = [place for place in places if "ftcoord/testing/" not in place.filename]
+        where = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+        return f"- {task.name} of {task.process} {state}{where}"
+
+    def _end(self) -> None:
+        """End who is left, one by one: each raises GreenletExit where it waits, and waits no more."""
+        self.ending = True
+        disabled = logging.root.manager.disable
+        logging.disable()  # or each would log that its thread failed
+        for task in list(self._tasks):
+            self._current = task
+            if not task.greenlet.dead:
+                task.greenlet.throw(GreenletExit)
+        self._current = None
+        logging.disable(disabled)

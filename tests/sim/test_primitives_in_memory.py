@@ -1,0 +1,398 @@
+"""Sessions, writes, stores, feeds and heartbeats under accidents, in virtual time: what each of them promises."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from worlds import TTL, World, insist, simulated
+
+from ftcoord import concurrency
+from ftcoord.core.lease import TRUST_FOR, SessionState
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, RoundOver
+from ftcoord.etcd.api import Event, Get, KeyValue, Put, Span, absent
+from ftcoord.heartbeat import Heartbeat, watch_heartbeats
+from ftcoord.primitives.exactly_once import ExactlyOnceWriter
+from ftcoord.primitives.feed import Feed
+from ftcoord.primitives.informer import Informer
+from ftcoord.primitives.leased_keys import LeasedKeys
+from ftcoord.primitives.mirror import Mirror
+from ftcoord.primitives.session import Session
+from ftcoord.primitives.write_once import write_once
+from ftcoord.store import EtcdStore
+from ftcoord.testing import Call, Fate, MemoryClient, MemoryEtcd, flaky
+
+CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
+
+
+def wild(seed: int) -> Callable[[Call], Fate]:
+    """A network on which anything happens to one call in four."""
+    return flaky(seed, refused=0.05, lost_requests=0.06, lost_answers=0.08, late=0.06, delay=0.02)
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+@simulated
+def test_a_session_is_suspended_before_anybody_can_see_its_lease_end(world: World) -> None:
+    told: list[tuple[SessionState, float]] = []
+    client = world.etcd.client()
+    session = Session(client, TTL, lambda state: told.append((state, concurrency.now())))
+    client.put("/key", b"", session.lease_id)
+    world.sleep(random.uniform(0, 3 * TTL))
+    client.cut_off()
+    cut = concurrency.now()
+    world.until(lambda: not world.keys("/key"), "its key is gone")
+    (state, when), gone = told[0], concurrency.now()
+    assert state is SUSPENDED
+    assert cut + TTL * (TRUST_FOR - 1 / 3) - 0.1 < when < gone - TTL * (1 - TRUST_FOR) + 0.1
+    assert session.state is SUSPENDED, "only etcd can say that it is lost"
+    client.reconnect()
+    world.until(lambda: session.state is LOST, "it is told")
+    assert [state for state, _ in told] == [SUSPENDED, LOST]
+
+
+@simulated
+def test_a_session_outlives_renewals_that_get_lost(world: World) -> None:
+    client = world.etcd.client(flaky(world.seed, refused=0.1, lost_requests=0.1, lost_answers=0.1))
+    session = insist(lambda: Session(client, TTL))
+    insist(lambda: client.put("/key", b"", session.lease_id))
+    world.sleep(20 * TTL)
+    assert world.keys("/key")
+    assert session.state is CONNECTED
+
+
+@simulated
+def test_leases_whose_etcd_hangs_cost_the_others_none(world: World) -> None:
+    """All are renewed by one thread of the process."""
+    with MemoryEtcd() as away:
+        far = away.client()
+        hanging = [Session(far, 3) for _ in range(5)]
+        kept = [Session(world.observer, 6) for _ in range(5)]
+        far.cut_off()
+        world.sleep(10 * 6)
+        assert [session.state for session in kept] == [CONNECTED] * 5
+        assert [session.state for session in hanging] == [SUSPENDED] * 5
+        for session in (*kept, *hanging):
+            session.orphan()
+
+
+@simulated
+def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again(world: World) -> None:
+    session = Session(world.observer, TTL)
+    for _ in range(5):
+        session.rest()
+        world.sleep(random.uniform(0, TTL * 0.6))
+        session.wake()
+        world.sleep(random.uniform(0, TTL))
+        assert session.state is CONNECTED
+    session.rest()
+    world.sleep(2 * TTL)
+    session.wake()
+    world.until(lambda: session.state is LOST, "it is told")
+    with pytest.raises(LeaseLost):
+        session.renew(1)
+
+
+@simulated
+def test_a_new_leader_gives_a_lease_its_whole_time_again(world: World) -> None:
+    session = Session(world.observer, TTL)
+    session.orphan()
+    world.observer.put("/key", b"", session.lease_id)
+    world.sleep(TTL - 1)
+    world.etcd.change_leader()
+    world.sleep(TTL - 1)
+    assert world.keys("/key")
+    world.sleep(2)
+    assert not world.keys("/key")
+
+
+# -- writes -----------------------------------------------------------------------------------------------------------
+
+
+@simulated
+def test_a_counter_that_counts_every_increment_once(world: World) -> None:
+    """Each comes with a receipt: whatever `write_once` could tell its writer, that says whether it happened."""
+    counted = [0, 0, 0]
+
+    def count(writer: int) -> None:
+        client = world.etcd.client(wild(10 * world.seed + writer))
+        while counted[writer] < 5:
+            receipt = Put(f"/receipt/{writer}", b"%d" % counted[writer])
+            with contextlib.suppress(EtcdUnavailable, OutcomeUnknown):
+                known, now = client.get(receipt.key).one, client.get("/counter").one
+                happened = known is not None and known.value == receipt.value
+                if not happened:
+                    total, revision = (int(now.value.split()[0]), now.mod_revision) if now else (0, 0)
+                    value = f"{total + 1} {writer} {counted[writer]}".encode()
+                    happened = write_once(client, Put("/counter", value), revision, also=(receipt,)).done
+                counted[writer] += happened
+
+    run(world, *(lambda writer=writer: count(writer) for writer in range(3)))
+    counter = world.observer.get("/counter").one
+    assert counter is not None
+    assert int(counter.value.split()[0]) == counter.version == sum(counted) == 15
+
+
+@simulated
+def test_a_change_is_made_once_or_never(world: World) -> None:
+    """Behind a gate that opens and closes: what was made is there once, and what was refused never comes, also late."""
+    made: dict[str, bool] = {}
+    stop = concurrency.event()
+
+    def change(writer: int) -> None:
+        client = world.etcd.client(wild(10 * world.seed + writer))
+        changes = ExactlyOnceWriter(client, f"/ops/{writer}/", 600, None, None, concurrency.event())
+        for number in range(6):
+            name = f"/made/{writer}/{number}"
+            made[name] = changes.make([Put(name, b"")], [absent("/gate")], "/gate", concurrency.now() + 60).done
+        changes.close()
+
+    def open_and_close() -> None:
+        while not stop.wait(random.uniform(0, 0.5)):
+            world.observer.put("/gate", b"")
+            stop.wait(random.uniform(0, 0.5))
+            world.observer.delete(Span("/gate"))
+
+    gate = concurrency.thread(open_and_close, "gate")
+    gate.start()
+    run(world, *(lambda writer=writer: change(writer) for writer in range(3)))
+    world.sleep(10)  # what was late has arrived
+    stop.set()
+    gate.join()
+    there = world.observer.range(Get(Span("/made/", is_prefix=True)))
+    assert {kv.key: kv.version for kv in there.kvs} == {name: 1 for name, done in made.items() if done}
+    assert len(made) == 18
+
+
+@simulated
+def test_a_store_on_a_bad_network(world: World) -> None:
+    """The real EtcdStore: counters are exact, who waits for a key gets it, and queues lose nothing."""
+    ranks = 3
+    totals: list[int] = []
+    taken: list[bytes] = []
+
+    def work(rank: int) -> None:
+        store = EtcdStore(world.etcd.client(wild(10 * world.seed + rank)), "/store/", timedelta(seconds=300))
+        totals.extend(store.add("counter", 1) for _ in range(4))
+        store.set(f"rank{rank}", str(rank))
+        store.wait([f"rank{peer}" for peer in range(ranks)])
+        store.queue_push("queue", f"item {rank}")
+        taken.append(store.queue_pop("queue"))
+        store.close()
+
+    run(world, *(lambda rank=rank: work(rank) for rank in range(ranks)))
+    assert sorted(totals) == list(range(1, 4 * ranks + 1))
+    assert sorted(taken) == [b"item %d" % rank for rank in range(ranks)]
+
+
+@simulated
+def test_who_waits_in_the_store_of_a_round_that_is_over_is_told(world: World) -> None:
+    client = world.etcd.client()
+    client.put("/fence", b"")
+    writer = ExactlyOnceWriter(client, "/ops/", 600, None, "/fence", concurrency.event())
+    store = EtcdStore(client, "/store/", timedelta(seconds=3600), fence="/fence")
+    ended: list[str] = []
+
+    def wait() -> None:
+        try:
+            store.get("never")
+        except Exception as error:  # torch's kinds of errors
+            ended.append(str(error))
+
+    thread = concurrency.thread(wait, "waiting")
+    thread.start()
+    world.sleep(1)
+    assert not ended
+    client.delete(Span("/fence"))
+    thread.join(60)
+    assert "is over" in ended[0]
+    with pytest.raises(RoundOver):
+        writer.make([Put("/late", b"")], (), None, concurrency.now() + 10)
+    assert not world.keys("/late")
+    store.close()
+
+
+# -- copies and changes of keys ---------------------------------------------------------------------------------------
+
+
+def disturb(world: World, client: MemoryClient, chance: random.Random) -> None:
+    """Something that happens to a watch."""
+
+    def compact() -> None:
+        with contextlib.suppress(RequestRefused):  # it is compacted already
+            world.etcd.compact(max(world.etcd.revision - chance.randrange(3), 1))
+
+    chance.choice((world.etcd.change_leader, client.cut_off, client.reconnect, compact, lambda: None))()
+
+
+def write_at_random(world: World, chance: random.Random, leases: list[int]) -> None:
+    key = f"/f/{chance.randrange(4)}"
+    kind = chance.randrange(6)
+    if kind == 0:
+        world.observer.delete(Span(key))
+    elif kind == 1:
+        world.observer.delete(Span("/f/", is_prefix=True))
+    elif kind == 2:
+        leases.append(world.observer.grant(2).id)
+        world.observer.put(key, b"leased", leases[-1])
+    else:
+        world.observer.txn((), [Put(key, str(chance.random()).encode()), Put("/elsewhere", b"")])
+
+
+@simulated
+def test_a_feed_tells_every_change_that_fits_the_last(world: World) -> None:
+    """Whatever interrupts it, each change fits the one before; and a lost one is made up for with its key's next."""
+    chance = random.Random(world.seed)
+    client = world.etcd.client()
+    lost: list[str] = []
+
+    def loses(event: Event) -> bool:
+        if chance.random() < 0.2:
+            lost.append(event.kv.key)
+            return True
+        return False
+
+    client.loses = loses
+    feed, told = Feed(client, Span("/f/", is_prefix=True)), dict[str, KeyValue]()
+
+    def catch_up() -> None:
+        quiet = 0
+        while quiet < 3:
+            news = None
+            with contextlib.suppress(EtcdError):
+                news = feed.next(0.2)
+            quiet = quiet + 1 if news is None else 0
+            for key, was, now in news.changes if news else ():
+                assert told.get(key) == was != now
+                told.pop(key, None)
+                if now is not None:
+                    told[key] = now
+
+    leases: list[int] = []
+    for _ in range(15):
+        write_at_random(world, chance, leases)
+        disturb(world, client, chance)
+        catch_up()
+    client.reconnect()
+    client.loses = lambda _event: False
+    world.sleep(5)
+    world.observer.put(lost[-1] if lost else "/f/0", b"last")
+    catch_up()
+    assert told == {kv.key: kv for kv in world.observer.range(Get(Span("/f/", is_prefix=True))).kvs}
+    feed.close()
+
+
+@simulated
+def test_an_informer_shows_what_etcd_has(world: World) -> None:
+    chance = random.Random(world.seed)
+    client = world.etcd.client()
+    shown: list[tuple[dict[str, KeyValue], dict[str, KeyValue]]] = []
+
+    def tell(first: Mirror, second: Mirror) -> None:
+        shown.append((dict(first.kvs), dict(second.kvs)))
+
+    spans = (Span("/f/", is_prefix=True), Span("/elsewhere"))
+    informer = Informer(client, spans, tell, "ftcoord-test")
+    leases: list[int] = []
+    for _ in range(15):
+        write_at_random(world, chance, leases)
+        disturb(world, client, chance)
+        world.sleep(chance.uniform(0, 0.5))
+    client.reconnect()
+    world.sleep(5)
+    expected = tuple({kv.key: kv for kv in world.observer.range(Get(span)).kvs} for span in spans)
+    world.until(lambda: shown[-1] == expected, "it shows what etcd has")
+    informer.close()
+
+
+@simulated
+def test_no_change_is_taken_for_a_missed_one(world: World) -> None:
+    """Nothing is read twice where no watch was interrupted, and no event got lost."""
+    reads: list[Get] = []
+    client = world.etcd.client()
+    deliver = client.fate
+    client.fate = lambda call: (reads.append(call.asked) if call.method == "range" else None, deliver(call))[1]
+    feed = Feed(client, Span("/f/", is_prefix=True))
+    chance = random.Random(world.seed)
+    while not feed.synced:
+        feed.next(0.1)
+    leases: list[int] = []
+    for _ in range(30):
+        write_at_random(world, chance, leases)
+        feed.next(chance.uniform(0, 0.1))
+    assert len(reads) == 1
+    feed.close()
+
+
+# -- keys that a thread keeps as they should be -----------------------------------------------------------------------
+
+
+@simulated
+def test_leased_keys_come_to_say_what_they_should(world: World) -> None:
+    """Whatever gets lost or late, and though the lease ends now and then."""
+    chance = random.Random(world.seed)
+    client = world.etcd.client(wild(world.seed))
+    keys = LeasedKeys(client, TTL, lambda name, lease: f"/l/{name}/{lease:x}", "tests")
+    wanted: dict[str, bytes] = {}
+    for number in range(12):
+        name = f"{chance.randrange(3)}"
+        wanted[name] = b"" if chance.random() < 0.3 else b"%d" % number
+        keys.put(name, lambda value=wanted[name]: value)
+        if chance.random() < 0.2:
+            for kv in world.observer.range(Get(Span("/l/", is_prefix=True))).kvs[:1]:
+                world.etcd.expire(kv.lease)
+        world.sleep(chance.uniform(0, 2))
+    expected = {name: value for name, value in wanted.items() if value}
+
+    def there() -> dict[str, bytes]:
+        return {key.split("/")[2]: value for key, value in world.keys("/l/").items() if value}
+
+    world.until(lambda: there() == expected, "they say what they should")
+    world.sleep(10)  # also when all that was late has arrived
+    assert there() == expected
+    keys.close(5)
+
+
+@simulated
+def test_a_heartbeat_that_leaves_and_one_that_is_lost(world: World) -> None:
+    heard: list[tuple[str, str, str]] = []
+    watch = watch_heartbeats("job", world.etcd.client())
+
+    def listen() -> None:
+        heard.extend((event.kind, event.name, event.reason) for event in watch)
+
+    listener = concurrency.thread(listen, "listener")
+    listener.start()
+    cut = world.etcd.client()
+    staying = Heartbeat("job", "cut off", TTL, etcd=cut)
+    with Heartbeat("job", "leaving", TTL, etcd=world.etcd.client()):
+        staying.__enter__()
+        world.until(lambda: len(heard) == 2, "both have joined")
+    world.until(lambda: len(heard) == 3, "one has left")
+    before = concurrency.now()
+    cut.cut_off()
+    world.until(lambda: len(heard) == 4, "the other is lost")
+    assert concurrency.now() - before < TTL + 1
+    cut.reconnect()
+    world.until(lambda: len(heard) == 5, "it is back")
+    assert sorted(heard[:2]) == [("joined", "cut off", ""), ("joined", "leaving", "")]
+    assert heard[2:] == [("lost", "leaving", "left"), ("lost", "cut off", "expired"), ("joined", "cut off", "")]
+    watch.close()
+    listener.join(60)
+    assert not listener.is_alive()
+
+
+def run(world: World, *works: Callable[[], object]) -> None:
+    """Do all of these at the same time, each in a process of its own."""
+    threads = []
+    for number, work in enumerate(works):
+        with world.scheduler.process(f"worker {number}"):
+            threads.append(concurrency.thread(work, f"work {number}"))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
