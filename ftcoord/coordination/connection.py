@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from ftcoord.concurrency import detached
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.errors import ConfigError, EtcdError, ForkedProcessError, StateError, ThreadFailed
@@ -37,14 +35,6 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
             raise unreachable(address, connect_timeout, error) from None
         undo.pop_all()
     return job, client
-
-
-def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> None:
-    """Call `close(*arguments)` when nobody refers to `owner` any longer; not at the end of the process.
-
-    On a thread of its own: a finalizer may run in any line that allocates, so it must take no locks.
-    """
-    weakref.finalize(owner, detached, close, *arguments).atexit = False
 
 
 def unreachable(address: str, connect_timeout: float, problem: object) -> RuntimeError:

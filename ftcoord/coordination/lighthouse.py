@@ -14,7 +14,7 @@ from typing import Any, Final
 from ftcoord import concurrency
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
-from ftcoord.coordination.connection import check_process, connect, torchft_errors, when_forgotten
+from ftcoord.coordination.connection import check_process, connect, torchft_errors
 from ftcoord.coordination.convert import json_text, quorum_reply
 from ftcoord.coordination.replica import Replica, TakeoverToken
 from ftcoord.coordination.types import Quorum
@@ -93,7 +93,7 @@ class LighthouseClient:
         self._takeover = TakeoverToken()
         self._lock = concurrency.lock("LighthouseClient._lock")
         self._replicas: dict[str, Replica] = {}  # guarded by _lock
-        when_forgotten(self, _forget, self._replicas, self._etcd)
+        concurrency.when_forgotten(self, _forget, self._replicas, self._etcd)
 
     def quorum(
         self,

@@ -166,7 +166,7 @@ class MailboxClient:
                     log.debug("a call is made again: %s", error)
 
     def close(self) -> None:
-        """Let the lease of all calls expire, and wait for no more answers. Idempotent."""
+        """Let the lease of all calls expire, and stop waiting for answers. Idempotent."""
         with self._lock:
             self._closed = True
             channels, self._channels = list(self._channels.values()), {}

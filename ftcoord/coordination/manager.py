@@ -20,7 +20,7 @@ from typing import Any, Final
 from ftcoord import concurrency
 from ftcoord.coordination import checks
 from ftcoord.coordination.advertised import AdvertisedKeys
-from ftcoord.coordination.connection import check_process, connect, torchft_errors, unreachable, when_forgotten
+from ftcoord.coordination.connection import check_process, connect, torchft_errors, unreachable
 from ftcoord.coordination.convert import quorum_result
 from ftcoord.coordination.mailbox import Call, Gone, Mailbox, MailboxClient
 from ftcoord.coordination.policy import LEASE_FLOOR
@@ -253,7 +253,7 @@ class ManagerServer:
         future.add_done_callback(lambda done: self._reply_later(call, {"yes": done.result()}))
 
     def _reply_later(self, call: Call, body: Mapping[str, Any]) -> None:
-        """On the thread of whoever completes a future, which must not wait for etcd."""
+        """From the thread that completes the future, which must not wait for etcd."""
         if not self._closed.is_set():
             self._repliers.submit(self._reply, call, body)
 
@@ -286,7 +286,7 @@ class ManagerClient:
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
         self._prefix = mailbox_prefix(self._job.prefix, self._job.manager)
         self._mailbox_client, self._pid = MailboxClient(self._etcd, self._prefix), os.getpid()
-        when_forgotten(self, _disconnect, self._mailbox_client, self._etcd)
+        concurrency.when_forgotten(self, _disconnect, self._mailbox_client, self._etcd)
         if self._address not in _managers:
             self._find(deadline, connect_timeout)
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
+from ftcoord import concurrency
 from ftcoord.coordination import checks
-from ftcoord.coordination.connection import connect, torchft_errors, when_forgotten
+from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_reply
 from ftcoord.coordination.replica import RECORD_TTL
 from ftcoord.coordination.types import Quorum as QuorumReply
@@ -41,7 +42,7 @@ class Observer:
             one changes.
 
     Callbacks run one at a time, on a thread of the observer's. What they raise is logged, and the next one comes all
-    the same. Nothing is told while etcd is away, and what changed meanwhile is told when it is back. An observer that
+    the same. Nothing is reported while etcd is away; what changed is reported when it is back. An observer that
     nobody refers to ends as with `close()`. If its thread fails by an error of ftcoord's own, that is logged, no
     callback comes any more, and each call raises RuntimeError. Calls are thread-safe.
 
@@ -75,7 +76,7 @@ class Observer:
             self._informer = Informer(
                 self._etcd, spans, _weak(self._report), "ftcoord-observer", failed=_weak(self._note_failure)
             )
-        when_forgotten(self, _end, self._informer, self._etcd)
+        concurrency.when_forgotten(self, _end, self._informer, self._etcd)
 
     def quorum(self) -> QuorumReply | None:
         """The last quorum, None before the first. Raises RuntimeError."""

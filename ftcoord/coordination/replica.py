@@ -147,7 +147,8 @@ class Replica:
 
     def await_loss(self, timeout: float | None) -> None:
         """Wait until its lease is lost or it left, `timeout` seconds at most."""
-        self._participant.await_loss(timeout)
+        part = self._participant
+        part.wait_for(lambda: part.member is None or part.member.lost, timeout)
 
     def leave(self, timeout: float) -> None:
         """Be gone at once. Idempotent; never raises for an etcd that is away for `timeout` seconds."""

@@ -207,3 +207,21 @@ def heartbeats_span(prefix: str) -> Span:
 def heartbeat_key(prefix: str, name: str, lease: int) -> str:
     """The heartbeat of a name, from the process that lives under a lease."""
     return f"{heartbeats_span(prefix).start}{quote(name, safe='')}/{lease:016x}"
+
+
+# -- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def election_prefix(prefix: str, name: str) -> str:
+    """The prefix of an election of a run."""
+    return f"{prefix}/elections/{quote(name, safe='')}"
+
+
+def term_key(prefix: str, number: int) -> str:
+    """The fence of a term of an election: it exists until the next term begins."""
+    return f"{prefix}/terms/{number}"
+
+
+def barrier_prefix(prefix: str, name: str) -> str:
+    """The prefix of a barrier of a run."""
+    return f"{prefix}/barriers/{quote(name, safe='')}"

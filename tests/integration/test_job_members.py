@@ -358,6 +358,8 @@ def test_a_forked_child_is_refused_at_once(job: Job) -> None:
     assert client.quorum("x", LONG).quorum_id == 1
     server = job.manager("a", world_size=2)
     rank = ManagerClient(server.address(), LONG)
+    observer = Observer(job.address, LONG, on_lost=print)
+    job.stack.callback(observer.close)
     calls: list[Callable[[], object]] = [
         lambda: client.quorum("x", LONG),
         lambda: client.heartbeat("x", LONG),
@@ -365,8 +367,10 @@ def test_a_forked_child_is_refused_at_once(job: Job) -> None:
         lambda: rank.should_commit(0, 0, True, LONG),
         lambda: rank._checkpoint_metadata(0, LONG),
         lambda: rank.kill("", LONG),
+        observer.quorum,
+        lambda: observer.get_config("lr"),
     ]
     assert [in_fork(call) for call in calls] == ["ForkedProcessError"] * len(calls)
-    assert in_fork(server.shutdown) == "None"
+    assert [in_fork(server.shutdown), in_fork(observer.close)] == ["None"] * 2
     votes = [spawn(partial(rank.should_commit, number, 0, True, LONG)) for number in range(2)]
     assert [vote.result(DEADLINE) for vote in votes] == [True, True]

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,3 +263,12 @@ def test_when_its_thread_has_failed_its_calls_say_so(
         with pytest.raises(RuntimeError, match=r"this observer has failed \(MemoryError: made by the test\)"):
             call()
     watching.close()
+
+
+def test_the_example_of_the_docs(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    decided = world.quorum("a")
+    text = (Path(__file__).parents[2] / "docs" / "torchft.md").read_text(encoding="utf-8")
+    example = text.partition("## Observing a job")[2].partition("```python")[2].partition("```")[0]
+    assert '"etcd://127.0.0.1:2379/job1"' in example
+    exec(example.replace("etcd://127.0.0.1:2379/job1", world.address), {})
+    assert f"b'0.01' [{decided}]" in capsys.readouterr().out

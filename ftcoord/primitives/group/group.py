@@ -159,19 +159,23 @@ class Group:
 
     def _post(self, mirror: Mirror, posted: Posted) -> None:
         if not self._apply_here(mirror, posted):
+            self._record.queued += self._is_news(mirror, posted)
             self._inbox.put((mirror, posted))
+
+    def _is_news(self, mirror: Mirror, posted: Posted) -> bool:
+        """Whether it is a decision, and not only that the watch stands, or ended."""
+        return mirror is self._record.mirror and isinstance(posted.item, Batch)
 
     def _apply_here(self, mirror: Mirror, posted: Posted) -> bool:
         """Most members only need to be told the decision, so this applies it on the watch's thread and lets the group's
         thread sleep. It never waits for the turn: the watch's thread serves others too.
 
-        It may overtake what the thread has in hand: of a single key only the newest value counts.
+        It does not overtake what the thread has still to apply: the mirror would take that for a change that it missed.
         """
-        is_news = mirror is self._record.mirror and isinstance(posted.item, Batch)
-        if not is_news or not self._turn.acquire(blocking=False):
+        if not self._is_news(mirror, posted) or not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._members.mirror is not None or self._thread.ident is None:
+            if self._members.mirror is not None or self._thread.ident is None or self._record.is_behind:
                 return False
             self._apply(mirror, posted)
             if not mirror.synced:  # a change was missed, and only the thread reads
@@ -240,6 +244,7 @@ class Group:
                     if callable(task):
                         task()
                     else:
+                        self._record.taken += self._is_news(*task)
                         self._apply(*task)
                 timeout = 0
         except concurrency.Empty:
