@@ -222,9 +222,12 @@ def detached(work: Callable[..., None], *arguments: object) -> None:
     thread(work, "ftcoord-forget", *arguments).start()
 
 
-def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> None:
+def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> Callable[[], object]:
     """Call `close(*arguments)` when nobody refers to `owner` any longer; not at the end of the process.
 
-    On a thread of its own, see `detached`. The arguments must not refer to `owner`.
+    On a thread of its own, see `detached`. The arguments must not refer to `owner`. Returns what cancels this: call it
+    when `owner` is closed, or a thread is started later for nothing.
     """
-    weakref.finalize(owner, detached, close, *arguments).atexit = False
+    finalizer = weakref.finalize(owner, detached, close, *arguments)
+    finalizer.atexit = False
+    return finalizer.detach
