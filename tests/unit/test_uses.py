@@ -132,8 +132,9 @@ def public(use: Found) -> str:
 
 def in_memory(use: Found) -> str:
     for path in (ROOT / "tests" / "sim").glob("test_*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if {name for node in ast.walk(tree) for name in imported(node, "")} & above(use.module):
+        source = path.read_text(encoding="utf-8")
+        modules = {name for node in ast.walk(ast.parse(source)) for name in imported(node, "")}
+        if modules & above(use.module) or any(names_word(source, f"ftcoord.{name}") for name in public_names(use)):
             return ""
     return "no file in tests/sim plays it in memory"
 
