@@ -22,7 +22,7 @@ from ftcoord.etcd.api import Etcd, Get, Span
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.lease_keeper import LeaseKeeper
-from ftcoord.primitives.write_once import LEAST
+from ftcoord.primitives.write_once import SHORTEST_WRITE_ATTEMPT
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Replica:
             return False
         self._unwritten = False
         member.session.wake()
-        timeout = min(self._timeout, max(deadline - time.monotonic(), LEAST))
+        timeout = min(self._timeout, max(deadline - time.monotonic(), SHORTEST_WRITE_ATTEMPT))
         member.enter_soon(self._value(), timeout, lambda written: self._note_written(member, written))
         return True
 

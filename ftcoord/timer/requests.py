@@ -78,8 +78,8 @@ class EtcdRequestQueue(RequestQueue):
         news = self._feed.next(timeout)
         if news is None:
             return False
-        self._began += news.anew
-        self._ready.extend(request for change in news.changes if (request := _request(change, news.anew)))
+        self._began += news.restarted
+        self._ready.extend(request for change in news.changes if (request := _request(change, news.restarted)))
         return True
 
 

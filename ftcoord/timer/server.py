@@ -18,7 +18,7 @@ from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Put
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.primitives.session import Clock
-from ftcoord.primitives.write_once import ATTEMPT, write_once
+from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, write_once
 from ftcoord.timer.ledger import holds
 from ftcoord.timer.process import host_id, kill, lives
 from ftcoord.timer.requests import EtcdRequestQueue, EtcdTimerRequest
@@ -229,7 +229,7 @@ class EtcdTimerServer(TimerServer):
         timer, kv = replace(request.timer, expired=self.id, reaped=reaped), request.kv
         put = Put(kv.key, encode(timer), kv.lease)
         try:
-            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=ATTEMPT)
+            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=WRITE_ATTEMPT_TIMEOUT)
         except LeaseLost:
             return None
         return EtcdTimerRequest(outcome.kv, timer) if outcome.done and outcome.kv else None

@@ -34,7 +34,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 _LINEARIZABLE = (messages.RANGE, messages.TXN)
 _NEEDS_LEADER = (("hasleader", "true"),)
-CLOSED = "this etcd client was closed; make a new one"
+CLIENT_CLOSED = "this etcd client was closed; make a new one"
 
 
 class Member:
@@ -90,7 +90,7 @@ class Transport:
         self.check_process()
         with self._lock:
             if self.closed.is_set():
-                raise ClientClosed(CLOSED)
+                raise ClientClosed(CLIENT_CLOSED)
             if self._index not in self._members:
                 self._members[self._index] = self._new_member(self._index)
             return self._members[self._index]
@@ -218,7 +218,7 @@ class Transport:
         except ValueError:  # what gRPC raises when close() was faster than the call: nothing was sent
             if not self.closed.is_set():
                 raise
-            raise ClientClosed(CLOSED) from None
+            raise ClientClosed(CLIENT_CLOSED) from None
         except RuntimeError as error:
             kind = OutcomeUnknown if write else EtcdUnavailable
             raise kind(

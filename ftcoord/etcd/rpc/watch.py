@@ -20,7 +20,7 @@ from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, dec
 from ftcoord.etcd.retry import backoff
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.quiet_grpc import grpc
-from ftcoord.etcd.rpc.transport import CLOSED, Transport
+from ftcoord.etcd.rpc.transport import CLIENT_CLOSED, Transport
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class WatchHub:
         self._transport.member()
         with self._lock:
             if self._transport.closed.is_set():
-                raise ClientClosed(CLOSED)
+                raise ClientClosed(CLIENT_CLOSED)
             source = self._source(span, start_revision, deletes_only)
             watcher = Watcher(self, source, deliver)
             source.watchers += (watcher,)
@@ -146,7 +146,7 @@ class WatchHub:
             self._shared.clear()
             stream, thread = self._stream, self._thread
         for source in sources:
-            source.deliver(ClientClosed(CLOSED))
+            source.deliver(ClientClosed(CLIENT_CLOSED))
         if stream is not None:
             stream.cancel()
         if thread is not None and thread is not concurrency.current_thread():
