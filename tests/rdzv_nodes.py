@@ -81,7 +81,7 @@ class Node:
 
     def _join(self) -> Seat:
         self.info = self.handler.next_rendezvous()
-        bootstrap, round_ = self.info.bootstrap_store_info, self.handler._participant.round
+        bootstrap, round_ = self.info.bootstrap_store_info, self.handler._node.round
         assert bootstrap is not None
         assert round_ is not None
         return Seat(self.info.rank, self.info.world_size, bootstrap.master_addr, bootstrap.master_port, round_.number)
@@ -92,7 +92,7 @@ class Node:
 
     def member(self) -> Membership[Round]:
         """This node in the group, as it is now."""
-        member = self.handler._participant.member
+        member = self.handler._node.participant.member
         assert member is not None
         return member
 
@@ -102,16 +102,16 @@ class Node:
 
     def cut_off(self) -> None:
         """Take part no more, as if nothing from here reached etcd: the lease is not renewed."""
-        member = self.handler._participant.member
+        member = self.handler._node.participant.member
         if member is not None:
             member.group.close()
             member.session.orphan()
 
     def crash(self) -> None:
         """Stop like a process that was killed: nothing is said or given up, the lease is just not renewed any more."""
-        member = self.handler._participant.member
+        member = self.handler._node.participant.member
         if member is not None:
-            member.lose()
+            member.orphan()
         self.handler._leave()
 
     def fail(self) -> None:
@@ -140,7 +140,7 @@ def waits(node: Node) -> Future[Seat]:
 
 def is_waiting(node: Node, join: Future[Seat]) -> bool:
     """Whether the node's ask is in etcd, and it has looked at what was decided and found no seat yet."""
-    member, waiters = node.handler._participant.member, node.handler._changed._waiters  # type: ignore[attr-defined]
+    member, waiters = node.handler._node.participant.member, node.handler._node._changed._waiters  # type: ignore[attr-defined]
     return member is not None and member.entered and bool(waiters) and not join.done()
 
 

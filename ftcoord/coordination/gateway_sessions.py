@@ -10,7 +10,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
-from ftcoord.coordination.replica import Replica
+from ftcoord.coordination.replica import Replica, TakeoverToken
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.etcd.api import Etcd
 
@@ -50,7 +50,7 @@ class GatewaySessions:
         self._pass_every = timeout * PASS_ON if timeout < LEASE_FLOOR else None
         self._silent_after = max(timeout, LEASE_FLOOR)
         self._lock = concurrency.lock("GatewaySessions._lock")
-        self._impatience = concurrency.lock("GatewaySessions._impatience")
+        self._takeover = TakeoverToken()
         self._sessions: dict[str, _GatewaySession] = {}
         self._closed = concurrency.event()
         self._farewells = ThreadPoolExecutor(4, thread_name_prefix="ftcoord-farewell")
@@ -80,7 +80,7 @@ class GatewaySessions:
         with self._lock:
             guests, self._sessions = list(self._sessions.values()), {}
         for guest in guests:
-            guest.replica.abandon()
+            guest.replica.orphan()
         self._farewells.shutdown()
 
     @contextmanager
@@ -101,7 +101,7 @@ class GatewaySessions:
                 guest.calls -= 1
 
     def _new_replica(self, replica_id: str) -> Replica:
-        return Replica(self._etcd, self._job, replica_id, kept=True, impatience=self._impatience)
+        return Replica(self._etcd, self._job, replica_id, keeps_lease=True, takeover=self._takeover)
 
     def _sweep(self) -> None:
         while not self._closed.wait(SWEEP):

@@ -16,7 +16,7 @@ from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
 from ftcoord.coordination.connection import check_process, connect, torchft_errors, when_forgotten
 from ftcoord.coordination.convert import json_text, quorum_reply
-from ftcoord.coordination.replica import Replica
+from ftcoord.coordination.replica import Replica, TakeoverToken
 from ftcoord.coordination.types import Quorum
 from ftcoord.core.quorum import QuorumRequest
 from ftcoord.etcd.shared import SharedClient
@@ -87,7 +87,7 @@ class LighthouseClient:
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._job, self._etcd = connect(checks.string("addr", addr), checks.seconds("connect_timeout", connect_timeout))
         self._pid, self._lock = os.getpid(), concurrency.lock("LighthouseClient._lock")
-        self._impatience = concurrency.lock("LighthouseClient._impatience")
+        self._takeover = TakeoverToken()
         self._replicas: dict[str, Replica] = {}
         when_forgotten(self, _forget, self._replicas, self._etcd)
 
@@ -166,7 +166,7 @@ class LighthouseClient:
         with self._lock:
             if replica_id not in self._replicas:
                 self._replicas[replica_id] = Replica(
-                    self._etcd, self._job, replica_id, kept=False, impatience=self._impatience
+                    self._etcd, self._job, replica_id, keeps_lease=False, takeover=self._takeover
                 )
             return self._replicas[replica_id]
 
@@ -174,7 +174,7 @@ class LighthouseClient:
 def _forget(replicas: dict[str, Replica], etcd: SharedClient) -> None:
     """Of a client that nobody holds any more: its replicas' leases expire by themselves."""
     for replica in replicas.values():
-        replica.abandon()
+        replica.orphan()
     etcd.close()
 
 

@@ -90,7 +90,7 @@ class ManagerServer:
         self._job = replace(job.at(self._etcd.config), manager=replica_id)
         self._prefix = mailbox_prefix(self._job)
         lease_keeper = LeaseKeeper.of_process(self._etcd.config)
-        self._replica = Replica(self._etcd, job, replica_id, kept=True, lease_keeper=lease_keeper)
+        self._replica = Replica(self._etcd, job, replica_id, keeps_lease=True, lease_keeper=lease_keeper)
         self._closed = concurrency.event()
         self._pid, self._incarnation = os.getpid(), uuid.uuid4().hex
         self._barrier = RankBarrier(self._world_size, self._ask)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumRecord, decide
 from ftcoord.core.quorum_records import encode, parse_quorum, parse_replica
 from ftcoord.core.verdict import Publish, Verdict, Wait
@@ -26,11 +25,11 @@ parse_decided = functools.lru_cache(maxsize=4)(parse_quorum)
 """`parse_quorum`: each quorum is read once in a process, which may represent many replicas."""
 
 
-class Heard:
+class HighestSeen:
     """What a replica remembers of all quorums that it heard of, whatever etcd and its leases forget. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # two threads may read a record at the same time
+        self._lock = concurrency.lock("HighestSeen._lock")  # two threads may read a record at the same time
         self.highest: Highest = NOTHING_HEARD
 
     def read(self, key: str, value: bytes) -> QuorumRecord:
@@ -51,7 +50,7 @@ class QuorumPolicy:
         options: the job's.
         heartbeat_timeout: in seconds.
         look: the members' mod revisions in etcd now, by their keys. Raises EtcdError.
-        heard: numbers and ids in it are not given again.
+        seen: numbers and ids in it are not given again.
         wall_clock: for people.
     """
 
@@ -60,13 +59,13 @@ class QuorumPolicy:
         options: QuorumOptions,
         heartbeat_timeout: float,
         look: Callable[[], Mapping[str, int]],
-        heard: Heard,
-        wall_clock: Callable[[], float] = time.time,
+        seen: HighestSeen,
+        wall_clock: Callable[[], float] = concurrency.wall,
     ) -> None:
-        self._options, self._look, self._heard, self._wall_clock = options, look, heard, wall_clock
+        self._options, self._look, self._seen, self._wall_clock = options, look, seen, wall_clock
         self._patience = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
         self._members = ParsedKeys(parse_replica)
-        self._decided = ParsedKey(heard.read)
+        self._decided = ParsedKey(seen.read)
         self._known: dict[str, tuple[KeyValue, QuorumCandidate]] = {}
         self._silent: dict[str, int] = {}
         self._said = ""
@@ -84,7 +83,7 @@ class QuorumPolicy:
             self._wall_clock(),
             previous_at=view.decided_at,
             silent=silent,
-            highest=self._heard.highest,
+            highest=self._seen.highest,
         )
         self._say(verdict.reason)
         if isinstance(verdict, Publish):

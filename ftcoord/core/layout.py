@@ -39,3 +39,13 @@ def encode_key(key: str) -> bytes:
 
 def decode_key(key: bytes) -> str:
     return key.decode("utf-8", "surrogateescape")
+
+
+def decided_key(prefix: str) -> str:
+    """The decided record of a group."""
+    return f"{prefix}/decided"
+
+
+def members_prefix(prefix: str) -> str:
+    """What the keys of a group's members begin with; each goes on with its lease's id."""
+    return f"{prefix}/members/"

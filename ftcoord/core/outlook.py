@@ -48,7 +48,11 @@ class Next(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outlook(Generic[A]):
-    """Where a member stands, and what it does next; `ask` is what it writes, None unless it writes."""
+    """Where a member stands, and what it does next.
+
+    Args:
+        ask: what it writes; None: what it asked before, again.
+    """
 
     standing: Standing
     next: Next = Next.WAIT

@@ -328,7 +328,7 @@ def outlook(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest
     if now.closed:
         return _PENDING if now.number == ask.reopens else Outlook(Standing.CLOSED, Next.RETURN)
     if now.limits not in (ask.limits, NO_ROUND.limits):
-        return Outlook(Standing.REFUSED, Next.RETURN)
+        return Outlook(Standing.REFUSED)
     has_seat = now.rank_of(me) is not None
     if has_seat and now.number > ask.after:
         return _of_seat(now, ask)

@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 
 from torch.distributed import TCPStore
@@ -28,14 +27,14 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ftcoord.core import rendezvous_records
-from ftcoord.core.rendezvous import call_back
 from ftcoord.core.rendezvous_records import Round
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
 from ftcoord.rendezvous.logs import round_line
-from ftcoord.rendezvous.participant import SHUT_DOWN, TRANSIENT, Participant
+from ftcoord.rendezvous.node import SHUT_DOWN, Node
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions
@@ -68,8 +67,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._run = RunRecord(etcd, settings)
         self._address = own_address(settings.local_addr, etcd.config)
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
-        self._changed = threading.Condition()
-        self._participant = Participant(etcd, settings, self._address, self.host, self._changed)
+        self._node = Node(etcd, settings, self._address, self.host)
         self._users_error: BaseException | None = None
         self._store: EtcdStore | None = None
         self._tcp_store: TCPStore | None = None
@@ -124,14 +122,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
         Also when the run was closed by a failure or by hand: `next_rendezvous` then says why.
         """
-        member, mine = self._participant.member, self._participant.round
-        if member is None or mine is None:
-            return 0
-        now = member.record
-        count, reason = call_back(now, mine)
-        if member.lost and not (now and now.closed):
-            count, reason = 1, "this node's lease expired"
-        if count and self._called_back != mine.number:
+        count, reason = self._node.waiting()
+        mine = self._node.round
+        if count and mine is not None and self._called_back != mine.number:
             self._called_back = mine.number
             log.warning("run %r, round %d: the workers are stopped: %s", self._settings.run_id, mine.number, reason)
         return count
@@ -139,7 +132,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def is_closed(self) -> bool:
         """Whether the run is over; from memory once this node knows of a round, as long as it has its lease."""
         with self._recorded("is_closed"):
-            member = self._participant.member
+            member = self._node.participant.member
             known = (member.record if member and not member.lost else None) or self._run.read()
         return known is not None and bool(known.closed)
 
@@ -162,9 +155,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         try:
             if error is None or isinstance(error, ChildFailedError):
                 outcome = rendezvous_records.FINISHED if error is None else rendezvous_records.FAILED
-                self._run.close(
-                    f"{self.host} {outcome}", outcome, self._participant.node if self._participant.round else None
-                )
+                self._run.close(f"{self.host} {outcome}", outcome, self._node.id if self._node.round else None)
         except RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
@@ -181,8 +172,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._settings.timers:
             self._ends.callback(serve_timers(self._settings.prefix, self._etcd))
         try:
-            self._participant.prepare()
-        except TRANSIENT as error:
+            self._node.participant.prepare()
+        except UNANSWERED as error:
             log.debug("nothing could be prepared: %s", error)
         except EtcdError as error:
             self._leave("it could not prepare")
@@ -192,11 +183,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._left:
             raise RendezvousClosedError(SHUT_DOWN)
         self._end_round()
-        self._participant.begin()
+        self._pace = pace = self._node.pace()
         while True:
             reservation = Reservation(self._address)
             try:
-                round_ = self._participant.ask(reservation.port)
+                round_ = self._node.ask(reservation.port, pace)
                 if round_ is not None:
                     return round_, self._begin_round(round_, reservation)
             finally:
@@ -205,7 +196,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def _begin_round(self, round_: Round, reservation: Reservation) -> int:
-        member = self._participant.member
+        member = self._node.participant.member
         if member is None:  # another thread has shut this handler down just now
             raise RendezvousClosedError(SHUT_DOWN)
         rank = round_.rank_of(member.id)
@@ -233,9 +224,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._left or os.getpid() != self._pid:
             return
         self._left = True
-        self._participant.stop()
+        self._node.stop()
         atexit.unregister(self._leave)
-        self._participant.leave(why)
+        self._node.leave(why)
         self._end_round()
         self._ends.close()
 

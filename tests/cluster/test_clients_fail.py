@@ -27,7 +27,7 @@ SHORT_TTL = 3
 
 
 def state(node: Node) -> SessionState:
-    member = node.handler._participant.member
+    member = node.handler._node.participant.member
     assert member is not None
     return member.session.state
 

@@ -56,9 +56,9 @@ def test_a_run_among_garbage(make_nodes: MakeNodes, client: EtcdClient, run_id: 
         before, seats = seats, join_all(nodes)
         assert seats[0].round > before[0].round
     client.delete(Span(f"{prefix}/rounds/", is_prefix=True))  # in the middle of the round
-    client.delete(Span(nodes[1].handler._participant.member.group.key))  # type: ignore[union-attr]
+    client.delete(Span(nodes[1].handler._node.participant.member.group.key))  # type: ignore[union-attr]
     eventually(
-        lambda: client.get(nodes[1].handler._participant.member.group.key).one or nodes[0].signalled(),
+        lambda: client.get(nodes[1].handler._node.participant.member.group.key).one or nodes[0].signalled(),
         what="it is noticed",
     )  # type: ignore[union-attr]
     for key, value in there.items():

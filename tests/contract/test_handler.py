@@ -120,8 +120,8 @@ def test_a_node_that_timed_out_may_try_again(make_nodes: MakeNodes) -> None:
     impatient = nodes.one(join_timeout=0.5)
     with pytest.raises(RendezvousTimeoutError):
         impatient.join().result(DEADLINE)
-    participant = impatient.handler._participant
-    participant.settings = replace(participant.settings, join_timeout=DEADLINE)
+    node = impatient.handler._node
+    node._settings = replace(node._settings, join_timeout=DEADLINE)
     other = waits(nodes.one())
     assert len(seats_of([impatient.join(), other])) == 2
 

@@ -22,13 +22,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ftcoord.core import rendezvous_records
+from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import FRESH
 from ftcoord.core.rendezvous_records import Round
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Batch, Delete, Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.rendezvous import participant
+from ftcoord.primitives.group.participant import Look
+from ftcoord.rendezvous import pace
 
 FAILURE = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")})
 """What an agent ends with whose workers have used up their restarts."""
@@ -149,21 +151,23 @@ def test_a_node_that_loses_its_lease_as_its_round_becomes_ready_starts_it(make_n
     """The others have started, and are deaf until it has written to the round's store."""
     nodes = make_nodes(2, 2).add(2)
     join_all(nodes)
-    part, member = nodes[0].handler._participant, nodes[0].member()
-    request = participant._Request(member, replace(part._new_ask(0), after=0, seated=1))
-    member.lose()
-    assert part._ready_after_all(request) == part.round
+    node, member = nodes[0].handler._node, nodes[0].member()
+    look = Look(Standing.LOST, member.record, replace(node._new_ask(0), after=0, seated=1))
+    member.orphan()
+    assert node._ready_after_all(look) == node.round
     nodes[1].handler.set_closed()
-    assert part._ready_after_all(request) is None
+    assert node._ready_after_all(look) is None
 
 
 def test_who_has_lost_its_lease_takes_no_seat(make_nodes: MakeNodes, client: EtcdClient) -> None:
     """etcd may not have ended the lease yet, and the others would start and wait for it."""
     node = make_nodes(2, 2).one()
     waits(node)
-    part, member = node.handler._participant, node.member()
-    member.lose()
-    part._take_seat(participant._Request(member, part._new_ask(0)), Round(1, (), "", 0))
+    before = client.get(node.member().group.key).one
+    node.member().orphan()
+    part = node.handler._node
+    part.participant.reaffirm(replace(part._new_ask(0), seated=1), part.pace())
+    assert client.get(before.key).one == before  # type: ignore[union-attr]
     assert not says_that_it_is_seated(client, node)
 
 
@@ -244,7 +248,7 @@ def test_a_node_with_other_limits_is_no_spare_of_the_run(make_nodes: MakeNodes) 
     join_all([worker])
     odd = make_nodes(2, 2, run_id="no spare", lease_ttl=600).one()
     join = waits(odd)
-    eventually(lambda: odd.handler._participant._refusal, what="it knows that it is not wanted")
+    eventually(lambda: odd.handler._pace.limits.refusal, what="it knows that it is not wanted")
     worker.finish()
     with pytest.raises(RendezvousStateError, match=r"--nnodes=1, .* --nnodes=2"):
         join.result(DEADLINE)
@@ -432,7 +436,7 @@ def test_a_join_time_out_says_who_came(make_nodes: MakeNodes) -> None:
 def test_a_node_that_waits_says_for_what(
     make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(participant, "SAY", 0.2)
+    monkeypatch.setattr(pace, "LINE_INTERVAL", 0.2)
     with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
         waits(make_nodes(2, 2).one())
         eventually(lambda: "waiting for a round: 1 of at least 2 nodes came" in caplog.text, what="it says so")

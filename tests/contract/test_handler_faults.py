@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.rendezvous import participant as participant_module
+from ftcoord.rendezvous import pace
 
 LONG_TTL = 600
 """Seconds; a lease that outlives the test, so that only giving it up can end it."""
@@ -49,7 +49,7 @@ def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
     joining = first.join()
     eventually(lambda: first.member().entered, what="the first node is the older one, and so the decider")
     join_as_agents([first, late], [joining, late.join()])
-    before = first.handler._participant.round.number
+    before = first.handler._node.round.number
     news.hold()
     waiting = late.join()
     all_signalled([first])
@@ -111,11 +111,12 @@ def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, c
     waiting = run.one()
     join = waiting.join()
     for _ in range(2):
-        member = eventually(lambda: waiting.handler._participant.member, what="the node has a lease")
+        member = eventually(lambda: waiting.handler._node.participant.member, what="the node has a lease")
         eventually(lambda member=member: client.get(member.group.key).one, what="the node waits")
         client.revoke(waiting.lease())
         eventually(
-            lambda member=member: waiting.handler._participant.member is not member, what="the node takes a new lease"
+            lambda member=member: waiting.handler._node.participant.member is not member,
+            what="the node takes a new lease",
         )
     other = run.one()
     assert other.join().result(DEADLINE).world == join.result(DEADLINE).world == 2
@@ -153,13 +154,13 @@ def test_a_record_that_is_not_ours_is_in_the_way_until_it_is_deleted(make_nodes:
 def test_a_waiting_node_whose_key_is_deleted_is_not_forgotten(
     make_nodes: MakeNodes, client: EtcdClient, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(participant_module, "CHECK", 0.2)
+    monkeypatch.setattr(pace, "KEY_CHECK_INTERVAL", 0.2)
     run, joins = make_nodes(3, 3), []
     nodes = run.add(2)
     for node in nodes:
         joins.append(node.join())
-        eventually(lambda node=node: client.get(node.handler._participant.member.group.key).one, what="the node waits")
-    client.delete(Span(nodes[victim].handler._participant.member.group.key))
+        eventually(lambda node=node: client.get(node.member().group.key).one, what="the node waits")
+    client.delete(Span(nodes[victim].handler._node.participant.member.group.key))
     joins.append(run.one().join())
     assert {seat.world for seat in seats_of(joins)} == {3}
 

@@ -96,8 +96,8 @@ def test_most_members_hear_of_decisions_without_their_threads(join: Join) -> Non
     first.sees(first, second)
     second.sees(first, second)
     heard_on: list[str] = []
-    listener = second.group._listener
-    second.group._listener = lambda kv: (heard_on.append(threading.current_thread().name), listener(kv))[1]
+    listener = second.group._record._listener
+    second.group._record._listener = lambda kv: (heard_on.append(threading.current_thread().name), listener(kv))[1]
     for ask in "abc":
         first.ask(ask)
         second.hears(lambda roll, ask=ask: roll["members"][first.id] == f"{ask}/1")
@@ -117,7 +117,7 @@ def test_a_member_asks_without_waiting(join: Join, client: EtcdClient) -> None:
     for node in (first, second):
         node.hears(lambda roll: roll["members"].get(second.id) == "soon")
     kv = client.get(second.group.key).one
-    assert kv == second.group._place.kv
+    assert kv == second.group._member_key.kv
     second.ask("later")
     first.hears(lambda roll: roll["members"].get(second.id) == "later/1")
 

@@ -197,7 +197,7 @@ class Storm:
     def settled(self) -> bool:
         """Whether the last round is full and undisturbed, and the others wait as spares."""
         running = [node for node in self.current.values() if node is not None]
-        rounds = {node.handler._participant.round.number for node in running if node.handler._participant.round}
+        rounds = {node.handler._node.round.number for node in running if node.handler._node.round}
         return len(running) == MOST and len(rounds) == 1 and not any(node.signalled() for node in running)
 
     def rounds(self) -> int:

@@ -36,7 +36,7 @@ def job(prefix: str) -> Job:
 
 @pytest.fixture
 def replica(client: EtcdClient, job: Job) -> Iterator[Replica]:
-    replica = Replica(client, job, "x", kept=True)
+    replica = Replica(client, job, "x", keeps_lease=True)
     yield replica
     replica.leave(DEADLINE)
 
@@ -89,7 +89,7 @@ def test_of_two_callers_one_may_go(client: EtcdClient, job: Job, replica: Replic
 
 def test_a_call_does_not_wait_for_anothers_write(fragile: EtcdServer, job: Job, threads: ThreadPoolExecutor) -> None:
     with fragile.get_client() as client:
-        replica = Replica(client, job, "x", kept=True)
+        replica = Replica(client, job, "x", keeps_lease=True)
         fragile.stop()
         other = threads.submit(replica.ask, REQUEST, time.monotonic() + 8)
         threading.Event().wait(1)
@@ -110,9 +110,9 @@ def test_who_left_stays_gone(client: EtcdClient, job: Job, replica: Replica) -> 
     assert requests(client, job) == []
 
 
-def test_who_is_abandoned_lives_until_its_lease_ends(client: EtcdClient, job: Job, replica: Replica) -> None:
+def test_who_is_orphaned_lives_until_its_lease_ends(client: EtcdClient, job: Job, replica: Replica) -> None:
     replica.beat(time.monotonic() + DEADLINE)
-    replica.abandon()
+    replica.orphan()
     assert requests(client, job) == [0]
     eventually(lambda: requests(client, job) == [], "the lease expires")
 
@@ -128,9 +128,9 @@ def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
         return threads.submit(one.ask, request, time.monotonic() + DEADLINE)
 
     with Late(EtcdConfig.load(etcd.get_endpoint())) as late:
-        peer = Replica(client, job, "y", kept=True)
-        here = Replica(late, job, "x", kept=True)
-        there = Replica(client, job, "x", kept=True)
+        peer = Replica(client, job, "y", keeps_lease=True)
+        here = Replica(late, job, "x", keeps_lease=True)
+        there = Replica(client, job, "x", keeps_lease=True)
         try:
             peer.beat(time.monotonic() + DEADLINE)  # the oldest one decides
             together = ask(peer), ask(here)
@@ -151,7 +151,7 @@ def test_who_comes_back_after_its_lease_asks_for_nothing_that_was_answered(
     client: EtcdClient, job: Job, replica: Replica, threads: ThreadPoolExecutor
 ) -> None:
     """Else the others would get a quorum with it, and wait for one that is not there. And it knows which ids were."""
-    peer = Replica(client, job, "y", kept=True)
+    peer = Replica(client, job, "y", keeps_lease=True)
     try:
         other = threads.submit(peer.ask, replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
         quorum = replica.ask(REQUEST, time.monotonic() + DEADLINE)
@@ -176,7 +176,7 @@ def test_who_lost_its_lease_while_it_asks_asks_again(
     eventually(
         lambda: [one.asked for lease, one in replica_records(client, job).items() if lease != lost] == [1], "it asks"
     )
-    peer = Replica(client, job, "y", kept=True)
+    peer = Replica(client, job, "y", keeps_lease=True)
     try:
         quorum = peer.ask(replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
         assert call.result(DEADLINE) == quorum
@@ -207,7 +207,7 @@ def test_requests_that_are_lost_on_the_way_are_made_again(
 ) -> None:
     """A caller does not wait until its request is written; it sees to it all the same, and asks once."""
     etcd = Refusing(client)
-    pair = [Replica(etcd, job, name, kept=True) for name in "xy"]
+    pair = [Replica(etcd, job, name, keeps_lease=True) for name in "xy"]
     try:
         for number in range(1, 21):
             asked = [replace(REQUEST, replica_id=one.replica_id, step=number) for one in pair]
@@ -249,16 +249,16 @@ def test_who_gives_up_takes_nobody_elses_request_along(
 ) -> None:
     """Two callers of one replica: the first tries in vain to write what the second asks, until its time is over."""
     etcd = Away(client)
-    replica, peer = Replica(etcd, job, "x", kept=True), Replica(client, job, "y", kept=True)
-    put = replica._put
+    replica, peer = Replica(etcd, job, "x", keeps_lease=True), Replica(client, job, "y", keeps_lease=True)
+    say = replica._participant.say
 
-    def put_and_linger(request: QuorumRequest, *how: Any) -> int:
-        asked = put(request, *how)
-        if request.step == 2:
+    def say_and_linger(ask: ReplicaRecord, *how: Any) -> ReplicaRecord:
+        said = say(ask, *how)
+        if ask.request.step == 2:
             assert etcd.tried.wait(DEADLINE)
-        return asked
+        return said
 
-    monkeypatch.setattr(replica, "_put", put_and_linger)
+    monkeypatch.setattr(replica._participant, "say", say_and_linger)
     try:
         replica.beat(time.monotonic() + DEADLINE)
         first = threads.submit(replica.ask, replace(REQUEST, step=1), time.monotonic() + 5)
@@ -284,7 +284,7 @@ def test_a_decider_that_is_behind_calls_nobody_dead(
     job = replace(job, heartbeat_timeout_ms=1_000)
     until = time.monotonic() + DEADLINE
     with Late(EtcdConfig.load(etcd.get_endpoint())) as late, ExitStack() as stack:
-        group = {name: Replica(late if name == "a" else client, job, name, kept=True) for name in "abcd"}
+        group = {name: Replica(late if name == "a" else client, job, name, keeps_lease=True) for name in "abcd"}
         for one in group.values():
             stack.callback(one.leave, DEADLINE)
             one.beat(until)  # the oldest one decides
@@ -321,11 +321,12 @@ def test_who_waits_long_looks_for_itself_now_and_then(
     client: EtcdClient, job: Job, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decider may be stuck, and may be right to wait: not all others shall watch all members for that."""
-    for name, seconds in (("IMPATIENCE", 0.2), ("LOOK", 0.2)):
+    for name, seconds in (("DECIDER_PATIENCE", 0.2), ("TAKEOVER_TIME", 0.2)):
         monkeypatch.setattr(replicas, name, seconds)
     doors = [Counting(client) for _ in "abc"]
     group = [
-        Replica(door, replace(job, min_replicas=4), name, kept=True) for door, name in zip(doors, "abc", strict=True)
+        Replica(door, replace(job, min_replicas=4), name, keeps_lease=True)
+        for door, name in zip(doors, "abc", strict=True)
     ]
     gone = threading.Event()
     until = time.monotonic() + DEADLINE

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcoord.coordination.policy import Heard, QuorumPolicy
+from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import quorum_records, rendezvous_records
 from ftcoord.core.quorum import QuorumOptions, QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.quorum_records import ReplicaRecord
@@ -87,7 +87,7 @@ garbage = (
 def policies() -> list[Any]:
     return [
         RendezvousPolicy(PREFIX, RoundOptions(30.0, 0.1, True)),
-        QuorumPolicy(QuorumOptions(1, 60.0), 5.0, look=dict, heard=Heard(), wall_clock=lambda: 0.0),
+        QuorumPolicy(QuorumOptions(1, 60.0), 5.0, look=dict, seen=HighestSeen(), wall_clock=lambda: 0.0),
     ]
 
 

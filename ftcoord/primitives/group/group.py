@@ -5,9 +5,10 @@
 
 The oldest live member (lowest create revision) is the decider: it mirrors the members, asks its policy what to
 decide, and publishes that in a transaction guarded by `decided`'s revision and by its own membership. All others
-watch `decided` and their predecessor, so a change costs O(1) events a member. Two deciders at once are harmless.
+watch `decided` and the member ahead of them, so a change costs O(1) events per member. Two deciders at once are
+harmless: one transaction wins. So the decider is no leader, and needs no election.
 
-One thread a group runs `_step` until it has nothing left to do. A step only compares what should be (mirrors in
+One thread per group runs `_step` until there is nothing left to do. A step only compares what should be (mirrors in
 sync, a predecessor watched or the role taken, a decision published) with what is, so it may fail and be repeated
 anywhere.
 """
@@ -15,46 +16,51 @@ anywhere.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from ftcoord import concurrency
+from ftcoord.core.layout import Span, decided_key, members_prefix
 from ftcoord.core.verdict import Publish, Wait
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Lease, Put, RangeResult, Span, exists
-from ftcoord.primitives.group.member_key import MemberKey, is_member
+from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
+from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Put, exists
+from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
+from ftcoord.primitives.group.member_key import MemberKey
+from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy, View
+from ftcoord.primitives.group.record_lease import RecordLease
+from ftcoord.primitives.group.succession import Succession
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.primitives.session import Clock, KeptLease, Session
+from ftcoord.primitives.session import Session
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 
 log = logging.getLogger(__name__)
 
-RETRY: Final = 0.5
+STEP_RETRY_PAUSE: Final = 0.5
 """Seconds until a step that failed is tried again."""
-AT_ONCE: Final = 1000
-"""Changes that a step takes in; with many beats they may come faster than they can be applied."""
+CHANGES_PER_STEP: Final = 1000
+"""Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
 
-Listener: TypeAlias = Callable[[KeyValue | None], None]
+_Task: TypeAlias = "tuple[Mirror, Posted] | Callable[[], None]"
+"""What lies in the inbox: what a watch delivered, or what the thread is to do."""
 
 
 class Group:
     """This process's membership in one group. Starts with `enter()`, ends with `close()`.
 
     Args:
-        etcd: the door to etcd.
+        etcd: the etcd client.
         session: the lease that this member lives under.
         prefix: the group's keys are `<prefix>/members/...` and `<prefix>/decided`.
         policy: what to decide when this member is the decider.
         record_ttl: seconds that the decided record outlives the last decider.
         listener: called with the decided record whenever it changed, on the client's thread or the group's; must not
-            block. Raises StateError when it cannot be read: nothing is decided then until it is replaced or deleted, of
-            which the latter is told with None.
-        failed: called on the group's thread when that ends by an error of ours: this member hears nothing any more.
-        restless: members change all the time what they ask for. Who waits for one of them to go is then told of that
-            alone, and has to `hurry()` when nothing is decided: a stranger may have taken a dead member's key.
+            block. Raises StateError when it cannot be read: then nothing is decided until somebody replaces or deletes
+            the key. A deletion is reported as None.
+        failed: called with the error, on the group's thread, when that thread ends by one: this member is deaf then.
+        watch_deletes_only: members rewrite their keys often, so watch the predecessor for deletion only. A waiter must
+            then `take_over()` when nothing is decided: a stranger may have written into a dead member's key.
     """
 
     def __init__(
@@ -65,39 +71,35 @@ class Group:
         policy: Policy,
         record_ttl: int,
         listener: Listener,
-        clock: Clock = time.monotonic,
         *,
-        failed: Callable[[], None] = lambda: None,
-        restless: bool = False,
+        failed: Callable[[BaseException], None] = lambda error: None,
+        watch_deletes_only: bool = False,
     ) -> None:
-        self.id = f"{session.lease_id:016x}"
-        self._member_key = MemberKey(etcd, f"{prefix}/members/", session)
-        self._etcd, self._session, self._policy = etcd, session, policy
-        self._record_ttl, self._listener, self._clock = record_ttl, listener, clock
-        self._members_span = Span(f"{prefix}/members/", is_prefix=True)
-        self._inbox: queue.SimpleQueue[tuple[Mirror, Posted] | None] = queue.SimpleQueue()
-        self._decided = Mirror(etcd, Span(f"{prefix}/decided"), self._post)
-        self._ahead: Mirror | None = None
-        self._members: Mirror | None = None
-        self._known: KeyValue | None = None
-        self._unreadable: StateError | None = None
-        self._known_at = self._changed_at = clock()
-        self._noted: KeyValue | None = None
-        self._seen: dict[str, tuple[KeyValue, float]] = {}
-        self._record_lease: KeptLease | None = None
-        self._said = ""
-        self._hurried = False
-        self._turn = threading.Lock()
-        self._begun = 0
-        self._checked = 1
-        self._restless, self._failed = restless, failed
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="ftcoord-group", daemon=True)
+        members = Span(members_prefix(prefix), is_prefix=True)
+        self._etcd, self._session, self._policy, self._failed = etcd, session, policy, failed  # never change
+        self._member_key = MemberKey(etcd, members.start, session)  # has a lock of its own
+        self._inbox: concurrency.Queue[_Task] = concurrency.inbox()
+        self._turn = concurrency.lock("Group._turn")
+        """Held by the thread while it works, and by the client's thread for what it may apply itself. It guards:"""
+        self._record = DecidedRecord(etcd, Span(decided_key(prefix)), self._post, listener)
+        self._succession = Succession(etcd, members, self._member_key, self._post, deletes_only=watch_deletes_only)
+        self._members = MembersView(etcd, members, self._post)
+        self._record_lease = RecordLease(etcd, record_ttl)
+        self._key_doubted = self._has_begun = False
+        self._takes_over = False  # set by callers, read by the thread when they have woken it
+        self._closing = False  # only ever becomes true; read anywhere
+        self._said = ""  # only the thread
+        self._thread = concurrency.thread(self._run, "ftcoord-group")
+
+    @property
+    def id(self) -> str:
+        """This member's, which is its lease's."""
+        return self._member_key.id
 
     @property
     def decided(self) -> KeyValue | None:
         """The last decided record that is known here."""
-        return self._known
+        return self._record.known
 
     @property
     def key(self) -> str:
@@ -109,15 +111,15 @@ class Group:
         """Whether this member has its key."""
         return self._member_key.kv is not None
 
-    def hurry(self, on: bool) -> None:
+    def take_over(self, on: bool) -> None:
         """Decide too, though an older member lives, until told otherwise: that one may be stuck. Harmless."""
-        if self._hurried != on:
-            self._hurried = on
-            self._inbox.put(None)
+        if self._takes_over != on:
+            self._takes_over = on
+            self._inbox.put(_wake)
 
     def prepare(self, timeout: float) -> None:
         """Begin the watch that `enter()` needs, in `timeout` seconds. Raises EtcdError, and may then be repeated."""
-        self._decided.begin(timeout)
+        self._record.mirror.begin(timeout)
 
     def enter(self, value: bytes, timeout: float) -> None:
         """Join, or change what this member asks for. `value` must be unlike all that it asked before.
@@ -128,8 +130,8 @@ class Group:
         """
         if not self.entered:
             self.prepare(timeout)
-        newest = Get(self._members_span, keys_only=True, order="newest", limit=2)
-        outcome = self._member_key.put(value, timeout, (Get(self._decided.span), newest))
+        newest = Get(Span(self._member_key.prefix, is_prefix=True), keys_only=True, order="newest", limit=2)
+        outcome = self._member_key.put(value, timeout, (Get(self._record.mirror.span), newest))
         if outcome.reads:
             try:
                 self._begin(outcome)
@@ -138,258 +140,184 @@ class Group:
                     self._member_key.kv = None
 
     def enter_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
-        """As `enter()` for one that has joined: `done` is told whether it worked, see `MemberKey.put_soon`."""
+        """As `enter()` for one that has joined: `done` gets whether it worked, see `MemberKey.put_soon`."""
         self._member_key.put_soon(value, timeout, done)
 
     def check(self) -> None:
         """Have this member's key put back if it is gone, though its lease is not."""
-        self._begun += 1
-        self._inbox.put(None)
+        self._inbox.put(self._doubt_key)
 
     def close(self) -> None:
         """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
         self._closing = True
-        self._inbox.put(None)
+        self._inbox.put(_wake)
         if self._thread.ident is None:  # else it closes all when it ends
-            self._decided.close()
+            self._record.mirror.close()
 
-    # -- the thread ---------------------------------------------------------------------------------------------
+    # -- what comes in ------------------------------------------------------------------------------------------
 
     def _post(self, mirror: Mirror, posted: Posted) -> None:
         if not self._apply_here(mirror, posted):
             self._inbox.put((mirror, posted))
 
     def _apply_here(self, mirror: Mirror, posted: Posted) -> bool:
-        """What is decided concerns most members in no other way than that they hear of it: their threads sleep on.
+        """Most members only need to be told the decision, so this applies it on the watch's thread and lets the group's
+        thread sleep. It never waits for the turn: the watch's thread serves others too.
 
         It may overtake what the thread has in hand: of a single key only the newest value counts.
         """
-        if mirror is not self._decided or not isinstance(posted.item, Batch) or not self._turn.acquire(blocking=False):
+        is_news = mirror is self._record.mirror and isinstance(posted.item, Batch)
+        if not is_news or not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._members is not None or self._thread.ident is None:
+            if self._members.mirror is not None or self._thread.ident is None:
                 return False
             self._apply(mirror, posted)
             if not mirror.synced:  # a change was missed, and only the thread reads
-                self._inbox.put(None)
+                self._inbox.put(_wake)
             return True
         finally:
             self._turn.release()
 
     def _begin(self, outcome: WriteOutcome) -> None:
         decided, newest = outcome.reads
-        self._decided.adopt(decided)
-        self._note_decided()
-        assert outcome.kv is not None
-        others = [kv for kv in newest.kvs if kv.key != self.key]
-        if not others:
-            self._members = Mirror(self._etcd, self._members_span, self._post)
-        elif others[0].create_revision > outcome.kv.create_revision:
-            pass  # it came before this member's write was settled: `_look_ahead` finds who was there already
-        elif is_member(others[0]):
-            self._follow(others[0], newest.revision)
+        self._record.mirror.adopt(decided)
+        self._record.tell()
+        self._succession.begin(newest)
         self._thread.start()
 
+    def _doubt_key(self) -> None:
+        self._key_doubted = True
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
     def _run(self) -> None:
+        ended: ClientClosed | None = None
         try:
             self._run_until_closed()
+        except ClientClosed as error:  # nothing will be answered any more; whoever waits hears of that
+            ended = error
         finally:
-            if not self._closing:  # an error of ours: better no member than one that does nothing
-                log.exception("member %s leaves %s: its thread failed", self.id, self._decided.span.start)
+            failure = ended or sys.exc_info()[1]
+            if failure is not None and not self._closing:  # better no member than one that does nothing
+                if failure is not ended:
+                    log.exception("member %s leaves %s: its thread failed", self.id, self._record.mirror.span.start)
                 self._session.orphan()
-                self._failed()
-            for mirror in (self._decided, self._ahead, self._members):
-                if mirror is not None:
-                    mirror.close()
-            self._drop_record_lease()
+                self._failed(failure)
+            self._record.mirror.close()
+            self._succession.close()
+            self._members.close()
+            self._record_lease.drop()
 
     def _run_until_closed(self) -> None:
-        until: float | None = self._clock()
+        until: float | None = concurrency.now()
         while not self._closing:
             try:
                 self._take(until)
                 with self._turn:
                     until = self._step()
+            except ClientClosed:  # nothing will be answered any more
+                raise
             except LeaseLost as error:
                 self._say(f"a lease is gone: {error}")
-                self._drop_record_lease()
-                until = self._clock() + RETRY
+                self._record_lease.drop()
+                until = concurrency.now() + STEP_RETRY_PAUSE
             except (EtcdUnavailable, OutcomeUnknown) as error:
                 self._say(f"cannot go on for now: {error}")
-                until = self._clock() + RETRY
+                until = concurrency.now() + STEP_RETRY_PAUSE
             except (EtcdError, StateError) as error:  # nobody may ever decide, until somebody sees to that
                 self._say(f"cannot go on: {error}", logging.WARNING)
-                until = self._clock() + RETRY
+                until = concurrency.now() + STEP_RETRY_PAUSE
 
     def _take(self, until: float | None) -> None:
         """Wait for something to happen, at most until then, and apply it."""
         try:
-            timeout = None if until is None else max(until - self._clock(), 0)
-            for _ in range(AT_ONCE):
-                if (item := self._inbox.get(timeout=timeout)) is None:
-                    return
+            timeout = None if until is None else max(until - concurrency.now(), 0)
+            for _ in range(CHANGES_PER_STEP):
+                task = self._inbox.get(timeout=timeout)
                 with self._turn:
-                    self._apply(*item)
+                    if callable(task):
+                        task()
+                    else:
+                        self._apply(*task)
                 timeout = 0
-        except queue.Empty:
+        except concurrency.Empty:
             pass
 
     def _apply(self, mirror: Mirror, posted: Posted) -> None:
-        changes = mirror.apply(posted)
-        if mirror is self._decided:
-            self._note_decided()
-            self._begun += isinstance(posted.item, Began)
-        elif mirror is self._members and mirror.synced:
-            self._note_members(mirror, [change.key for change in changes])
+        if mirror is self._members.mirror:
+            self._members.apply(posted)
+            return
+        mirror.apply(posted)
+        if mirror is self._record.mirror:
+            self._record.tell()
+            if isinstance(posted.item, Began):  # the watch was interrupted: etcd may have lost this member's key
+                self._key_doubted, self._has_begun = self._key_doubted or self._has_begun, True
 
     def _step(self) -> float | None:
-        if not self._decided.synced:
-            self._decided.sync()
-            self._note_decided()
-        if self._checked < self._begun:
-            begun = self._begun
+        """Bring what is nearer to what should be; when to look again, None: when something comes in."""
+        if not self._record.mirror.synced:
+            self._record.mirror.sync()
+            self._record.tell()
+        if self._key_doubted:
             self._member_key.restore()
-            self._checked = begun
-        self._see_to_hurry()
-        if self._members is None:
-            self._look_ahead()
-        if self._members is not None and not self._members.synced:
+            self._key_doubted = False
+        self._see_who_decides()
+        if self._members.mirror is not None:
             self._members.sync()
-            if self._members.synced:
-                self._note_members(self._members, {*self._members.kvs, *self._seen})
-        if self._members is None or not (self._members.synced and self._decided.synced):
+        if not (self._members.synced and self._record.mirror.synced):
             return None  # what is missing is on its way to the inbox
-        self._keep_record()
-        return self._decide(self._members)
+        self._record_lease.keep(self._record.mirror.one)
+        return self._decide()
 
-    def _see_to_hurry(self) -> None:
-        if self._hurried and self._members is None:
-            self._members = Mirror(self._etcd, self._members_span, self._post)
-        elif not self._hurried and self._members is not None and self._ahead is not None:
+    def _see_who_decides(self) -> None:
+        if not self._takes_over:
+            self._succession.look()
+        if self._succession.is_first or self._takes_over:
+            if self._members.mirror is None:
+                self._say("decides from now on")
+            self._members.open()
+        elif self._members.mirror is not None:
             self._members.close()
-            self._members = None
-            self._drop_record_lease()
+            self._record_lease.drop()
 
-    def _look_ahead(self) -> None:
-        """Make sure that the predecessor is watched; without one, become the decider."""
-        if self._ahead is not None:
-            if not self._ahead.synced:
-                self._ahead.sync()
-            if not self._ahead.synced or self._is_ahead(self._ahead.one):
-                return
-            self._ahead.close()
-        assert self._member_key.kv is not None
-        before = self._member_key.kv.create_revision
-        while True:
-            older = Get(self._members_span, 1, keys_only=True, order="newest", created_before=before)
-            found = self._etcd.range(older)
-            if found.one is None or is_member(found.one):
-                break
-            before = found.one.create_revision
-        if found.one is not None:
-            self._follow(found.one, found.revision)
-        else:
-            log.debug("member %s is the decider now", self.id)
-            self._ahead = None
-            self._members = Mirror(self._etcd, self._members_span, self._post)
-
-    def _is_ahead(self, kv: KeyValue | None) -> bool:
-        """Whether it is older. One that was deleted and put back is no more, and may follow this member."""
-        assert self._member_key.kv is not None
-        return kv is not None and is_member(kv) and kv.create_revision < self._member_key.kv.create_revision
-
-    def _follow(self, predecessor: KeyValue, revision: int) -> None:
-        self._ahead = Mirror(self._etcd, Span(predecessor.key), self._post, deletes_only=self._restless)
-        self._ahead.adopt(RangeResult((predecessor,), 1, revision))
-
-    def _note_decided(self) -> None:
-        kv = self._decided.one
-        if (kv is None and self._unreadable is None) or (kv is not None and kv == self._noted):
-            return  # compared as a whole: a rewound etcd gives another record the same revision
-        self._noted = kv
-        try:
-            self._listener(kv)
-        except StateError as error:
-            self._unreadable = error
-            return
-        self._unreadable = None
-        if kv is not None:
-            self._known, self._known_at = kv, self._clock()
-
-    def _note_members(self, members: Mirror, keys: Iterable[str]) -> None:
-        """Note when these came to say what they say now."""
-        now = self._clock()
-        for key in keys:
-            kv = members.kvs.get(key)
-            if kv is None:
-                self._seen.pop(key, None)
-            elif self._seen.get(key, (None, 0.0))[0] != kv:
-                self._seen[key] = (kv, now)
-            else:
-                continue
-            self._changed_at = now
-
-    def _keep_record(self) -> None:
-        """The decider keeps the lease of the decided record alive."""
-        kv = self._decided.one
-        lease_id = kv.lease if kv else 0
-        if self._record_lease is not None and self._record_lease.kept and lease_id in (0, self._record_lease.id):
-            return
-        self._drop_record_lease()
-        if lease_id:
-            now = self._clock()
-            self._record_lease = KeptLease(self._etcd, Lease(lease_id, self._etcd.renew(lease_id)), now)
-
-    def _decide(self, members: Mirror) -> float | None:
-        if self._unreadable is not None:
-            raise self._unreadable
-        in_order = tuple(sorted(filter(is_member, members.kvs.values()), key=lambda kv: kv.create_revision))
+    def _decide(self) -> float | None:
+        self._record.check_readable()
+        in_order = self._members.in_order()
         if all(kv.key != self.key for kv in in_order):
-            self._begun += 1  # the next step puts it back, if it is gone
-            return self._clock() + RETRY
-        seen = {key: at for key, (_, at) in self._seen.items()}
-        vanished = self._known is not None and self._decided.one is None
-        view = View(in_order, seen, self._changed_at, self._known, self._known_at, vanished)
-        verdict = self._policy.decide(view, self.id, self._clock())
+            self._key_doubted = True  # the next step puts it back, if it is gone
+            return concurrency.now() + STEP_RETRY_PAUSE
+        record, members = self._record, self._members
+        view = View(in_order, members.seen(), members.changed_at, record.known, record.known_at, record.vanished)
+        verdict = self._policy.decide(view, self.id, concurrency.now())
         if isinstance(verdict, Wait):
             self._say(verdict.reason)
             return verdict.until
-        return self._clock() + (0 if self._publish(verdict) else RETRY)
+        return concurrency.now() + (0 if self._publish(verdict) else STEP_RETRY_PAUSE)
 
     def _publish(self, decision: Publish[bytes]) -> bool:
-        lease = self._lease_of_record()
-        current = self._decided.one
+        lease = self._record_lease.for_publishing()
+        current = self._record.mirror.one
         outcome = write_once(
             self._etcd,
-            Put(self._decided.span.start, decision.record, lease),
+            Put(self._record.mirror.span.start, decision.record, lease),
             current.mod_revision if current else 0,
-            guards=(exists(self.key),),
+            guards=(exists(self.key),),  # who lost its membership decides nothing
             also=[
                 *(Put(key, value, lease) for key, value in decision.puts),
                 *(Delete(span) for span in decision.deletes),
             ],
         )
         self._say(f"{'decided' if outcome.done else 'somebody else decided before'}: {decision.reason}")
-        if outcome.kv is not None:
-            self._decided.learn(outcome.kv)
-            self._note_decided()
-        if self._decided.one != outcome.kv:  # etcd has lost what the mirror has
-            self._decided.doubt()
+        self._record.learn(outcome.kv)
         return outcome.done
-
-    def _drop_record_lease(self) -> None:
-        if self._record_lease is not None:
-            self._record_lease.stop()
-            self._record_lease = None
-
-    def _lease_of_record(self) -> int:
-        if self._record_lease is None or not self._record_lease.kept:
-            now = self._clock()
-            self._record_lease = KeptLease(self._etcd, self._etcd.grant(self._record_ttl), now)
-        return self._record_lease.id
 
     def _say(self, reason: str, level: int = logging.DEBUG) -> None:
         """Log the reason only when it changes."""
         if reason != self._said:
             self._said = reason
-            log.log(level, "member %s of %s: %s", self.id, self._decided.span.start.rpartition("/")[0], reason)
+            log.log(level, "member %s of %s: %s", self.id, self._member_key.prefix, reason)
+
+
+def _wake() -> None:
+    """A task that does nothing: the thread looks at what there is to do after each."""

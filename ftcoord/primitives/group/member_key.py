@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ftcoord import concurrency
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
 from ftcoord.primitives.session import Session
@@ -16,20 +16,22 @@ log = logging.getLogger(__name__)
 
 
 class MemberKey:
-    """The key `<members><lease id>`, under that lease. Thread-safe; one writes at a time.
+    """The key `<prefix><lease id>`, under that lease. Thread-safe; one writes at a time.
 
     Args:
-        etcd: the door to etcd.
-        members: what the members' keys begin with.
+        etcd: the etcd client.
+        prefix: what all members' keys begin with.
         session: the member's lease.
     """
 
-    def __init__(self, etcd: Etcd, members: str, session: Session) -> None:
-        self.key = f"{members}{session.lease_id:016x}"
-        self.kv: KeyValue | None = None
-        """What it holds, as far as is known; None before it is taken."""
+    def __init__(self, etcd: Etcd, prefix: str, session: Session) -> None:
+        self.prefix, self.id = prefix, f"{session.lease_id:016x}"
+        self.key = prefix + self.id
         self._etcd, self._session = etcd, session
-        self._writing = threading.Lock()
+        self._writing = concurrency.lock("MemberKey._writing")
+        """Held over a write, so that the next one knows what it replaces. After `put_soon` another thread lets go."""
+        self.kv: KeyValue | None = None  # guarded by _writing; read anywhere
+        """What it holds, as far as is known; None before the member joined."""
 
     def put(self, value: bytes, timeout: float, first_reads: Sequence[Get]) -> WriteOutcome:
         """Write a value unlike all before, with `timeout` seconds for each request; the first time, with some reads.
@@ -50,10 +52,10 @@ class MemberKey:
             return outcome
 
     def put_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
-        """Write over what is there: `done` is told whether that worked, and must not block.
+        """Write over what is there: `done` gets whether that worked, and must not block.
 
-        Waits at most for what was written before, and for its own request if the client has no other under way. If it
-        did not work, or is not known to have, `put()` it.
+        Waits at most for the write before, and for its own request if the client has no other under way. If it did not
+        work, or is not known to have worked, `put()` it.
         """
         put = Put(self.key, value, self._session.lease_id)
         if not self._writing.acquire(timeout=timeout):
@@ -62,19 +64,17 @@ class MemberKey:
         mine = self.kv
         assert mine is not None
 
-        def settle(result: TxnResult | EtcdError) -> None:
-            written = False
+        def written(result: TxnResult | EtcdError) -> None:
+            is_written = False
             if isinstance(result, EtcdError):
                 log.debug("%s is to be written again: %s", self.key, result)
             elif result.succeeded:
-                written = True
+                is_written = True
                 self.kv = mine._replace(value=value, mod_revision=result.revision, version=mine.version + 1)
             self._writing.release()
-            done(written)
+            done(is_written)
 
-        self._etcd.submit(
-            [unchanged(self.key, mine.mod_revision)], [put], settle, timeout=min(timeout, WRITE_ATTEMPT_TIMEOUT)
-        )
+        self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=min(timeout, WRITE_ATTEMPT_TIMEOUT))
 
     def restore(self) -> None:
         """Put it back if etcd has lost it: while it was away, or because somebody deleted it. Raises EtcdError."""
@@ -91,9 +91,7 @@ class MemberKey:
 
     @contextmanager
     def _turn(self, timeout: float) -> Iterator[None]:
-        if not self._writing.acquire(
-            timeout=WRITE_ATTEMPT_TIMEOUT + timeout
-        ):  # what was put soon ends within an attempt
+        if not self._writing.acquire(timeout=WRITE_ATTEMPT_TIMEOUT + timeout):  # what was put soon ends within an attempt
             raise EtcdUnavailable(f"etcd has not answered what was written to {self.key} before")
         try:
             yield

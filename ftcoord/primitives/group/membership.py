@@ -1,14 +1,14 @@
-"""One incarnation of a member: a lease, a place in the group, and the latest decided record."""
+"""One incarnation of a member: a lease, a key in the group, and the latest decided record."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
-from ftcoord.errors import EtcdError, LeaseLost, StateError
+from ftcoord.errors import ClientClosed, EtcdError, LeaseLost, StateError, ThreadFailed
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.policy import Policy
@@ -16,22 +16,24 @@ from ftcoord.primitives.session import Session
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 
-class Membership(Generic[T]):
+class Membership(Generic[R]):
     """Takes a lease and begins to watch at once; joins the group with the first `enter()`.
 
+    Ends with `leave()`, which revokes the lease, or `orphan()`, which lets it expire.
+
     Args:
-        etcd: the door to etcd.
+        etcd: the etcd client.
         prefix: of the group.
         policy: what to decide when this member is the decider.
         parse: reads the decided record; `parse(key, value)`.
-        changed: notified whenever `record`, `problem` or `lost` may have changed.
+        changed: notified whenever `record`, `problem`, `failure` or `lost` may have changed. It guards them.
         ttl: of the lease, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
         timeout: seconds for each request.
-        restless: see `Group`.
+        watch_deletes_only: see `Group`.
 
     Raises EtcdError when it can have no lease or no watch.
     """
@@ -41,22 +43,34 @@ class Membership(Generic[T]):
         etcd: Etcd,
         prefix: str,
         policy: Policy,
-        parse: Callable[[str, bytes], T],
-        changed: threading.Condition,
+        parse: Callable[[str, bytes], R],
+        changed: concurrency.Condition,
         *,
         ttl: int,
         record_ttl: int,
         timeout: float,
-        restless: bool = False,
+        watch_deletes_only: bool = False,
     ) -> None:
-        self.record: T | None = None
+        self.record: R | None = None
+        """The last decided record that could be read."""
         self.record_lease = 0
+        """The lease that it lies under; 0 for none."""
         self.problem: StateError | None = None
+        """Why the record cannot be read now."""
+        self.failure: EtcdError | ThreadFailed | None = None
+        """What ended the group's thread, and this membership with it."""
         self.lost = False
-        self._parse, self._changed, self._timeout = parse, changed, timeout
+        self._parse, self._changed, self._timeout = parse, changed, timeout  # never change
         self.session = Session(etcd, ttl, self._on_state)
         self.group = Group(
-            etcd, self.session, prefix, policy, record_ttl, self._on_decided, failed=self.lose, restless=restless
+            etcd,
+            self.session,
+            prefix,
+            policy,
+            record_ttl,
+            self._on_decided,
+            failed=self._on_failure,
+            watch_deletes_only=watch_deletes_only,
         )
         self.id = self.group.id
         try:
@@ -75,28 +89,29 @@ class Membership(Generic[T]):
         try:
             self.group.enter(value, timeout or self._timeout)
         except LeaseLost:
-            self.lose()
+            self.orphan()
             raise
 
-    def enter_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
-        """See `Group.enter_soon`."""
-        self.group.enter_soon(value, timeout, done)
-
     def leave(self, timeout: float) -> None:
-        """Tell the others at once by giving up the lease; never raises for an etcd that is out of reach."""
+        """Revoke the lease, so that the others know at once. Never raises for an etcd that is out of reach."""
         self.group.close()
         try:
             self.session.close(timeout)
         except EtcdError as error:
-            log.debug("the lease was not given up, it expires by itself: %s", error)
+            log.debug("the lease was not revoked, it expires by itself: %s", error)
 
-    def lose(self) -> None:
-        """Take part no more; the lease expires by itself."""
+    def orphan(self) -> None:
+        """Take part no longer, and let the lease expire by itself."""
         self.group.close()
         self.session.orphan()
         with self._changed:
             self.lost = True
             self._changed.notify_all()
+
+    def _on_failure(self, error: BaseException) -> None:
+        with self._changed:  # before `lost`, which tells those that wait to look
+            self.failure = error if isinstance(error, ClientClosed) else ThreadFailed("takes part in a group", error)
+        self.orphan()
 
     def _on_state(self, state: SessionState) -> None:
         if state is SessionState.SUSPENDED:
@@ -106,11 +121,7 @@ class Membership(Generic[T]):
         elif state is SessionState.CONNECTED:
             log.warning("etcd renews the lease of member %s again", self.id)
         if state is SessionState.LOST:
-            self.lose()
-
-    def check(self) -> None:
-        """Have this member's key put back if it is gone, though its lease is not."""
-        self.group.check()
+            self.orphan()
 
     def _on_decided(self, kv: KeyValue | None) -> None:
         try:

@@ -1,0 +1,74 @@
+"""Quorums as a use of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from ftcoord.coordination.address import Job
+from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
+from ftcoord.core.outlook import Outlook
+from ftcoord.core.quorum import QuorumRecord, QuorumRequest, outlook
+from ftcoord.core.quorum_records import ReplicaRecord, encode
+from ftcoord.primitives.group.use import Use
+
+UNNUMBERED: Final = -1
+"""The `asked` of a request that is new, and gets its number when it is stamped."""
+
+
+class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
+    """The quorums of one job, as one replica asks for them.
+
+    Args:
+        job: the job and its rules.
+        replica_id: the replica's name.
+        look: the members' mod revisions in etcd now, by their keys. Raises EtcdError.
+    """
+
+    def __init__(self, job: Job, replica_id: str, look: Callable[[], Mapping[str, int]]) -> None:
+        self._job, self._replica_id, self._look = job, replica_id, look
+        self._seen = HighestSeen()
+        # The numbers of requests: the last one, written by `stamp`, and the last one that needs no answer any more,
+        # written by `nobody_asks`. Both only grow, and no request is stamped before its call is counted.
+        self._asked = self._closed = 0
+        self._writes = 0
+
+    @property
+    def prefix(self) -> str:
+        return self._job.prefix
+
+    def policy(self) -> QuorumPolicy:
+        return QuorumPolicy(self._job.options, self._job.heartbeat_timeout, self._look, self._seen)
+
+    def parse(self, key: str, value: bytes) -> QuorumRecord:
+        return self._seen.read(key, value)
+
+    def stamp(self, ask: ReplicaRecord) -> ReplicaRecord:
+        if ask.asked == UNNUMBERED:
+            self._asked += 1
+            ask = replace(ask, asked=self._asked)
+        self._writes += 1
+        return replace(ask, beat=self._writes)
+
+    def encode(self, ask: ReplicaRecord) -> bytes:
+        """A request that needs no answer any more is none, also when a new member repeats it."""
+        asked = ask.asked if ask.asked > self._closed else 0
+        return encode(replace(ask, asked=asked, after=self._seen.highest.id))
+
+    def nobody_asks(self) -> None:
+        self._closed = self._asked
+
+    def outlook(self, record: QuorumRecord | None, me: Sequence[str], ask: ReplicaRecord) -> Outlook[ReplicaRecord]:
+        found = outlook(record, me, self._replica_id, ask.asked)
+        return Outlook(found.standing, found.next, replace(ask, asked=UNNUMBERED))
+
+
+def idle(request: QuorumRequest) -> ReplicaRecord:
+    """What a replica writes while it asks for nothing."""
+    return ReplicaRecord(request, 0, 0, 0)
+
+
+def asking(request: QuorumRequest) -> ReplicaRecord:
+    """What a replica writes to ask for the next quorum."""
+    return ReplicaRecord(request, UNNUMBERED, 0, 0)

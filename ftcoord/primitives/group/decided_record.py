@@ -1,0 +1,69 @@
+"""The decided record as one member knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from ftcoord import concurrency
+from ftcoord.core.layout import Span
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.primitives.mirror import Mirror, Posted
+
+Listener: TypeAlias = Callable[[KeyValue | None], None]
+
+
+class DecidedRecord:
+    """A mirror of `decided`, and what its listener made of it. The group's turn guards all of it.
+
+    Args:
+        etcd: the etcd client.
+        span: the key.
+        post: takes what the mirror's watch delivers; see `Mirror`.
+        listener: called with each new value, and with None after a deletion. Raises StateError when it cannot read it.
+    """
+
+    def __init__(self, etcd: Etcd, span: Span, post: Callable[[Mirror, Posted], None], listener: Listener) -> None:
+        self.mirror = Mirror(etcd, span, post)
+        self.known: KeyValue | None = None
+        """The last value that the listener could read. It stays when the key is deleted."""
+        self.known_at = concurrency.now()
+        self._listener = listener
+        self._told: KeyValue | None = None
+        self._unreadable: StateError | None = None
+
+    @property
+    def vanished(self) -> bool:
+        """Whether a record was decided, but its key is gone from etcd."""
+        return self.known is not None and self.mirror.one is None
+
+    def check_readable(self) -> None:
+        """Raises StateError while the key holds what nobody may replace."""
+        if self._unreadable is not None:
+            raise self._unreadable
+
+    def tell(self) -> None:
+        """Tell the listener, if there is news."""
+        kv = self.mirror.one
+        # A deletion is only news where it ends an unreadable value. Values are compared as a whole: an etcd that lost
+        # writes gives another record the same revision.
+        if (kv is None and self._unreadable is None) or (kv is not None and kv == self._told):
+            return
+        self._told = kv
+        try:
+            self._listener(kv)
+        except StateError as error:
+            self._unreadable = error
+            return
+        self._unreadable = None
+        if kv is not None:
+            self.known, self.known_at = kv, concurrency.now()
+
+    def learn(self, kv: KeyValue | None) -> None:
+        """Take over what a transaction found under the key. The watch will not repeat it."""
+        if kv is not None:
+            self.mirror.learn(kv)
+            self.tell()
+        if self.mirror.one != kv:  # etcd has lost what the mirror has: read again
+            self.mirror.doubt()

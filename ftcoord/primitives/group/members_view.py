@@ -1,0 +1,78 @@
+"""All members of a group, as its decider sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ftcoord import concurrency
+from ftcoord.core.layout import Span
+from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.primitives.group.member_key import is_member
+from ftcoord.primitives.mirror import Mirror, Posted
+
+
+class MembersView:
+    """A mirror of `members/` while this member decides, and when each member came to say what it says.
+
+    What was seen when is remembered while the mirror is closed, so that no time-out starts again. The group's turn
+    guards all of it.
+    """
+
+    def __init__(self, etcd: Etcd, span: Span, post: Callable[[Mirror, Posted], None]) -> None:
+        self._etcd, self._span, self._post = etcd, span, post
+        self.mirror: Mirror | None = None
+        self.changed_at = concurrency.now()
+        """When any member last came, changed or went."""
+        self._seen: dict[str, tuple[KeyValue, float]] = {}
+
+    @property
+    def synced(self) -> bool:
+        return self.mirror is not None and self.mirror.synced
+
+    def open(self) -> None:
+        """Begin to watch. Idempotent."""
+        if self.mirror is None:
+            self.mirror = Mirror(self._etcd, self._span, self._post)
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        if self.mirror is not None:
+            self.mirror.close()
+            self.mirror = None
+
+    def sync(self) -> None:
+        """Make one step towards a true copy. Raises EtcdError, and may then be called again."""
+        assert self.mirror is not None
+        if not self.mirror.synced:
+            self.mirror.sync()
+            if self.mirror.synced:
+                self._note({*self.mirror.kvs, *self._seen})
+
+    def apply(self, posted: Posted) -> None:
+        """Bring the copy up to date."""
+        assert self.mirror is not None
+        changes = self.mirror.apply(posted)
+        if self.mirror.synced:
+            self._note(change.key for change in changes)
+
+    def in_order(self) -> tuple[KeyValue, ...]:
+        """The members' keys, oldest first."""
+        assert self.mirror is not None
+        return tuple(sorted(filter(is_member, self.mirror.kvs.values()), key=lambda kv: kv.create_revision))
+
+    def seen(self) -> dict[str, float]:
+        """For each key, when its present value was first seen."""
+        return {key: at for key, (_, at) in self._seen.items()}
+
+    def _note(self, keys: Iterable[str]) -> None:
+        assert self.mirror is not None
+        now = concurrency.now()
+        for key in keys:
+            kv = self.mirror.kvs.get(key)
+            if kv is None:
+                self._seen.pop(key, None)
+            elif self._seen.get(key, (None, 0.0))[0] != kv:
+                self._seen[key] = (kv, now)
+            else:
+                continue
+            self.changed_at = now

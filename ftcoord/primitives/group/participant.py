@@ -1,0 +1,458 @@
+"""Somebody who takes part in a group: asks, and awaits what answers, across lost answers and lost leases."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar
+
+from ftcoord import concurrency
+from ftcoord.core.lease import SessionState
+from ftcoord.core.outlook import Next, Outlook, Standing
+from ftcoord.errors import EtcdError, FtcoordError, LeaseLost
+from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.primitives.group.membership import Membership
+from ftcoord.primitives.group.use import Use
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+A = TypeVar("A")
+
+TAKE_BACK_TIMEOUT: Final = 0.5
+"""Seconds that taking back a request, or a lease that is of no use any more, may take. Nothing depends on either."""
+SHORTEST_WRITE: Final = 0.05
+"""Seconds that a write may take in any case, however little time is left."""
+_REPEATED: Final = (*UNANSWERED, LeaseLost)
+
+
+class Left(FtcoordError):
+    """This participant has left the group, or was stopped, while a call of it waited."""
+
+
+class LeaseKeeper(Protocol):
+    """Renews leases too, from somewhere that does not depend on this interpreter."""
+
+    def keep(self, lease_id: int, ttl: int) -> None: ...
+    def drop(self, lease_id: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds.
+
+    Args:
+        lease_ttl: that a member's lease lives after its last renewal.
+        record_ttl: that the decided record outlives the last decider.
+        request: that a request to etcd may take.
+    """
+
+    lease_ttl: int
+    record_ttl: int
+    request: float
+
+
+@dataclass(frozen=True, slots=True)
+class Look(Generic[R, A]):
+    """Where a member stands: by which record, and with what it asks."""
+
+    standing: Standing
+    record: R | None
+    ask: A
+
+
+class Pace(Protocol[R, A]):
+    """How long one call waits, and what it does meanwhile."""
+
+    @property
+    def deadline(self) -> float:
+        """The monotonic time at which writing is given up."""
+
+    @property
+    def gone(self) -> concurrency.Event:
+        """Set when the caller has gone away: writing is given up at once."""
+
+    def see(self, look: Look[R, A]) -> Standing:
+        """Take note of where the member stands, before anything is done about it. Called with a lock held: must not
+        block. Returns PENDING for what this call chooses to wait through, else the same."""
+
+    def wake_at(self, standing: Standing) -> float:
+        """The monotonic time at which to call `tick`. Called with a lock held, before each wait."""
+
+    def tick(self, look: Look[R, A]) -> None:
+        """What is to be done from time to time. Raises whatever ends the call, such as TimeoutError."""
+
+
+class Participant(Generic[R, A]):
+    """One participant of a group, through all of its leases. Thread-safe.
+
+    Joins with the first `say()` or `ask()`. Ends with `leave()`, which revokes the lease, or `orphan()`, which lets it
+    expire; after either it may join again, unless `stop()` was called.
+
+    Args:
+        etcd: the etcd client.
+        use: what the group is about.
+        timing: of leases and requests.
+        changed: notified whenever there may be news; a new condition, if None.
+        renews: whether a member whose lease is lost joins again by itself and asks the same. If not, its asks end with
+            LOST.
+        keeps_lease: whether the lease is renewed also while nobody asks. If not, each call shows that the member lives.
+        batches: whether a member that has joined writes together with others, and does not wait for that. For groups
+            whose members rewrite their keys often: they watch their predecessors for deletion only, see `Group`.
+        lease_keeper: renews the leases too.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        use: Use[R, A],
+        timing: Timing,
+        changed: concurrency.Condition | None = None,
+        *,
+        renews: bool = True,
+        keeps_lease: bool = True,
+        batches: bool = False,
+        lease_keeper: LeaseKeeper | None = None,
+    ) -> None:
+        self._etcd, self._use, self._timing = etcd, use, timing  # these never change
+        self._renews, self._keeps_lease, self._batches, self._lease_keeper = renews, keeps_lease, batches, lease_keeper
+        self._writing = concurrency.lock("Participant._writing")
+        """Held while a member is made or written. May be held while `_changed` is taken, never the other way round."""
+        self._said: A | None = None  # guarded by _writing
+        """What this member's key says, or will say as soon as etcd takes it."""
+        self._changed = changed or concurrency.condition("Participant._changed")
+        """Never held over a request. It guards what follows."""
+        self.member: Membership[R] | None = None  # written under both locks; read anywhere
+        """The incarnation that lives now."""
+        self._ids: list[str] = []
+        self._asking = 0
+        self._unwritten = False
+        """Whether a write that nobody waited for has failed: whoever waits for its answer writes again."""
+        self._stopped = False
+
+    @property
+    def record(self) -> R | None:
+        """The last decided record that is known here."""
+        member = self.member
+        return member.record if member else None
+
+    @property
+    def joined(self) -> bool:
+        """Whether it is a member, as far as is known here."""
+        member = self.member
+        return member is not None and member.entered and not member.lost
+
+    @property
+    def lease(self) -> int:
+        """The lease that it lives under now, 0 for none. Keys of its own may go under it too."""
+        member = self.member
+        return member.session.lease_id if member else 0
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Take a lease, and begin the watch that joining needs. Raises EtcdError, Left."""
+        with self._turn(concurrency.now() + self._timing.request):
+            self._live()
+
+    def say(self, ask: A, deadline: float, gone: concurrency.Event) -> A:
+        """Write what this member asks, joining where that is needed; returns it, stamped.
+
+        Raises EtcdError when etcd does not answer before the monotonic `deadline`, or the caller is `gone`;
+        TimeoutError when another call does not let go of the key in time; Left.
+        """
+        with self._turn(deadline):
+            self._said = said = self._use.stamp(ask)
+            if not (self._batches and self._write_soon(said, deadline)):
+                self._insist(self._write, deadline, gone)
+            return said
+
+    def ask(self, ask: A, pace: Pace[R, A]) -> Look[R, A]:
+        """Write what this member asks, and do what the outlook says until it tells to return.
+
+        Raises as `say` does, what `pace.tick` raises, StateError when the decided record cannot be read, and
+        ThreadFailed. What was asked then still stands: `withdraw` it, or `leave`.
+        """
+        with self._counted():
+            asked = self.say(ask, pace.deadline, pace.gone)
+            while True:
+                outlook, look, is_written = self._await(asked, pace)
+                if not is_written or (look.standing is Standing.LOST and self._renews):
+                    self._say_again(pace)
+                elif outlook.next is Next.RETURN:
+                    return look
+                elif outlook.next is Next.WRITE:
+                    asked = self._follow(outlook.ask or asked, pace.deadline, pace.gone)
+                else:
+                    pace.tick(look)
+
+    def reaffirm(self, ask: A, pace: Pace[R, A]) -> None:
+        """Write `ask`, which was said before, once more: for a `pace`'s tick. Not through another lease: whoever asks
+        through a new one has not been given what the old one was. Raises as `say` does."""
+        self._follow(ask, pace.deadline, pace.gone)
+
+    def withdraw(self, ask: A, timeout: float = TAKE_BACK_TIMEOUT, *, for_all: bool = False) -> None:
+        """Write `ask`, which asks for nothing: unless another call still asks, or `for_all` of them.
+
+        Never raises for an etcd that is away for `timeout` seconds.
+        """
+        member = self.member
+        if member is None or member.lost or not member.entered or not self._writing.acquire(timeout=timeout):
+            return
+        try:
+            if self._asking and not for_all:
+                return
+            self._said = self._use.stamp(ask)
+            member.enter(self._use.encode(self._said), timeout)
+        except EtcdError as error:
+            log.info("what member %s asked was not taken back: %s", member.id, error)
+        finally:
+            self._writing.release()
+
+    def touch(self, first: A, deadline: float, *, by_writing: bool) -> None:
+        """Show that this member lives: by renewing its lease once, or `by_writing` again what it asks. Joins where that
+        is needed, with `first` if it never asked. Raises as `say` does.
+        """
+
+        def once() -> None:
+            member = self._live()
+            if by_writing or not member.entered:
+                self._said = self._use.stamp(first if self._said is None else self._said)
+                member.enter(self._use.encode(self._said))
+                return
+            try:
+                member.session.renew(self._timing.request)
+            except LeaseLost:
+                member.orphan()
+                raise
+
+        with self._turn(deadline):
+            self._insist(once, deadline, concurrency.event())
+
+    def take_over(self, on: bool) -> None:
+        """Decide too, though an older member lives, or no longer; see `Group.take_over`."""
+        member = self.member
+        if member is not None:
+            member.group.take_over(on)
+
+    def check(self) -> None:
+        """Have this member's key put back if it is gone, though its lease is not."""
+        member = self.member
+        if member is not None:
+            member.group.check()
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def nudge(self) -> None:
+        """Have those that wait look at once at what they wait for."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Have all calls, also later ones, end with Left. Idempotent."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def await_loss(self, timeout: float | None) -> None:
+        """Wait until its lease is lost or it left, `timeout` seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.member is None or self.member.lost, timeout)
+
+    def leave(self, timeout: float) -> None:
+        """Revoke the lease, so that the others know at once. Idempotent; never raises for an etcd that is away."""
+        member = self._part()
+        if member is not None:
+            member.leave(timeout)
+
+    def orphan(self) -> None:
+        """Take part no longer, and let the lease expire by itself. Idempotent."""
+        member = self._part()
+        if member is not None:
+            member.orphan()
+
+    def _part(self) -> Membership[R] | None:
+        with self._changed:
+            member, self.member = self.member, None
+            self._changed.notify_all()
+        if member is not None:
+            self._release(member)
+        return member
+
+    # -- writing, with `_writing` held --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        """One call writes at a time; the others wait no longer than they want to."""
+        left = max(deadline - concurrency.now(), 0)
+        if not self._writing.acquire(timeout=min(left, concurrency.LONGEST_WAIT)):
+            raise TimeoutError("another call of this participant was not done in time")
+        try:
+            yield
+        finally:
+            self._writing.release()
+
+    def _say_again(self, pace: Pace[R, A]) -> None:
+        """What was said last, since its answer, or its lease, was lost. Of several calls the last one's ask counts."""
+        with self._turn(pace.deadline):
+            self._insist(self._write, pace.deadline, pace.gone)
+
+    def _follow(self, ask: A, deadline: float, gone: concurrency.Event) -> A:
+        """Write what the outlook tells to. That the lease is lost shows in the next outlook."""
+        with self._turn(deadline):
+            self._said = said = self._use.stamp(ask)
+            if not (self._batches and self._write_soon(said, deadline)):
+                with contextlib.suppress(LeaseLost):
+                    retry(self._write_as_it_is, UNANSWERED, deadline, gone)
+        return said
+
+    def _insist(self, attempt: Callable[[], None], deadline: float, gone: concurrency.Event) -> None:
+        retry(attempt, _REPEATED, deadline, gone)
+
+    def _write(self) -> None:
+        assert self._said is not None
+        self._live().enter(self._use.encode(self._said))
+        with self._changed:
+            self._unwritten = False
+
+    def _write_as_it_is(self) -> None:
+        """Through no other lease."""
+        member = self.member
+        if member is None or member.lost or self._stopped:
+            raise LeaseLost("the lease of this member is lost")
+        assert self._said is not None
+        member.enter(self._use.encode(self._said))
+
+    def _write_soon(self, said: A, deadline: float) -> bool:
+        """Write without waiting for the outcome, as a member that is there already may: whoever awaits the answer sees
+        to a failure."""
+        member = self.member
+        if member is None or member.lost or not member.entered:
+            return False
+        with self._changed:
+            self._unwritten = False
+        member.session.wake()
+        timeout = min(self._timing.request, max(deadline - concurrency.now(), SHORTEST_WRITE))
+        member.group.enter_soon(self._use.encode(said), timeout, lambda done: self._note_written(member, done))
+        return True
+
+    def _note_written(self, member: Membership[R], done: bool) -> None:
+        if done:
+            return  # whoever waits, waits on
+        with self._changed:
+            if member is self.member:
+                self._unwritten = True
+            self._changed.notify_all()
+
+    def _live(self) -> Membership[R]:
+        """The incarnation that lives, with its lease kept if somebody asks: a new one if the last is lost."""
+        member = self.member
+        if member is None or member.lost:
+            if member is not None:
+                self._give_up(member)
+            member = self._new_member()
+            if not (self._keeps_lease or self._asking):
+                member.session.rest()
+        elif self._keeps_lease or self._asking:
+            member.session.wake()
+        return member
+
+    def _new_member(self) -> Membership[R]:
+        self._check_stopped()
+        use, timing = self._use, self._timing
+        member = Membership(
+            self._etcd,
+            use.prefix,
+            use.policy(),
+            use.parse,
+            self._changed,
+            ttl=timing.lease_ttl,
+            record_ttl=timing.record_ttl,
+            timeout=timing.request,
+            watch_deletes_only=self._batches,
+        )
+        with self._changed:
+            stopped = self._stopped
+            if not stopped:
+                self.member = member
+                self._ids.append(member.id)
+        if stopped:  # nobody would end this membership
+            member.leave(TAKE_BACK_TIMEOUT)
+            self._check_stopped()
+        if self._lease_keeper is not None:
+            self._lease_keeper.keep(int(member.id, 16), member.session.ttl)
+        return member
+
+    def _give_up(self, member: Membership[R]) -> None:
+        """A member can be lost while its lease lives on: the others would wait for it, or for what it decides."""
+        self._release(member)  # first: etcd may be away for as long as the keeper would keep it alive for nobody
+        if member.session.state is SessionState.LOST:
+            return
+        try:
+            self._etcd.revoke(member.session.lease_id, timeout=TAKE_BACK_TIMEOUT)
+        except EtcdError as error:
+            log.debug("the lease of a lost member expires by itself: %s", error)
+
+    def _release(self, member: Membership[R]) -> None:
+        if self._lease_keeper is not None:
+            self._lease_keeper.drop(int(member.id, 16))
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def _await(self, asked: A, pace: Pace[R, A]) -> tuple[Outlook[A], Look[R, A], bool]:
+        """What there is to do: the outlook, what it is about, and whether what was asked is written."""
+        with self._changed:
+            while True:
+                member = self._member_that_hears()
+                outlook = self._outlook(member, asked)
+                look = Look(outlook.standing, member.record, asked)
+                if outlook.next is Next.WAIT and self._unwritten:
+                    return outlook, look, False
+                look = Look(pace.see(look), member.record, asked)
+                if outlook.next is not Next.WAIT:
+                    return outlook, look, True
+                left = pace.wake_at(look.standing) - concurrency.now()
+                if left <= 0:
+                    return outlook, look, True
+                self._changed.wait(min(left, concurrency.LONGEST_WAIT))
+
+    def _member_that_hears(self) -> Membership[R]:
+        self._check_stopped()
+        member = self.member
+        if member is None:
+            raise Left("this participant has left")
+        if member.failure is not None:
+            raise member.failure
+        if member.problem is not None:
+            raise member.problem
+        return member
+
+    def _outlook(self, member: Membership[R], asked: A) -> Outlook[A]:
+        outlook = self._use.outlook(member.record, self._ids, asked)
+        # Whoever joins again by itself may take an answer that came before its lease was lost.
+        if member.lost and not (self._renews and outlook.next is Next.RETURN):
+            return Outlook(Standing.LOST, Next.RETURN)
+        return outlook
+
+    def _check_stopped(self) -> None:
+        if self._stopped:
+            raise Left("this participant was stopped")
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """While somebody asks, the lease is renewed."""
+        with self._changed:
+            self._asking += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._asking -= 1
+                if not self._asking:  # before the next call stamps what it asks: that one counts itself first
+                    self._use.nobody_asks()
+                member, rests = self.member, not (self._asking or self._keeps_lease)
+            if member is not None and rests:
+                member.session.rest()

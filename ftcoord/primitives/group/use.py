@@ -1,0 +1,54 @@
+"""What a use of the mechanism says: its keys, its records, and both halves of its protocol. docs/extending.md walks
+through one."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from ftcoord.core.outlook import Outlook
+from ftcoord.primitives.group.policy import Policy
+
+R = TypeVar("R")
+A = TypeVar("A")
+
+
+class Use(abc.ABC, Generic[R, A]):
+    """One use, as one participant sees it: `R` is the decided record, `A` what a member asks. No I/O.
+
+    `stamp` and `encode` are called by one thread at a time, the others by any.
+    """
+
+    @property
+    @abc.abstractmethod
+    def prefix(self) -> str:
+        """What the group's keys begin with."""
+
+    @abc.abstractmethod
+    def policy(self) -> Policy:
+        """The decider's half, for a new member."""
+
+    @abc.abstractmethod
+    def parse(self, key: str, value: bytes) -> R:
+        """Read the decided record. Raises StateError."""
+
+    @abc.abstractmethod
+    def stamp(self, ask: A) -> A:
+        """The same ask, unlike all that this participant asked before."""
+
+    @abc.abstractmethod
+    def encode(self, ask: A) -> bytes:
+        """What the member's key holds while it asks this."""
+
+    def nobody_asks(self) -> None:
+        """Called when the last call has ended, however: what was asked needs no answer any more. Must not block."""
+        return
+
+    @abc.abstractmethod
+    def outlook(self, record: R | None, me: Sequence[str], ask: A) -> Outlook[A]:
+        """The member's half: what the record means for who asks this.
+
+        Args:
+            me: the ids of all members that the participant has been, the present one last.
+        """

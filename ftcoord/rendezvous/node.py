@@ -1,0 +1,214 @@
+"""One node of a run: it asks for rounds until it has a seat in one that is ready."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from ftcoord import concurrency
+from ftcoord.core.outlook import Standing
+from ftcoord.core.rendezvous import RoundOptions, call_back, may_reopen
+from ftcoord.core.rendezvous_records import JoinRequest, Round
+from ftcoord.errors import EtcdError, StateError, ThreadFailed
+from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.primitives.group.participant import Left, Look, Participant, Timing
+from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
+from ftcoord.rendezvous.run_record import RunRecord
+from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.rendezvous.use import RoundUse
+
+log = logging.getLogger(__name__)
+
+FAREWELL_TIMEOUT: Final = 0.5
+"""Seconds that a node which leaves waits for that word to be read."""
+SHUT_DOWN: Final = "this handler was shut down; make a new one"
+
+
+class Node:
+    """One node in a run, through all of its leases. For one thread, but for `waiting()` and `stop()`.
+
+    Args:
+        etcd: the etcd client.
+        settings: the run and its time-outs.
+        address: where the other nodes reach this host.
+        host: its name, for people.
+    """
+
+    def __init__(self, etcd: Etcd, settings: RendezvousSettings, address: str, host: str) -> None:
+        options = RoundOptions(
+            settings.last_call_timeout, settings.settle_timeout, settings.on_member_loss == "restart", settings.restart
+        )
+        self._settings, self._address, self.host = settings, address, host
+        self.id = uuid.uuid4().hex
+        """Through all of its leases, so that it keeps its rank."""
+        self._changed = concurrency.condition("Node._changed")  # the participant's
+        self.participant: Participant[Round, JoinRequest] = Participant(
+            etcd,
+            RoundUse(settings.prefix, options),
+            Timing(settings.lease_ttl, settings.run_ttl, settings.request_timeout),
+            self._changed,
+            renews=False,  # a round that is ready counts, though the lease was lost: see `_ready_after_all`
+        )
+        self.round: Round | None = None  # read by any thread
+        """The last round that it took part in."""
+        self._run = RunRecord(etcd, settings)
+        self._after = 0
+        """The highest round that it knows of."""
+        self._reopens = -1
+        self._numbers_known = False
+
+    def pace(self) -> RoundPace:
+        """From now on the join time-out runs."""
+        return RoundPace(self.participant, self._settings, self._run, self.host)
+
+    def ask(self, port: int, pace: RoundPace) -> Round | None:
+        """The next round with a seat for this node, when all of it have taken theirs; None to be called again.
+
+        Args:
+            port: one that is held open, for the case that this node gets rank 0. Another one for each call.
+
+        Raises torch's rendezvous errors, and SystemExit for a spare that is not needed any more. After that nobody
+        counts on the node, but where somebody has to repair the run's record first (RendezvousStateError).
+        """
+        try:
+            with self._as_torch_errors():
+                return self._ask(port, pace)
+        except (RendezvousError, SystemExit) as error:
+            if not isinstance(error, RendezvousStateError) or pace.limits.refusal:
+                self.leave("other limits" if isinstance(error, RendezvousStateError) else type(error).__name__)
+            raise
+
+    def stop(self) -> None:
+        """Have the thread that waits end with RendezvousClosedError. From any thread."""
+        self.participant.stop()
+
+    def leave(self, why: str) -> None:
+        """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
+        member = self.participant.member
+        if member is not None and member.entered and not member.lost:
+            self.participant.withdraw(replace(self._new_ask(0), leaving=why), LOOK_TIMEOUT, for_all=True)
+            self._await_farewell()
+        self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
+
+    def waiting(self) -> tuple[int, str]:
+        """How many nodes wait for this one to come back to the rendezvous, and why. From memory; from any thread."""
+        member, mine = self.participant.member, self.round
+        if member is None or mine is None:
+            return 0, ""
+        now = member.record
+        if member.lost and not (now and now.closed):
+            return 1, "this node's lease expired"
+        return call_back(now, mine)
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def _ask(self, port: int, pace: RoundPace) -> Round | None:
+        if not self._numbers_known:
+            # Behind all rounds that have left something, though the record that would tell of them may be gone.
+            highest = retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone)
+            self._after, self._numbers_known = max(self._after, highest), True
+        look = self.participant.ask(self._new_ask(port), pace)
+        if look.standing is Standing.ANSWERED:
+            assert look.record is not None
+            return self._started(look.record)
+        if look.record is not None:
+            self._after = max(self._after, look.record.number)  # etcd may forget what was heard
+        if look.standing is Standing.LOST:
+            return self._ready_after_all(look)
+        if look.standing is Standing.CLOSED:
+            assert look.record is not None
+            self._go_on_or_end(look.record, pace)
+        return None
+
+    def _highest_round(self) -> int:
+        return self._run.highest_round(self._settings.request_timeout)
+
+    def _new_ask(self, port: int) -> JoinRequest:
+        settings = self._settings
+        limits = settings.min_nodes, settings.max_nodes
+        return JoinRequest(self.id, self._address, port, self._after, self.host, "", *limits, reopens=self._reopens)
+
+    def _started(self, round_: Round) -> Round:
+        self.round, self._after = round_, round_.number
+        return round_
+
+    def _ready_after_all(self, look: Look[Round, JoinRequest]) -> Round | None:
+        """Of a node that lost its lease: its round, if that has become ready. The others have started it by then, and
+        hear nothing before this node has, too. It is called back at once afterwards."""
+        known, member = look.record, self.participant.member
+        if known is None or member is None or not known.ready or known.rank_of(member.id) is None:
+            return None
+        if known.number <= look.ask.after:
+            return None
+        try:
+            now = self._run.read()
+        except RendezvousConnectionError as error:
+            log.debug("whether a round still stands cannot be told: %s", error)
+            return None
+        stands = now is not None and (now.number, now.seats) == (known.number, known.seats) and not now.closed
+        return self._started(known) if stands else None
+
+    def _go_on_or_end(self, now: Round, pace: RoundPace) -> None:
+        """Of a run that is over: go on from it, or raise what ends this node."""
+        settings = self._settings
+        if not pace.has_waited and self.round is None and may_reopen(now, settings.restart):
+            log.info("run %r is started again; it had ended: %s", settings.run_id, now.closed)
+            self._reopens = now.number
+            return
+        if pace.limits.refusal:  # it was never of this run, so it is no spare of it either
+            raise RendezvousStateError(pace.limits.refusal)
+        text = f"run {settings.run_id!r} is over: {now.closed}"
+        member = self.participant.member
+        has_seat = member is not None and now.rank_of(member.id) is not None
+        if not (pace.has_waited and self.round is None and now.seats and not has_seat):
+            again = "it may be started again once all of its nodes have ended, or start"
+            advice = again if may_reopen(now, settings.restart) else "start"
+            raise RendezvousClosedError(f"{text}; {advice} a new run under another --rdzv-id")
+        if settings.on_spare_close == "raise":
+            raise RendezvousGracefulExitError(text)
+        log.info("%s; this node was a spare and is not needed any more", text)
+        raise SystemExit(0)
+
+    def _await_farewell(self) -> None:
+        """Until somebody has read the word of parting: if this member is the decider, its own thread is to."""
+
+        def heard() -> bool:
+            member = self.participant.member
+            if member is None or member.lost:
+                return True
+            now = member.record
+            return now is None or bool(now.recalled or now.closed) or now.rank_of(member.id) is None
+
+        if self._settings.on_member_loss == "restart":  # else nobody does anything about it
+            with self._changed:
+                self._changed.wait_for(heard, FAREWELL_TIMEOUT)
+
+    @contextlib.contextmanager
+    def _as_torch_errors(self) -> Iterator[None]:
+        run = repr(self._settings.run_id)
+        try:
+            yield
+        except Left:
+            raise RendezvousClosedError(SHUT_DOWN) from None
+        except StateError as error:
+            raise RendezvousStateError(str(error)) from None
+        except TimeoutError as error:
+            raise RendezvousTimeoutError(f"run {run}: {error}") from None
+        except ThreadFailed as error:
+            raise RendezvousError(f"run {run}: {error}") from error
+        except EtcdError as error:
+            raise RendezvousConnectionError(f"could not join run {run}: {error}") from None

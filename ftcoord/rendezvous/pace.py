@@ -1,0 +1,124 @@
+"""How long a node waits for its round, and what it does meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+
+from ftcoord import concurrency
+from ftcoord.core.outlook import Standing
+from ftcoord.core.rendezvous import SEATING
+from ftcoord.core.rendezvous_records import JoinRequest, Round
+from ftcoord.errors import EtcdError
+from ftcoord.primitives.group.participant import Look, Participant
+from ftcoord.rendezvous.limits import OtherLimits
+from ftcoord.rendezvous.logs import SHOWN, attendance, named
+from ftcoord.rendezvous.run_record import RunRecord
+from ftcoord.rendezvous.settings import RendezvousSettings
+
+log = logging.getLogger(__name__)
+
+SIGNAL_LATENCY: Final = 1.0
+"""Seconds until a signal is heeded that came in the moment before a wait: Python looks for those when a wait ends."""
+KEY_CHECK_INTERVAL: Final = 10.0
+"""Seconds between two looks of a node that waits at whether its key is still there."""
+SEAT_INTERVAL: Final = 1.0
+"""Seconds until a node that waits for others says again that it takes its seat; see `core.rendezvous.FRESH`."""
+FIRST_LINE: Final = 5.0
+"""Seconds until a node that waits says so for the first time."""
+LINE_INTERVAL: Final = 30.0
+"""Seconds between two lines of a node that waits about who is there."""
+LOOK_TIMEOUT: Final = 2.0
+"""Seconds that a look at the other nodes may take. Nothing depends on it."""
+LIMITS_INTERVAL: Final = 1.0
+"""Seconds between two looks of a node that has other limits than the run."""
+
+
+class RoundPace:
+    """One call of `next_rendezvous`, from its beginning, through all the asks that it takes.
+
+    For the thread that calls; `see` and `wake_at` are called under the participant's lock.
+    """
+
+    def __init__(
+        self, participant: Participant[Round, JoinRequest], settings: RendezvousSettings, run: RunRecord, host: str
+    ) -> None:
+        now = concurrency.now()
+        self._participant, self._settings, self._run, self._host = participant, settings, run, host
+        self.gone = concurrency.event()
+        self.deadline = now + settings.join_timeout
+        self.has_waited = False
+        """Whether this node has waited for others: it then may be a spare of theirs."""
+        self.limits = OtherLimits(settings, run)
+        self._check_at, self._line_at = now + KEY_CHECK_INTERVAL, now + FIRST_LINE
+        self._tolerated: Round | None = None
+        """A record with other limits, which nobody else alive shares, as far as is known."""
+
+    def see(self, look: Look[Round, JoinRequest]) -> Standing:
+        standing, now = look.standing, concurrency.now()
+        if standing is Standing.REFUSED and look.record is self._tolerated:
+            standing = Standing.PENDING
+        if standing is Standing.SEATED:
+            # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
+            seating = max(self._settings.last_call_timeout, SEATING) + LOOK_TIMEOUT
+            self.deadline = max(self.deadline, now + seating)
+            self._check_at = min(self._check_at, now + SEAT_INTERVAL)
+        elif standing is Standing.SPARE:  # others run without this node: it may wait forever
+            self.deadline = now + self._settings.join_timeout
+        if standing in (Standing.PENDING, Standing.SPARE):
+            self.has_waited = True
+        return standing
+
+    def wake_at(self, standing: Standing) -> float:
+        now = concurrency.now()
+        if standing is Standing.REFUSED:
+            return now
+        return min(self.deadline, self._check_at, self._line_at, now + SIGNAL_LATENCY)
+
+    def tick(self, look: Look[Round, JoinRequest]) -> None:
+        """Raises RendezvousTimeoutError after the join time-out, and RendezvousStateError where the limits differ."""
+        now = concurrency.now()
+        if look.standing is Standing.REFUSED:
+            assert look.record is not None
+            self._tolerated, self._check_at = look.record, min(self._check_at, now + LIMITS_INTERVAL)
+            self.limits.judge(look.record, look.ask, LOOK_TIMEOUT)
+            return
+        if now >= self.deadline:
+            raise RendezvousTimeoutError(self._why_no_round())
+        if now >= self._check_at:
+            self._check(look, now)
+        if now >= self._line_at:
+            self._line_at = now + LINE_INTERVAL
+            if look.standing is Standing.PENDING:
+                log.info("run %r: waiting for a round: %s", self._settings.run_id, self._attendance())
+
+    def _check(self, look: Look[Round, JoinRequest], now: float) -> None:
+        self._tolerated = None
+        if look.record is not None and look.record.number == look.ask.seated:
+            self._check_at = now + SEAT_INTERVAL
+            self._participant.reaffirm(look.ask, self)  # for what was said a while ago does not count
+        else:
+            self._check_at = now + KEY_CHECK_INTERVAL
+            self._participant.check()
+
+    def _why_no_round(self) -> str:
+        settings = self._settings
+        return (
+            f"no round of run {settings.run_id!r} with a seat for {self._host} came about within"
+            f" {settings.join_timeout:g} s (join_timeout): {self._attendance()}; start the missing nodes with the same"
+            f" --rdzv-id and --rdzv-endpoint"
+        )
+
+    def _attendance(self) -> str:
+        try:
+            asks, count = self._run.members(SHOWN, LOOK_TIMEOUT)
+        except EtcdError as error:
+            return f"cannot tell who is there: {error}"
+        before = self._participant.record
+        if before is not None and before.closed:
+            old = [ask.host for ask in asks if any(seat.node == ask.node for seat in before.seats)]
+            if old:
+                return f"{named(old)} of the run that had ended has still to end"
+        return attendance([ask.host for ask in asks], count, self._settings.min_nodes)
