@@ -38,7 +38,7 @@ class EtcdTimerRequest(TimerRequest):
 
 
 class EtcdRequestQueue(RequestQueue):
-    """The timers below a prefix. For one thread, but for `wake()`.
+    """The timers below a prefix. For one thread; only `wake()` may be called from others.
 
     `size` and `get` raise EtcdError where etcd cannot be watched, and go on where they were when called again.
     """
@@ -50,7 +50,7 @@ class EtcdRequestQueue(RequestQueue):
 
     @property
     def began(self) -> int:
-        """How often the watch began: what came since then may have been late."""
+        """How often the watch began: after each time, what came may have been late."""
         return self._began
 
     def size(self) -> int:

@@ -74,7 +74,8 @@ class MemberKey:
             self._writing.release()
             done(is_written)
 
-        self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=min(timeout, WRITE_ATTEMPT_TIMEOUT))
+        limit = min(timeout, WRITE_ATTEMPT_TIMEOUT)
+        self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=limit)
 
     def restore(self) -> None:
         """Put it back if etcd has lost it: while it was away, or because somebody deleted it. Raises EtcdError."""
@@ -91,7 +92,8 @@ class MemberKey:
 
     @contextmanager
     def _turn(self, timeout: float) -> Iterator[None]:
-        if not self._writing.acquire(timeout=WRITE_ATTEMPT_TIMEOUT + timeout):  # what was put soon ends within an attempt
+        # What was put soon ends within an attempt.
+        if not self._writing.acquire(timeout=WRITE_ATTEMPT_TIMEOUT + timeout):
             raise EtcdUnavailable(f"etcd has not answered what was written to {self.key} before")
         try:
             yield
