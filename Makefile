@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-torchft test test-cluster soak etcd-image lint benchmark clean
+.PHONY: demo demo-torchft test test-cluster soak etcd-image lint benchmark docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/ftcoord demo
@@ -41,6 +41,11 @@ benchmark: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.store --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.quorum --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.timers --write docs/benchmarks.md
+
+# The API reference, from the docstrings.
+docs: $(VENV)/.ready
+	$(BIN)/pip install -q pdoc
+	$(BIN)/python docs/api.py
 
 $(VENV)/.ready: setup.cfg pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)

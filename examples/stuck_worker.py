@@ -3,7 +3,7 @@
     torchrun --nnodes=1 --nproc-per-node=2 --max-restarts=1 --rdzv-backend=etcd-v3 --rdzv-endpoint=embedded \
         --rdzv-id=stuck --rdzv-conf=timers=1 examples/stuck_worker.py
 
-`embedded` starts an etcd for the time of the job; name the members of yours where the job has several hosts.
+`embedded` starts an etcd for the time of the job. If the job has several hosts, name the members of your etcd cluster.
 """
 
 from __future__ import annotations

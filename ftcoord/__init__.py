@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ftcoord.etcd.client import EtcdClient
     from ftcoord.heartbeat import Heartbeat, watch_heartbeats
     from ftcoord.primitives.session import Session
+    from ftcoord.recipes.barrier import Barrier
+    from ftcoord.recipes.election import Election
     from ftcoord.rendezvous.backend import EtcdRendezvousBackend
     from ftcoord.rendezvous.handler import EtcdRendezvousHandler
     from ftcoord.rendezvous.init_method import register_init_methods
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from ftcoord.store import EtcdStore
 
 _HOMES = {
+    "Barrier": "ftcoord.recipes.barrier",
+    "Election": "ftcoord.recipes.election",
     "EtcdClient": "ftcoord.etcd.client",
     "EtcdCluster": "ftcoord.embedded.cluster",
     "EtcdConfig": "ftcoord.config",
@@ -40,6 +44,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "Barrier",
+    "Election",
     "EtcdClient",
     "EtcdCluster",
     "EtcdConfig",

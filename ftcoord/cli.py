@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ftcoord.embedded.server import EtcdServer
 
 
-HEED: Final = 1.0
-"""Seconds until a signal is heeded that came in the moment before a wait: Python looks for those when a wait ends."""
+SIGNAL_INTERVAL: Final = 1.0
+"""Seconds that a wait lasts at most. Python runs signal handlers between waits; one may come just before a wait."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def _server(options: argparse.Namespace) -> int:
         print(f"etcd serves on {endpoint}; Ctrl-C ends it", flush=True)
         print(f"torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint={endpoint} --rdzv-id=RUN ...", flush=True)
         _advise(etcd)
-        while etcd.is_running() and not ended.wait(HEED):
+        while etcd.is_running() and not ended.wait(SIGNAL_INTERVAL):
             pass
         if not ended.is_set():
             print("ftcoord: etcd has ended by itself", file=sys.stderr)
@@ -84,7 +84,7 @@ def _server(options: argparse.Namespace) -> int:
 
 
 def _advise(etcd: EtcdServer) -> None:
-    """Say what this release is good for: clients do not say it of an etcd that ftcoord started."""
+    """Say what this release of etcd is good for: clients say nothing of it about an etcd that ftcoord started."""
     from ftcoord.etcd.release import newer_wanted
 
     version = str((etcd.http("GET", "/version") or {}).get("etcdserver", ""))
@@ -109,8 +109,10 @@ def _gateway(options: argparse.Namespace) -> int:
             gateway.check(timeout=5)
         except EtcdError as error:
             print(f"ftcoord: replicas will wait until etcd can be reached: {error}", file=sys.stderr)
-        while not ended.wait(HEED):
-            pass
+        while not ended.wait(SIGNAL_INTERVAL):
+            if gateway.has_failed:
+                print("ftcoord: the gateway has failed, see its log; start it again", file=sys.stderr)
+                return 1
     return 0
 
 

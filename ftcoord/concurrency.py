@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -225,3 +226,11 @@ def detached(work: Callable[..., None], *arguments: object) -> None:
     RuntimeError when no thread can be started.
     """
     thread(work, "ftcoord-forget", *arguments).start()
+
+
+def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> None:
+    """Call `close(*arguments)` when nobody refers to `owner` any longer; not at the end of the process.
+
+    On a thread of its own, see `detached`. The arguments must not refer to `owner`.
+    """
+    weakref.finalize(owner, detached, close, *arguments).atexit = False

@@ -14,13 +14,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
-from urllib.parse import quote
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig, full_text, whole
-from ftcoord.core.heartbeats import Beat, HeartbeatEvent, Roll, beat_key, encode, heartbeats_prefix, parse
-from ftcoord.core.layout import KEY_PREFIX
+from ftcoord.core.heartbeat_records import Beat, encode, parse_beat
+from ftcoord.core.heartbeats import HeartbeatEvent, Roll
+from ftcoord.core.layout import KEY_PREFIX, heartbeat_key, heartbeats_span
 from ftcoord.errors import (
     ClientClosed,
     ConfigError,
@@ -30,7 +30,7 @@ from ftcoord.errors import (
     StateError,
     ThreadFailed,
 )
-from ftcoord.etcd.api import Etcd, KeyValue, Span
+from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.leased_keys import LeasedKeys
@@ -87,8 +87,10 @@ class Heartbeat:
 
     def __enter__(self) -> Heartbeat:
         """Begin. Raises EtcdError when etcd takes no heartbeat within 5 seconds, and EtcdUnavailable if it is away."""
-        prefix, name = self._run.prefix, quote(self._name, safe="")
-        self._keys = LeasedKeys(self._run.etcd, self._ttl, lambda _, lease: beat_key(prefix, name, lease), "heartbeats")
+        prefix, name = self._run.prefix, self._name
+        self._keys = LeasedKeys(
+            self._run.etcd, self._ttl, lambda _, lease: heartbeat_key(prefix, name, lease), "heartbeats"
+        )
         try:
             self._put()
         except (EtcdError, ThreadFailed):
@@ -139,7 +141,7 @@ class HeartbeatWatch(Closing):
     def __init__(self, run: Namespace) -> None:
         self._run = run
         # Only the thread that iterates, but for `Feed.wake()`:
-        self._feed = Feed(run.etcd, Span(heartbeats_prefix(run.prefix), is_prefix=True))
+        self._feed = Feed(run.etcd, heartbeats_span(run.prefix))
         self._closed = concurrency.event()
         self._roll = Roll()
         self._events = self._follow()
@@ -227,7 +229,7 @@ def _json(data: Any) -> str:
 
 def _parsed(kv: KeyValue) -> Beat | None:
     try:
-        return parse(kv.key, kv.value)
+        return parse_beat(kv.key, kv.value)
     except StateError as error:
         log.warning("%s", error)
         return None

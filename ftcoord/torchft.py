@@ -3,8 +3,8 @@
     python -m ftcoord.torchft train.py --its-arguments        (or -m module)
     torchrun --nproc-per-node=4 -m ftcoord.torchft train.py
 
-TORCHFT_LIGHTHOUSE is then `etcd://h1:2379,h2:2379/job?min_replicas=2`. Nothing of torchft is changed but the module
-that its native classes come from (tried with torchft 0.2.0).
+TORCHFT_LIGHTHOUSE is then `etcd://h1:2379,h2:2379/job?min_replicas=2`. Only the module that torchft takes its native
+classes from is replaced (tried with torchft 0.2.0).
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ _USAGE: Final = "usage: python -m ftcoord.torchft (SCRIPT | -m MODULE) [ARGUMENT
 
 
 def lighthouse_main() -> NoReturn:
-    """What torchft's `torchft_lighthouse` command runs: there is nothing to run."""
+    """Replaces torchft's `torchft_lighthouse` command: there is nothing to run."""
     raise SystemExit(
         "no lighthouse is needed: set TORCHFT_LIGHTHOUSE=etcd://host:2379/job?min_replicas=2 for all replicas of a job"
     )
 
 
 def install() -> None:
-    """Put ftcoord's classes where torchft looks for its native ones; idempotent. Raises ImportError if it did."""
+    """Put ftcoord's classes where torchft looks for its native ones. Idempotent.
+
+    Raises ImportError if torchft was imported before, with its own classes.
+    """
     if NATIVE in sys.modules and not hasattr(sys.modules[NATIVE], "__ftcoord__"):
         raise ImportError("torchft is imported already, with its own coordination: import ftcoord.torchft before it")
     module = ModuleType(NATIVE, __doc__)

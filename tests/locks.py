@@ -1,4 +1,4 @@
-"""Records which locks are taken while which others are held, and compares that with the table in docs/architecture.md."""
+"""Records which locks are taken while others are held, and compares that with the table in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Taken:
 
 
 class Recorder(concurrency.Python):
-    """Python's threads, whose named locks note what is held when they are taken. Only waiting counts: whoever just tries
-    a lock cannot be part of a deadlock."""
+    """Python's threads, whose named locks note what is held when they are taken. Only waiting counts: whoever just
+    tries a lock cannot be part of a deadlock."""
 
     def __init__(self) -> None:
         super().__init__()

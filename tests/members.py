@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import EtcdError, EtcdUnavailable, OutcomeUnknown, StateError
@@ -175,7 +175,7 @@ class Node:
     def __init__(self, etcd: Etcd, prefix: str, ask: str = "", ttl: int = 30, record_ttl: int = RECORD_TTL) -> None:
         self.rolls: list[dict[str, Any]] = []
         self.errors: list[StateError] = []
-        self._heard = threading.Condition()
+        self._heard = concurrency.condition("Node._heard")
         self.session = Session(etcd, ttl)
         self.group = Group(etcd, self.session, prefix, Roll(prefix), record_ttl, self._listen)
         self.id = self.group.id

@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from ftcoord.config import EtcdConfig, redacted, whole
-from ftcoord.core.layout import KEY_PREFIX, run_prefix
+from ftcoord.core.layout import KEY_PREFIX, quorum_prefix
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.errors import ConfigError
 
@@ -28,11 +28,11 @@ class Job:
     Args:
         scheme: etcd, or etcds for TLS.
         endpoints: a comma list; empty takes FTCOORD_ENDPOINTS, ETCDCTL_ENDPOINTS or 127.0.0.1:2379.
-        name: the job's; its keys are below `/ftcoord/v1/<name>/quorum`.
+        name: of the job; its keys are below `/ftcoord/v1/<name>/quorum`.
         min_replicas: the fewest replicas that may go on.
-        join_timeout_ms: how long a replica that lives but does not ask is waited for.
+        join_timeout_ms: how long a quorum waits for replicas that live but do not ask.
         heartbeat_timeout_ms: how long a replica counts as alive after its last beat.
-        manager: a replica id, in the address of a ManagerServer.
+        manager: the replica id of a ManagerServer, in its address.
     """
 
     scheme: str
@@ -45,8 +45,8 @@ class Job:
 
     @property
     def prefix(self) -> str:
-        """What all of the job's keys start with."""
-        return f"{run_prefix(KEY_PREFIX, self.name)}/quorum"
+        """The prefix of all keys of the job."""
+        return quorum_prefix(KEY_PREFIX, self.name)
 
     @property
     def options(self) -> QuorumOptions:
@@ -82,12 +82,12 @@ _NUMBERS: Final = {
 
 
 def fresh_name() -> str:
-    """A job's name that nobody used before."""
+    """A name for a job that no other job has."""
     return uuid.uuid4().hex
 
 
 def parse_address(address: str) -> Job:
-    """Raises ConfigError, before any socket is opened."""
+    """The job of an address. Raises ConfigError, before any socket is opened."""
     parts = urlsplit(address)
     if parts.scheme not in SCHEMES:
         raise ConfigError("address", redacted(address), _FORM)
@@ -101,7 +101,7 @@ def parse_address(address: str) -> Job:
     given = dict(pairs)
     for key, value in pairs:
         if value != given[key]:
-            raise ConfigError(key, redacted(value), "an address says it twice")
+            raise ConfigError(key, redacted(value), "it is given twice; give it once")
     manager = given.pop("manager", "")
     for key in given:
         if key not in _NUMBERS:

@@ -1,4 +1,4 @@
-"""What a manager tells others about itself: keys that lie under its replica's lease, and move on when that changes."""
+"""What a manager publishes about itself: keys under its replica's lease, which move along when that lease changes."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from ftcoord.etcd.api import Etcd, Put
 
 
 class AdvertisedKeys:
-    """The keys under a prefix that a replica keeps. Thread-safe.
+    """Keys below a prefix, kept under a replica's lease. Thread-safe.
 
     Args:
-        etcd: the door to etcd.
+        etcd: the client.
         prefix: of the keys.
-        replica: under whose lease they lie.
-        closed: set it to make it give up.
+        replica: the owner of the lease.
+        closed: set it to make `put` and `under_lease` return without having written.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str, replica: Replica, closed: concurrency.Event) -> None:
-        self._etcd, self._prefix, self._replica, self._closed = etcd, prefix, replica, closed
-        self._lock = concurrency.lock("AdvertisedKeys._lock")
-        self._put: dict[str, tuple[int, str]] = {}
+    def __init__(self, etcd: Etcd, replica: Replica, closed: concurrency.Event) -> None:
+        self._etcd, self._replica, self._closed = etcd, replica, closed
+        # One writes at a time: else two that move the keys to a new lease could leave an old text behind. It is held
+        # over requests, so callers wait for it with a time-out.
+        self._writing = concurrency.lock("AdvertisedKeys._writing")
+        self._written: dict[str, tuple[int, str]] = {}  # lease and text by key; changed under _writing, read by any
 
     @property
     def current(self) -> bool:
-        """Whether all of them are under the lease that the replica lives under now."""
+        """Whether all of them are under the lease that the replica has now."""
         lease = self._replica.lease
-        return all(under == lease for under, _ in list(self._put.values()))
+        return all(under == lease for under, _ in list(self._written.values()))
 
     def put(self, texts: Mapping[str, str], deadline: float) -> None:
-        """Tell these too; mostly the same as before, and then nothing is written.
+        """Publish these too. Writes only what is not there yet under the current lease: mostly nothing.
 
         Raises TimeoutError after the monotonic `deadline`, and EtcdError.
         """
-        with self._lock:
-            wanted = {key: text for key, (_, text) in self._put.items()} | dict(texts)
+        with concurrency.held(self._writing, deadline, TimeoutError("another write of this manager was not done")):
+            wanted = {key: text for key, (_, text) in self._written.items()} | dict(texts)
 
             def put_new(lease: int) -> None:
-                new = {key: (lease, text) for key, text in wanted.items() if self._put.get(key) != (lease, text)}
+                new = {key: (lease, text) for key, text in wanted.items() if self._written.get(key) != (lease, text)}
                 if new:
-                    puts = [Put(f"{self._prefix}/{key}", text.encode(), lease) for key, (_, text) in new.items()]
+                    puts = [Put(key, text.encode(), lease) for key, (_, text) in new.items()]
                     put_all(self._etcd, puts, deadline)
-                self._put.update(new)
+                self._written.update(new)
 
             self.under_lease(put_new, deadline)
 
@@ -56,4 +58,4 @@ class AdvertisedKeys:
                 write(self._replica.lease)
                 return
             except LeaseLost:
-                self._replica.beat(deadline)
+                self._replica.beat(deadline)  # which takes a new lease

@@ -1,19 +1,23 @@
-"""Arguments checked as torchft's native classes check them, and errors in their words."""
+"""Checks of arguments as torchft's native classes make them, and errors with their texts."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Final
 
-LARGEST = 2**63 - 1
+LARGEST: Final = 2**63 - 1
+"""The largest integer of torchft's protocol."""
+LONGEST: Final = 10.0 * 365 * 24 * 3600
+"""Seconds. A longer time-out is cut to this: Python's locks refuse those of some hundred years."""
 
 
 def seconds(name: str, value: object) -> float:
-    """A timedelta as seconds. Raises TypeError, and ValueError for a negative one."""
+    """A timedelta as seconds, at most LONGEST. Raises TypeError, and ValueError for a negative one."""
     if not isinstance(value, timedelta):
         raise TypeError(f"argument {name!r}: {type(value).__name__!r} object cannot be converted to 'PyDelta'")
     if value < timedelta(0):
         raise ValueError("It is not possible to convert a negative timedelta to a Rust Duration")
-    return value.total_seconds()
+    return min(value.total_seconds(), LONGEST)
 
 
 def string(name: str, value: object) -> str:
@@ -40,12 +44,12 @@ def integer(name: str, value: object, lowest: int = 0) -> int:
 
 
 def timed_out(why: str) -> TimeoutError:
-    """What a call raises whose time is over; users match what comes before `why`."""
+    """The error of a call whose time is over; users match the text before `why`."""
     return TimeoutError(f"{_status('Cancelled', 'Timeout expired')}: {why}")
 
 
 def failed(code: str, message: str) -> RuntimeError:
-    """What a call raises that went wrong otherwise; `code` is gRPC's name of the status."""
+    """The error of a call that fails for another reason; `code` is gRPC's name of the status."""
     return RuntimeError(_status(code, message))
 
 

@@ -1,31 +1,30 @@
-"""A client of a job's etcd, and its failures in torchft's words: one line that says all, with no chain before it."""
+"""A client of a job's etcd, and its failures in torchft's words: one line that says everything, without a chain."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
-from ftcoord.concurrency import detached
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, parse_address
-from ftcoord.errors import ConfigError, EtcdError, ForkedProcessError, StateError
+from ftcoord.errors import ConfigError, EtcdError, ForkedProcessError, StateError, ThreadFailed
 from ftcoord.etcd.shared import SharedClient
 
-ATTEMPT: float = 5.0
+REQUEST_TIMEOUT: Final = 5.0
 """Seconds that one request to etcd may take."""
 
 
 def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
-    """The job of an address, and a client whose etcd has answered. Raises RuntimeError after `connect_timeout` seconds.
+    """The job of an address, and a client whose etcd has answered.
 
-    Also for a malformed address, as torchft does; but at once.
+    Raises RuntimeError: after `connect_timeout` seconds; and at once for a malformed address, where torchft waits.
     """
     try:
         job = parse_address(address)
-        client = SharedClient(replace(job.config(), request_timeout=ATTEMPT))
+        client = SharedClient(replace(job.config(), request_timeout=REQUEST_TIMEOUT))
     except ConfigError as error:
         raise unreachable(address, connect_timeout, error) from None
     with contextlib.ExitStack() as undo:
@@ -38,16 +37,8 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
     return job, client
 
 
-def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> None:
-    """Has `close(*arguments)` called when nobody holds `owner` any more; not at the end of the process.
-
-    On a thread of its own, as `detached` says.
-    """
-    weakref.finalize(owner, detached, close, *arguments).atexit = False
-
-
 def unreachable(address: str, connect_timeout: float, problem: object) -> RuntimeError:
-    """What is raised where nobody is found at an address in time; users match the beginning of its text."""
+    """The error for an address at which nobody is found in time; users match the beginning of its text."""
     return RuntimeError(
         f"failed to connect to {address.partition('?')[0]} within timeout of {connect_timeout:g}s; verify the"
         f" address and that etcd is up: {problem}"
@@ -55,11 +46,11 @@ def unreachable(address: str, connect_timeout: float, problem: object) -> Runtim
 
 
 def check_process(pid: int) -> None:
-    """Raises ForkedProcessError in any other process than that of this `pid`, before a lock of its is touched."""
+    """Raises ForkedProcessError in any process but `pid`. Call it before taking a lock: in a child it may be held."""
     if os.getpid() != pid:
         raise ForkedProcessError(
-            f"this belongs to process {pid}, which was forked: a child can use none of its connections; start"
-            f" processes by multiprocessing's 'spawn', or fork before anything of ftcoord is made"
+            f"this belongs to process {pid}, which was forked, and a child cannot use its connections: start processes"
+            f" by multiprocessing's 'spawn', or fork before you use ftcoord"
         )
 
 
@@ -70,7 +61,7 @@ def torchft_errors() -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise checks.timed_out(str(error)) from None
-    except StateError as error:
+    except (StateError, ThreadFailed) as error:
         raise checks.failed("Internal", str(error)) from None
     except EtcdError as error:
         raise checks.failed("Unavailable", str(error)) from None

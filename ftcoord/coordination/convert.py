@@ -1,4 +1,4 @@
-"""Between torchft's values and the records of a quorum."""
+"""torchft's values, from the records of a quorum and back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from typing import Any
 from ftcoord.coordination import checks
 from ftcoord.coordination.types import Quorum as QuorumReply
 from ftcoord.coordination.types import QuorumMember, QuorumResult, Timestamp
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest, recovery
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
+from ftcoord.core.recovery import recovery
 from ftcoord.errors import NotInQuorum
 
 
 def quorum_reply(quorum: QuorumRecord) -> QuorumReply:
     """A quorum as torchft's users know it."""
+    return QuorumReply(quorum.id, partial(_members, quorum), timestamp(quorum))
+
+
+def timestamp(quorum: QuorumRecord) -> Timestamp:
+    """When a quorum was decided, on the decider's wall clock."""
     seconds, fraction = divmod(quorum.created, 1)
-    created = Timestamp(int(seconds), int(fraction * 1e9))
-    return QuorumReply(quorum.id, partial(_members, quorum), created)
+    return Timestamp(int(seconds), int(fraction * 1e9))
 
 
 def _members(quorum: QuorumRecord) -> list[QuorumMember]:
@@ -38,7 +43,7 @@ def _member(request: QuorumRequest) -> QuorumMember:
 
 
 def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
-    """What a quorum means for one rank. Raises RuntimeError when the replica is not in it."""
+    """What a quorum means for one rank of a replica. Raises RuntimeError if the replica is not in it."""
     try:
         plan = recovery(quorum.requests, replica_id, rank, init_sync)
     except NotInQuorum as error:
@@ -58,7 +63,7 @@ def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: b
 
 
 def json_text(data: Mapping[Any, Any] | None) -> str:
-    """The `data` of a request. Raises TypeError for no dict, RuntimeError for what is not JSON."""
+    """The `data` of a request. Raises TypeError if it is not a dict, RuntimeError if JSON cannot express it."""
     if data is None:
         return ""
     if not isinstance(data, dict):

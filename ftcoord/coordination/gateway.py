@@ -18,30 +18,30 @@ from typing import Final, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job, parse_address
-from ftcoord.coordination.connection import ATTEMPT
+from ftcoord.coordination.connection import REQUEST_TIMEOUT
 from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
 from ftcoord.coordination.lighthouse_wire import (
-    HEARD,
+    HEARTBEAT_RESPONSE,
     SERVICE,
     quorum_response,
     read_heartbeat,
     read_quorum_request,
 )
-from ftcoord.core.quorum import QuorumRecord
-from ftcoord.errors import ConfigError, EtcdError, ServerError, StateError
+from ftcoord.core.quorum_records import QuorumRecord
+from ftcoord.errors import ConfigError, EtcdError, ServerError, StateError, ThreadFailed
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 
 log = logging.getLogger(__name__)
 
-THREADS: Final = 1024
-"""Every quorum call that waits holds a thread, and so does a beat while etcd is away; else beats take no time. They are
-made as they are needed, so this is no cost but a limit: some 500 replicas at once, whose calls must not wait in line
-behind each other, since none is answered before all have asked. As many again speak with etcd for the quorum calls,
-which are answered in time also while etcd does not answer."""
-EARLY: Final = 0.1
-"""Seconds before the end of a call's time to say that it is over. At the end gRPC itself does, in other words."""
-FOREVER: Final = 10.0 * 365 * 24 * 3600
+CALL_THREADS: Final = 1024
+"""A quorum call holds a thread for as long as it waits, and so does a beat while etcd is away; else beats take no time.
+Threads are made as they are needed, so this is a limit and no cost: some 500 replicas at once. Their calls must not
+queue behind each other, since none is answered before all have asked. As many threads again speak with etcd for the
+quorum calls, so that each is answered in time also while etcd does not answer."""
+EARLY_ANSWER: Final = 0.1
+"""Seconds before the end of a call's time to answer that it is over. At the end gRPC does so itself, in other words."""
+NO_TIMEOUT: Final = 10.0 * 365 * 24 * 3600
 """Seconds; gRPC gives a time like this to a call without a time-out."""
 
 _Self = TypeVar("_Self", bound="Gateway")
@@ -60,16 +60,19 @@ class Gateway:
     Raises ConfigError, and ServerError when it cannot listen there.
 
     A quorum call keeps its replica alive for as long as its connection lives; otherwise a replica lives while it beats.
+    If a thread of the gateway fails by an error of ftcoord's own, that is logged, and all calls are refused: see
+    `has_failed`.
     """
 
     def __init__(self, address: str, listen: str = "127.0.0.1:0") -> None:
         job = parse_address(address)
         host, port = _parse_listen(listen)
-        self._patience = min(job.heartbeat_timeout, ATTEMPT)
-        self._told: tuple[QuorumRecord, bytes] | None = None
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ftcoord-gateway")
-        self._asks = ThreadPoolExecutor(THREADS, thread_name_prefix="ftcoord-asks")
-        self._etcd = EtcdClient(replace(job.config(), request_timeout=ATTEMPT))
+        self._beat_timeout = min(job.heartbeat_timeout, REQUEST_TIMEOUT)
+        # Any thread replaces it as a whole; two that do so at once only encode the same quorum twice.
+        self._last_response: tuple[QuorumRecord, bytes] | None = None
+        self._pool = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="ftcoord-gateway")
+        self._asks = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="ftcoord-asks")
+        self._etcd = EtcdClient(replace(job.config(), request_timeout=REQUEST_TIMEOUT))
         try:
             self._server, port = self._bind(host, port, job)
         except ServerError:
@@ -87,11 +90,20 @@ class Gateway:
         """Ask etcd whether it is there. Raises EtcdError when it does not answer in `timeout` seconds."""
         self._etcd.status(timeout=timeout)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a thread of it has ended by an error: calls are then refused until the gateway is started again."""
+        return self._sessions.has_failed
+
     def shutdown(self) -> None:
-        """Serve no more, within some seconds. Idempotent. Replicas count as alive for a heartbeat time-out more."""
+        """Stop serving, within some seconds. Idempotent.
+
+        Its replicas count as alive until their heartbeats time out, and may come back through another gateway.
+        """
         self._server.stop(None)
-        self._pool.shutdown()  # calls under way are cancelled,
-        self._asks.shutdown()  # and taken back
+        # In this order: calls under way are cancelled, then their requests are taken back, then nobody asks any more.
+        self._pool.shutdown()
+        self._asks.shutdown()
         self._sessions.close()
         self._etcd.close()
 
@@ -123,7 +135,7 @@ class Gateway:
         with _answering(context):
             request = read_quorum_request(message)
             caller = PendingCall()
-            if not context.add_callback(caller.leave):
+            if not context.add_callback(caller.leave):  # gRPC calls it on a thread of its own, when the call ends
                 raise TimeoutError("the caller went away")
             deadline = _deadline(context)
             quorum = self._asks.submit(self._sessions.ask, request, deadline, caller)
@@ -131,16 +143,16 @@ class Gateway:
 
     def _heartbeat(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with _answering(context):
-            deadline = min(_deadline(context), concurrency.now() + self._patience)
+            deadline = min(_deadline(context), concurrency.now() + self._beat_timeout)
             self._sessions.beat(read_heartbeat(message), deadline)
-        return HEARD
+        return HEARTBEAT_RESPONSE
 
     def _response(self, quorum: QuorumRecord) -> bytes:
-        """All that are in a quorum get the same bytes."""
-        told = self._told
-        if told is None or told[0] is not quorum:
-            told = self._told = (quorum, quorum_response(quorum))
-        return told[1]
+        """All members of a quorum get the same bytes."""
+        last = self._last_response
+        if last is None or last[0] is not quorum:
+            last = self._last_response = (quorum, quorum_response(quorum))
+        return last[1]
 
 
 @contextlib.contextmanager
@@ -153,14 +165,14 @@ def _answering(context: grpc.ServicerContext) -> Iterator[None]:
         context.abort(grpc.StatusCode.CANCELLED, "Timeout expired")  # TimeoutError for torchft's users
     except ValueError as error:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    except StateError as error:
+    except (StateError, ServerError, ThreadFailed) as error:
         context.abort(grpc.StatusCode.INTERNAL, str(error))
     except EtcdError as error:
         context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
 def _in_time(quorum: Future[QuorumRecord], deadline: float, caller: PendingCall) -> QuorumRecord:
-    """Raises TimeoutError after the monotonic `deadline`, and has the request taken back meanwhile."""
+    """Raises TimeoutError after the monotonic `deadline`, and has the request taken back."""
     left = deadline - concurrency.now()
     if not wait((quorum,), None if math.isinf(left) else max(left, 0)).done:
         caller.leave()
@@ -171,9 +183,9 @@ def _in_time(quorum: Future[QuorumRecord], deadline: float, caller: PendingCall)
 def _deadline(context: grpc.ServicerContext) -> float:
     """When to answer, on the monotonic clock; infinite for a call without a time-out."""
     left = context.time_remaining()
-    if left is None or left > FOREVER:
+    if left is None or left > NO_TIMEOUT:
         return math.inf
-    return concurrency.now() + left - min(left / 10, EARLY)
+    return concurrency.now() + left - min(left / 10, EARLY_ANSWER)
 
 
 def _options(job: Job) -> list[tuple[str, int]]:

@@ -1,7 +1,9 @@
-"""The replicas that a gateway speaks for: who was heard of, who is waiting, and who has fallen silent."""
+"""The replicas that a gateway represents: which of them live, which wait for a quorum, and which have gone silent."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,125 +13,169 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import Replica, TakeoverToken
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
+from ftcoord.errors import ServerError
 from ftcoord.etcd.api import Etcd
 
-LEAVE_TIMEOUT: Final = 2.0
-"""Seconds that etcd may take to hear that a replica has fallen silent."""
-SWEEP: Final = 0.2
-"""Seconds between two looks for replicas that have fallen silent."""
-PASS_ON: Final = 1 / 4
-"""The part of a short heartbeat time-out between two beats that are passed on."""
+log = logging.getLogger(__name__)
+
+REVOKE_TIMEOUT: Final = 2.0
+"""Seconds that etcd may take to revoke the lease of a replica that has gone silent."""
+SWEEP_INTERVAL: Final = 0.2
+"""Seconds between two looks for replicas that have gone silent."""
+FORWARD_FRACTION: Final = 1 / 4
+"""Of a heartbeat time-out that is too short for leases: the time between two beats that are written to etcd."""
 
 
 class _GatewaySession:
-    """One replica. `heard_at` is when it last beat, or was answered; `calls` of it are under way."""
+    """One replica. All but `replica` is guarded by the lock of its GatewaySessions."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.heard_at = 0.0
-        self.passed_at = 0.0
+        self.last_sign_at = 0.0
+        """When it last beat, or was answered."""
+        self.forwarded_at = 0.0
+        """When a beat of it was last written to etcd."""
         self.calls = 0
+        """How many of its calls are under way."""
 
 
 class GatewaySessions:
     """Replicas by their ids, each a member of the job from its first beat or request on. Thread-safe.
 
-    torchft's managers beat ten times a second. What etcd gets of that is a lease for each replica that is renewed
-    while there are beats, and revoked when there were none for the heartbeat time-out. Only where that is too short for
-    leases (`LEASE_FLOOR`) beats are written, and judged by the decider.
+    torchft's managers beat ten times a second. etcd sees none of that: each replica has a lease, which is renewed while
+    beats come, and revoked when there were none for the heartbeat time-out. Only where that is too short for leases
+    (`LEASE_FLOOR`) are beats written, and judged by the decider.
 
     Args:
-        etcd: the door to etcd.
+        etcd: the client.
         job: the job and its rules.
+
+    If the thread that looks for silent replicas fails, no replica could die any more. All of them are then left to
+    expire, and each call raises ServerError.
     """
 
     def __init__(self, etcd: Etcd, job: Job) -> None:
         self._etcd, self._job = etcd, job
         timeout = job.heartbeat_timeout
-        self._pass_every = timeout * PASS_ON if timeout < LEASE_FLOOR else None
+        self._forward_interval = timeout * FORWARD_FRACTION if timeout < LEASE_FLOOR else None
         self._silent_after = max(timeout, LEASE_FLOOR)
-        self._lock = concurrency.lock("GatewaySessions._lock")
         self._takeover = TakeoverToken()
-        self._sessions: dict[str, _GatewaySession] = {}
-        self._closed = concurrency.event()
-        self._farewells = ThreadPoolExecutor(4, thread_name_prefix="ftcoord-farewell")
-        self._sweeper = concurrency.thread(self._sweep, "ftcoord-guests")
+        self._lock = concurrency.lock("GatewaySessions._lock")
+        self._sessions: dict[str, _GatewaySession] = {}  # guarded by _lock
+        self._failed = False  # guarded by _lock
+        self._closed = concurrency.event()  # set under _lock
+        self._leaving = ThreadPoolExecutor(4, thread_name_prefix="ftcoord-leaving")
+        self._sweeper = concurrency.thread(self._run_sweeper, "ftcoord-sweeper")
         self._sweeper.start()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether its thread has ended by an error."""
+        with self._lock:
+            return self._failed
+
     def beat(self, replica_id: str, deadline: float) -> None:
-        """A replica lives. Raises what `Replica.beat` does."""
-        with self._visit(replica_id) as guest:
-            now = concurrency.now()
-            is_due = self._pass_every is not None and now - guest.passed_at >= self._pass_every
-            if is_due or not guest.replica.joined:
-                guest.passed_at = now
-                guest.replica.beat(deadline)
+        """A replica lives. Raises what `Replica.beat` does, and ServerError."""
+        with self._visit(replica_id) as session:
+            if self._should_forward(session):
+                session.replica.beat(deadline)
 
     def ask(self, request: QuorumRequest, deadline: float, caller: PendingCall) -> QuorumRecord:
-        """The next quorum with this replica in it. Raises what `Replica.ask` does."""
-        with self._visit(request.replica_id) as guest:
-            caller.waits_for(guest.replica)
-            return guest.replica.ask(request, deadline, caller.gone)
+        """The next quorum with this replica in it. Raises what `Replica.ask` does, and ServerError."""
+        with self._visit(request.replica_id) as session:
+            caller.waits_for(session.replica)
+            return session.replica.ask(request, deadline, caller.gone)
 
     def close(self) -> None:
-        """Forget them all, once no calls are under way. Their leases expire by themselves: until then they count as
-        alive, and may come back through another gateway."""
-        self._closed.set()
-        self._sweeper.join()
+        """Forget them all. Idempotent. Call it when no calls are under way.
+
+        Their leases expire by themselves. Until then they count as alive, and may come back through another gateway.
+        """
         with self._lock:
-            guests, self._sessions = list(self._sessions.values()), {}
-        for guest in guests:
-            guest.replica.orphan()
-        self._farewells.shutdown()
+            self._closed.set()
+        self._sweeper.join()
+        self._orphan_all()
+        self._leaving.shutdown()
 
     @contextmanager
     def _visit(self, replica_id: str) -> Iterator[_GatewaySession]:
+        """While this is open the replica does not count as silent."""
         with self._lock:
             if self._closed.is_set():
-                raise TimeoutError("the gateway ends")
-            guest = self._sessions.get(replica_id)
-            if guest is None:
-                guest = self._sessions[replica_id] = _GatewaySession(self._new_replica(replica_id))
-            guest.calls += 1
-            guest.heard_at = concurrency.now()
+                raise TimeoutError("the gateway is shutting down")
+            if self._failed:
+                raise ServerError("this gateway has failed, see its log; restart it")
+            session = self._sessions.get(replica_id)
+            if session is None:
+                session = self._sessions[replica_id] = _GatewaySession(self._new_replica(replica_id))
+            session.calls += 1
+            session.last_sign_at = concurrency.now()
+        answered = False
         try:
-            yield guest
-            guest.heard_at = concurrency.now()
+            yield session
+            answered = True
         finally:
             with self._lock:
-                guest.calls -= 1
+                session.calls -= 1
+                if answered:
+                    session.last_sign_at = concurrency.now()
 
     def _new_replica(self, replica_id: str) -> Replica:
         return Replica(self._etcd, self._job, replica_id, keeps_lease=True, takeover=self._takeover)
 
-    def _sweep(self) -> None:
-        while not self._closed.wait(SWEEP):
-            for guest in self._take_silent():
-                self._farewells.submit(guest.replica.leave, LEAVE_TIMEOUT)
+    def _should_forward(self, session: _GatewaySession) -> bool:
+        """Whether this beat goes to etcd: if beats are judged there and one is due, or if the replica is no member."""
+        joined = session.replica.joined
+        with self._lock:
+            now = concurrency.now()
+            is_due = self._forward_interval is not None and now - session.forwarded_at >= self._forward_interval
+            if not is_due and joined:
+                return False
+            session.forwarded_at = now
+            return True
+
+    def _run_sweeper(self) -> None:
+        try:
+            while not self._closed.wait(SWEEP_INTERVAL):
+                for session in self._take_silent():
+                    self._leaving.submit(session.replica.leave, REVOKE_TIMEOUT)
+        finally:
+            if sys.exc_info()[1] is not None:
+                log.exception("the gateway has failed; restart it")
+                with self._lock:
+                    self._failed = True
+                self._orphan_all()
 
     def _take_silent(self) -> list[_GatewaySession]:
-        """Those that were not heard for too long; they are forgotten."""
+        """Those that have sent nothing for too long; they are forgotten."""
         with self._lock:
             if self._closed.is_set():
                 return []
             since = concurrency.now() - self._silent_after
-            silent = [one for one, guest in self._sessions.items() if not guest.calls and guest.heard_at < since]
+            silent = [one for one, kept in self._sessions.items() if not kept.calls and kept.last_sign_at < since]
             return [self._sessions.pop(one) for one in silent]
+
+    def _orphan_all(self) -> None:
+        with self._lock:
+            sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
+            session.replica.orphan()
 
 
 class PendingCall:
-    """Who waits for a quorum, and may go away."""
+    """A caller that waits for a quorum, and may go away."""
 
     def __init__(self) -> None:
         self.gone = concurrency.event()
-        self._replica: Replica | None = None
+        self._replica: Replica | None = None  # set by the thread that asks, read by that of `leave`
 
     def waits_for(self, replica: Replica) -> None:
+        """Before it asks: `ask` looks at `gone` after this, so one of the two notices a caller that leaves now."""
         self._replica = replica
 
     def leave(self) -> None:
-        """It waits no more. Does not block."""
+        """It waits no longer. Does not block."""
         self.gone.set()
         if self._replica is not None:
             self._replica.nudge()

@@ -14,28 +14,29 @@ from typing import Any, Final
 from ftcoord import concurrency
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
-from ftcoord.coordination.connection import check_process, connect, torchft_errors, when_forgotten
+from ftcoord.coordination.connection import check_process, connect, torchft_errors
 from ftcoord.coordination.convert import json_text, quorum_reply
 from ftcoord.coordination.replica import Replica, TakeoverToken
 from ftcoord.coordination.types import Quorum
-from ftcoord.core.quorum import QuorumRequest
+from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.etcd.shared import SharedClient
 
-PROBE: Final = timedelta(seconds=10)
+SERVER_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
 """How long a new LighthouseServer looks for etcd."""
 LEAVE_TIMEOUT: Final = 2.0
+"""Seconds that etcd may take to let a replica leave; after that its lease expires."""
 
 
 class LighthouseServer:
     """The rules of a job's quorums, under an address of its own. There is no server: the job lives in etcd.
 
-    The address holds all there is to know, so this object and its process may go away at any time. The endpoints are
-    those of FTCOORD_ENDPOINTS, else ETCDCTL_ENDPOINTS, else 127.0.0.1:2379.
+    The address holds all there is to know, so this object and its process may go away at any time. The endpoints come
+    from FTCOORD_ENDPOINTS, else from ETCDCTL_ENDPOINTS, else they are 127.0.0.1:2379.
 
     Args:
         bind: `host:port` as torchft takes it; checked, and not used.
         min_replicas: the fewest replicas that may go on.
-        join_timeout_ms: how long a replica that lives but does not ask is waited for; default 100.
+        join_timeout_ms: how long a quorum waits for replicas that live but do not ask; default 100.
         quorum_tick_ms: accepted and not used: decisions follow events.
         heartbeat_timeout_ms: how long a replica counts as alive after its last beat; default 5000.
 
@@ -53,14 +54,16 @@ class LighthouseServer:
         _check_bind(checks.string("bind", bind))
         checks.integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms)
         job = Job(
-            "etcd",
-            "",
-            fresh_name(),
-            checks.integer("min_replicas", min_replicas),
-            checks.integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms),
-            checks.integer("heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms),
+            scheme="etcd",
+            endpoints="",
+            name=fresh_name(),
+            min_replicas=checks.integer("min_replicas", min_replicas),
+            join_timeout_ms=checks.integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms),
+            heartbeat_timeout_ms=checks.integer(
+                "heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms
+            ),
         )
-        _, client = connect(str(job), PROBE.total_seconds())
+        _, client = connect(str(job), SERVER_CONNECT_TIMEOUT.total_seconds())
         with contextlib.closing(client):
             self._address = str(job.at(client.config))
 
@@ -77,7 +80,7 @@ class LighthouseClient:
 
     Args:
         addr: `etcd://h1:2379,h2:2379/job?min_replicas=2&join_timeout_ms=60000`, or `LighthouseServer.address()`.
-        connect_timeout: how long etcd is looked for.
+        connect_timeout: how long to look for etcd.
 
     Raises RuntimeError when it is not found in that time.
 
@@ -86,10 +89,11 @@ class LighthouseClient:
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._job, self._etcd = connect(checks.string("addr", addr), checks.seconds("connect_timeout", connect_timeout))
-        self._pid, self._lock = os.getpid(), concurrency.lock("LighthouseClient._lock")
+        self._pid = os.getpid()
         self._takeover = TakeoverToken()
-        self._replicas: dict[str, Replica] = {}
-        when_forgotten(self, _forget, self._replicas, self._etcd)
+        self._lock = concurrency.lock("LighthouseClient._lock")
+        self._replicas: dict[str, Replica] = {}  # guarded by _lock
+        concurrency.when_forgotten(self, _forget, self._replicas, self._etcd)
 
     def quorum(
         self,
@@ -105,7 +109,7 @@ class LighthouseClient:
         """Ask for a quorum, and wait until there is one with this replica in it.
 
         Args:
-            replica_id: its name, unlike that of all other replicas.
+            replica_id: its name; no two replicas may have the same.
             timeout: how long to wait.
             address: of its manager.
             store_address: of its store.
@@ -114,19 +118,19 @@ class LighthouseClient:
             shrink_only: let nobody new in.
             data: JSON for all members to see.
 
-        Raises TimeoutError, after which it does not count as asking any more, and RuntimeError.
+        Raises TimeoutError, after which it no longer counts as asking, and RuntimeError.
         """
         deadline = concurrency.now() + checks.seconds("timeout", timeout)
         request = QuorumRequest(
-            checks.string("replica_id", replica_id),
-            checks.string("address", address),
-            checks.string("store_address", store_address),
-            checks.integer("step", step, -checks.LARGEST - 1),
-            checks.integer("world_size", world_size),
-            checks.boolean("shrink_only", shrink_only),
-            json_text(data),
-            0,
-            (),
+            replica_id=checks.string("replica_id", replica_id),
+            address=checks.string("address", address),
+            store_address=checks.string("store_address", store_address),
+            step=checks.integer("step", step, -checks.LARGEST - 1),
+            world_size=checks.integer("world_size", world_size),
+            shrink_only=checks.boolean("shrink_only", shrink_only),
+            data=json_text(data),
+            commit_failures=0,
+            handles=(),
         )
         with torchft_errors():
             return quorum_reply(self._replica(replica_id).ask(request, deadline))
@@ -157,7 +161,9 @@ class LighthouseClient:
 
     def close(self) -> None:
         """Leave for all replica ids, and disconnect. Idempotent. Beyond torchft."""
-        for replica_id in list(self._replicas):
+        with self._lock:
+            replica_ids = list(self._replicas)
+        for replica_id in replica_ids:
             self.leave(replica_id)
         self._etcd.close()
 
@@ -172,7 +178,7 @@ class LighthouseClient:
 
 
 def _forget(replicas: dict[str, Replica], etcd: SharedClient) -> None:
-    """Of a client that nobody holds any more: its replicas' leases expire by themselves."""
+    """For a client that nobody refers to: the leases of its replicas expire by themselves."""
     for replica in replicas.values():
         replica.orphan()
     etcd.close()

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
+from ftcoord.coordination.convert import timestamp
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.core.strict import json_problem
 from ftcoord.etcd.rpc.protobuf import declare
 
@@ -28,28 +29,27 @@ _MESSAGES: Final = declare(
         "LighthouseHeartbeatResponse": "",
     },
 )
-HEARD: Final[bytes] = _MESSAGES["LighthouseHeartbeatResponse"]().SerializeToString()
-"""The answer to a heartbeat."""
+HEARTBEAT_RESPONSE: Final[bytes] = _MESSAGES["LighthouseHeartbeatResponse"]().SerializeToString()
 
 
 def read_quorum_request(message: bytes) -> QuorumRequest:
-    """What a replica asks. Raises ValueError for bytes, or a `data`, that other replicas could not read."""
+    """What a replica asks. Raises ValueError for a message, or a `data` in it, that other replicas could not read."""
     asked = _read("LighthouseQuorumRequest", message)
     if not asked.HasField("requester"):
         raise ValueError("the request names no requester")
-    one = asked.requester
-    if problem := json_problem(one.data):
-        raise ValueError(f"the data of the request is no JSON: {problem}")
+    member = asked.requester
+    if problem := json_problem(member.data):
+        raise ValueError(f"the data of the request is not JSON: {problem}")
     return QuorumRequest(
-        one.replica_id,
-        one.address,
-        one.store_address,
-        one.step,
-        one.world_size,
-        one.shrink_only,
-        one.data,
-        one.commit_failures,
-        tuple(one.handles),
+        replica_id=member.replica_id,
+        address=member.address,
+        store_address=member.store_address,
+        step=member.step,
+        world_size=member.world_size,
+        shrink_only=member.shrink_only,
+        data=member.data,
+        commit_failures=member.commit_failures,
+        handles=tuple(member.handles),
     )
 
 
@@ -59,12 +59,12 @@ def read_heartbeat(message: bytes) -> str:
 
 
 def quorum_response(quorum: QuorumRecord) -> bytes:
-    """A quorum as its participants are told of it."""
-    seconds, fraction = divmod(quorum.created, 1)
-    created = _MESSAGES["Timestamp"](seconds=int(seconds), nanos=int(fraction * 1e9))
-    members = [_member(one) for one in quorum.requests]
-    told = _MESSAGES["Quorum"](quorum_id=quorum.id, participants=members, created=created)
-    return bytes(_MESSAGES["LighthouseQuorumResponse"](quorum=told).SerializeToString())
+    """The answer to all members of a quorum."""
+    at = timestamp(quorum)
+    created = _MESSAGES["Timestamp"](seconds=at.seconds, nanos=at.nanos)
+    members = [_member(request) for request in quorum.requests]
+    message = _MESSAGES["Quorum"](quorum_id=quorum.id, participants=members, created=created)
+    return bytes(_MESSAGES["LighthouseQuorumResponse"](quorum=message).SerializeToString())
 
 
 def _member(request: QuorumRequest) -> Any:
@@ -85,4 +85,4 @@ def _read(kind: str, message: bytes) -> Any:
     try:
         return _MESSAGES[kind].FromString(message)
     except DecodeError as error:
-        raise ValueError(f"this is no {kind}: {error}") from error
+        raise ValueError(f"this is not a {kind}: {error}") from error

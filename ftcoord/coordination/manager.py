@@ -8,28 +8,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, Final
-from urllib.parse import quote
 
 from ftcoord import concurrency
 from ftcoord.coordination import checks
-from ftcoord.coordination.address import Job
 from ftcoord.coordination.advertised import AdvertisedKeys
-from ftcoord.coordination.connection import check_process, connect, torchft_errors, unreachable, when_forgotten
+from ftcoord.coordination.connection import check_process, connect, torchft_errors, unreachable
 from ftcoord.coordination.convert import quorum_result
 from ftcoord.coordination.mailbox import Call, Gone, Mailbox, MailboxClient
 from ftcoord.coordination.policy import LEASE_FLOOR
-from ftcoord.coordination.ranks import RankBarrier, RankRequest, RankVote, VoteCounter, outcome
+from ftcoord.coordination.ranks import RankBarrier, RankRequest, RankVote, VoteCounter, await_outcome
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import QuorumResult
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
-from ftcoord.core.quorum_records import encode, parse_quorum
+from ftcoord.core.layout import mailbox_answer_key, mailbox_metadata_key, mailbox_prefix, mailbox_server_key
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, encode, parse_quorum
 from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.shared import SharedClient
@@ -37,34 +36,37 @@ from ftcoord.primitives.lease_keeper import LeaseKeeper
 
 log = logging.getLogger(__name__)
 
-LEAVE_TIMEOUT: Final = 2.0  # seconds that a manager tries to tell the others that it goes
-PATIENCE: Final = 5.0
-"""Seconds that a manager tries to come back, and until it tries again."""
-LOOK_AGAIN: Final = 0.1
+LEAVE_TIMEOUT: Final = 2.0
+"""Seconds that a manager which is shut down tries to leave the job; after that its lease expires."""
+REJOIN_TIMEOUT: Final = 5.0
+"""Seconds that a manager tries to come back after it lost its lease, and until it tries again."""
+LOOKUP_INTERVAL: Final = 0.1
 """Seconds between two looks for a manager that is not there yet."""
 QUORUM, COMMIT, KILL = "quorum", "commit", "kill"
 
-_here: weakref.WeakValueDictionary[str, ManagerServer] = weakref.WeakValueDictionary()
-# Ranks in the manager's own process need no etcd to reach it; a forked child has no manager.
-os.register_at_fork(after_in_child=_here.clear)
+_managers: weakref.WeakValueDictionary[str, ManagerServer] = weakref.WeakValueDictionary()
+"""The managers of this process by their addresses: ranks in the same process need no etcd to reach them."""
+os.register_at_fork(after_in_child=_managers.clear)  # a forked child has no manager: the threads are the parent's
 
 
 class ManagerServer:
     """Represents a replica group in the quorums of its job. It listens on no port: its ranks reach it through etcd.
 
     Args:
-        replica_id: the group's name, unlike that of all other groups.
+        replica_id: the group's name; no two groups may have the same.
         lighthouse_addr: the job's address, see `LighthouseClient`.
         hostname: accepted and not used.
         bind: accepted and not used.
         store_addr: `host:port` of the store of its ranks.
         world_size: the number of its ranks.
-        heartbeat_interval: how often it beats where the job's heartbeat time-out is below 3 s; above, its lease is its
-            heartbeat, and renewed at a third of its life.
-        connect_timeout: how long etcd is looked for.
+        heartbeat_interval: how often it beats if the job's heartbeat time-out is below 3 s. Otherwise its lease is its
+            heartbeat, which is renewed at a third of its TTL.
+        connect_timeout: how long to look for etcd.
         quorum_retries: accepted and not used: a quorum is asked for until its time is over, whatever fails meanwhile.
 
-    Raises RuntimeError when etcd is not found.
+    Raises TypeError, ValueError and OverflowError for bad arguments, and RuntimeError when etcd is not found. If a
+    thread of it fails by an error of ftcoord's own, that is logged, and the manager leaves the job: its ranks then see
+    that it is gone.
     """
 
     def __init__(
@@ -83,24 +85,32 @@ class ManagerServer:
         self._store_addr = checks.string("store_addr", store_addr)
         self._world_size = checks.integer("world_size", world_size)
         interval = checks.seconds("heartbeat_interval", heartbeat_interval)
-        checks.string("hostname", hostname), checks.string("bind", bind)
+        checks.string("hostname", hostname)
+        checks.string("bind", bind)
         checks.integer("quorum_retries", quorum_retries, -checks.LARGEST - 1)
-        patience = checks.seconds("connect_timeout", connect_timeout)
-        job, self._etcd = connect(checks.string("lighthouse_addr", lighthouse_addr), patience)
+        limit = checks.seconds("connect_timeout", connect_timeout)
+        job, self._etcd = connect(checks.string("lighthouse_addr", lighthouse_addr), limit)
         self._job = replace(job.at(self._etcd.config), manager=replica_id)
-        self._prefix = mailbox_prefix(self._job)
-        lease_keeper = LeaseKeeper.of_process(self._etcd.config)
-        self._replica = Replica(self._etcd, job, replica_id, keeps_lease=True, lease_keeper=lease_keeper)
-        self._closed = concurrency.event()
+        self._prefix = mailbox_prefix(self._job.prefix, self._job.manager)
         self._pid, self._incarnation = os.getpid(), uuid.uuid4().hex
+        self._closed = concurrency.event()
+        self._replica = Replica(
+            self._etcd, job, replica_id, keeps_lease=True, lease_keeper=LeaseKeeper.of_process(self._etcd.config)
+        )
+        self._advertised = AdvertisedKeys(self._etcd, self._replica, self._closed)
         self._barrier = RankBarrier(self._world_size, self._ask)
         self._vote_counter = VoteCounter(self._world_size)
-        self._advertised = AdvertisedKeys(self._etcd, self._prefix, self._replica, self._closed)
-        self._remote: dict[str, Callable[[], object]] = {}
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-manager")
-        self._replies = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-replies")
-        self._begin(patience, interval if job.heartbeat_timeout < LEASE_FLOOR else None)
-        _here[self.address()] = self
+        self._remote: dict[str, Callable[[], object]] = {}  # only the mailbox's thread: what withdraws a call
+        self._askers = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-manager")
+        self._repliers = ThreadPoolExecutor(2, thread_name_prefix="ftcoord-replies")
+        self._complete = concurrency.event()  # all attributes are there, so `shutdown` may run on any thread
+        self._join(limit)
+        beat_interval = interval if job.heartbeat_timeout < LEASE_FLOOR else None
+        self._beats = concurrency.thread(self._run_beats, "ftcoord-beats", beat_interval)
+        self._mailbox = Mailbox(self._etcd, self._prefix, self._incarnation, self._on_call, self._fail)
+        self._beats.start()
+        _managers[self.address()] = self
+        self._complete.set()
 
     def address(self) -> str:
         """For ManagerClient, here and in other groups."""
@@ -111,47 +121,58 @@ class ManagerServer:
         if self._closed.is_set() or os.getpid() != self._pid:
             return
         self._closed.set()
-        _here.pop(self.address(), None)
+        _managers.pop(self.address(), None)
+        # The mailbox first: it must take no call that nobody answers. Leaving wakes the thread of the beats.
         self._mailbox.close()
         self._replica.leave(LEAVE_TIMEOUT)
-        self._beats.join(LEAVE_TIMEOUT)
-        self._threads.shutdown(wait=False)
-        self._replies.shutdown(wait=False)
+        if self._beats is not concurrency.current_thread():  # it is when that thread has failed
+            self._beats.join(LEAVE_TIMEOUT)
+        self._askers.shutdown(wait=False)
+        self._repliers.shutdown(wait=False)
         self._etcd.close()
 
     # -- for the ranks ------------------------------------------------------------------------------------------
 
-    def quorum(self, ask: RankRequest) -> QuorumRecord:
+    def quorum(self, request: RankRequest) -> QuorumRecord:
         """Take part in the group's next request. Raises what that ends with, or TimeoutError."""
-        future, conclude = self._barrier.join(ask)
-        if conclude is not None:
-            conclude()
-        return outcome(future, ask.timeout, lambda: self._barrier.leave(ask.rank, future))
+        future, ask_for_all = self._barrier.join(request)
+        if ask_for_all is not None:
+            ask_for_all()
+        return await_outcome(future, request.timeout, lambda: self._barrier.leave(request.rank, future))
 
     def commit(self, rank: int, step: int, yes: bool, timeout: float) -> bool:
         """Vote, and wait for the others. Raises TimeoutError."""
         future = self._vote_counter.cast(rank, step, yes)
-        return outcome(future, timeout, lambda: self._vote_counter.leave(rank, future))
+        return await_outcome(future, timeout, lambda: self._vote_counter.leave(rank, future))
 
     # -- how ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, patience: float, beat_interval: float | None) -> None:
+    def _join(self, limit: float) -> None:
+        """Become a member of the job, and say where. Raises RuntimeError."""
         try:
             with torchft_errors():
-                deadline = concurrency.now() + patience
+                deadline = concurrency.now() + limit
                 self._replica.beat(deadline)
-                self._advertised.put({"server": self._incarnation}, deadline)
+                self._advertised.put({mailbox_server_key(self._prefix): self._incarnation}, deadline)
         except (TimeoutError, RuntimeError) as error:
             self._replica.leave(LEAVE_TIMEOUT)
             self._etcd.close()
             raise RuntimeError(f"failed to join the job at {self._job}: {error}") from None
-        self._mailbox = Mailbox(self._etcd, self._prefix, self._incarnation, self._hear)
-        self._beats = concurrency.thread(self._stay, "ftcoord-beats", beat_interval)
-        self._beats.start()
+
+    def _run_beats(self, beat_interval: float | None) -> None:
+        try:
+            self._stay(beat_interval)
+        finally:
+            error = sys.exc_info()[1]
+            if error is not None:
+                self._fail(error)
 
     def _stay(self, beat_interval: float | None) -> None:
-        """Send beats, if that is how it lives; and come back when its lease is lost, also while no rank asks."""
-        timeout = PATIENCE if beat_interval is None else beat_interval
+        """Send beats, if they are judged; and come back under a new lease when the last is lost, even if no rank asks.
+
+        Returns when the manager is shut down.
+        """
+        timeout = REJOIN_TIMEOUT if beat_interval is None else beat_interval
         while not self._closed.is_set():
             if self._advertised.current:
                 self._replica.await_loss(beat_interval)
@@ -160,58 +181,81 @@ class ManagerServer:
             deadline = concurrency.now() + timeout
             try:
                 self._replica.beat(deadline)
-                self._advertised.put({}, deadline)
+                self._advertised.put({}, deadline)  # moves what is published to the new lease
             except (TimeoutError, EtcdError) as error:
                 log.info("a heartbeat was not sent: %s", error)
                 self._closed.wait(timeout)
 
-    def _ask(self, asks: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
+    def _fail(self, error: BaseException) -> None:
+        """A thread of this manager has ended by an error: leave the job, so that nobody counts on this manager.
+
+        The ranks see that it is gone, as if its process had died.
+        """
+        self._complete.wait()
+        log.critical("manager %s leaves the job, for a thread of it has failed: %r", self._id, error)
+        self.shutdown()
+
+    def _ask(self, requests: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         deadline = concurrency.now() + last.timeout
-        self._advertised.put({f"metadata/{rank}": ask.metadata for rank, ask in asks.items()}, deadline)
+        self._advertised.put(
+            {mailbox_metadata_key(self._prefix, rank): one.metadata for rank, one in requests.items()}, deadline
+        )
         request = QuorumRequest(
-            self._id,
-            self.address(),
-            self._store_addr,
-            last.step,
-            self._world_size,
-            last.shrink_only,
-            "",
-            last.commit_failures,
-            tuple(asks[rank].handle for rank in range(self._world_size) if rank in asks),
+            replica_id=self._id,
+            address=self.address(),
+            store_address=self._store_addr,
+            step=last.step,
+            world_size=self._world_size,
+            shrink_only=last.shrink_only,
+            data="",
+            commit_failures=last.commit_failures,
+            handles=tuple(requests[rank].handle for rank in range(self._world_size) if rank in requests),
         )
         return self._replica.ask(request, deadline)
 
-    # -- ranks in other processes -------------------------------------------------------------------------------
+    # -- ranks in other processes: all on the mailbox's thread, but for `_reply` ----------------------------------
 
-    def _hear(self, line: str, call: Call | None) -> None:
-        """Raises StateError for a call that is not ours; it is then left alone."""
-        kind = line.partition("-")[0]
-        leave = self._remote.pop(line, None)
-        if leave is not None:
-            leave()
+    def _on_call(self, channel: str, call: Call | None) -> None:
+        """Raises StateError for a call that cannot be read; it is then left alone."""
+        withdraw = self._remote.pop(channel, None)
+        if withdraw is not None:  # a rank makes one call at a time: the last one has ended
+            withdraw()
         if call is None:
             return
+        kind = channel.partition("-")[0]
         if kind == KILL:
-            log.error("killed: %s", call.body.get("message", ""))
-            try:
-                self._reply(replace(call, deadline=concurrency.now()), {})  # else the caller waits for the lease to end
-            finally:
-                os._exit(1)
+            self._on_kill(call)
         elif kind == QUORUM:
-            self._hear_ask(line, call)
+            self._on_quorum(call)
         else:
-            cast = call.read(RankVote)
-            future = self._vote_counter.cast(cast.rank, cast.step, cast.yes)
-            self._remote[line] = lambda: self._vote_counter.leave(cast.rank, future)
-            future.add_done_callback(lambda done: self._replies.submit(self._reply, call, {"yes": done.result()}))
+            self._on_vote(call)
 
-    def _hear_ask(self, line: str, call: Call) -> None:
-        ask = call.read(RankRequest)
-        future, conclude = self._barrier.join(ask)
-        self._remote[line] = lambda: self._barrier.leave(ask.rank, future)
-        future.add_done_callback(lambda done: self._replies.submit(self._reply, call, _body(done)))
-        if conclude is not None:
-            self._threads.submit(conclude)
+    def _on_kill(self, call: Call) -> None:
+        log.error("killed: %s", call.body.get("message", ""))
+        try:
+            # Without an answer the caller waits for this manager's lease to end. One attempt: nothing delays the end.
+            self._reply(replace(call, deadline=concurrency.now()), {})
+        finally:
+            os._exit(1)
+
+    def _on_quorum(self, call: Call) -> None:
+        request = call.read(RankRequest)
+        future, ask_for_all = self._barrier.join(request)
+        self._remote[call.channel] = lambda: self._barrier.leave(request.rank, future)
+        future.add_done_callback(lambda done: self._reply_later(call, _quorum_body(done)))
+        if ask_for_all is not None:
+            self._askers.submit(ask_for_all)  # it waits for the quorum
+
+    def _on_vote(self, call: Call) -> None:
+        vote = call.read(RankVote)
+        future = self._vote_counter.cast(vote.rank, vote.step, vote.yes)
+        self._remote[call.channel] = lambda: self._vote_counter.leave(vote.rank, future)
+        future.add_done_callback(lambda done: self._reply_later(call, {"yes": done.result()}))
+
+    def _reply_later(self, call: Call, body: Mapping[str, Any]) -> None:
+        """From the thread that completes the future, which must not wait for etcd."""
+        if not self._closed.is_set():
+            self._repliers.submit(self._reply, call, body)
 
     def _reply(self, call: Call, body: Mapping[str, Any]) -> None:
         try:
@@ -225,13 +269,13 @@ class ManagerClient:
 
     Args:
         addr: `ManagerServer.address()`.
-        connect_timeout: how long the manager is looked for.
+        connect_timeout: how long to look for the manager.
 
     Raises RuntimeError when it is not found in that time.
     """
 
     def __new__(cls, addr: str, connect_timeout: timedelta) -> ManagerClient:
-        # Made like a native class, whose signature mock's autospec does not see: torchft's own tests rely on that.
+        # torchft's own tests rely on `mock`'s autospec not seeing the signature, as with a native class.
         client = super().__new__(cls)
         client._connect(addr, connect_timeout)
         return client
@@ -240,10 +284,10 @@ class ManagerClient:
         self._address = checks.string("addr", addr)
         deadline = concurrency.now() + checks.seconds("connect_timeout", connect_timeout)
         self._job, self._etcd = connect(self._address, connect_timeout.total_seconds())
-        self._prefix = mailbox_prefix(self._job)
+        self._prefix = mailbox_prefix(self._job.prefix, self._job.manager)
         self._mailbox_client, self._pid = MailboxClient(self._etcd, self._prefix), os.getpid()
-        when_forgotten(self, _disconnect, self._mailbox_client, self._etcd)
-        if self._address not in _here:
+        concurrency.when_forgotten(self, _disconnect, self._mailbox_client, self._etcd)
+        if self._address not in _managers:
             self._find(deadline, connect_timeout)
 
     def _quorum(
@@ -257,7 +301,7 @@ class ManagerClient:
         timeout: timedelta,
         reconfigure_handle: str = "",
     ) -> QuorumResult:
-        """RankRequest for a quorum together with all other ranks of the group.
+        """Ask for a quorum, together with all other ranks of the group.
 
         Args:
             group_rank: this rank.
@@ -266,24 +310,24 @@ class ManagerClient:
             shrink_only: let nobody new in.
             init_sync: whether all take the weights of one replica at step 0.
             commit_failures: steps in a row that were not committed.
-            timeout: how long to wait; that of the last rank counts for the group.
+            timeout: how long to wait; the time-out of the last rank to call counts for the group.
             reconfigure_handle: what peers need to rebuild their process group (nightly).
 
         Raises TimeoutError and RuntimeError.
         """
-        ask = RankRequest(
-            checks.integer("group_rank", group_rank),
-            checks.integer("step", step, -checks.LARGEST - 1),
-            checks.string("checkpoint_metadata", checkpoint_metadata),
-            checks.boolean("shrink_only", shrink_only),
-            checks.integer("commit_failures", commit_failures, -checks.LARGEST - 1),
-            checks.seconds("timeout", timeout),
-            checks.string("reconfigure_handle", reconfigure_handle),
+        request = RankRequest(
+            rank=checks.integer("group_rank", group_rank),
+            step=checks.integer("step", step, -checks.LARGEST - 1),
+            metadata=checks.string("checkpoint_metadata", checkpoint_metadata),
+            shrink_only=checks.boolean("shrink_only", shrink_only),
+            commit_failures=checks.integer("commit_failures", commit_failures, -checks.LARGEST - 1),
+            timeout=checks.seconds("timeout", timeout),
+            handle=checks.string("reconfigure_handle", reconfigure_handle),
         )
         checks.boolean("init_sync", init_sync)
         server = self._server()
         with torchft_errors():
-            quorum = server.quorum(ask) if server is not None else self._remote_quorum(ask)
+            quorum = server.quorum(request) if server is not None else self._remote_quorum(request)
         return quorum_result(quorum, self._job.manager, group_rank, init_sync)
 
     def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
@@ -304,16 +348,16 @@ class ManagerClient:
         with torchft_errors():
             if server is not None:
                 return server.commit(rank, step, should_commit, limit)
-            return bool(self._call(COMMIT, rank, {"rank": rank, "step": step, "yes": should_commit}, limit)["yes"])
+            return bool(self._call(COMMIT, rank, asdict(RankVote(rank, step, should_commit)), limit)["yes"])
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
-        """What a rank of the group told its manager last. Raises TimeoutError, RuntimeError.
+        """What a rank of the group last told its manager. Raises TimeoutError, RuntimeError.
 
         Args:
             rank: the rank.
             timeout: how long to wait for etcd.
         """
-        key = f"{self._prefix}/metadata/{checks.integer('rank', rank)}"
+        key = mailbox_metadata_key(self._prefix, checks.integer("rank", rank))
         with torchft_errors():
             found = self._etcd.range(Get(Span(key)), timeout=max(checks.seconds("timeout", timeout), 0.05)).one
         if found is None:
@@ -323,7 +367,7 @@ class ManagerClient:
     def kill(self, message: str, timeout: timedelta = timedelta(seconds=10)) -> None:
         """End the manager's process with status 1. Beyond torchft's Python: there only its dashboard can.
 
-        Returns when the manager has heard of it, or is gone. One that takes its place meanwhile is left alone.
+        Returns when the manager has received it, or is gone. A successor of the same name is left alone.
 
         Args:
             message: why, for its log.
@@ -340,16 +384,16 @@ class ManagerClient:
     def _find(self, deadline: float, connect_timeout: timedelta) -> None:
         with torchft_errors(), contextlib.ExitStack() as undo:
             undo.callback(_disconnect, self._mailbox_client, self._etcd)
-            while (problem := self._look()) is not None:
+            while (problem := self._lookup()) is not None:
                 if concurrency.now() >= deadline:
                     raise unreachable(self._address, connect_timeout.total_seconds(), problem) from None
-                concurrency.sleep(LOOK_AGAIN)
+                concurrency.sleep(LOOKUP_INTERVAL)
             undo.pop_all()
 
-    def _look(self) -> str | None:
+    def _lookup(self) -> str | None:
         """Why the manager cannot be reached; None if it can."""
         try:
-            found = self._etcd.range(Get(Span(f"{self._prefix}/server"))).one
+            found = self._etcd.range(Get(Span(mailbox_server_key(self._prefix)))).one
         except EtcdUnavailable as error:
             return str(error)
         return None if found is not None else "there is no manager"
@@ -357,14 +401,13 @@ class ManagerClient:
     def _server(self) -> ManagerServer | None:
         """The manager, if it is in this process. Raises ForkedProcessError."""
         check_process(self._pid)
-        return _here.get(self._address)
+        return _managers.get(self._address)
 
-    def _remote_quorum(self, ask: RankRequest) -> QuorumRecord:
-        names = ("rank", "step", "metadata", "shrink_only", "commit_failures", "handle")
-        answer = self._call(QUORUM, ask.rank, {name: getattr(ask, name) for name in names}, ask.timeout)
+    def _remote_quorum(self, request: RankRequest) -> QuorumRecord:
+        answer = self._call(QUORUM, request.rank, asdict(request), request.timeout)
         if "error" in answer:
             raise TimeoutError(answer["error"]) if answer["timed_out"] else checks.failed("Internal", answer["error"])
-        return parse_quorum(f"{self._prefix}/out", answer["quorum"].encode())
+        return parse_quorum(mailbox_answer_key(self._prefix, f"{QUORUM}-{request.rank}"), answer["quorum"].encode())
 
     def _call(self, kind: str, rank: int, body: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
         try:
@@ -373,18 +416,13 @@ class ManagerClient:
             raise checks.failed("Unavailable", str(error)) from None
 
 
-def mailbox_prefix(job: Job) -> str:
-    """Where a manager's ranks and peers find it."""
-    return f"{job.prefix}/managers/{quote(job.manager, safe='')}"
-
-
-def _body(done: Future[QuorumRecord]) -> Mapping[str, Any]:
+def _quorum_body(done: Future[QuorumRecord]) -> Mapping[str, Any]:
     error = done.exception()
     if error is None:
         return {"quorum": encode(done.result()).decode()}
     return {"error": str(error), "timed_out": isinstance(error, TimeoutError)}
 
 
-def _disconnect(caller: MailboxClient, etcd: SharedClient) -> None:
-    caller.close()
+def _disconnect(mailbox_client: MailboxClient, etcd: SharedClient) -> None:
+    mailbox_client.close()
     etcd.close()

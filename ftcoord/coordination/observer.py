@@ -1,20 +1,22 @@
-"""Sees what happens in a job without taking part: its quorums, who of them is lost, and the configuration it shares."""
+"""Sees what happens in a job without taking part: its quorums, lost members, and the configuration it shares."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
+from ftcoord import concurrency
 from ftcoord.coordination import checks
-from ftcoord.coordination.connection import connect, torchft_errors, when_forgotten
+from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_reply
 from ftcoord.coordination.replica import RECORD_TTL
 from ftcoord.coordination.types import Quorum as QuorumReply
-from ftcoord.core.quorum import QuorumRecord
-from ftcoord.core.quorum_records import parse_quorum
+from ftcoord.core.layout import config_key, configs_span, decided_key, member_key, members_span
+from ftcoord.core.quorum_records import QuorumRecord, parse_quorum
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Get, KeyValue, RangeResult, Span
 from ftcoord.etcd.shared import SharedClient
@@ -27,17 +29,24 @@ log = logging.getLogger(__name__)
 class Observer:
     """A view of one job.
 
+        observer = Observer("etcd://h1:2379,h2:2379/job1", timedelta(seconds=10), on_lost=abort_collectives)
+
     Args:
         addr: the job's address, see `LighthouseClient`.
-        connect_timeout: how long etcd is looked for.
-        on_quorum: called with each quorum that is decided; of several at once perhaps only with the last.
+        connect_timeout: how long to look for etcd.
+        on_quorum: called with the last quorum, if there is one, and then with each that is decided; after an
+            interruption of the connection perhaps only with the last of several.
         on_lost: called with the replica id when a member of the current quorum has left, or its heartbeat timed out:
             long before its peers' collectives do. Once for each quorum and member.
-        on_config: called with a name, and its value or None, whenever the shared configuration changes.
+        on_config: called with a name, and its value or None, for each name of the shared configuration, and whenever
+            one changes.
 
-    Callbacks run one at a time on a thread of the observer's; what they raise is logged, and the next one comes all the
-    same. An observer that nobody holds any more ends as with `close()`. Raises RuntimeError when etcd is not found in
-    time.
+    Callbacks run one at a time, on a thread of the observer's. What they raise is logged, and the next one comes all
+    the same. Nothing is reported while etcd is away; what changed is reported when it is back. An observer that
+    nobody refers to ends as with `close()`. If its thread fails by an error of ftcoord's own, that is logged, no
+    callback comes any more, and each call raises RuntimeError. Calls are thread-safe.
+
+    Raises TypeError and ValueError for bad arguments, and RuntimeError when etcd is not found in time.
     """
 
     def __init__(
@@ -45,24 +54,29 @@ class Observer:
         addr: str,
         connect_timeout: timedelta,
         *,
-        on_quorum: Callable[[QuorumReply], None] | None = None,
-        on_lost: Callable[[str], None] | None = None,
-        on_config: Callable[[str, bytes | None], None] | None = None,
+        on_quorum: Callable[[QuorumReply], object] | None = None,
+        on_lost: Callable[[str], object] | None = None,
+        on_config: Callable[[str, bytes | None], object] | None = None,
     ) -> None:
-        patience = checks.seconds("connect_timeout", connect_timeout)
-        self._job, self._etcd = connect(checks.string("addr", addr), patience)
+        limit = checks.seconds("connect_timeout", connect_timeout)
+        self._job, self._etcd = connect(checks.string("addr", addr), limit)
         prefix = self._job.prefix
         self._on_quorum, self._on_lost, self._on_config = on_quorum, on_lost, on_config
-        self._decided_key, self._members, self._configs = f"{prefix}/decided", f"{prefix}/members/", f"{prefix}/config/"
+        self._prefix, self._decided_key, self._configs = prefix, decided_key(prefix), configs_span(prefix).start
+        # Only the informer's thread:
         self._current: QuorumRecord | None = None
-        self._told_lost: set[str] = set()
-        self._told_config: dict[str, int] = {}
+        self._reported_lost: set[str] = set()  # members of the current quorum
+        self._reported_config: dict[str, int] = {}  # the revision that was reported, by key
+        # Set once by the informer's thread, read by any:
+        self._failure: BaseException | None = None
         self._informer: Informer | None = None
         if any((on_quorum, on_lost, on_config)):
-            prefixes = [Span(start, is_prefix=True) for start in (self._members, self._configs)]
-            spans = [Span(self._decided_key), *prefixes]
-            self._informer = Informer(self._etcd, spans, _weakly(self._tell), "ftcoord-observer")
-        when_forgotten(self, _end, self._informer, self._etcd)
+            spans = [Span(self._decided_key), members_span(prefix), configs_span(prefix)]
+            # Weak references: the informer's thread must not keep this object alive.
+            self._informer = Informer(
+                self._etcd, spans, _weak(self._report), "ftcoord-observer", failed=_weak(self._note_failure)
+            )
+        concurrency.when_forgotten(self, _end, self._informer, self._etcd)
 
     def quorum(self) -> QuorumReply | None:
         """The last quorum, None before the first. Raises RuntimeError."""
@@ -73,9 +87,9 @@ class Observer:
 
         Costs one read each. Raises RuntimeError.
         """
-        revision = 0
+        revision = 0  # the newest
         for _ in range(limit):
-            with torchft_errors():
+            with self._answering():
                 kv = self._read_decided(revision)
                 if kv is None:
                     return
@@ -84,18 +98,22 @@ class Observer:
             revision = kv.mod_revision - 1
 
     def get_config(self, name: str) -> bytes | None:
-        """What a name is set to in the job's shared configuration. Raises RuntimeError."""
-        with torchft_errors():
-            found = self._etcd.get(self._configs + checks.string("name", name)).one
+        """The value of a name in the job's shared configuration; None if it has none. Raises RuntimeError."""
+        key = config_key(self._prefix, checks.string("name", name))
+        with self._answering():
+            found = self._etcd.get(key).one
         return found.value if found else None
 
     def set_config(self, name: str, value: bytes | None) -> None:
-        """Set a name for all replicas of the job, or delete it with None. It lives as long as the job's last quorum.
+        """Set a name for all replicas of the job, or delete it with None.
 
-        Raises RuntimeError; whether it was set is then not known.
+        It lives as long as the job's last quorum; if it is set before the first quorum, for seven days. Raises
+        RuntimeError; whether it was set is then not known.
         """
-        key = self._configs + checks.string("name", name)
-        with torchft_errors():
+        key = config_key(self._prefix, checks.string("name", name))
+        if value is not None and not isinstance(value, bytes):
+            raise TypeError(f"argument 'value': give bytes or None, not {type(value).__name__!r}")
+        with self._answering():
             if value is None:
                 self._etcd.delete(Span(key))
                 return
@@ -104,10 +122,22 @@ class Observer:
             self._etcd.put(key, value, lease)
 
     def close(self) -> None:
-        """End it; no callback comes after that. Idempotent."""
+        """End it: no callback begins after this returns, unless it is a callback that closes it. Idempotent."""
         _end(self._informer, self._etcd)
 
     # -- how ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raises what a call raises, and RuntimeError if the thread of this observer has failed."""
+        if self._failure is not None:
+            problem = f"{type(self._failure).__name__}: {self._failure}"
+            raise checks.failed("Internal", f"this observer has failed ({problem}); close it and make a new one")
+        with torchft_errors():
+            yield
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failure = error
 
     def _read_decided(self, revision: int) -> KeyValue | None:
         try:
@@ -117,55 +147,56 @@ class Observer:
             return None
         return found.one
 
-    def _tell(self, decided_key: Mirror, alive: Mirror, config: Mirror) -> None:
-        kv = decided_key.one
+    def _report(self, quorum: Mirror, alive: Mirror, config: Mirror) -> None:
+        kv = quorum.one
         if kv is not None:
             decided = parse_quorum(kv.key, kv.value)
             if decided != self._current:
-                self._current, self._told_lost = decided, set()
+                self._current, self._reported_lost = decided, set()
                 if self._on_quorum is not None:
                     _call(self._on_quorum, quorum_reply(decided))
-        self._tell_lost(alive.kvs)
-        self._tell_config(config.kvs)
+        self._report_lost(alive.kvs)
+        self._report_config(config.kvs)
 
-    def _tell_lost(self, alive: Mapping[str, KeyValue]) -> None:
+    def _report_lost(self, alive: Mapping[str, KeyValue]) -> None:
         if self._on_lost is None or self._current is None:
             return
         for seat in self._current.seats:
-            key = self._members + seat.member
-            if key in alive or seat.member in self._told_lost:
+            key = member_key(self._prefix, seat.member)
+            if key in alive or seat.member in self._reported_lost:
                 continue
-            if self._etcd.get(key).one is None:  # else it is so new that its own watch has not told of it yet
-                self._told_lost.add(seat.member)
+            # The watch of the decision may be ahead of that of the members, so a new member may only seem to be lost.
+            if self._etcd.get(key).one is None:
+                self._reported_lost.add(seat.member)
                 _call(self._on_lost, seat.request.replica_id)
 
-    def _tell_config(self, config: Mapping[str, KeyValue]) -> None:
+    def _report_config(self, config: Mapping[str, KeyValue]) -> None:
         if self._on_config is None:
             return
         now = {kv.key: kv.mod_revision for kv in config.values()}
-        changed = [key for key in {**self._told_config, **now} if self._told_config.get(key) != now.get(key)]
-        self._told_config = now
+        changed = [key for key in {**self._reported_config, **now} if self._reported_config.get(key) != now.get(key)]
+        self._reported_config = now
         for key in changed:
             kv = config.get(key)
             _call(self._on_config, key.removeprefix(self._configs), kv.value if kv else None)
 
 
-def _weakly(tell: Callable[..., None]) -> Callable[..., None]:
-    """The same method, for a thread that shall not keep its object alive."""
-    method = weakref.WeakMethod(tell)
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """The same method, for a thread that must not keep its object alive."""
+    reference = weakref.WeakMethod(method)
 
-    def tell_if_there(*mirrors: Mirror) -> None:
-        bound = method()
+    def call_if_there(*arguments: Any) -> None:
+        bound = reference()
         if bound is not None:
-            bound(*mirrors)
+            bound(*arguments)
 
-    return tell_if_there
+    return call_if_there
 
 
-def _call(callback: Callable[..., object], *news: Any) -> None:
+def _call(callback: Callable[..., object], *arguments: Any) -> None:
     try:
-        callback(*news)
-    except Exception:  # a user's: its failure must not end the thread that others are told by
+        callback(*arguments)
+    except Exception:  # a user's: its failure must not end the thread that runs the other callbacks
         log.exception("an observer's callback failed")
 
 

@@ -9,10 +9,13 @@ from dataclasses import replace
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumRecord, decide
-from ftcoord.core.quorum_records import encode, parse_quorum, parse_replica
+from ftcoord.core.invariants import check_quorum
+from ftcoord.core.layout import member_of
+from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
+from ftcoord.core.quorum_records import QuorumRecord, encode, parse_quorum, parse_replica
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue
+from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
 
@@ -69,27 +72,22 @@ class QuorumPolicy:
         self._known: dict[str, tuple[KeyValue, QuorumCandidate]] = {}
         self._silent: dict[str, int] = {}
         self._said = ""
+        self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record is not ours to read, and EtcdError."""
         previous = self._decided.of(view.decided) if view.decided else None
         self._note(view)
         alive, silent, next_death = self._judge(view, now)
-        verdict = decide(
-            alive,
-            previous,
-            self._options,
-            now,
-            self._wall_clock(),
-            previous_at=view.decided_at,
-            silent=silent,
-            highest=self._seen.highest,
-        )
+        situation = QuorumSituation(alive, previous, view.decided_at, silent, self._seen.highest, self._wall_clock())
+        verdict = decide(situation, self._options, now)
+        check = lambda one: check_quorum(situation, self._options, one.record)  # noqa: E731
+        verdict = self._guard.passed(verdict, check, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
             return Publish(encode(replace(verdict.record, by=me)), verdict.reason, verdict.rule)
         times = [at for at in (verdict.until, next_death) if at is not None]
-        return Wait(verdict.reason, min(times, default=None))
+        return Wait(verdict.reason, min(times, default=None), verdict.rule)
 
     def _note(self, view: View) -> None:
         """The members, and what each was when it said what it says. Beats do not change since when it asks."""
@@ -100,7 +98,7 @@ class QuorumPolicy:
             if known is None or known[0] != kv:
                 same = known[1] if known and known[1].asked == one.asked else None
                 since, asked_at = (same.joined, same.asked_at) if same else (view.seen[kv.key], kv.mod_revision)
-                member = kv.key.rpartition("/")[2]
+                member = member_of(kv.key)
                 replica = QuorumCandidate(
                     member, one.request, one.asked, one.after, since, kv.create_revision, asked_at
                 )

@@ -1,6 +1,6 @@
-"""What the ranks of one replica group decide together, in the memory of their manager: torchft's rules, and no wire.
+"""What the ranks of one replica group decide together, in their manager's memory: torchft's rules, with no I/O.
 
-Ranks call from any thread and wait for a future. A rank that gives up is forgotten, so that nothing rests on it.
+Ranks call from any thread and wait for a future. A rank that gives up is forgotten, so that nothing depends on it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.core.quorum import QuorumRecord
+from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.core.vote import Ballot, Vote, decide_vote, next_ballot
 from ftcoord.errors import FtcoordError
 
@@ -22,7 +22,7 @@ _INTERRUPTED: Final = "the rank that asked for the whole group was interrupted: 
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """What one rank asks a quorum for. `timeout` in seconds, from when it was received."""
+    """What one rank asks of a quorum. `timeout` in seconds, from when it was received."""
 
     rank: int
     step: int
@@ -42,55 +42,63 @@ class RankVote:
     yes: bool
 
 
+@dataclass(slots=True)
+class _Arrival:
+    """A rank that is there: its last request, and the futures of all its calls."""
+
+    request: RankRequest
+    calls: list[Future[QuorumRecord]]
+
+
 class RankBarrier:
-    """Collects the ranks that ask for a quorum; when all are there the last one's thread asks for all.
+    """Collects the ranks that ask for a quorum; when all are there, the last one's thread asks for the group.
 
     Args:
         world_size: how many ranks there are.
-        ask: gets the requests by rank, and the last one; gives the quorum, or raises what all ranks shall be told.
+        ask: takes the requests by rank, and the last one; returns the quorum, or raises what all ranks receive.
     """
 
     def __init__(self, world_size: int, ask: Callable[[Mapping[int, RankRequest], RankRequest], QuorumRecord]) -> None:
         self._world_size, self._ask = world_size, ask
         self._lock = concurrency.lock("RankBarrier._lock")
-        self._there: dict[int, tuple[RankRequest, list[Future[QuorumRecord]]]] = {}
+        self._there: dict[int, _Arrival] = {}  # guarded by _lock, as are the arrivals in it
 
-    def join(self, ask: RankRequest) -> tuple[Future[QuorumRecord], Callable[[], None] | None]:
-        """This rank's answer to come; and, for the last rank, what it must call to have the quorum asked for.
+    def join(self, request: RankRequest) -> tuple[Future[QuorumRecord], Callable[[], None] | None]:
+        """This rank's future answer; and for the last rank, what it must call to have the group's quorum asked for.
 
-        Of several calls of one rank the last one says what it asks, and all are answered.
+        If a rank calls several times, its last request counts, and all of its calls are answered.
         """
         future: Future[QuorumRecord] = Future()
         with self._lock:
-            _, waiting = self._there.get(ask.rank, (ask, []))
-            self._there[ask.rank] = (ask, [*waiting, future])
+            arrival = self._there.setdefault(request.rank, _Arrival(request, []))
+            arrival.request = request
+            arrival.calls.append(future)
             if len(self._there) < self._world_size:
                 return future, None
-            all_there, self._there = self._there, {}
-        return future, lambda: self._conclude(all_there, ask)
+            all_there, self._there = self._there, {}  # from here on they belong to this thread
+        return future, lambda: self._ask_for(all_there, request)
 
     def leave(self, rank: int, future: Future[QuorumRecord]) -> bool:
-        """A rank gave up, whether the others ask for it already or not."""
+        """A rank gave up one call, whether the group has asked already or not. Always True: see `await_outcome`."""
         with self._lock:
-            ask, waiting = self._there.get(rank, (None, []))
-            if future in waiting:
-                waiting.remove(future)
-            if ask is not None and not waiting:
-                del self._there[rank]
+            arrival = self._there.get(rank)
+            if arrival is not None and future in arrival.calls:
+                arrival.calls.remove(future)
+                if not arrival.calls:
+                    del self._there[rank]
         return True
 
-    def _conclude(
-        self, all_there: Mapping[int, tuple[RankRequest, list[Future[QuorumRecord]]]], last: RankRequest
-    ) -> None:
-        futures = [future for _, waiting in all_there.values() for future in waiting]
+    def _ask_for(self, all_there: Mapping[int, _Arrival], last: RankRequest) -> None:
+        """Without the lock: asking takes as long as the quorum, and ranks may join the next barrier meanwhile."""
+        futures = [future for arrival in all_there.values() for future in arrival.calls]
         try:
-            quorum = self._ask({rank: ask for rank, (ask, _) in all_there.items()}, last)
+            quorum = self._ask({rank: arrival.request for rank, arrival in all_there.items()}, last)
             for future in futures:
                 future.set_result(quorum)
         except (TimeoutError, FtcoordError) as error:
             for future in futures:
                 future.set_exception(error)
-        finally:  # what interrupts the last rank is its own; the others must not wait for it
+        finally:  # an interrupt ends the last rank's own call; the other ranks must not wait for it
             for future in futures:
                 if not future.done():
                     future.set_exception(RuntimeError(_INTERRUPTED))
@@ -101,35 +109,36 @@ class VoteCounter:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._lock = concurrency.lock("VoteCounter._lock")
-        self._votes: dict[int, Vote] = {}
-        self._waiting: dict[Future[bool], tuple[int, Ballot]] = {}
-        self._decided: Ballot | None = None
+        self._lock = concurrency.lock("VoteCounter._lock")  # guards all below
+        self._votes: dict[int, Vote] = {}  # the last vote of each rank
+        self._waiting: dict[Future[bool], tuple[int, Ballot]] = {}  # the rank of each call, and what it waits for
+        self._last_ballot: Ballot | None = None  # the last one that was decided
 
     def cast(self, rank: int, step: int, yes: bool) -> Future[bool]:
-        """Vote; whether all said yes is told by the future when all have voted.
+        """Vote; the future tells whether all said yes, when all have voted.
 
-        A rank's last vote counts, and all its calls that wait for that ballot are answered.
+        A rank's last vote counts, and all of its calls that wait for that ballot are answered.
         """
         future: Future[bool] = Future()
         with self._lock:
-            ballot = next_ballot(self._votes, rank, step, self._decided)
+            ballot = next_ballot(self._votes, rank, step, self._last_ballot)
             self._votes[rank] = Vote(ballot.step, ballot.attempt, yes)
             self._waiting[future] = (rank, ballot)
             self._recast(ballot)
-            outcome = decide_vote(self._votes, self._world_size)
-            if outcome is None:
+            decided = decide_vote(self._votes, self._world_size)
+            if decided is None:
                 return future
-            self._decided = outcome.ballot
-            told = [one for one, (_, ballot) in self._waiting.items() if ballot == outcome.ballot]
-            for one in told:
+            self._last_ballot = decided.ballot
+            answered = [one for one, (_, ballot) in self._waiting.items() if ballot == decided.ballot]
+            for one in answered:
                 del self._waiting[one]
-        for one in told:
-            one.set_result(outcome.yes)
+        # Without the lock: callbacks of a future run in `set_result`. `leave` finds these calls gone already.
+        for one in answered:
+            one.set_result(decided.yes)
         return future
 
     def _recast(self, newest: Ballot) -> None:
-        """Who waits in an earlier attempt at the same step votes again in this one."""
+        """Let calls that wait in an earlier attempt at the same step vote again in this one. Under the lock."""
         for future, (rank, ballot) in self._waiting.items():
             if ballot.step == newest.step and ballot < newest:
                 self._waiting[future] = (rank, newest)
@@ -137,8 +146,10 @@ class VoteCounter:
                     self._votes[rank] = Vote(newest.step, newest.attempt, self._votes[rank].yes)
 
     def leave(self, rank: int, future: Future[bool]) -> bool:
-        """A rank gave up: its vote does not count any more, unless another call of it waits for the same ballot. False
-        if it has counted, and the outcome is at hand."""
+        """A rank gave up one call: its vote no longer counts, unless another call of it waits for the same ballot.
+
+        False if the vote has counted; the outcome is then about to come.
+        """
         with self._lock:
             waiting = self._waiting.pop(future, None)
             if waiting is None:
@@ -148,16 +159,16 @@ class VoteCounter:
             return True
 
     def _voted(self, rank: int, ballot: Ballot) -> bool:
-        """Whether that is what its last vote was for."""
+        """Whether the rank's last vote was for that ballot. Under the lock."""
         vote = self._votes.get(rank)
         return vote is not None and vote.ballot == ballot
 
 
-def outcome(future: Future[T], timeout: float, give_up: Callable[[], bool]) -> T:
-    """What a rank is told. After `timeout` seconds it gives up, if it can, and TimeoutError is raised."""
+def await_outcome(future: Future[T], timeout: float, leave: Callable[[], bool]) -> T:
+    """What a rank receives. After `timeout` seconds it leaves, if it still can, and TimeoutError is raised."""
     try:
         return future.result(timeout)
     except FutureTimeout:
-        if future.done() or not give_up():
-            return future.result()  # perhaps a TimeoutError of its own
+        if future.done() or not leave():
+            return future.result()  # which may be a TimeoutError that the group's request ended with
         raise TimeoutError("the other ranks did not come in time") from None

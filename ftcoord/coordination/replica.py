@@ -12,10 +12,9 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.use import QuorumUse, asking, idle
-from ftcoord.core.layout import Span, members_prefix
+from ftcoord.core.layout import members_span
 from ftcoord.core.outlook import Standing
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
-from ftcoord.core.quorum_records import ReplicaRecord
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Etcd, Get
 from ftcoord.primitives.group.participant import LeaseKeeper, Left, Look, Participant, Timing
@@ -148,7 +147,8 @@ class Replica:
 
     def await_loss(self, timeout: float | None) -> None:
         """Wait until its lease is lost or it left, `timeout` seconds at most."""
-        self._participant.await_loss(timeout)
+        part = self._participant
+        part.wait_for(lambda: part.member is None or part.member.lost, timeout)
 
     def leave(self, timeout: float) -> None:
         """Be gone at once. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
@@ -166,7 +166,7 @@ class Replica:
         return member is None or member.id in quorum.seated
 
     def _revisions(self) -> dict[str, int]:
-        members = Get(Span(members_prefix(self._job.prefix), is_prefix=True), keys_only=True)
+        members = Get(members_span(self._job.prefix), keys_only=True)
         return {kv.key: kv.mod_revision for kv in self._etcd.range(members, timeout=self._timeout).kvs}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Record:
-    """Attributes that are declared, set and read; any other is an AttributeError, as with torchft's native classes."""
+    """Declared attributes only: any other name is an AttributeError, as with torchft's native classes."""
 
     __slots__ = ()
 
@@ -38,12 +38,12 @@ class QuorumMember(_Record):
     """One replica of a quorum, as it asked.
 
     Args:
-        replica_id: its name, unlike that of all other replicas.
+        replica_id: its name, which no other replica has.
         address: of its manager.
         store_address: of its store.
         step: the training step it is at.
         world_size: the number of its ranks.
-        shrink_only: whether it asked that nobody new be let in.
+        shrink_only: whether it asked to let nobody new in.
         data: what else it sent: JSON, so keys are str. None if it sent nothing.
     """
 
@@ -64,10 +64,10 @@ class QuorumMember(_Record):
 
 
 class Quorum(_Record):
-    """The replicas that go on together.
+    """The replicas that train together.
 
     Args:
-        quorum_id: grows whenever the members change, or one of them failed to commit; never used again.
+        quorum_id: grows whenever the members change, or one of them failed to commit; never reused for others.
         participants: the members, sorted by replica id as bytes.
         created: when it was decided.
     """
@@ -85,7 +85,7 @@ class Quorum(_Record):
 
     @property
     def participants(self) -> list[QuorumMember]:
-        """Copies, made at each reading: most callers want none of them."""
+        """Copies, which a caller may change. Made at each read, since most callers never read them."""
         if callable(self._participants):
             self._participants = self._participants()
         return [copy(member) for member in self._participants]
@@ -96,16 +96,17 @@ class Quorum(_Record):
 
 
 class QuorumResult(_Record):
-    """What a rank is told of a quorum, and who heals whom.
+    """What a quorum means for one rank, and who heals whom.
 
     Args:
         quorum_id: see `Quorum`.
-        replica_rank, replica_world_size: this replica's place among all members.
+        replica_rank, replica_world_size: this replica's rank among all members, and how many they are.
         recover_src_manager_address, recover_src_replica_rank: whom to fetch the weights from, if `heal`.
-        recover_dst_replica_ranks: who fetches them from here.
+        recover_dst_replica_ranks: the replicas that fetch them from here.
         store_address: where the ranks of all replicas meet, the same for all that have this rank.
-        max_step: the furthest step of any member.
-        max_replica_rank, max_world_size: this replica's place among the members that are that far; None if it is not.
+        max_step: the highest step of any member.
+        max_replica_rank, max_world_size: this replica's rank among the members at that step (None if it is not one of
+            them), and how many they are.
         heal: whether this replica must fetch the weights first.
         replica_ids: of all members, in order.
         reconfigure_handles: what this rank of each member sent as its handle, in order (torchft's nightly builds).

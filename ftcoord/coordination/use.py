@@ -9,8 +9,8 @@ from typing import Final
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core.outlook import Outlook
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest, outlook
-from ftcoord.core.quorum_records import ReplicaRecord, encode
+from ftcoord.core.quorum import outlook
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode
 from ftcoord.primitives.group.use import Use
 
 UNNUMBERED: Final = -1

@@ -1,7 +1,4 @@
-"""Heartbeats: their record and key. Pure.
-
-<prefix>/heartbeats/<name>/<lease id>    a Beat under the lease of whoever lives
-"""
+"""Who lives, by the heartbeats that were seen. Pure."""
 
 from __future__ import annotations
 
@@ -9,23 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ftcoord.core.strict import build, dump, json_problem, load
-from ftcoord.errors import StateError
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """A sign of life.
-
-    Args:
-        name: whose.
-        data: what it tells the others, as JSON text.
-        left: whether it is about to give its lease up: then it has left, and has not expired.
-    """
-
-    name: str
-    data: str
-    left: bool = False
+from ftcoord.core.heartbeat_records import Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +24,6 @@ class HeartbeatEvent:
     name: str
     data: Any = None
     reason: Literal["", "left", "expired"] = ""
-
-
-def heartbeats_prefix(prefix: str) -> str:
-    """What the keys of a run's heartbeats start with."""
-    return f"{prefix}/heartbeats/"
-
-
-def beat_key(prefix: str, name: str, lease: int) -> str:
-    """`name` must be percent-encoded."""
-    return f"{heartbeats_prefix(prefix)}{name}/{lease:016x}"
-
-
-def encode(beat: Beat) -> bytes:
-    """The record as JSON, with the layout's version."""
-    return dump(beat)
-
-
-def parse(key: str, value: bytes) -> Beat:
-    """Raises StateError."""
-    beat = build(Beat, key, load(key, value))
-    if problem := json_problem(beat.data):
-        raise StateError(key, f"holds data that is no JSON ({problem})")
-    return beat
 
 
 class _Life(NamedTuple):

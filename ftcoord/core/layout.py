@@ -1,4 +1,9 @@
-"""Where the keys of the protocol lie. `docs/protocol.md` is their description."""
+"""Every key of the protocol, in one place. `docs/protocol.md` describes them; no other module spells a key.
+
+A function that names one key returns a text; a function that names several returns a Span. `prefix` is where a group's
+keys lie: a run's (`run_prefix`), or that of a job's quorums (`quorum_prefix`). It has no slash at its end. The prefix
+of a store has one, since the user of an EtcdStore chooses it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,16 @@ from typing import Final
 from urllib.parse import quote
 
 KEY_PREFIX: Final = "/ftcoord/v1"
-
-
-def run_prefix(key_prefix: str, run_id: str) -> str:
-    """What all keys of a run start with. Its id is percent-encoded, so no run's keys lie within another's."""
-    return f"{key_prefix}/{quote(run_id, safe='')}"
+"""The default `key_prefix`: all keys of ftcoord lie below it."""
+DEFAULT_STORE_PREFIX: Final = f"{KEY_PREFIX}/@store/"
+"""Of an EtcdStore whose user gives no prefix. No run lies there: an `@` in a run's id is written `%40`."""
+_MAX_ROUND_DIGITS: Final = 18
+"""Digits of a round's number that fits into a record, with room to count on from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The keys an operation is about: one key, or all that start with a prefix."""
+    """The keys of one operation: one key, or all that start with a prefix."""
 
     start: str
     is_prefix: bool = False
@@ -34,18 +39,189 @@ class Span:
 
 
 def encode_key(key: str) -> bytes:
+    """The bytes of a key; `decode_key` gives the same key back, whatever bytes others put there."""
     return key.encode("utf-8", "surrogateescape")
 
 
 def decode_key(key: bytes) -> str:
+    """The text of a key; bytes that are no UTF-8 are kept as surrogates."""
     return key.decode("utf-8", "surrogateescape")
 
 
+def run_prefix(key_prefix: str, run_id: str) -> str:
+    """The prefix of a run. Its id is percent-encoded, so no run's keys lie within another's."""
+    return f"{key_prefix}/{quote(run_id, safe='')}"
+
+
+# -- a group: its members, and what they decided --------------------------------------------------------------------
+
+
+def members_span(prefix: str) -> Span:
+    """The keys of all members of a group."""
+    return Span(f"{prefix}/members/", is_prefix=True)
+
+
+def member_key(prefix: str, member: str) -> str:
+    """The key of one member, by its id."""
+    return f"{members_span(prefix).start}{member}"
+
+
+def member_id(lease: int) -> str:
+    """The id of the member that lives under a lease: 16 hex digits."""
+    return f"{lease:016x}"
+
+
+def member_of(key: str) -> str:
+    """The id of the member whose key this is."""
+    return key.rpartition("/")[2]
+
+
 def decided_key(prefix: str) -> str:
-    """The decided record of a group."""
+    """The key of a group's decided record."""
     return f"{prefix}/decided"
 
 
-def members_prefix(prefix: str) -> str:
-    """What the keys of a group's members begin with; each goes on with its lease's id."""
-    return f"{prefix}/members/"
+# -- rounds and their stores ------------------------------------------------------------------------------------------
+
+
+def rounds_span(prefix: str) -> Span:
+    """The fences of all rounds of a run."""
+    return Span(f"{prefix}/rounds/", is_prefix=True)
+
+
+def round_key(prefix: str, number: int) -> str:
+    """The fence of a round: it exists as long as the round's store may be written to."""
+    return f"{rounds_span(prefix).start}{number}"
+
+
+def number_of(round_key: str) -> int:
+    """The number of the round that a fence belongs to; 0 for a key that is no fence of ftcoord's."""
+    name = round_key.rpartition("/")[2]
+    return int(name) if name.isascii() and name.isdigit() and len(name) < _MAX_ROUND_DIGITS else 0
+
+
+def round_store_prefix(prefix: str, number: int) -> str:
+    """The prefix of a round's store."""
+    return f"{prefix}/store/{number}/"
+
+
+def backend_state_key(prefix: str) -> str:
+    """The key of the state that torch's own rendezvous keeps, for `etcd-v3-dynamic`."""
+    return f"{prefix}/dynamic/state"
+
+
+def backend_store_prefix(prefix: str) -> str:
+    """The prefix of the store of `etcd-v3-dynamic`."""
+    return f"{prefix}/dynamic/store/"
+
+
+# -- an EtcdStore: its prefix ends with a slash --------------------------------------------------------------------
+
+
+def store_values_span(store: str) -> Span:
+    """The values of a store. Behind the prefix comes the key, as it is."""
+    return Span(f"{store}data/", is_prefix=True)
+
+
+def store_queues_span(store: str) -> Span:
+    """The items of all queues of a store."""
+    return Span(f"{store}queues/", is_prefix=True)
+
+
+def store_queue_span(store: str, key: str) -> Span:
+    """The items of one queue; the oldest is the first."""
+    return Span(f"{store_queues_span(store).start}{quote(key, safe='')}/", is_prefix=True)
+
+
+def store_counts_span(store: str) -> Span:
+    """The counts of changes, one for each client of a store: they settle lost answers."""
+    return Span(f"{store}ops/", is_prefix=True)
+
+
+# -- quorums, and the mailboxes of managers -------------------------------------------------------------------------
+
+
+def quorum_prefix(key_prefix: str, job: str) -> str:
+    """The prefix of a job's quorums."""
+    return f"{run_prefix(key_prefix, job)}/quorum"
+
+
+def configs_span(prefix: str) -> Span:
+    """The shared configuration of a job."""
+    return Span(f"{prefix}/config/", is_prefix=True)
+
+
+def config_key(prefix: str, name: str) -> str:
+    """One name of a job's shared configuration. The name is written as it is."""
+    return f"{configs_span(prefix).start}{name}"
+
+
+def mailbox_prefix(prefix: str, manager: str) -> str:
+    """The prefix of a manager's mailbox."""
+    return f"{prefix}/managers/{quote(manager, safe='')}"
+
+
+def mailbox_server_key(mailbox: str) -> str:
+    """Which incarnation of a manager answers."""
+    return f"{mailbox}/server"
+
+
+def mailbox_metadata_key(mailbox: str, rank: int) -> str:
+    """What a peer needs to fetch the weights of one rank."""
+    return f"{mailbox}/metadata/{rank}"
+
+
+def mailbox_calls_span(mailbox: str) -> Span:
+    """The calls of all ranks."""
+    return Span(f"{mailbox}/in/", is_prefix=True)
+
+
+def mailbox_call_key(mailbox: str, channel: str) -> str:
+    """The last call on a channel, which is named `<call>-<rank>`."""
+    return f"{mailbox_calls_span(mailbox).start}{channel}"
+
+
+def mailbox_answer_key(mailbox: str, channel: str) -> str:
+    """The last answer on a channel."""
+    return f"{mailbox}/out/{channel}"
+
+
+# -- timers and heartbeats ------------------------------------------------------------------------------------------
+
+
+def timers_span(prefix: str, host: str = "") -> Span:
+    """The timers of a run, or those of one of its hosts."""
+    return Span(f"{prefix}/timers/{host}/" if host else f"{prefix}/timers/", is_prefix=True)
+
+
+def timer_key(prefix: str, host: str, lease: int, slot: str) -> str:
+    """One timer of the worker that lives under a lease."""
+    return f"{timers_span(prefix, host).start}{lease:016x}/{slot}"
+
+
+def heartbeats_span(prefix: str) -> Span:
+    """The heartbeats of a run."""
+    return Span(f"{prefix}/heartbeats/", is_prefix=True)
+
+
+def heartbeat_key(prefix: str, name: str, lease: int) -> str:
+    """The heartbeat of a name, from the process that lives under a lease."""
+    return f"{heartbeats_span(prefix).start}{quote(name, safe='')}/{lease:016x}"
+
+
+# -- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def election_prefix(prefix: str, name: str) -> str:
+    """The prefix of an election of a run."""
+    return f"{prefix}/elections/{quote(name, safe='')}"
+
+
+def term_key(prefix: str, number: int) -> str:
+    """The fence of a term of an election: it exists until the next term begins."""
+    return f"{prefix}/terms/{number}"
+
+
+def barrier_prefix(prefix: str, name: str) -> str:
+    """The prefix of a barrier of a run."""
+    return f"{prefix}/barriers/{quote(name, safe='')}"

@@ -1,12 +1,17 @@
-"""Which replicas train the next step together, and who heals from whom: torchft's rules, pure.
+"""Which replicas train the next step together: torchft's rules, pure. `core.recovery` says who heals from whom.
 
 Rules
-  1. A replica is alive when it is given to `decide`, and asks when its request has not been answered by a quorum yet.
-  2. All replicas of the last quorum ask again: everybody who asks is in, at once ("fast").
-  3. Else there must be `min_replicas` that ask, and more than half of the live replicas; and either all live replicas
-     ask, or the earliest request is `join_timeout` old.
-  4. While anybody who asks says `shrink_only`, only replicas of the last quorum are in. The others go on asking.
-  5. The quorum's id is new when its replicas are others than before, or when one of them reports failed commits.
+  Q1 asking. A replica is alive while it is among the situation's members. It asks while no quorum has answered its
+     request. Of several members with one replica id only one counts: the one that showed last that it wants to, by
+     joining or by asking for what is not answered yet.
+  Q2 fast. When all replicas of the last quorum ask again, everybody who asks is in, at once.
+  Q3 enough. Otherwise `min_replicas` must ask, and more than half of the live replicas; and either all live replicas
+     ask, or the earliest request is `join_timeout` old. Replicas that the last quorum left out count as asking since
+     that quorum: otherwise their time would be over, and they would form a quorum without those that just got one.
+  Q4 shrink only. While anybody who asks says `shrink_only`, only replicas of the last quorum are in. The others go on
+     asking.
+  Q5 id. A quorum's id is new when its replicas are not those of the last one, or when one of them reports failed
+     commits. A number or an id that the decider ever heard of is never used again.
 
 Where we differ from torchft, and why
   - A quorum is never empty, `min_replicas` holds for the quorum itself, and a last quorum without replicas is none:
@@ -21,40 +26,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf
 from typing import Final
 
 from ftcoord.core.outlook import Next, Outlook, Standing
+from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.verdict import Publish, Verdict, Wait
-from ftcoord.errors import NotInQuorum
 
-
-@dataclass(frozen=True, slots=True)
-class QuorumRequest:
-    """What one replica (one replica group) asks a quorum for. It is returned to all participants as it was sent.
-
-    Args:
-        replica_id: unlike that of all other replicas; places in a quorum are in its order.
-        address: where its manager is reached.
-        store_address: where its store is reached.
-        step: the step it has completed; the highest in a quorum is what others heal to.
-        world_size: the ranks in the replica group.
-        shrink_only: no replica may join now.
-        data: whatever the replica wants others to know, as JSON text; empty for nothing.
-        commit_failures: steps it failed to commit since the last one that it did commit.
-        handles: what peers need to reconfigure, one for each group rank.
-    """
-
-    replica_id: str
-    address: str
-    store_address: str
-    step: int
-    world_size: int
-    shrink_only: bool
-    data: str
-    commit_failures: int
-    handles: tuple[str, ...]
+RULES: Final = ("Q1 asking", "Q2 fast", "Q3 enough", "Q4 shrink only", "Q5 id")
+"""The rules above, as verdicts name them."""
+_, FAST, ENOUGH, SHRINK_ONLY, _ = RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,64 +58,6 @@ class QuorumCandidate:
     joined: float
     came_at: int = 0
     asked_at: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class QuorumSeat:
-    """One participant, and the request of it that is answered; its place in `QuorumRecord.seats` is its rank."""
-
-    member: str
-    asked: int
-    request: QuorumRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A member that has no seat, and which of its requests an earlier quorum answered."""
-
-    member: str
-    asked: int
-
-
-@dataclass(frozen=True)
-class QuorumRecord:
-    """The decided record.
-
-    Args:
-        number: 1, 2, ...; another one for every decision.
-        id: changes when process groups must be built anew; never used for other replicas.
-        seats: the participants, byte-wise by their replica id.
-        idle: the members whose last request was answered before: they do not ask now.
-        created: wall clock, seconds since 1970, for people only.
-        by: the member that decided this.
-    """
-
-    number: int
-    id: int
-    seats: tuple[QuorumSeat, ...]
-    idle: tuple[Answered, ...]
-    created: float
-    by: str = ""
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """The replica ids of the participants."""
-        return frozenset(seat.request.replica_id for seat in self.seats)
-
-    @property
-    def requests(self) -> tuple[QuorumRequest, ...]:
-        """What the participants asked, in the order of their ranks."""
-        return tuple(seat.request for seat in self.seats)
-
-    @cached_property
-    def seated(self) -> Mapping[str, int]:
-        """By member with a seat: its request that this quorum answers."""
-        return {seat.member: seat.asked for seat in self.seats}
-
-    @cached_property
-    def answered(self) -> Mapping[str, int]:
-        """By member: its last request that this quorum or an earlier one answered."""
-        return {one.member: one.asked for one in self.idle} | dict(self.seated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,40 +99,41 @@ class _QuorumPoll:
         return f"[{count}/{count} participants healthy][{self.alive} heartbeating][shrink_only={shrink}]"
 
 
-def decide(
-    replicas: Sequence[QuorumCandidate],
-    previous: QuorumRecord | None,
-    options: QuorumOptions,
-    now: float,
-    created: float,
-    *,
-    previous_at: float = -inf,
-    silent: Sequence[QuorumCandidate] = (),
-    highest: Highest = NOTHING_HEARD,
-) -> Verdict[QuorumRecord]:
-    """What to do now. Depends on nothing but its arguments.
+@dataclass(frozen=True, slots=True)
+class QuorumSituation:
+    """All that a decision rests on.
 
     Args:
-        replicas: the live members, oldest first. Of several with one replica id only one counts: the one that gave the
-            last sign of what it wants, by joining or by asking for what is not answered yet.
+        members: the live members, oldest first.
         previous: the last decided quorum.
-        created: the wall clock for `QuorumRecord.created`.
-        previous_at: when `previous` was first seen. Whoever it left out asks anew from then on: else the join time-out
-            would be over for them, and they would form a quorum without those that just got one.
-        silent: members that are not alive but may be again (they keep their lease and send no beats). They do not
-            count; but it is not forgotten which of their requests were answered, and which ids they know.
+        previous_at: when `previous` was first seen.
+        silent: members that are not alive but may be again: they keep their lease and send no beats. They do not count,
+            but the decider remembers which of their requests were answered, and which ids they know.
         highest: of all quorums that the decider ever heard of.
+        created: the wall clock, for `QuorumRecord.created`.
     """
+
+    members: Sequence[QuorumCandidate]
+    previous: QuorumRecord | None
+    previous_at: float = -inf
+    silent: Sequence[QuorumCandidate] = ()
+    highest: Highest = NOTHING_HEARD
+    created: float = 0.0
+
+
+def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Verdict[QuorumRecord]:
+    """What to do now. Depends on nothing but its arguments."""
+    previous = situation.previous
     answered = previous.answered if previous else {}
     before = previous.names if previous else frozenset()
-    poll = _poll(replicas, answered, before)
+    poll = _poll(situation.members, answered, before)
     if before and before <= poll.asking.keys():
-        reason = f"Fast quorum found, all replicas of the last one ask again {poll}"
-    elif waiting := _obstacle(poll, options, previous_at, now):
+        reason, rule = f"Fast quorum found, all replicas of the last one ask again {poll}", FAST
+    elif waiting := _obstacle(poll, options, situation.previous_at, now):
         return waiting
     else:
-        reason = f"Valid quorum found {poll}"
-    return Publish(_conclude(poll.eligible, (*silent, *replicas), previous, created, highest), reason)
+        reason, rule = f"Valid quorum found {poll}", ENOUGH
+    return Publish(_conclude(poll.eligible, situation), reason, rule)
 
 
 def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
@@ -237,34 +161,32 @@ def _obstacle(poll: _QuorumPoll, options: QuorumOptions, previous_at: float, now
     count, needed = len(poll.asking), max(options.min_replicas, 1)
     only = f"New quorum not ready, only have {count} participants"
     if count < needed:
-        return Wait(f"{only}, need min_replicas {needed} {poll}")
+        return Wait(f"{only}, need min_replicas {needed} {poll}", rule=ENOUGH)
     if count <= poll.alive // 2:
-        return Wait(f"{only}, need at least half of {poll.alive} healthy workers {poll}")
+        return Wait(f"{only}, need at least half of {poll.alive} healthy workers {poll}", rule=ENOUGH)
     if len(poll.eligible) < needed:
-        return Wait(f"{only}, {len(poll.eligible)} of them of the last quorum, need min_replicas {needed} {poll}")
+        return Wait(
+            f"{only}, {len(poll.eligible)} of them of the last quorum, need min_replicas {needed} {poll}",
+            rule=SHRINK_ONLY,
+        )
     until = max(min(one.joined for one in poll.asking.values()), previous_at) + options.join_timeout
     if count != poll.alive and now < until:
         missing = f"waiting for {poll.alive - count} healthy workers until the join timeout"
-        return Wait(f"New quorum not ready, have {count} participants, {missing} {poll}", until)
+        return Wait(f"New quorum not ready, have {count} participants, {missing} {poll}", until, ENOUGH)
     return None
 
 
-def _conclude(
-    chosen: Iterable[QuorumCandidate],
-    members: Sequence[QuorumCandidate],
-    previous: QuorumRecord | None,
-    created: float,
-    highest: Highest,
-) -> QuorumRecord:
+def _conclude(chosen: Iterable[QuorumCandidate], situation: QuorumSituation) -> QuorumRecord:
+    previous, members = situation.previous, (*situation.silent, *situation.members)
     answered = previous.answered if previous else {}
     # Python compares texts by code point, which is the order of their UTF-8 bytes.
     ordered = sorted(chosen, key=lambda one: one.request.replica_id)
     seats = tuple(QuorumSeat(one.member, one.asked, one.request) for one in ordered)
     idle = tuple(
-        Answered(one.member, answered[one.member]) for one in members if 0 < one.asked <= answered.get(one.member, 0)
+        IdleMember(one.member, answered[one.member]) for one in members if 0 < one.asked <= answered.get(one.member, 0)
     )
-    number = max(previous.number if previous else 0, highest.number) + 1
-    return QuorumRecord(number, _id_of(seats, members, previous, highest.id), seats, idle, created)
+    number = max(previous.number if previous else 0, situation.highest.number) + 1
+    return QuorumRecord(number, _id_of(seats, members, previous, situation.highest.id), seats, idle, situation.created)
 
 
 def _id_of(
@@ -301,78 +223,3 @@ def outlook(now: QuorumRecord | None, me: Sequence[str], replica_id: str, asked:
         return Outlook(Standing.MISSED, Next.WRITE)
     outranked = replica_id in now.names and not any(member in now.seated for member in me)
     return Outlook(Standing.OUTRANKED if outranked else Standing.PENDING)
-
-
-# -- what a quorum means ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """What a quorum means for one rank of one replica; the names are those of torchft's QuorumResult.
-
-    Args:
-        replica_rank: its place among all participants, of which there are `replica_world_size`.
-        recover_src_manager_address, recover_src_replica_rank: whom to heal from; empty and None if not `heal`.
-        recover_dst_replica_ranks: who heals from this replica, ascending.
-        store_address: the store in which this rank meets its peers; one for all replicas.
-        max_step: the highest step in the quorum.
-        max_replica_rank: its place among the `max_world_size` participants at that step; None when it is behind.
-        heal: its state is not what the others have: load it before the step.
-        replica_ids: of all participants, in order.
-        reconfigure_handles: of this rank, of all participants, in order; empty where one has none.
-        commit_failures: the most that any participant reports.
-    """
-
-    replica_rank: int
-    replica_world_size: int
-    recover_src_manager_address: str
-    recover_src_replica_rank: int | None
-    recover_dst_replica_ranks: tuple[int, ...]
-    store_address: str
-    max_step: int
-    max_replica_rank: int | None
-    max_world_size: int
-    heal: bool
-    replica_ids: tuple[str, ...]
-    reconfigure_handles: tuple[str, ...]
-    commit_failures: int
-
-
-def recovery(quorum_requests: Sequence[QuorumRequest], replica_id: str, rank: int, init_sync: bool) -> Recovery:
-    """What a quorum means for the group rank `rank` of a replica. Raises NotInQuorum.
-
-    Args:
-        quorum_requests: of all participants, in any order.
-        init_sync: before the first step, all take over the state of one replica.
-    """
-    group = sorted(quorum_requests, key=lambda one: one.replica_id)
-    names = tuple(one.replica_id for one in group)
-    if replica_id not in names:
-        raise NotInQuorum(replica_id)
-    me = names.index(replica_id)
-    top = max(one.step for one in group)
-    leaders = [place for place, one in enumerate(group) if one.step == top]
-    primary = leaders[rank % len(leaders)]
-    sources = _sources(len(group), [primary] if init_sync and top == 0 else leaders, rank)
-    source = sources.get(me)
-    return Recovery(
-        replica_rank=me,
-        replica_world_size=len(group),
-        recover_src_manager_address="" if source is None else group[source].address,
-        recover_src_replica_rank=source,
-        recover_dst_replica_ranks=tuple(place for place, source in sources.items() if source == me),
-        store_address=group[primary].store_address,
-        max_step=top,
-        max_replica_rank=leaders.index(me) if me in leaders else None,
-        max_world_size=len(leaders),
-        heal=source is not None,
-        replica_ids=names,
-        reconfigure_handles=tuple(one.handles[rank] if rank < len(one.handles) else "" for one in group),
-        commit_failures=max(one.commit_failures for one in group),
-    )
-
-
-def _sources(size: int, fresh: Sequence[int], rank: int) -> dict[int, int]:
-    """Whom each of those that are behind heals from, ascending; another one for each rank, to spread the load."""
-    behind = [place for place in range(size) if place not in set(fresh)]
-    return {place: fresh[(index + rank) % len(fresh)] for index, place in enumerate(behind)}

@@ -1,28 +1,32 @@
 """Who takes part in the next round, and when: the decisions of a rendezvous, pure.
 
 Rules
-  1. A run starts without a round; each decided round replaces the one before and has the next number.
-  2. A round that was decided is not yet ready: first each participant says that it takes its seat, and says so again as
-     long as it waits. When all have said so within the last moments, the round is ready, and only then does anybody
-     start. A round that is recalled before is nobody's.
-  3. A round is recalled when a participant is gone or comes back for another round, when somebody waits while there is
-     room, or when seats are not taken in time. Recalling only tells the participants to come back; it changes no
-     membership.
-  4. The next round forms among the members that ask for it. It is complete
+  R1 asking. A run starts without a round; each decided round replaces the one before and has the next number. A member
+     with a seat that asks for nothing later is busy. A member that had a seat in an earlier round and has not come back
+     since is away. All others ask.
+  R2 seats. A round that was decided is not yet ready: first each participant says that it takes its seat, and repeats
+     that as long as it waits. When all have said so within the last moments, the round is ready, and only then does
+     anybody start. Nobody starts a round that was recalled before it was ready.
+  R3 recall. A round is recalled when a participant is gone or comes back for another round, when somebody waits while
+     there is room, when seats are not taken in time, or when its record vanished from etcd. A recall only tells the
+     participants to come back; it changes no membership.
+  R4 forming. The next round forms among the members that ask for it. It is complete
        - at once, when every seat is taken and no participant of the last round is still to come back;
        - when the settle time-out has passed without change and all live participants of the last round are back;
        - when the last call, which starts as soon as there are `min_nodes`, is over. It is half as long again while
          participants of the last round are still to come back: torch gives workers 30 s to end before it kills them.
-     Seats of participants that are still to come back are kept free until then. Who is not back by the end of the last
-     call is away: it has no seat, and asks for none before it comes back.
-  5. Participants of the last round go before newcomers. They keep their ranks where the new size allows, and
-     rank 0 is one of them: newcomers fill the gaps.
-  6. All members share one pair of limits (--nnodes): those of the record as long as any live member wants the same,
-     else those of the oldest member. Members with other limits count for nothing, and the record tells them.
-  7. A closed run stays closed, unless the user's `restart` lets new members go on from it. They say so, and wait until
-     nobody of the closed round is left.
+     Seats of participants that are still to come back are kept free until then. A participant that is not back by the
+     end of the last call is away: it has no seat, and asks for none before it comes back.
+  R5 ranks. Participants of the last round go before newcomers. They keep their ranks where the new size allows, and
+     rank 0 is one of them: newcomers fill the gaps. Of a node with several members only the newest counts.
+  R6 limits. All members share one pair of limits (--nnodes): those of the record as long as any live member wants the
+     same, else those of the oldest member. Members with other limits do not count, and the record tells them so.
+  R7 closed. A closed run stays closed, unless the user's `restart` lets new members go on from it. They say so, and
+     wait until nobody of the closed round is left.
+  R8 leaving. A member that says that it is leaving counts as gone from then on, so that the others learn why. A member
+     whose key vanishes is gone because its lease ended.
 
-Times are the decider's own monotonic seconds, from when it saw the thing happen.
+Times are the decider's own monotonic seconds, from when it saw the event.
 """
 
 from __future__ import annotations
@@ -34,6 +38,19 @@ from typing import Final, Literal, TypeAlias
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous_records import FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
 from ftcoord.core.verdict import Publish, Verdict, Wait
+
+RULES: Final = (
+    "R1 asking",
+    "R2 seats",
+    "R3 recall",
+    "R4 forming",
+    "R5 ranks",
+    "R6 limits",
+    "R7 closed",
+    "R8 leaving",
+)
+"""The rules above, as verdicts name them."""
+_, SEATS, RECALL, FORMING, _, LIMITS, CLOSED_RUN, _ = RULES
 
 RETURNING: Final = 1.5
 """How much longer than the last call participants of the last round have to come back. With the defaults, 30 s and
@@ -81,7 +98,7 @@ class RoundCandidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class RoundSituation:
     """All that a decision rests on: the live members, oldest first, and the last decided round.
 
     Args:
@@ -99,17 +116,17 @@ class Situation:
     highest: int = 0
 
 
-def decide(situation: Situation, options: RoundOptions, now: float) -> Verdict[Round]:
+def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verdict[Round]:
     """What to do now. Depends on nothing but its arguments."""
     previous = situation.previous
     if previous is not None and situation.vanished:
         return _recall(previous, "its record vanished from etcd", 0)
     if previous is not None and previous.closed and not may_reopen(previous, options.restart):
-        return Wait("the run is closed")
+        return Wait("the run is closed", rule=CLOSED_RUN)
     limits = limits_of(situation)
     if _must_be_told(situation, limits):
         stated = replace(previous or NO_ROUND, min_nodes=limits[0], max_nodes=limits[1])
-        return Publish(stated, f"--nnodes is {spelled(limits)}, not what all members want")
+        return Publish(stated, f"--nnodes is {spelled(limits)}, not what all members want", LIMITS)
     poll = _poll(situation, limits)
     if previous is not None and previous.closed:
         return _judge_closed(previous, poll, options, now)
@@ -118,8 +135,8 @@ def decide(situation: Situation, options: RoundOptions, now: float) -> Verdict[R
     return _form(poll, options, now)
 
 
-def limits_of(situation: Situation) -> tuple[int, int]:
-    """The fewest and the most nodes of a round: rule 6. Zeros without members."""
+def limits_of(situation: RoundSituation) -> tuple[int, int]:
+    """The fewest and the most nodes of a round (R6). Zeros without members."""
     wanted = [member.ask.limits for member in situation.members]
     if situation.previous is not None and situation.previous.limits in wanted:
         return situation.previous.limits
@@ -131,7 +148,7 @@ def spelled(limits: tuple[int, int]) -> str:
     return ":".join(map(str, dict.fromkeys(limits)))
 
 
-def _must_be_told(situation: Situation, limits: tuple[int, int]) -> bool:
+def _must_be_told(situation: RoundSituation, limits: tuple[int, int]) -> bool:
     """Whether the record does not say which limits count, though somebody wants others, or says that others do."""
     stated = situation.previous.limits if situation.previous else NO_ROUND.limits
     if stated == limits or not situation.members:
@@ -150,7 +167,7 @@ class _RoundPoll:
         leaving: the ids of those that are about to go, and why; they count as gone.
     """
 
-    situation: Situation
+    situation: RoundSituation
     limits: tuple[int, int]
     asking: Sequence[RoundCandidate]
     busy: Sequence[RoundCandidate]
@@ -163,7 +180,7 @@ class _RoundPoll:
         return {seat.member for seat in previous.seats} if previous else set()
 
 
-def _poll(situation: Situation, limits: tuple[int, int]) -> _RoundPoll:
+def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
     previous = situation.previous
     newest = {member.ask.node: member.id for member in situation.members}
     counted = [
@@ -181,13 +198,16 @@ def _poll(situation: Situation, limits: tuple[int, int]) -> _RoundPoll:
 
 
 def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
-    """Rule 7. Only members that have seen the end may go on from it: one that waited before it came must hear of it."""
+    """R7. Only members that have seen the end may go on from it: one that waited before it came must hear of it."""
     reopening = [member for member in poll.asking if member.ask.reopens == previous.number]
     left = [member for member in poll.situation.members if member.id in previous.last_seats]
     if not reopening:
-        return Wait("the run is closed")
+        return Wait("the run is closed", rule=CLOSED_RUN)
     if left:
-        return Wait(f"the run is closed, and {_names(member.ask.host for member in left)} has still to leave it")
+        return Wait(
+            f"the run is closed, and {_names(member.ask.host for member in left)} has still to leave it",
+            rule=CLOSED_RUN,
+        )
     return _form(replace(poll, asking=reopening, busy=()), options, now)
 
 
@@ -211,21 +231,22 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
         return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
     if not previous.ready:
         return _judge_seated(previous, running, poll.situation.previous_at, options, now)
-    return Wait(f"round {previous.number} is running on {len(running)} nodes")
+    return Wait(f"round {previous.number} is running on {len(running)} nodes", rule=RECALL)
 
 
 def _judge_seated(
     previous: Round, participants: Sequence[RoundCandidate], decided_at: float, options: RoundOptions, now: float
 ) -> Verdict[Round]:
-    """Rule 2: all take their seats, or nobody starts."""
+    """R2. All take their seats, or nobody starts."""
     until = decided_at + max(options.last_call_timeout, options.seat_timeout)
     since = now - options.fresh
     missing = [member for member in participants if member.ask.seated != previous.number or member.seen <= since]
     if not missing:
-        return Publish(replace(previous, ready=True), f"round {previous.number} is ready on {len(participants)} nodes")
+        reason = f"round {previous.number} is ready on {len(participants)} nodes"
+        return Publish(replace(previous, ready=True), reason, SEATS)
     if now >= until:
         return _recall(previous, f"{_names(member.ask.host for member in missing)} did not take its seat", 0)
-    return Wait(f"{len(missing)} of {len(participants)} nodes have still to take their seats", until)
+    return Wait(f"{len(missing)} of {len(participants)} nodes have still to take their seats", until, SEATS)
 
 
 def _why_gone(gone: Sequence[Seat], leaving: dict[str, str]) -> str:
@@ -238,7 +259,8 @@ def _why_gone(gone: Sequence[Seat], leaving: dict[str, str]) -> str:
 
 
 def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
-    return Publish(replace(previous, recalled=reason, waiting=waiting), f"round {previous.number} recalled: {reason}")
+    recalled = replace(previous, recalled=reason, waiting=waiting)
+    return Publish(recalled, f"round {previous.number} recalled: {reason}", RECALL)
 
 
 def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
@@ -248,7 +270,7 @@ def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]
     nodes_before = {seat.node for seat in previous.seats} if previous else set()
     back = [member for member in poll.asking if member.ask.node in nodes_before]
     if not poll.asking or len(poll.asking) < fewest:
-        return Wait(f"{len(poll.asking)} of at least {fewest} nodes are there")
+        return Wait(f"{len(poll.asking)} of at least {fewest} nodes are there", rule=FORMING)
     seated = poll.seated
     still_out = sum(member.id in seated for member in poll.busy)
     if len(poll.asking) >= most and not still_out:
@@ -259,7 +281,7 @@ def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]
         until, why = min(until, situation.changed_at + options.settle_timeout), "the settle time-out"
     if now >= until:
         return _complete(poll)
-    return Wait(f"{len(poll.asking)} nodes are there, {still_out} still to come back; {why} runs", until)
+    return Wait(f"{len(poll.asking)} nodes are there, {still_out} still to come back; {why} runs", until, FORMING)
 
 
 def _enough_at(poll: _RoundPoll) -> float:
@@ -289,7 +311,7 @@ def _complete(poll: _RoundPoll) -> Publish[Round]:
         *poll.limits,
         before=previous.closed or previous.recalled,
     )
-    return Publish(decided, f"round {number} on {len(ranked)} nodes")
+    return Publish(decided, f"round {number} on {len(ranked)} nodes", FORMING)
 
 
 def _rank(chosen: Sequence[RoundCandidate], nodes_before: Sequence[str]) -> list[RoundCandidate]:

@@ -121,9 +121,6 @@ class Round:
         return {away.member: away.round for away in self.away} | {seat.member: self.number for seat in self.seats}
 
 
-_DIGITS: Final = 18
-"""Of a number that fits into a record, with room to count on from it."""
-
 NO_ROUND: Final = Round(0, (), "", 0)
 """The record of a run that never had a round, where there must be one: to close it, or to state its limits."""
 
@@ -133,28 +130,6 @@ FAILED: Final = "failed"
 """The outcome of a run of which a node has used up its restarts."""
 CLOSED: Final = "closed"
 """The outcome of a run that somebody closed by hand."""
-
-
-def members_prefix(prefix: str) -> str:
-    return f"{prefix}/members/"
-
-
-def rounds_prefix(prefix: str) -> str:
-    return f"{prefix}/rounds/"
-
-
-def round_key(prefix: str, number: int) -> str:
-    return f"{rounds_prefix(prefix)}{number}"
-
-
-def number_of(round_key: str) -> int:
-    """The number of the round that a key below `rounds_prefix` stands for; 0 for a key that is not ours."""
-    name = round_key.rpartition("/")[2]
-    return int(name) if name.isascii() and name.isdigit() and len(name) < _DIGITS else 0
-
-
-def store_prefix(prefix: str, number: int) -> str:
-    return f"{prefix}/store/{number}/"
 
 
 def encode(record: JoinRequest | Round) -> bytes:

@@ -1,10 +1,4 @@
-"""Expiration timers: their records and keys, and when one has expired. Pure: `now` is an argument, in seconds.
-
-    <prefix>/timers/<host>/<lease id>/<slot>    a Timer under the worker's lease; empty once it was released
-
-A slot is a worker's place for one timer at a time. It is written over and never deleted, so that its version grows
-with each write: a late copy of an old write is told by that, and a lease that ended is never taken for a release.
-"""
+"""When an expiration timer has expired, and what people see of it. Pure: `now` is an argument, in seconds."""
 
 from __future__ import annotations
 
@@ -13,65 +7,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
-from ftcoord.core.strict import build, dump, load, part
-from ftcoord.errors import StateError
+from ftcoord.core.timer_records import Timer
 
-RELEASED: Final = b""
-"""The value of a slot without a timer."""
-CLAIM_PATIENCE: Final = 2.0
+CLAIM_TIMEOUT: Final = 2.0
 """Seconds for which a server leaves a timer to another one that has found it expired."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A process, so described that no other one can be taken for it.
-
-    Args:
-        host: the machine's boot and the pid namespace; on one host pids and monotonic clocks are the same for all.
-        pid, start: the process, and when it began, in the kernel's clock ticks.
-        node: the host's name, for people.
-        rank: the worker's rank, for people; -1 if it has none.
-        ledger: the descriptor in that process of what tells at once which timers are held.
-        ttl: of its lease, in seconds.
-    """
-
-    host: str
-    pid: int
-    start: int
-    node: str
-    rank: int
-    ledger: int
-    ttl: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timer:
-    """A timer that runs, or has expired.
-
-    Args:
-        worker: whose it is.
-        scope: where the worker is.
-        after_ms: how long it may be there in all.
-        left_ms: how much of that was left when this was written.
-        at_ms: when this was written, on the host's monotonic clock.
-        wall_ms: the same on its wall clock, for people.
-        slot, token: its place in the worker's ledger, and what stands there as long as it is held.
-        expired: the server that found it expired and sees to it; empty while it runs.
-        reaped: whether that server did.
-    """
-
-    worker: Worker
-    scope: str
-    after_ms: int
-    left_ms: int
-    at_ms: int
-    wall_ms: int
-    slot: int
-    token: int
-    expired: str = ""
-    reaped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,33 +36,6 @@ class TimerInfo:
     left: float
 
 
-def timers_prefix(prefix: str, host: str = "") -> str:
-    """What the keys of a run's timers start with, or those of one of its hosts."""
-    return f"{prefix}/timers/{host}/" if host else f"{prefix}/timers/"
-
-
-def slot_key(prefix: str, host: str, lease: int, slot: str) -> str:
-    return f"{timers_prefix(prefix, host)}{lease:016x}/{slot}"
-
-
-def encode(timer: Timer) -> bytes:
-    """The record as JSON, with the layout's version."""
-    return dump(timer)
-
-
-def parse(key: str, value: bytes) -> Timer | None:
-    """The timer in a slot; None if it was released. Raises StateError."""
-    if value == RELEASED:
-        return None
-    raw = load(key, value)
-    timer = build(Timer, key, {**raw, "worker": build(Worker, key, part(key, raw, "worker"))})
-    if timers_prefix("", timer.worker.host) not in key:
-        raise StateError(key, "holds a timer of another host, so it is not ftcoord's")
-    if timer.worker.pid < 1 or timer.worker.ttl < 1 or min(timer.left_ms, timer.slot, timer.token) < 0:
-        raise StateError(key, "holds numbers that no timer has, so it is not ftcoord's")
-    return timer
-
-
 def inform(timer: Timer, host: str, now: float, wall: float) -> TimerInfo:
     """What a reader on `host` can say of a timer, whose monotonic clock says `now` and whose wall clock `wall`."""
     worker = timer.worker
@@ -139,7 +53,7 @@ def due(timer: Timer, me: str, now: float, listed: bool) -> float:
     server has found expired is left to that one for a while.
     """
     if timer.expired and timer.expired != me:
-        return now + CLAIM_PATIENCE
+        return now + CLAIM_TIMEOUT
     passed = max(now - timer.at_ms / 1000, 0.0) if listed else 0.0
     return now + max(timer.left_ms / 1000 - passed, 0.0)
 

@@ -1,4 +1,4 @@
-"""torchrun agents as child processes: started, killed as a dying host would, and never left behind."""
+"""torchrun agents as child processes: started, killed as when their host dies, and never left behind."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Agent:
         self.process.wait()
         _signal(workers, signal.SIGKILL)
 
-    def stop(self, patience: float = 20) -> None:
-        """SIGTERM, which torchrun passes on to its workers; after `patience` seconds SIGKILL."""
+    def stop(self, timeout: float = 20) -> None:
+        """SIGTERM, which torchrun passes on to its workers; after `timeout` seconds SIGKILL."""
         if self.process.poll() is not None:
             return
         workers = descendants(self.pid)
         self.process.terminate()
         try:
-            self.process.wait(patience)
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -59,14 +59,16 @@ class Agent:
 
 @contextlib.contextmanager
 def no_orphans() -> Iterator[None]:
-    """In the end, kill who was started meanwhile below this process and lost its parent; on Linux only.
+    """On exit, kill the processes that were started below this one meanwhile, even those that lost their parent.
 
-    A torchrun that gets SIGTERM in the moment in which it starts a worker ends without it.
+    On Linux only. A torchrun that gets SIGTERM just as it starts a worker ends without ending that worker.
     """
     before = descendants(os.getpid())
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)  # they become children of this process
+        ctypes.CDLL(None).prctl(
+            pr_set_child_subreaper, 1, 0, 0, 0
+        )  # processes that lose their parent become children of this one
     try:
         yield
     finally:

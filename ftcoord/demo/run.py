@@ -1,4 +1,4 @@
-"""The demo's director: starts etcd and the agents, takes one away, brings another, and says what happens."""
+"""Runs the demo: starts etcd and the agents, kills one, starts a replacement, and prints what happens."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ftcoord import concurrency
+from ftcoord.core.layout import decided_key
 from ftcoord.core.rendezvous_records import Round, parse_round
 from ftcoord.demo.agents import Agent, no_orphans
 from ftcoord.embedded.server import EtcdServer
@@ -23,14 +24,14 @@ from ftcoord.etcd.api import Batch, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.rendezvous.settings import RendezvousSettings
 
-PATIENCE: Final = 180.0
-"""Seconds without a sign of what is waited for: a slow machine takes long to import torch four times."""
-TELL_EVERY: Final = 10.0
-"""Seconds between two lines that say what is waited for."""
-TAIL: Final = 50
+STALL_TIMEOUT: Final = 180.0
+"""Seconds without progress until the demo gives up: a slow machine takes long to import torch four times."""
+REPORT_INTERVAL: Final = 10.0
+"""Seconds between two lines that say what the demo waits for."""
+LOG_TAIL: Final = 50
 """Lines of an agent's log that a failure shows: torchrun writes forty after the one that says why."""
-STEPS: Final = 60
-"""Steps to see between two events."""
+PHASE_STEPS: Final = 60
+"""Training steps to see between two events."""
 _SCRIPT: Final = Path(__file__).with_name("train.py")
 
 T = TypeVar("T")
@@ -56,13 +57,13 @@ class Demo:
         self._run = f"demo-{folder.name}"
         self._agents: dict[str, Agent] = {}
         self._rounds: concurrency.Queue[Round] = concurrency.inbox()
-        self._told: set[tuple[int, bool]] = set()
+        self._announced: set[tuple[int, bool]] = set()
         self._progress = folder / "progress.jsonl"
         self._progress.touch()
         self._tick = concurrency.event()
 
     def play(self) -> None:
-        """The whole piece. Raises DemoError."""
+        """Run the whole demo. Raises DemoError."""
         self._watch_rounds()
         self._start("a", "b", "c")
         first = self._await_round(3)
@@ -80,20 +81,20 @@ class Demo:
         self._start("d")
         self._await_round(3)
         together = self._await_steps()
-        (self._folder / "last_step").write_text(str(together[-1]["step"] + STEPS))
+        (self._folder / "last_step").write_text(str(together[-1]["step"] + PHASE_STEPS))
         self._await_end()
-        self._check_losses([before, alone, together, self._reports()[-STEPS // 2 :]])
+        self._check_losses([before, alone, together, self._reports()[-PHASE_STEPS // 2 :]])
 
     def _say(self, text: str) -> None:
         print(f"{self._clock() - self._started_at:6.1f} s  {text}", flush=True)
 
-    # -- rounds, as etcd tells them -----------------------------------------------------------------------------
+    # -- rounds, as etcd reports them -----------------------------------------------------------------------------
 
     def _watch_rounds(self) -> None:
         settings = RendezvousSettings.parse(
             backend="etcd-v3", endpoint="", run_id=self._run, min_nodes=2, max_nodes=3, local_addr=None, conf={}, env={}
         )
-        self._client.watch(Span(f"{settings.prefix}/decided"), 1, self._on_decided)
+        self._client.watch(Span(decided_key(settings.prefix)), 1, self._on_decided)
 
     def _on_decided(self, item: WatchItem) -> None:
         if isinstance(item, Batch):
@@ -102,13 +103,13 @@ class Demo:
                     self._rounds.put(parse_round(event.kv.key, event.kv.value))
 
     def _await_round(self, world: int) -> Round:
-        """The next round with so many nodes. A record is written several times: each news counts once."""
+        """The next round with `world` nodes. A record is written several times: each state of it is printed once."""
         while True:
             now = self._until(self._next_record, lambda: f"a round of {world} nodes")
-            news = (now.number, bool(now.recalled))
-            if now.closed or not now.seats or news in self._told:
+            state = (now.number, bool(now.recalled))
+            if now.closed or not now.seats or state in self._announced:
                 continue
-            self._told.add(news)
+            self._announced.add(state)
             if now.recalled:
                 self._say(f"round {now.number} is recalled: {self._named(now.recalled)}")
                 continue
@@ -152,15 +153,15 @@ class Demo:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def _await_steps(self) -> list[dict[str, Any]]:
-        """The reports of the next STEPS steps."""
+        """The reports of the next PHASE_STEPS steps."""
         seen = len(self._reports())
 
         def new() -> list[dict[str, Any]]:
             return self._reports()[seen:]
 
         reports = self._until(
-            lambda: now if len(now := new()) >= STEPS else None,
-            lambda: f"{STEPS} steps of training ({len(new())} so far)",
+            lambda: now if len(now := new()) >= PHASE_STEPS else None,
+            lambda: f"{PHASE_STEPS} steps of training ({len(new())} so far)",
             lambda: len(new()),
         )
         last = reports[-1]
@@ -181,28 +182,30 @@ class Demo:
     def _live(self) -> list[Agent]:
         return [agent for agent in self._agents.values() if not agent.lost]
 
-    def _until(self, ready: Callable[[], T | None], what: Callable[[], str], sign: Callable[[], int] = lambda: 0) -> T:
-        """What `ready` answers once that is true.
+    def _until(
+        self, ready: Callable[[], T | None], what: Callable[[], str], progress: Callable[[], int] = lambda: 0
+    ) -> T:
+        """Wait until `ready` returns something true, and return that.
 
         Args:
-            what: what is waited for: told now and then, and when it does not come.
-            sign: changes with each step towards it. A slow machine may take as long as it likes; one on which nothing
-                happens any more may take PATIENCE seconds.
+            what: what the demo waits for; printed now and then, and when it does not come.
+            progress: changes with each step towards it. A slow machine may take any time, as long as there is progress
+                every STALL_TIMEOUT seconds.
         """
-        last, moved_at = sign(), self._clock()
-        tell_at = moved_at + TELL_EVERY
+        last, moved_at = progress(), self._clock()
+        report_at = moved_at + REPORT_INTERVAL
         while not (result := ready()):
             now = self._clock()
-            if (current := sign()) != last:
+            if (current := progress()) != last:
                 last, moved_at = current, now
             if failed := [agent for agent in self._live() if agent.process.poll()]:
                 names = ", ".join(f"{agent.name} (exit code {agent.process.poll()})" for agent in failed)
                 raise self._failure(f"these agents failed: {names}", failed)
-            if now > moved_at + PATIENCE:
-                raise self._failure(f"for {PATIENCE:g} s nothing came of what was waited for: {what()}", self._live())
-            if now >= tell_at:
+            if now > moved_at + STALL_TIMEOUT:
+                raise self._failure(f"no progress for {STALL_TIMEOUT:g} s while waiting for {what()}", self._live())
+            if now >= report_at:
                 self._say(f"... waiting for {what()}")
-                tell_at = now + TELL_EVERY
+                report_at = now + REPORT_INTERVAL
             self._tick.wait(0.1)
         return result
 
@@ -214,11 +217,9 @@ class Demo:
         self._say(f"the loss kept falling through both changes: {shown}")
 
     def _failure(self, problem: str, agents: Sequence[Agent]) -> DemoError:
-        """The error, with the end of these agents' logs: what they say later is about being ended by the demo."""
-        parts = [problem, *(agent.last_words(TAIL) for agent in agents)]
-        parts.append(
-            f"the whole logs are in {self._folder}; after this moment they tell only how the demo ended the agents"
-        )
+        """The error, with the end of these agents' logs: later lines only show how the demo ended the agents."""
+        parts = [problem, *(agent.last_words(LOG_TAIL) for agent in agents)]
+        parts.append(f"the whole logs are in {self._folder}; their later lines only show how the demo ended the agents")
         load, processors = os.getloadavg()[0], os.cpu_count() or 1
         if load > 2 * processors:
             parts.append(f"this machine is busy (load {load:.0f} on {processors} processors): try again when it is not")

@@ -1,4 +1,4 @@
-"""The demo's training script: DDP on gloo, as any elastic job would be written. Knows nothing of ftcoord.
+"""The demo's training script: DDP on gloo, written as for any elastic job. It does not use ftcoord.
 
 Started by torchrun with the job's folder as its argument. Rank 0 keeps a checkpoint there, from which every restart
 goes on, and appends a line to `progress.jsonl` for each step. The job ends at the step named in the file `last_step`.
@@ -28,7 +28,7 @@ def shard(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Replace the checkpoint in one go: a killed rank 0 leaves the old one or the new one."""
+    """Replace the checkpoint atomically: a rank 0 that is killed leaves the old one or the new one."""
     unfinished = path.with_suffix(".new")
     torch.save(state, unfinished)
     unfinished.replace(path)
@@ -42,14 +42,14 @@ def mean(value: float) -> float:
 
 
 def least(value: float) -> float:
-    """The smallest of all ranks' values: what they can agree on."""
+    """The smallest of all ranks' values."""
     smallest = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return float(smallest.item())
 
 
 def last_step(folder: Path) -> float:
-    """Where to end; all ranks must take the same answer."""
+    """The step to end at; the same on all ranks."""
     file = folder / "last_step"
     mine = float(file.read_text()) if file.exists() else float("inf")
     return least(mine)

@@ -1,8 +1,8 @@
-"""etcd v3 behind torch's own rendezvous: for those who want torch's state machine, as with `etcd-v2`.
+"""`etcd-v3-dynamic`: torch's own rendezvous state machine, on etcd v3.
 
-torch keeps the whole state of a run in one key, in Python's own object format, which runs code when it is read: whoever
-can write to that key owns every node. It also keeps the bootstrap address of the first round (docs/architecture.md).
-Use `etcd-v3` unless you need just this.
+torch keeps the whole state of a run in one key, in Python's own object format. Reading that format runs code, so anyone
+who can write the key controls every node. torch also keeps the bootstrap address of the first round
+(docs/architecture.md). Use `etcd-v3` unless you need torch's state machine.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ftcoord import concurrency
 from ftcoord.config import redacted
+from ftcoord.core.layout import backend_state_key, backend_store_prefix
 from ftcoord.errors import ConfigError, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, Put, Span
 from ftcoord.primitives.write_once import WriteOutcome, write_once
@@ -27,23 +28,25 @@ from ftcoord.rendezvous.create import open_run, with_conf
 from ftcoord.store import EtcdStore
 
 NAME: Final = "etcd-v3-dynamic"
-TTL: Final = 7200
-"""Seconds that a state lives after it was last written: that of torch's etcd-v2."""
-_TORCHS_OWN: Final = ("cas_backoff_max_seconds",)
+STATE_TTL: Final = 7200
+"""Seconds that a state lives after its last write; the same as in torch's etcd-v2."""
+_TORCH_KEYS: Final = ("cas_backoff_max_seconds",)
 
 
 class EtcdRendezvousBackend(RendezvousBackend):
     """Keeps the state of a run for `torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler`.
 
-    A state is bytes, written if it has not changed since (its fencing token is the key's mod revision).
+    A state is bytes. It is written if it has not changed since it was read; the fencing token is the key's mod
+    revision. For one thread: nothing guards the lease.
 
     Args:
-        etcd: the door to etcd.
+        etcd: the client.
         key: the key that holds the state.
-        ttl: seconds that the state lives after it was last written, at least two thirds of it.
+        ttl: seconds that the state lives after its last write. The lease is renewed by writes, and at most every third
+            of this, so it may be two thirds of it.
     """
 
-    def __init__(self, etcd: Etcd, key: str, ttl: int = TTL) -> None:
+    def __init__(self, etcd: Etcd, key: str, ttl: int = STATE_TTL) -> None:
         self._etcd, self._key, self._ttl = etcd, key, ttl
         self._lease, self._renewed_at = 0, 0.0
 
@@ -61,7 +64,9 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return (kv.value, kv.mod_revision) if kv else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Write the state if it still has this token, or if there is none yet; what is there then, and whether it did.
+        """Write the state if it still has this token, or without one if there is no state yet.
+
+        Returns the state that is there afterwards, its token, and whether this call wrote it.
 
         Raises RendezvousConnectionError.
         """
@@ -98,14 +103,14 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
     Takes the endpoints, TLS and login settings that `etcd-v3` takes. Raises ValueError (ConfigError) for bad settings,
     and RendezvousConnectionError when etcd does not answer.
     """
-    conf = {key: value for key, value in params.config.items() if key not in _TORCHS_OWN}
+    conf = {key: value for key, value in params.config.items() if key not in _TORCH_KEYS}
     if conf.get("timers") is not None:
-        raise ConfigError("timers", redacted(conf["timers"]), "leave it out: timers are served with etcd-v3 only")
+        raise ConfigError("timers", redacted(conf["timers"]), "leave it out: only etcd-v3 serves timers")
     settings, etcd, server = open_run(with_conf(params, conf))
     if server is not None:
         atexit.register(server.stop)
-    prefix = f"{settings.prefix}/dynamic"
-    return EtcdRendezvousBackend(etcd, f"{prefix}/state"), EtcdStore(etcd, f"{prefix}/store/")
+    backend = EtcdRendezvousBackend(etcd, backend_state_key(settings.prefix))
+    return backend, EtcdStore(etcd, backend_store_prefix(settings.prefix))
 
 
 def create_dynamic_handler(params: RendezvousParameters) -> RendezvousHandler:

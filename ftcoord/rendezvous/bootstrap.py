@@ -1,4 +1,4 @@
-"""The bootstrap address of a round: a port that each member holds open for the case that it gets rank 0."""
+"""The bootstrap address of a round: each member holds a port open, in case it gets rank 0."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed import TCPStore
 
 from ftcoord.config import EtcdConfig
 
-_TIMEOUT: Final = timedelta(seconds=60)
+_STORE_TIMEOUT: Final = timedelta(seconds=60)
 
 
 def own_address(local_addr: str | None, etcd: EtcdConfig) -> str:
-    """The address under which the other nodes reach this host.
+    """The address at which the other nodes reach this host.
 
-    `local_addr` if given; else the address from which this host reaches etcd, which needs no DNS; where etcd is on
-    loopback, the host's name as torch takes it (`socket.getfqdn()`) if that can be resolved, else 127.0.0.1.
+    `local_addr` if it is given; else the address from which this host reaches etcd, which needs no DNS. If etcd is on
+    loopback: the host's name as torch takes it (`socket.getfqdn()`), or 127.0.0.1 if that cannot be resolved.
     """
     if local_addr:
         return local_addr
@@ -48,9 +48,9 @@ def _resolves(name: str) -> bool:
 
 
 class Reservation:
-    """A listening port. Peers that connect early wait in its backlog; nobody else can take it meanwhile.
+    """A listening port. Peers that connect early wait in its backlog, and no other process can take it meanwhile.
 
-    Listens on loopback only when the address is a loopback one, else on all interfaces, as TCPStore does.
+    If the address is a loopback one it listens on loopback only, else on all interfaces, as TCPStore does.
     """
 
     def __init__(self, address: str) -> None:
@@ -60,13 +60,15 @@ class Reservation:
         self.port = int(self._socket.getsockname()[1])
 
     def serve(self) -> TCPStore:
-        """Turn the port into a TCPStore server; the reservation is used up."""
-        own = "::1" if self.address == "::1" else "127.0.0.1"  # the server's own client need not know the outside
+        """Turn the port into a TCPStore server. The reservation is used up."""
+        own = "::1" if self.address == "::1" else "127.0.0.1"  # the server's own client connects from this host
         fd = self._socket.detach()
-        return TCPStore(own, self.port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, master_listen_fd=fd)
+        return TCPStore(
+            own, self.port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, master_listen_fd=fd
+        )
 
     def release(self) -> None:
-        """Free the port; idempotent."""
+        """Free the port. Idempotent."""
         self._socket.close()
 
 

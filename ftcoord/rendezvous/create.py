@@ -1,4 +1,4 @@
-"""From torchrun's parameters to a handler."""
+"""Makes a handler from torchrun's parameters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 log = logging.getLogger(__name__)
 
 
-class Opened(NamedTuple):
-    """A run's settings, and its etcd: one that has answered, started here if `server` is not None."""
+class OpenedRun(NamedTuple):
+    """A run's settings, and a client whose etcd has answered; `server` is that etcd if it was started here."""
 
     settings: RendezvousSettings
     etcd: EtcdClient
@@ -46,7 +46,7 @@ def with_conf(params: RendezvousParameters, conf: Mapping[str, object]) -> Rende
     )
 
 
-def open_run(params: RendezvousParameters) -> Opened:
+def open_run(params: RendezvousParameters) -> OpenedRun:
     """Check the parameters, and connect. Raises as `create_handler`."""
     settings = RendezvousSettings.parse(
         backend=params.backend,
@@ -60,12 +60,12 @@ def open_run(params: RendezvousParameters) -> Opened:
     if settings.run_id == "none" and settings.etcd is not None:
         log.warning("no --rdzv-id was given: every job without one on this etcd belongs to the same run, 'none'")
     if settings.etcd is not None:
-        return Opened(settings, connect(settings.etcd), None)
+        return OpenedRun(settings, connect(settings.etcd), None)
     server = EtcdServer()
     server.start()
     config = EtcdConfig.load(server.get_endpoint(), env={}, request_timeout=settings.request_timeout)
     try:
-        return Opened(settings, connect(config), server)
+        return OpenedRun(settings, connect(config), server)
     except RendezvousConnectionError:
         server.stop()
         raise

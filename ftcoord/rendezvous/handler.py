@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ftcoord.core import rendezvous_records
+from ftcoord.core.layout import round_key, round_store_prefix
 from ftcoord.core.rendezvous_records import Round
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError
@@ -206,9 +207,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         prefix = self._settings.prefix
         self._store = EtcdStore(
             self._etcd,
-            rendezvous_records.store_prefix(prefix, round_.number),
+            round_store_prefix(prefix, round_.number),
             lease=member.record_lease or None,  # 0 if the record was deleted just now
-            fence=rendezvous_records.round_key(prefix, round_.number),
+            fence=round_key(prefix, round_.number),
         )
         return rank
 

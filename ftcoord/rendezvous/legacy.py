@@ -17,9 +17,9 @@ NAMES: Final = ("etcd", "etcd-v2")
 def install_legacy_names() -> None:
     """Make `--rdzv-backend=etcd` and `etcd-v2` run on ftcoord in this process; idempotent.
 
-    FTCOORD_REPLACE_LEGACY=1 in torchrun's environment does the same. torch lets nobody register a name twice, so this
+    FTCOORD_REPLACE_LEGACY=1 in torchrun's environment does the same. torch refuses to register a name twice, so this
     replaces the entries of its registry (tried with torch 2.6 and 2.13). The old `rdzv_conf` keys keep their meaning,
-    and those of `etcd-v3` have theirs; all others are ignored, as torch's back-ends do, with a warning that names them.
+    and those of `etcd-v3` work too. All others are ignored, as torch's back-ends do, with a warning that names them.
     """
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
@@ -34,7 +34,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     show_log_lines()
     log.warning("--rdzv-backend=%s runs on ftcoord's etcd-v3, through etcd's v3 API", params.backend)
     foreign = [key for key in params.config if not is_known(key)]
-    if foreign:  # without their values: nobody knows what is in them
+    if foreign:  # without their values: they may be secrets
         ignored = ", ".join(foreign)
         log.warning("rdzv_conf has keys that --rdzv-backend=%s does not know; ignored: %s", params.backend, ignored)
     return create_handler(with_conf(params, {key: params.config[key] for key in params.config if is_known(key)}))

@@ -1,4 +1,4 @@
-"""What torchrun's user reads of a rendezvous: log lines with time and level, and the words for nodes."""
+"""What torchrun's users read about a rendezvous: log lines with time and level, and texts that name nodes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TIME: Final = "%m%d %H:%M:%S"
 
 
 def show_log_lines() -> None:
-    """Print ftcoord's log lines on stderr, in a process whose user has set up no logging. Idempotent.
+    """Print ftcoord's log lines on stderr, if the process has set up no logging of its own. Idempotent.
 
-    LOGLEVEL, torch's switch (https://docs.pytorch.org/docs/stable/elastic/run.html), says from which level on. Without
-    it these are warnings, and of the rendezvous one line for each round too.
+    LOGLEVEL, torch's variable (https://docs.pytorch.org/docs/stable/elastic/run.html), sets the lowest level. Without
+    it, warnings are printed, and one line of the rendezvous for each round.
     """
     package = logging.getLogger("ftcoord")
     if package.hasHandlers():
@@ -37,20 +37,20 @@ def show_log_lines() -> None:
 
 
 def round_line(run_id: str, round_: Round, rank: int) -> str:
-    """What a participant is told of a round that is ready."""
+    """The log line of a participant for a round that is ready."""
     hosts = named(seat.host for seat in round_.seats)
     before = f"; the round before ended: {round_.before}" if round_.before else ""
     return f"run {run_id!r}, round {round_.number}: this node is rank {rank} of {len(round_.seats)}, on {hosts}{before}"
 
 
 def attendance(hosts: Sequence[str], count: int, least: int) -> str:
-    """How many nodes of at least `least` came, and who; `hosts` are the first ones of `count`."""
+    """How many nodes came, of at least `least`, and which; `hosts` are the first of them."""
     who = f" ({named(hosts, count)})" if hosts else ""
     return f"{count} of at least {least} nodes came{who}"
 
 
 def named(hosts: Iterable[str], count: int | None = None) -> str:
-    """The first hosts by name, and how many there are besides."""
+    """The first hosts by name, and how many more there are."""
     names = list(hosts)
     more = max(len(names) if count is None else count, len(names)) - SHOWN
     shown = ", ".join(names[:SHOWN])

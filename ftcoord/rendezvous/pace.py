@@ -12,7 +12,7 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import SEATING
 from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import EtcdError
-from ftcoord.primitives.group.participant import Look, Participant
+from ftcoord.primitives.group.participant import SIGNAL_LATENCY, Look, Participant
 from ftcoord.rendezvous.limits import OtherLimits
 from ftcoord.rendezvous.logs import SHOWN, attendance, named
 from ftcoord.rendezvous.run_record import RunRecord
@@ -20,8 +20,6 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
 
-SIGNAL_LATENCY: Final = 1.0
-"""Seconds until a signal is heeded that came in the moment before a wait: Python looks for those when a wait ends."""
 KEY_CHECK_INTERVAL: Final = 10.0
 """Seconds between two looks of a node that waits at whether its key is still there."""
 SEAT_INTERVAL: Final = 1.0

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, Situation, decide
-from ftcoord.core.rendezvous_records import Round, encode, parse_join_request, parse_round, round_key, store_prefix
-from ftcoord.core.verdict import Publish, Verdict
+from ftcoord.core.invariants import check_fences, check_round
+from ftcoord.core.layout import member_of, round_key, round_store_prefix
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide
+from ftcoord.core.rendezvous_records import Round, encode, parse_join_request, parse_round
+from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import Span
+from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
 
@@ -21,6 +25,7 @@ class RendezvousPolicy:
         self._members = ParsedKeys(parse_join_request)
         self._decided = ParsedKey(parse_round)
         self._highest = 0
+        self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record is not ours to read."""
@@ -28,14 +33,15 @@ class RendezvousPolicy:
         # An etcd that lost its last writes may show an older record than this member has seen.
         self._highest = max(self._highest, previous.number if previous else 0)
         members = [
-            RoundCandidate(kv.key.rpartition("/")[2], ask, view.seen[kv.key])
-            for kv, ask in self._members.of(view.members)
+            RoundCandidate(member_of(kv.key), ask, view.seen[kv.key]) for kv, ask in self._members.of(view.members)
         ]
-        situation = Situation(members, view.changed_at, previous, view.decided_at, view.vanished, self._highest)
+        situation = RoundSituation(members, view.changed_at, previous, view.decided_at, view.vanished, self._highest)
         verdict = decide(situation, self._options, now)
-        if isinstance(verdict, Publish):
-            return self._publish(verdict, previous, me)
-        return verdict
+        verdict = self._guard.passed(verdict, lambda one: check_round(situation, one.record), now)
+        if isinstance(verdict, Wait):
+            return verdict
+        number, published = verdict.record.number, self._publish(verdict, previous, me)
+        return self._guard.passed(published, partial(check_fences, self._prefix, previous, number), now)
 
     def _publish(self, decision: Publish[Round], previous: Round | None, me: str) -> Publish[bytes]:
         """A new round opens its store, empty, and ends those before, in the same transaction.
@@ -49,7 +55,7 @@ class RendezvousPolicy:
             return Publish(value, decision.reason, decision.rule)
         over = sorted({last, number - 1} - {0})
         fences = [Span(round_key(self._prefix, before)) for before in over]
-        stores = [Span(store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
+        stores = [Span(round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
         old = [*fences, *stores]
         return Publish(
             value,

@@ -1,4 +1,4 @@
-"""A run in etcd, as whoever is no member reads and closes it."""
+"""The record of a run in etcd, for readers and writers that need not be members."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from ftcoord.core import rendezvous, rendezvous_records
+from ftcoord.core.layout import decided_key, members_span, number_of, round_key, rounds_span
 from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Span
@@ -19,14 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class RunRecord:
-    """The record of one run. Its calls raise RendezvousConnectionError and RendezvousStateError."""
+    """The record of one run, and the keys beside it. Thread-safe: it keeps nothing in memory.
+
+    `read` and `close` raise RendezvousConnectionError and RendezvousStateError.
+    """
 
     def __init__(self, etcd: Etcd, settings: RendezvousSettings) -> None:
         self._etcd, self._settings = etcd, settings
-        self._key = f"{settings.prefix}/decided"
+        self._key = decided_key(settings.prefix)
 
     def read(self) -> Round | None:
-        """What was decided last."""
+        """The last round that was decided; None if there is none."""
         try:
             kv = self._etcd.range(Get(Span(self._key))).one
             return rendezvous_records.parse_round(kv.key, kv.value) if kv else None
@@ -38,8 +42,8 @@ class RunRecord:
     def close(self, reason: str, outcome: str, node: str | None = None) -> None:
         """End the run, within `close_timeout` seconds, unless it is over or went on without `node`.
 
-        A run that did not finish ends its round too: whoever waits in the round's store, as torch's agents do in their
-        exit barrier, waits for nodes that will not come.
+        If the run did not finish, its round ends too: torch's agents wait in the round's store, in their exit barrier,
+        for nodes that will not come.
         """
         settings = self._settings
 
@@ -47,9 +51,9 @@ class RunRecord:
             now = rendezvous_records.parse_round(kv.key, kv.value) if kv else rendezvous_records.NO_ROUND
             ended = rendezvous.close(now, reason, outcome, node)
             if ended is None:
-                _say_why_not(settings.run_id, now, outcome)
+                _log_why_not(settings.run_id, now, outcome)
                 return None
-            fence = Delete(Span(rendezvous_records.round_key(settings.prefix, now.number)))
+            fence = Delete(Span(round_key(settings.prefix, now.number)))
             value = rendezvous_records.encode(replace(ended, by=uuid.uuid4().hex))
             return value, () if outcome == rendezvous_records.FINISHED else (fence,)
 
@@ -61,30 +65,30 @@ class RunRecord:
             raise RendezvousConnectionError(f"run {settings.run_id!r} could not be closed: {error}") from None
 
     def members(self, limit: int, timeout: float) -> tuple[list[JoinRequest], int]:
-        """What the oldest members of the run ask, `limit` of them at the most; and how many members there are.
+        """The requests of the oldest members of the run, `limit` of them at most; and how many members there are.
 
         Raises EtcdError.
         """
-        span = Span(rendezvous_records.members_prefix(self._settings.prefix), is_prefix=True)
+        span = members_span(self._settings.prefix)
         found = self._etcd.range(Get(span, limit=limit, order="oldest"), timeout=timeout)
         asks = []
         for kv in found.kvs:
             try:
                 asks.append(rendezvous_records.parse_join_request(kv.key, kv.value))
             except StateError as error:
-                log.debug("not counted as a member: %s", error)
+                log.debug("not shown as a member: %s", error)
         return asks, found.count
 
     def highest_round(self, timeout: float) -> int:
-        """The highest round of which anything is left in etcd, also when the record was deleted. Raises EtcdError."""
-        span = Span(rendezvous_records.rounds_prefix(self._settings.prefix), is_prefix=True)
+        """The highest round that has left a key in etcd, even if the record was deleted. Raises EtcdError."""
+        span = rounds_span(self._settings.prefix)
         found = self._etcd.range(Get(span, keys_only=True), timeout=timeout)
-        return max((rendezvous_records.number_of(kv.key) for kv in found.kvs), default=0)
+        return max((number_of(kv.key) for kv in found.kvs), default=0)
 
 
-def _say_why_not(run_id: str, now: Round, outcome: str) -> None:
-    """Tell the user how the run really stands that this node would have closed with this outcome."""
+def _log_why_not(run_id: str, now: Round, outcome: str) -> None:
+    """Tell the user why this node did not close the run with this outcome."""
     if not now.closed:
         log.info("run %r is left to the others: they went on without this node", run_id)
     elif now.outcome != outcome:
-        log.warning("this node has %s, but run %r is over: %s", outcome, run_id, now.closed)
+        log.warning("this node has %s, but run %r is already over: %s", outcome, run_id, now.closed)

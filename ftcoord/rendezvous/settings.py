@@ -1,7 +1,7 @@
-"""What torchrun hands to a rendezvous back-end (endpoint, run id, ``rdzv_conf``), as checked and frozen settings.
+"""The parameters that torchrun gives a rendezvous back-end (endpoint, run id, ``rdzv_conf``), checked and frozen.
 
-`_KEYS` is the whole of ``rdzv_conf``: torch's own keys, those of the old etcd back-ends, and ours. A value may be text
-(from the command line) or a number (from Python); None counts as not given, as it does for torch.
+`_KEYS` is all of ``rdzv_conf``: torch's own keys, those of the old etcd back-ends, and ftcoord's. A value may be text
+(from the command line) or a number (from Python). None counts as not given, as it does for torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _user(key: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One row of ``rdzv_conf``: `name` sets `sets`, if no earlier row did; two spellings of one thing must agree."""
+    """One row of ``rdzv_conf``: `name` sets `sets`, unless an earlier row did. Two spellings of one key must agree."""
 
     name: str
     sets: str
@@ -110,7 +110,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousSettings:
-    """Everything a rendezvous handler needs to know; times in seconds.
+    """All settings of a rendezvous handler; times in seconds.
 
     Attributes:
         backend: the name torchrun knows the back-end by.
@@ -164,12 +164,12 @@ class RendezvousSettings:
 
     @property
     def prefix(self) -> str:
-        """The key prefix of this run, without a slash at the end: everything the run writes is below it.
+        """The key prefix of this run, without a slash at the end. All keys that the run writes are below it.
 
-        The run id is percent-encoded (``/`` becomes ``%2F``), so it is one path segment whatever it holds: under one
-        `key_prefix`, two runs never share keys, and none lies within another. One character of an id takes up to 12
-        bytes, and etcd sets no limit that an id of some hundred characters would meet. Not promised: that one
-        `key_prefix` does not lie within another (``/a`` and ``/a/b``); choose them apart.
+        The run id is percent-encoded (``/`` becomes ``%2F``), so it is one path segment whatever it contains: under one
+        `key_prefix`, two runs never share keys, and no run lies within another. A character of an id takes up to 12
+        bytes; etcd accepts ids of some hundred characters. Not checked: whether one `key_prefix` lies within another
+        (``/a`` and ``/a/b``); choose prefixes that do not.
         """
         return run_prefix(self.key_prefix, self.run_id)
 
@@ -189,9 +189,8 @@ class RendezvousSettings:
         """The settings that torch's `RendezvousParameters` describe, before any socket is opened.
 
         Args:
-            endpoint: as `EtcdConfig.load` takes it; ``embedded`` for an etcd of our own; empty for what the
-                environment says.
-            conf: ``rdzv_conf``; see `_KEYS`. The environment fills in what it does not say about etcd.
+            endpoint: as `EtcdConfig.load` takes it; ``embedded`` starts an etcd here; empty takes the environment's.
+            conf: ``rdzv_conf``; see `_KEYS`. The environment adds what it leaves out about etcd.
             env: the variables; None reads ``os.environ``.
 
         Raises:
@@ -216,12 +215,12 @@ class RendezvousSettings:
 
 
 def is_known(key: str) -> bool:
-    """Whether `key` is one of ``rdzv_conf``'s; for the old names, under which torch ignores all others."""
+    """Whether ``rdzv_conf`` has this key. Under the old names of the back-end, torch ignores all others."""
     return key in _NAMES
 
 
 def _read(conf: Mapping[str, object]) -> dict[str, _Found]:
-    """What `conf` sets, by setting. Every value is checked, also one that an earlier row of the table overrides."""
+    """The values of `conf`, by setting. Each is checked, even one that an earlier row of the table overrides."""
     for key in conf:
         if key not in _NAMES:
             raise _unknown(key, conf[key])
@@ -248,7 +247,7 @@ def _unknown(key: str, value: object) -> ConfigError:
 
 
 def _lease_from_keep_alive(found: Mapping[str, _Found]) -> _Found | None:
-    """torch's way to say it: a node is dead after `keep_alive_max_attempt` silent intervals."""
+    """The TTL in torch's terms: a node is dead after `keep_alive_max_attempt` intervals without a sign."""
     given = found.get("keep_alive_interval") or found.get("keep_alive_max_attempt")
     if given is None:
         return None

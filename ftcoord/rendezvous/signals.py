@@ -1,4 +1,4 @@
-"""Signals that come while an agent waits for its first round."""
+"""Signals that arrive while an agent waits for its first round."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 @contextlib.contextmanager
 def raised_as_exceptions() -> Iterator[None]:
-    """Within this block the signals that torchrun handles raise its SignalException, where nobody else handles them.
+    """Within this block the signals that torchrun handles raise its SignalException, unless they have a handler.
 
-    torch installs its handlers when it starts the first workers. Until then a SIGTERM would end the agent at once,
-    and the others would count on it until its lease expires.
+    torch installs its handlers when it starts the first workers. Until then a SIGTERM would end the agent at once, and
+    the others would wait for it until its lease expires. Without effect outside the main thread, where Python sets no
+    handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Expiration timers under torchrun: the agent's handler serves those of its workers."""
+"""Expiration timers under torchrun: the agent's handler runs the server for its workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from ftcoord.timer.environment import VARIABLE, describe
 
 
 def serve_timers(prefix: str, etcd: EtcdClient) -> Callable[[], None]:
-    """Start a server for this host, and tell the workers that are started from now on; what ends both."""
+    """Start a server for this host, and let workers that are started from now on find it; returns what ends both.
+
+    The workers find it through this process's environment, which torch's agent copies when it starts them: torch gives
+    a handler no other way to reach them. So only one run with timers can be served by a process.
+    """
     from ftcoord.timer.server import EtcdTimerServer
 
     ends = contextlib.ExitStack()

@@ -27,11 +27,11 @@ class RendezvousTimeoutException(Exception):
 
 
 class RendezvousNonRetryableError(Exception):
-    """Anything else that went wrong: trying again in this process does not help."""
+    """Any other failure; trying again in this process does not help."""
 
 
 class TorchelasticHandler:
-    """A rendezvous handler of torch's (`torch.distributed.elastic`) with torchelastic's interface.
+    """A `torch.distributed.elastic` rendezvous handler with torchelastic's interface.
 
     handler = TorchelasticHandler(create_handler(RendezvousParameters("etcd-v3", endpoint, run_id, 1, 4)))
     store, rank, world_size = handler.next_rendezvous()
@@ -68,7 +68,7 @@ class TorchelasticHandler:
         return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
-        """Leave, and close the run; whether that reached etcd."""
+        """Leave, and close the run; returns whether that reached etcd."""
         return self._handler.shutdown()
 
 

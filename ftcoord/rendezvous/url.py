@@ -1,4 +1,4 @@
-"""`etcd://h1:2379,h2:2379/run?rank=0&world_size=4`: what an init_method says, checked before any socket is opened."""
+"""`etcd://h1:2379,h2:2379/run?rank=0&world_size=4`: an init_method, checked before any socket is opened."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ftcoord.errors import ConfigError
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 SCHEMES: Final[dict[str, dict[str, str]]] = {"etcd": {}, "etcds": {"protocol": "https"}}
-ANY_NUMBER: Final = 2**31 - 1
+NO_LIMIT: Final = 2**31 - 1
 _OWN: Final = ("rank", "world_size", "local_addr")
-_world = whole(1, ANY_NUMBER)
-_rank = whole(0, ANY_NUMBER)
+_world = whole(1, NO_LIMIT)
+_rank = whole(0, NO_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
 class InitUrl:
-    """A run, how many members it has (None: all that come until the last call is over), and which one this is."""
+    """A run, its number of members (None: all that come until the last call is over), and the rank of this one."""
 
     settings: RendezvousSettings
     world_size: int | None
@@ -28,10 +28,10 @@ class InitUrl:
 
 
 def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) -> InitUrl:
-    """What the URL says; `timeout` in seconds is the join time-out where it names none.
+    """Read the URL; `timeout`, in seconds, is the join time-out if the URL has none.
 
     The path is the run id, percent-encoded. Besides `rank`, `world_size` and `local_addr` the query takes the keys of
-    `rdzv_conf`. A port left out is 2379, and a host left out comes from FTCOORD_ENDPOINTS.
+    `rdzv_conf`. Without a port it is 2379; without a host, the endpoints come from FTCOORD_ENDPOINTS.
 
     Raises ConfigError.
     """
@@ -55,7 +55,7 @@ def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) ->
         endpoint=parts.netloc,
         run_id=unquote(parts.path.removeprefix("/")),
         min_nodes=world_size or 1,
-        max_nodes=world_size or ANY_NUMBER,
+        max_nodes=world_size or NO_LIMIT,
         local_addr=query.get("local_addr"),
         conf={"join_timeout": timeout, **SCHEMES[parts.scheme], **{k: v for k, v in query.items() if k not in _OWN}},
         env=env,

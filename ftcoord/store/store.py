@@ -21,6 +21,13 @@ from torch.distributed import DistStoreError, Store
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
+from ftcoord.core.layout import (
+    DEFAULT_STORE_PREFIX,
+    store_counts_span,
+    store_queue_span,
+    store_queues_span,
+    store_values_span,
+)
 from ftcoord.core.store_values import as_bytes, counter, counts_by, plain, stored
 from ftcoord.etcd.api import (
     Compare,
@@ -44,7 +51,6 @@ from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 from ftcoord.store.halves import StoreResources, let_go
 from ftcoord.store.waiting import Waiting
 
-DEFAULT_PREFIX: Final = "/ftcoord/v1/@store/"
 """No run's keys lie there: an @ in a run's id is written %40 in its keys."""
 STORE_TIMEOUT: Final = timedelta(seconds=300)
 """The time-out of a store's operations, unless its user sets another."""
@@ -97,7 +103,7 @@ class EtcdStore(Store):
     def __init__(
         self,
         etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
-        prefix: str = DEFAULT_PREFIX,
+        prefix: str = DEFAULT_STORE_PREFIX,
         timeout: timedelta | None = None,
         *,
         ttl: int = 3600,
@@ -108,9 +114,10 @@ class EtcdStore(Store):
         own = None if hasattr(etcd, "txn") else EtcdClient(cast(EtcdConfig, etcd))
         # Never change. `_changes` and `_waiting` have locks of their own.
         self._etcd: Etcd = cast(Etcd, etcd) if own is None else own
-        self._data, self._queues = f"{prefix}data/", f"{prefix}queues/"
+        self._prefix = prefix
+        self._data, self._queues = store_values_span(prefix).start, store_queues_span(prefix).start
         self._closed = concurrency.event()
-        self._changes = ExactlyOnceWriter(self._etcd, f"{prefix}ops/", ttl, lease, fence, self._closed)
+        self._changes = ExactlyOnceWriter(self._etcd, store_counts_span(prefix).start, ttl, lease, fence, self._closed)
         self._waiting = Waiting(self._etcd, fence, self._closed)
         # Any thread, one step of the dict at a time. It is a hint: every change is guarded in etcd.
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
@@ -271,7 +278,7 @@ class EtcdStore(Store):
     # -- how ----------------------------------------------------------------------------------------------------
 
     def _queue(self, key: str) -> Span:
-        return Span(f"{self._queues}{quote(key, safe='')}/", is_prefix=True)
+        return store_queue_span(self._prefix, key)
 
     def _deadline(self, timeout: timedelta | None = None) -> float:
         """When an operation that begins now must end, on the monotonic clock. Refuses it when the store is closed."""

@@ -17,8 +17,8 @@ from torch.distributed.elastic.timer import TimerClient
 
 from ftcoord import concurrency
 from ftcoord.config import MAX_SECONDS, EtcdConfig, redacted, whole
-from ftcoord.core.layout import KEY_PREFIX
-from ftcoord.core.timers import RELEASED, Timer, Worker, encode, slot_key
+from ftcoord.core.layout import KEY_PREFIX, timer_key
+from ftcoord.core.timer_records import RELEASED, Timer, Worker, encode
 from ftcoord.errors import ClientClosed, ConfigError, ThreadFailed
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
@@ -118,7 +118,7 @@ class EtcdTimerClient(TimerClient):
         self._closed = False
         self._problem = LogOnce(log)
         self._keys = LeasedKeys(
-            self._run.etcd, ttl, lambda slot, lease: slot_key(prefix, worker.host, lease, slot), "timers"
+            self._run.etcd, ttl, lambda slot, lease: timer_key(prefix, worker.host, lease, slot), "timers"
         )
         atexit.register(self.close)
 

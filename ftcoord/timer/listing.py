@@ -10,10 +10,11 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
-from ftcoord.core.layout import KEY_PREFIX
-from ftcoord.core.timers import Timer, TimerInfo, inform, parse, timers_prefix
+from ftcoord.core.layout import KEY_PREFIX, timers_span
+from ftcoord.core.timer_records import Timer, parse_timer
+from ftcoord.core.timers import TimerInfo, inform
 from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, StateError
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
+from ftcoord.etcd.api import Etcd, Get, KeyValue
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.mirror import Change
@@ -42,7 +43,7 @@ def active(
     Raises ConfigError for bad arguments, before any socket is opened, and EtcdError when etcd cannot be read.
     """
     with Namespace.open(run, etcd, key_prefix) as place:
-        found = place.etcd.range(Get(Span(timers_prefix(place.prefix), is_prefix=True)))
+        found = place.etcd.range(Get(timers_span(place.prefix)))
     timers = [timer for kv in found.kvs if (timer := _timer(kv)) and not timer.expired]
     return sorted(map(_inform, timers), key=lambda info: info.left)
 
@@ -59,7 +60,7 @@ class Subscription(Closing):
         """What ended it; None while it reports, and after `close()`. Written once, by its thread."""
         self._run, self._callback = run, callback  # never change
         # `begin()`'s thread, and from its end on only our thread:
-        self._feed = Feed(run.etcd, Span(timers_prefix(run.prefix), is_prefix=True))
+        self._feed = Feed(run.etcd, timers_span(run.prefix))
         self._reported: dict[str, int] = {}  # the token of the timer that was reported last, by key
         self._closed = concurrency.event()
         self._thread = concurrency.thread(self._run_reports, "ftcoord-expired")
@@ -161,7 +162,7 @@ def on_expired(
 
 def _timer(kv: KeyValue) -> Timer | None:
     try:
-        return parse(kv.key, kv.value)
+        return parse_timer(kv.key, kv.value)
     except StateError as error:
         log.warning("%s", error)
         return None

@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from ftcoord.core.timers import Worker
+from ftcoord.core.timer_records import Worker
 from ftcoord.errors import ConfigError
 
 _ENDED_STATES = frozenset("ZXx")

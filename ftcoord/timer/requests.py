@@ -9,9 +9,10 @@ from torch.distributed.elastic.timer import TimerRequest
 from torch.distributed.elastic.timer.api import RequestQueue
 
 from ftcoord import concurrency
-from ftcoord.core.timers import Timer, parse
+from ftcoord.core.layout import timers_span
+from ftcoord.core.timer_records import Timer, parse_timer
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Etcd, KeyValue, Span
+from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.mirror import Change
 
@@ -38,13 +39,13 @@ class EtcdTimerRequest(TimerRequest):
 
 
 class EtcdRequestQueue(RequestQueue):
-    """The timers below a prefix. For one thread; only `wake()` may be called from others.
+    """The timers of one host of a run. For one thread; only `wake()` may be called from others.
 
     `size` and `get` raise EtcdError where etcd cannot be watched, and go on where they were when called again.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str) -> None:
-        self._feed = Feed(etcd, Span(prefix, is_prefix=True))
+    def __init__(self, etcd: Etcd, prefix: str, host: str) -> None:
+        self._feed = Feed(etcd, timers_span(prefix, host))
         self._ready: deque[TimerRequest] = deque()
         self._began = 0
 
@@ -95,7 +96,7 @@ def _request(change: Change, listed: bool) -> EtcdTimerRequest | None:
 
 def _timer(kv: KeyValue | None) -> Timer | None:
     try:
-        return parse(kv.key, kv.value) if kv else None
+        return parse_timer(kv.key, kv.value) if kv else None
     except StateError as error:
         log.warning("no timer: %s", error)
         return None

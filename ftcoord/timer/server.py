@@ -13,7 +13,8 @@ from torch.distributed.elastic.timer import TimerRequest, TimerServer
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig, seconds
 from ftcoord.core.layout import KEY_PREFIX
-from ftcoord.core.timers import Book, Entry, TimerInfo, Worker, due, encode, inform, timers_prefix
+from ftcoord.core.timer_records import Worker, encode
+from ftcoord.core.timers import Book, Entry, TimerInfo, due, inform
 from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Put
 from ftcoord.etcd.namespace import Namespace
@@ -76,7 +77,7 @@ class EtcdTimerServer(TimerServer):
     ) -> None:
         interval, self._host = seconds("max_interval", max_interval), host_id()
         self._run = run if isinstance(run, Namespace) else Namespace.open(run, etcd, key_prefix)
-        self._queue = EtcdRequestQueue(self._run.etcd, timers_prefix(self._run.prefix, self._host))
+        self._queue = EtcdRequestQueue(self._run.etcd, self._run.prefix, self._host)
         super().__init__(self._queue, interval, daemon)
         self.id = uuid.uuid4().hex
         self._reap, self._clock = reap, clock  # never change

@@ -8,7 +8,8 @@ from typing import Final
 from torch.distributed.elastic.timer import TimerRequest
 
 from ftcoord.core.lease import RENEW_AFTER
-from ftcoord.core.timers import Entry, Worker
+from ftcoord.core.timer_records import Worker
+from ftcoord.core.timers import Entry
 from ftcoord.errors import LeaseLost
 from ftcoord.etcd.api import Etcd, Lease
 from ftcoord.primitives.session import KeptLease, Renewer

@@ -57,12 +57,12 @@ def test_patience_counts_from_the_last_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A machine on which each step takes half of the patience is slow, not stuck; and it says how far it is."""
-    monkeypatch.setattr(run, "STEPS", 6)
+    monkeypatch.setattr(run, "PHASE_STEPS", 6)
     (tmp_path / "progress.jsonl").touch()
-    clock = Clock(run.PATIENCE / 2, lambda: report(tmp_path))
+    clock = Clock(run.STALL_TIMEOUT / 2, lambda: report(tmp_path))
     demo = Demo(tmp_path, etcd, client, stack, clock)
     assert len(demo._await_steps()) >= 6
-    assert clock.now > 2 * run.PATIENCE
+    assert clock.now > 2 * run.STALL_TIMEOUT
     said = capsys.readouterr().out
     assert re.search(r"\.\.\. waiting for 6 steps of training \([1-5] so far\)", said), said
 
@@ -71,8 +71,10 @@ def test_a_training_that_stands_still_fails(
     etcd: EtcdServer, client: EtcdClient, stack: ExitStack, tmp_path: Path
 ) -> None:
     (tmp_path / "progress.jsonl").touch()
-    demo = Demo(tmp_path, etcd, client, stack, Clock(run.PATIENCE / 4))
-    with pytest.raises(DemoError, match=rf"for 180 s nothing came of .*: {run.STEPS} steps of training \(0 so far\)"):
+    demo = Demo(tmp_path, etcd, client, stack, Clock(run.STALL_TIMEOUT / 4))
+    with pytest.raises(
+        DemoError, match=rf"no progress for 180 s while waiting for {run.PHASE_STEPS} steps of training \(0 so far\)"
+    ):
         demo._await_steps()
 
 

@@ -60,5 +60,5 @@ def test_a_finished_training_says_so_when_it_is_started_again(etcd: EtcdServer, 
         with Job(folder, etcd.get_endpoint(), "1", run_id=f"{tmp_path.name}-{number}", env=env) as job:
             job.start("a", entry=[str(SCRIPT)])
             job.expect_exit(0, "a")
-            assert "has 200 steps; delete it to train anew" in job.agents["a"].terminal()
+            assert "has 200 steps; delete it to train again" in job.agents["a"].terminal()
             assert [step for _, step, _ in progress(job, "a")] == ([] if number else [50, 100, 150, 200])

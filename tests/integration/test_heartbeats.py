@@ -13,11 +13,11 @@ import pytest
 from helpers import DEADLINE, eventually, in_fork, python
 
 import ftcoord
-from ftcoord.core.heartbeats import HeartbeatEvent, heartbeats_prefix
-from ftcoord.core.layout import KEY_PREFIX, run_prefix
+from ftcoord.core.heartbeats import HeartbeatEvent
+from ftcoord.core.layout import KEY_PREFIX, heartbeats_span, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
-from ftcoord.etcd.api import Compare, Get, KeyValue, Op, Span, TxnResult
+from ftcoord.etcd.api import Compare, Get, KeyValue, Op, TxnResult
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.heartbeat import HeartbeatWatch
 from ftcoord.primitives.leased_keys import LeasedKeys
@@ -56,7 +56,7 @@ def watching(run: str, endpoint: str) -> Iterator[Events]:
 
 
 def keys_of(client: EtcdClient, run: str) -> Sequence[KeyValue]:
-    span = Span(heartbeats_prefix(run_prefix(KEY_PREFIX, run)), is_prefix=True)
+    span = heartbeats_span(run_prefix(KEY_PREFIX, run))
     return client.range(Get(span)).kvs
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -17,10 +19,21 @@ import pytest
 from helpers import DEADLINE, eventually, in_fork
 from rdzv_nodes import keys_under, spawn
 
-from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer, Observer, policy, replica
+from ftcoord import cli
+from ftcoord.coordination import (
+    Gateway,
+    LighthouseClient,
+    ManagerClient,
+    ManagerServer,
+    Observer,
+    manager,
+    policy,
+    replica,
+)
 from ftcoord.coordination.address import parse_address
+from ftcoord.coordination.gateway_sessions import GatewaySessions
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable
+from ftcoord.errors import EtcdUnavailable, ServerError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.etcd.client import EtcdClient
 
@@ -133,6 +146,69 @@ def test_nobody_keeps_a_member_alive_that_hears_nothing(
     eventually(lambda: job.keys("members/"), "it is back")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_manager_that_receives_no_calls_any_more_leaves_the_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks see that it is gone, and do not wait until their time is over."""
+    server = job.manager("a", world_size=2)
+    assert len(job.keys("members/")) == 1
+    monkeypatch.setattr(manager, "_managers", {})  # so the call goes through etcd
+    rank = ManagerClient(server.address(), LONG)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("made by the test")
+
+    monkeypatch.setattr(server._vote_counter, "cast", fail)
+    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*is gone"):
+        rank.should_commit(1, 0, True, LONG)
+    assert not job.keys("members/")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_manager_that_cannot_come_back_any_more_leaves_the_job(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.rules(heartbeat_timeout_ms=3_000)
+    server = job.manager("a")
+    (key,) = job.keys("members/").values()
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("made by the test")
+
+    monkeypatch.setattr(server._advertised, "put", fail)
+    job.client.revoke(key.lease)
+    eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
+    eventually(lambda: not job.keys("members/"), "nobody counts on it")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would keep dead replicas alive."""
+    job.rules(heartbeat_timeout_ms=3_000)
+    sessions = GatewaySessions(job.client, parse_address(job.address))
+    job.stack.callback(sessions.close)
+    deadline = time.monotonic() + DEADLINE
+    sessions.beat("a", deadline)
+    assert len(job.keys("members/")) == 1
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("made by the test")
+
+    monkeypatch.setattr(sessions, "_take_silent", fail)
+    eventually(lambda: sessions.has_failed, "it has failed")
+    with pytest.raises(ServerError, match="restart it"):
+        sessions.beat("a", deadline)
+    eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
+
+
+def test_the_command_ends_when_its_gateway_has_failed(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Gateway, "has_failed", property(lambda self: True))
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)
+    assert cli.main(["gateway", "--etcd", job.address, "--listen", "127.0.0.1:0"]) == 1
+    assert "the gateway has failed" in capsys.readouterr().err
+
+
 # -- several of one name ----------------------------------------------------------------------------------------
 
 
@@ -231,6 +307,16 @@ def test_an_observer_that_nobody_holds_ends(job: Job, in_a_cycle: bool) -> None:
     eventually(lambda: gc.collect() >= 0 and observers() == before, "its thread ends")
 
 
+# -- time-outs --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_may_wait_for_ever(job: Job) -> None:
+    rank = ManagerClient(job.manager("a", world_size=2).address(), LONG)
+    first = spawn(partial(rank.should_commit, 0, 0, True, timedelta.max))
+    assert rank.should_commit(1, 0, True, LONG)
+    assert first.result(DEADLINE)
+
+
 # -- what users read --------------------------------------------------------------------------------------------
 
 
@@ -272,6 +358,8 @@ def test_a_forked_child_is_refused_at_once(job: Job) -> None:
     assert client.quorum("x", LONG).quorum_id == 1
     server = job.manager("a", world_size=2)
     rank = ManagerClient(server.address(), LONG)
+    observer = Observer(job.address, LONG, on_lost=print)
+    job.stack.callback(observer.close)
     calls: list[Callable[[], object]] = [
         lambda: client.quorum("x", LONG),
         lambda: client.heartbeat("x", LONG),
@@ -279,8 +367,10 @@ def test_a_forked_child_is_refused_at_once(job: Job) -> None:
         lambda: rank.should_commit(0, 0, True, LONG),
         lambda: rank._checkpoint_metadata(0, LONG),
         lambda: rank.kill("", LONG),
+        observer.quorum,
+        lambda: observer.get_config("lr"),
     ]
     assert [in_fork(call) for call in calls] == ["ForkedProcessError"] * len(calls)
-    assert in_fork(server.shutdown) == "None"
+    assert [in_fork(server.shutdown), in_fork(observer.close)] == ["None"] * 2
     votes = [spawn(partial(rank.should_commit, number, 0, True, LONG)) for number in range(2)]
     assert [vote.result(DEADLINE) for vote in votes] == [True, True]

@@ -8,7 +8,6 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -21,7 +20,7 @@ from replicas import ReplicaProcess, replica_processes
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import ManagerClient, ManagerServer
 from ftcoord.coordination.address import parse_address
-from ftcoord.coordination.manager import mailbox_prefix
+from ftcoord.core.layout import mailbox_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd import shared
 from ftcoord.etcd.api import Batch, Get, Span, WatchItem
@@ -37,7 +36,8 @@ class Group:
     def __init__(self, server: EtcdServer, job: str, zero: ReplicaProcess, one: ReplicaProcess) -> None:
         self.zero, self.one, self._server = zero, one, server
         self.address = zero.manage("a", world_size=2)
-        self._prefix = mailbox_prefix(parse_address(self.address))
+        address = parse_address(self.address)
+        self._prefix = mailbox_prefix(address.prefix, address.manager)
 
     def train(self, step: int) -> int:
         """One step of all ranks; its quorum's id."""
@@ -49,11 +49,11 @@ class Group:
         assert [vote.result(DEADLINE) for vote in votes] == [True, True]
         return told[0][0]
 
-    def await_call(self, line: str, there: bool = True) -> None:
+    def await_call(self, channel: str, there: bool = True) -> None:
         """Until a rank has called its manager through etcd; or until its call is gone."""
-        key = Get(Span(f"{self._prefix}/in/{line}"))
+        key = Get(Span(f"{self._prefix}/in/{channel}"))
         with self._server.get_client() as client:
-            eventually(lambda: bool(client.range(key).kvs) is there, f"call on {line}: {there}")
+            eventually(lambda: bool(client.range(key).kvs) is there, f"call on {channel}: {there}")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_ranks_train_and_vote(group: Group) -> None:
 def test_a_kill_ends_the_manager_that_it_was_meant_for(fragile: EtcdServer) -> None:
     """Its successor of the same name finds the call in etcd, and lives; a call of its own ends it."""
     job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1"
-    prefix = mailbox_prefix(replace(parse_address(job), manager="a"))
+    prefix = mailbox_prefix(parse_address(job).prefix, "a")
     with fragile.get_client() as client, replica_processes(job, 2) as (zero, one):
         client.put(f"{prefix}/in/kill-0", json.dumps({"id": "1", "timeout": DEADLINE, "message": "before"}).encode())
         group = Group(fragile, job, zero, one)
@@ -89,7 +89,7 @@ def is_call(item: WatchItem) -> bool:
 
 
 @pytest.mark.xfail(
-    strict=True, reason="votes go through etcd until issue 15: they and their withdrawal may be heard late"
+    strict=True, reason="votes go through etcd until issue 15: they and their withdrawal may arrive late"
 )
 def test_a_vote_that_was_taken_back_does_not_count_for_a_manager_that_was_busy(
     fragile: EtcdServer, monkeypatch: pytest.MonkeyPatch

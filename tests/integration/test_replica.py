@@ -20,8 +20,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.coordination import replica as replicas
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
-from ftcoord.core.quorum_records import ReplicaRecord, parse_replica
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Batch, Etcd, Get, Span, TxnResult, WatchItem
 from ftcoord.etcd.client import EtcdClient

@@ -21,12 +21,13 @@ from timed import EtcdTimers, ServerProcess, Worker, workers
 from torch.distributed.elastic.timer import TimerRequest
 
 import ftcoord
-from ftcoord.core.layout import KEY_PREFIX, run_prefix
-from ftcoord.core.timers import Timer, TimerInfo, encode, parse, slot_key, timers_prefix
+from ftcoord.core.layout import KEY_PREFIX, run_prefix, timer_key, timers_span
+from ftcoord.core.timer_records import Timer, encode, parse_timer
+from ftcoord.core.timers import TimerInfo
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, ConfigError
-from ftcoord.etcd.api import Get, KeyValue, Span
+from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.timer import server as server_module
 from ftcoord.timer.client import EtcdTimerClient
@@ -93,12 +94,12 @@ def serving(
 
 def slots(client: EtcdClient, run: str) -> list[KeyValue]:
     """All there is of a run's timers in etcd."""
-    return list(client.range(Get(Span(timers_prefix(run_prefix(KEY_PREFIX, run)), is_prefix=True))).kvs)
+    return list(client.range(Get(timers_span(run_prefix(KEY_PREFIX, run)))).kvs)
 
 
 def timer_of(client: EtcdClient, run: str) -> Timer:
     """The only timer of a run."""
-    (timer,) = [timer for kv in slots(client, run) if (timer := parse(kv.key, kv.value))]
+    (timer,) = [timer for kv in slots(client, run) if (timer := parse_timer(kv.key, kv.value))]
     return timer
 
 
@@ -191,8 +192,8 @@ def test_only_the_very_process_is_killed(client: EtcdClient, etcd: EtcdServer, p
         lease = client.grant(60).id
         for slot, (pid, late) in enumerate(((stranger.pid, 1), (meant.pid, 0))):
             record = timer(pid, (started(pid) or 0) - late)
-            client.put(slot_key(run, host_id(), lease, str(slot)), encode(record), lease)
-        client.put(slot_key(run, host_id(), lease, "no timer"), b"what is this?", lease)
+            client.put(timer_key(run, host_id(), lease, str(slot)), encode(record), lease)
+        client.put(timer_key(run, host_id(), lease, "no timer"), b"what is this?", lease)
         meant.killed()
         server.knows(0)
         assert stranger.runs()

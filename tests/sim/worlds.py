@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from members import Node, Roll, read
+from members import Node, read
 
 from ftcoord import concurrency
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
-from ftcoord.etcd.api import Batch, Get, Span, WatchItem
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.etcd.api import Batch, Etcd, Get, Span, WatchItem
 from ftcoord.testing import Call, Fate, MemoryClient, MemoryEtcd, Scheduler
 
 T = TypeVar("T")
@@ -70,10 +70,15 @@ class World:
             assert concurrency.now() < deadline, f"not within {timeout:g} virtual seconds: {what}"
             self.sleep(0.05)
 
-    def host(self, fate: Callable[[Call], Fate] | None = None, **more: Any) -> Host:
-        """A process on a host of its own, which is a member of the group."""
+    def host(
+        self,
+        fate: Callable[[Call], Fate] | None = None,
+        door: Callable[[Etcd], Etcd] = lambda client: client,
+        **more: Any,
+    ) -> Host:
+        """A process on a host of its own, which is a member of the group; `door` may change what it hears of etcd."""
         self._number += 1
-        return Host(self, f"host{self._number}", self.etcd.client(fate), **more)
+        return Host(self, f"host{self._number}", self.etcd.client(fate), door, **more)
 
     def agree(self, *hosts: Host, heard_by: Sequence[Host] = ()) -> dict[str, Any]:
         """Wait until these hosts are the members, and all of them (or `heard_by`) heard it by one record; return it."""
@@ -112,10 +117,12 @@ class World:
 class Host:
     """One process: its client, and its member of the group. All its threads stop with `pause()`."""
 
-    def __init__(self, world: World, name: str, client: MemoryClient, **more: Any) -> None:
+    def __init__(
+        self, world: World, name: str, client: MemoryClient, door: Callable[[Etcd], Etcd], **more: Any
+    ) -> None:
         self._world, self.name, self.client = world, name, client
         with world.scheduler.process(name):
-            self.node = insist(lambda: Node(client, PREFIX, **{"ttl": TTL, **more}))
+            self.node = insist(lambda: Node(door(client), PREFIX, **{"ttl": TTL, **more}))
 
     @property
     def lease(self) -> int:
@@ -144,6 +151,3 @@ def insist(call: Callable[[], T]) -> T:
             return call()
         except (EtcdUnavailable, OutcomeUnknown):
             continue
-
-
-__all__ = ["PREFIX", "SEEDS", "TTL", "EtcdError", "Host", "LeaseLost", "Roll", "World", "insist", "play", "simulated"]

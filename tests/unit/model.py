@@ -1,9 +1,9 @@
 """A small world around `decide()`: three nodes at most, one record in etcd, and everything that can happen to them.
 
-A state is what the decider sees (a Situation whose times are relative to `now = 0`) and what only the nodes know. Time
-passes in ticks: the settle time-out is one, the last call is two, participants have three to come back, and what is
-older than that stays that old. Round
-numbers are counted from the present round, so that the same situation in a later round is the same state.
+A state is what the decider sees (a RoundSituation whose times are relative to `now = 0`) and what only the nodes know.
+Time passes in ticks: the settle time-out is one, the last call is two, participants have three to come back, and what
+is older than that stays that old. Round numbers are counted from the present round, so that the same situation in a
+later round is the same state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from ftcoord.core import rendezvous
-from ftcoord.core.rendezvous import RETURNING, RoundCandidate, RoundOptions, Situation
+from ftcoord.core.invariants import InvariantBroken, check_round, require
+from ftcoord.core.rendezvous import RETURNING, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
 from ftcoord.core.verdict import Publish, Verdict
 
@@ -29,11 +30,7 @@ TICK: Final = 1.0
 BASE: Final = 2
 """What the present round's number is counted from."""
 
-Decide = Callable[[Situation, RoundOptions, float], Verdict]
-
-
-class Broken(AssertionError):
-    """An invariant does not hold."""
+Decide = Callable[[RoundSituation, RoundOptions, float], Verdict]
 
 
 class Pending(NamedTuple):
@@ -54,21 +51,21 @@ class State(NamedTuple):
         pending: only where deciders race.
     """
 
-    view: Situation
+    view: RoundSituation
     running: frozenset[str] = frozenset()
     blind: frozenset[str] = frozenset()
     pending: tuple[Pending, ...] = ()
 
 
 Step = tuple[str, State]
-START: Final = State(Situation((), 0.0, None, 0.0))
+START: Final = State(RoundSituation((), 0.0, None, 0.0))
 
 
-def live(view: Situation) -> list[str]:
+def live(view: RoundSituation) -> list[str]:
     return [member.id for member in view.members]
 
 
-def participants(view: Situation) -> list[str]:
+def participants(view: RoundSituation) -> list[str]:
     """The live participants of the last round."""
     seated = {seat.member for seat in view.previous.seats} if view.previous else set()
     return [member for member in live(view) if member in seated]
@@ -82,13 +79,14 @@ def quick(recall_on_loss: bool = True) -> RoundOptions:
 # -- what must hold of every decision ---------------------------------------------------------------------------
 
 
-def check(view: Situation, running: frozenset[str], limits: tuple[int, int], verdict: Verdict) -> None:
-    """Raises Broken."""
+def check(view: RoundSituation, running: frozenset[str], limits: tuple[int, int], verdict: Verdict) -> None:
+    """Raises InvariantBroken."""
     if not isinstance(verdict, Publish):
-        _hold("until is in the future", verdict.until is None or verdict.until > 0)
+        require("until is in the future", verdict.until is None or verdict.until > 0)
         return
     old, new = view.previous, verdict.record
-    _hold("a closed run stays closed", not (old and old.closed) or (view.vanished and new.closed == old.closed))
+    check_round(view, new)
+    require("a closed run stays closed", not (old and old.closed) or (view.vanished and new.closed == old.closed))
     if old and new.number == old.number and new.ready and not old.ready:
         _check_ready(view, old, new)
     elif old and new.number == old.number:
@@ -97,54 +95,37 @@ def check(view: Situation, running: frozenset[str], limits: tuple[int, int], ver
         _check_round(view, running, limits, old, new)
 
 
-def _check_ready(view: Situation, old: Round, new: Round) -> None:
-    asks = {member.id: member.ask for member in view.members}
-    seated = [seat.member in asks and asks[seat.member].seated == old.number for seat in old.seats]
-    _hold("nobody starts before all have taken their seats", all(seated))
+def _check_ready(view: RoundSituation, old: Round, new: Round) -> None:
     there = {seat.member for seat in old.seats}
-    _hold("who took its seat long ago may be dead", all(m.seen > -FRESH for m in view.members if m.id in there))
-    _hold("S1 being ready changes nothing else", new == replace(old, ready=True))
-    _hold("a recalled round does not start", not old.recalled)
+    require("who took its seat long ago may be dead", all(m.seen > -FRESH for m in view.members if m.id in there))
+    require("S1 being ready changes nothing else", new == replace(old, ready=True))
 
 
-def _check_recall(view: Situation, running: frozenset[str], limits: tuple[int, int], old: Round, new: Round) -> None:
-    same = replace(old, recalled=new.recalled, waiting=new.waiting)
+def _check_recall(
+    view: RoundSituation, running: frozenset[str], limits: tuple[int, int], old: Round, new: Round
+) -> None:
     at_work = running.intersection(participants(view))
-    _hold("S1 a recall changes no membership", new == same)
-    _hold("a recall says why", bool(new.recalled))
-    _hold("a round is recalled once", view.vanished or not old.recalled)
+    require("a recall says why", bool(new.recalled))
+    require("a round is recalled once", view.vanished or not old.recalled)
     late = not old.ready and view.previous_at <= -SEATS
-    _hold("L2 a surplus node recalls nothing", view.vanished or late or len(at_work) < limits[1])
+    require("L2 a surplus node recalls nothing", view.vanished or late or len(at_work) < limits[1])
 
 
 def _check_round(
-    view: Situation, running: frozenset[str], limits: tuple[int, int], old: Round | None, new: Round
+    view: RoundSituation, running: frozenset[str], limits: tuple[int, int], old: Round | None, new: Round
 ) -> None:
     members = {member.id: member for member in view.members}
-    known = max([old.number if old else 0, *(member.ask.after for member in view.members)])
     chosen = [seat.member for seat in new.seats]
     before = [seat.node for seat in old.seats] if old else []
     back = [m for m in view.members if m.ask.node in before and m.id not in running]
     out = running.intersection(participants(view))
-    _hold("S2 rounds only grow", new.number > known)
-    _hold("S1 one seat for each", len(set(chosen)) == len(chosen))
-    _hold("S1 min <= n <= max", limits[0] <= len(chosen) <= limits[1])
-    _hold("S1 only live members are seated", members.keys() >= set(chosen))
-    _hold("a new round is neither recalled nor closed", not (new.recalled or new.closed or new.waiting))
-    _hold("nobody starts before all have taken their seats", not new.ready)
-    _hold("a running round is recalled before it is replaced", old is None or bool(old.recalled))
-    _hold("rank 0 serves the bootstrap address", new.address == members[chosen[0]].ask.address)
-    _hold("rank 0 is a survivor", not back or new.seats[0].node in before)
+    require("S1 min <= n <= max", limits[0] <= len(chosen) <= limits[1])
+    require("rank 0 is a survivor", not back or new.seats[0].node in before)
     new_nodes = {seat.node for seat in new.seats}.difference(before)
-    _hold("survivors go before newcomers", not new_nodes or {m.id for m in back} <= set(chosen))
-    _hold("participants have the last call to come back", not out or view.previous_at <= -RETURN)
-    _hold("only those that ask are seated", running.isdisjoint(chosen))
-    _hold("who is not back is away", {away.member for away in new.away} == running.intersection(members))
-
-
-def _hold(rule: str, holds: bool) -> None:
-    if not holds:
-        raise Broken(rule)
+    require("survivors go before newcomers", not new_nodes or {m.id for m in back} <= set(chosen))
+    require("participants have the last call to come back", not out or view.previous_at <= -RETURN)
+    require("only those that ask are seated", running.isdisjoint(chosen))
+    require("who is not back is away", {away.member for away in new.away} == running.intersection(members))
 
 
 # -- what can happen --------------------------------------------------------------------------------------------
@@ -182,7 +163,7 @@ class World:
         return state
 
     def explore(self, depth: int, start: State = START) -> int:
-        """Every order of events up to this depth: the number of states. Broken says which events led there."""
+        """Every order of events up to this depth: the number of states. InvariantBroken says which events led there."""
         self.parents = {start: None}
         queue = deque([(start, 0)])
         while queue:
@@ -190,8 +171,8 @@ class World:
             try:
                 self._check_liveness(state)
                 following = list(self._events(state)) if far < depth else []
-            except Broken as broken:
-                raise Broken(f"{broken}, after: {' | '.join(self._path(state))}") from None
+            except InvariantBroken as broken:
+                raise InvariantBroken(f"{broken}, after: {' | '.join(self._path(state))}") from None
             for event, after in following:
                 if after not in self.parents:
                     self.parents[after] = (event, state)
@@ -332,7 +313,7 @@ class World:
     def _check_written(self, state: State, new: Round) -> None:
         old = state.view.previous
         grows = old is None or new.number > old.number or (new.number == old.number and new.seats == old.seats)
-        _hold("S1 S2 one membership for each number", grows and not (old and old.closed))
+        require("S1 S2 one membership for each number", grows and not (old and old.closed))
 
     # -- when events stop ---------------------------------------------------------------------------------------
 
@@ -345,8 +326,8 @@ class World:
         for hung in (None, *(sorted(state.running) if self.hanging else ())):
             try:
                 self._check_end(*self._calmed(calm, hung), hung)
-            except Broken as broken:
-                raise Broken(f"{broken}, when {hung or 'nobody'} hangs") from None
+            except InvariantBroken as broken:
+                raise InvariantBroken(f"{broken}, when {hung or 'nobody'} hangs") from None
 
     def _check_end(self, elapsed: float, end: State, hung: str | None) -> None:
         view, last = end.view, end.view.previous
@@ -354,16 +335,16 @@ class World:
         if others < self.limits[0] or (last and last.closed):
             return
         at_work = end.running.intersection(participants(view))
-        _hold("L1 a round runs", last is not None and last.ready and not last.recalled and not view.vanished)
-        _hold("L1 nobody is left out", len(at_work) >= min(self.limits[1], others))
+        require("L1 a round runs", last is not None and last.ready and not last.recalled and not view.vanished)
+        require("L1 nobody is left out", len(at_work) >= min(self.limits[1], others))
         # Who hangs may first have to miss its seat, and then the recall.
-        _hold("L1 within the last call", elapsed <= (LAST_CALL if hung is None else LAST_CALL + RETURN))
+        require("L1 within the last call", elapsed <= (LAST_CALL if hung is None else LAST_CALL + RETURN))
 
     def _calmed(self, state: State, hung: str | None) -> tuple[float, State]:
         """How long it takes until nothing more is to be done, and what the world is then."""
         path: list[tuple[State, float]] = []
         while (known := self._calm.get((state, hung))) is None:
-            _hold("L1 it comes to an end", len(path) < 30)
+            require("L1 it comes to an end", len(path) < 30)
             following = self._next_calm(state, hung)
             if following is None:
                 known = (0.0, state)

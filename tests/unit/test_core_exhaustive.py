@@ -1,4 +1,4 @@
-"""Every order of events for up to three nodes: DESIGN.md's invariants hold after each, and planted bugs are found.
+"""Every order of events for up to three nodes: the protocol's invariants hold after each, and planted bugs are found.
 
 Two nodes are explored to the end; three as deep as takes seconds, from an empty run and from a round that runs.
 """
@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from model import RETURN, Broken, Decide, World, quick
+from model import RETURN, Decide, World, quick
 
 from ftcoord.core import rendezvous
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, Situation
+from ftcoord.core.invariants import InvariantBroken
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
@@ -57,7 +58,7 @@ def seated(nodes: str) -> list[str]:
 
 # -- the test of the tests: each of these bugs is found ---------------------------------------------------------
 
-Change = Callable[[Situation, RoundOptions, Verdict], Verdict]
+Change = Callable[[RoundSituation, RoundOptions, Verdict], Verdict]
 
 
 def outcome(change: Change) -> Decide:
@@ -65,10 +66,10 @@ def outcome(change: Change) -> Decide:
     return lambda situation, options, now: change(situation, options, rendezvous.decide(situation, options, now))
 
 
-def new_round(change: Callable[[Situation, Publish], Publish]) -> Decide:
+def new_round(change: Callable[[RoundSituation, Publish], Publish]) -> Decide:
     """A `decide` whose new rounds are changed."""
 
-    def changed(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
+    def changed(situation: RoundSituation, options: RoundOptions, verdict: Verdict) -> Verdict:
         last = situation.previous.number if situation.previous else 0
         new = isinstance(verdict, Publish) and verdict.record.number != last
         return change(situation, verdict) if new and isinstance(verdict, Publish) else verdict
@@ -76,7 +77,7 @@ def new_round(change: Callable[[Situation, Publish], Publish]) -> Decide:
     return outcome(changed)
 
 
-def seen_as(change: Callable[[Situation], Situation]) -> Decide:
+def seen_as(change: Callable[[RoundSituation], RoundSituation]) -> Decide:
     """A `decide` that sees the world wrongly."""
     return lambda situation, options, now: rendezvous.decide(change(situation), options, now)
 
@@ -89,14 +90,14 @@ def told(**wrong: Any) -> Decide:
 def limited(**wrong: int) -> Decide:
     """A `decide` that takes other limits for those that all members want."""
 
-    def wanting(situation: Situation) -> Situation:
+    def wanting(situation: RoundSituation) -> RoundSituation:
         members = [replace(member, ask=replace(member.ask, **wrong)) for member in situation.members]
         return replace(situation, members=members, previous=situation.previous and replace(situation.previous, **wrong))
 
     return seen_as(wanting)
 
 
-def renumbered(number: Callable[[Situation], int]) -> Decide:
+def renumbered(number: Callable[[RoundSituation], int]) -> Decide:
     return new_round(lambda s, d: replace(d, record=replace(d.record, number=number(s))))
 
 
@@ -104,7 +105,7 @@ def previous_as(**wrong: Any) -> Decide:
     return seen_as(lambda s: replace(s, previous=replace(s.previous, **wrong)) if s.previous else s)
 
 
-def recalls_for_spares(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
+def recalls_for_spares(situation: RoundSituation, options: RoundOptions, verdict: Verdict) -> Verdict:
     last = situation.previous
     if isinstance(verdict, Publish) or last is None or last.recalled or last.closed:
         return verdict
@@ -112,7 +113,7 @@ def recalls_for_spares(situation: Situation, options: RoundOptions, verdict: Ver
     return Publish(replace(last, recalled="somebody waits"), "") if spare else verdict
 
 
-def recalls_without_the_gone(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
+def recalls_without_the_gone(situation: RoundSituation, options: RoundOptions, verdict: Verdict) -> Verdict:
     if isinstance(verdict, Wait) or not verdict.record.recalled:
         return verdict
     live = {member.id for member in situation.members}
@@ -120,14 +121,14 @@ def recalls_without_the_gone(situation: Situation, options: RoundOptions, verdic
     return replace(verdict, record=replace(verdict.record, seats=seats))
 
 
-def replaces_without_recall(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
+def replaces_without_recall(situation: RoundSituation, options: RoundOptions, verdict: Verdict) -> Verdict:
     if isinstance(verdict, Wait) or not verdict.record.recalled:
         return verdict
     again = rendezvous.decide(replace(situation, previous=verdict.record, vanished=False), options, 0.0)
     return again if isinstance(again, Publish) else verdict
 
 
-def with_the_dead(situation: Situation, back: bool) -> Situation:
+def with_the_dead(situation: RoundSituation, back: bool) -> RoundSituation:
     last = situation.previous
     if last is None:
         return situation
@@ -141,7 +142,7 @@ def with_the_dead(situation: Situation, back: bool) -> Situation:
     return replace(situation, members=(*situation.members, *dead))
 
 
-def with_the_away(situation: Situation) -> Situation:
+def with_the_away(situation: RoundSituation) -> RoundSituation:
     last = situation.previous
     if last is None:
         return situation
@@ -150,14 +151,14 @@ def with_the_away(situation: Situation) -> Situation:
     return replace(situation, members=back)
 
 
-def without_nodes(situation: Situation) -> Situation:
+def without_nodes(situation: RoundSituation) -> RoundSituation:
     last = situation.previous
     if last is None or not last.recalled:
         return situation
     return replace(situation, previous=replace(last, seats=tuple(replace(seat, node="") for seat in last.seats)))
 
 
-def one_newcomer(situation: Situation) -> Situation:
+def one_newcomer(situation: RoundSituation) -> RoundSituation:
     last = situation.previous
     if last and not last.recalled:
         return situation
@@ -166,24 +167,24 @@ def one_newcomer(situation: Situation) -> Situation:
     return replace(situation, members=tuple(m for m in situation.members if m not in new[1:]))
 
 
-def starts_at_once(situation: Situation, decision: Publish) -> Publish:
+def starts_at_once(situation: RoundSituation, decision: Publish) -> Publish:
     return replace(decision, record=replace(decision.record, ready=True))
 
 
-def ready_without_all(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
+def ready_without_all(situation: RoundSituation, options: RoundOptions, verdict: Verdict) -> Verdict:
     last = situation.previous
     unready = last is not None and last.seats and not (last.ready or last.recalled or last.closed)
     waits = isinstance(verdict, Wait) and unready and not situation.vanished
     return Publish(replace(last, ready=True), "") if last and waits else verdict
 
 
-def recall_takes_back(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
+def recall_takes_back(situation: RoundSituation, options: RoundOptions, verdict: Verdict) -> Verdict:
     if isinstance(verdict, Wait) or not verdict.record.recalled:
         return verdict
     return replace(verdict, record=replace(verdict.record, ready=False))
 
 
-def no_newcomers(situation: Situation, options: RoundOptions, verdict: Verdict) -> Verdict:
+def no_newcomers(situation: RoundSituation, options: RoundOptions, verdict: Verdict) -> Verdict:
     waits = isinstance(verdict, Publish) and "waits to join" in verdict.record.recalled
     return Wait("they may wait") if waits else verdict
 
@@ -241,19 +242,19 @@ PLANTED: dict[str, tuple[str, tuple[int, int], Decide]] = {
 def test_planted_bug_is_found(bug: str) -> None:
     rule, limits, decide = PLANTED[bug]
     world = World(limits, nodes=2, decide=decide, vanishing=True, hanging=False)
-    with pytest.raises(Broken, match=rule):
+    with pytest.raises(InvariantBroken, match=rule):
         world.explore(12)
 
 
 def test_a_missing_guard_is_found() -> None:
     world = World((1, 2), nodes=2, deciders=2, guarded=False, hanging=False)
-    with pytest.raises(Broken, match="S1 S2"):
+    with pytest.raises(InvariantBroken, match="S1 S2"):
         world.explore(10)
 
 
 def test_a_broken_rule_is_reported_with_what_led_there() -> None:
     world = World((1, 2), nodes=2, decide=outcome(no_newcomers), hanging=False)
     with pytest.raises(
-        Broken, match=r"^L1 a round runs, .*, after: A0 joins after round 0 \| .* \| B0 joins after round 0$"
+        InvariantBroken, match=r"^L1 a round runs, .*, after: A0 joins after round 0 \| .* \| B0 joins after round 0$"
     ):
         world.explore(10)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from ftcoord.core.heartbeats import Beat, HeartbeatEvent, Roll, beat_key, encode, parse
+from ftcoord.core.heartbeat_records import Beat, encode, parse_beat
+from ftcoord.core.heartbeats import HeartbeatEvent, Roll
+from ftcoord.core.layout import heartbeat_key
 from ftcoord.errors import StateError
 
 
 def test_a_record_comes_back() -> None:
     beat = Beat("a", '{"x":1}')
-    key = beat_key("/run", "a", 0xAB)
+    key = heartbeat_key("/run", "a", 0xAB)
     assert key == "/run/heartbeats/a/00000000000000ab"
-    assert parse(key, encode(beat)) == beat
+    assert parse_beat(key, encode(beat)) == beat
     with pytest.raises(StateError, match="no JSON"):
-        parse(key, encode(Beat("a", "{")))
+        parse_beat(key, encode(Beat("a", "{")))
 
 
 def test_one_comes_changes_and_goes() -> None:

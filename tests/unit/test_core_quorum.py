@@ -14,18 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core.quorum import (
-    Answered,
-    Highest,
-    QuorumCandidate,
-    QuorumOptions,
-    QuorumRecord,
-    QuorumRequest,
-    QuorumSeat,
-    Recovery,
-    decide,
-    recovery,
-)
+from ftcoord.core.invariants import check_quorum
+from ftcoord.core.quorum import RULES, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
+from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, QuorumSeat
+from ftcoord.core.recovery import Recovery, recovery
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import FtcoordError, NotInQuorum
 
@@ -53,7 +45,7 @@ def all_ask(names: str, **more: Any) -> list[QuorumCandidate]:
     return [asks(name, **more) for name in names.split()]
 
 
-def quorum(names: str, number: int = 1, id_: int = 1, idle: tuple[Answered, ...] = ()) -> QuorumRecord:
+def quorum(names: str, number: int = 1, id_: int = 1, idle: tuple[IdleMember, ...] = ()) -> QuorumRecord:
     seats = tuple(QuorumSeat(f"lease-{name}", 1, request(name)) for name in names.split())
     return QuorumRecord(number, id_, seats, idle, CREATED)
 
@@ -65,7 +57,13 @@ def judge(
     join_timeout: float = HOUR,
     **more: Any,
 ) -> Verdict:
-    return decide(replicas, previous, QuorumOptions(min_replicas, join_timeout), 0.0, CREATED, **more)
+    situation = QuorumSituation(replicas, previous, created=CREATED, **more)
+    options = QuorumOptions(min_replicas, join_timeout)
+    verdict = decide(situation, options, 0.0)
+    assert verdict.rule in RULES
+    if isinstance(verdict, Publish):
+        check_quorum(situation, options, verdict.record)
+    return verdict
 
 
 def decided(verdict: Verdict) -> QuorumRecord:
@@ -223,7 +221,7 @@ def test_who_is_left_behind_is_idle_until_it_asks_again() -> None:
     """`b` trains on while the others form a quorum without it."""
     second = decided(judge([asks("a", joined=-HOUR), asks("b", 1), asks("c", 1)], quorum("a b"), join_timeout=1.0))
     assert [seat.member for seat in second.seats] == ["lease-a", "lease-c"]
-    assert second.idle == (Answered("lease-b", 1),)
+    assert second.idle == (IdleMember("lease-b", 1),)
     assert second.answered == {"lease-a": 2, "lease-b": 1, "lease-c": 1}
 
     third = judge([asks("a", 3), asks("b", 1), asks("c", 2)], second)
@@ -233,17 +231,17 @@ def test_who_is_left_behind_is_idle_until_it_asks_again() -> None:
 
 
 def test_the_idle_that_are_gone_are_forgotten() -> None:
-    previous = quorum("a", idle=(Answered("lease-b", 1), Answered("lease-c", 1)))
-    assert decided(judge([asks("a"), asks("b", 1)], previous)).idle == (Answered("lease-b", 1),)
+    previous = quorum("a", idle=(IdleMember("lease-b", 1), IdleMember("lease-c", 1)))
+    assert decided(judge([asks("a"), asks("b", 1)], previous)).idle == (IdleMember("lease-b", 1),)
     assert decided(judge([asks("a"), beats("b")], previous)).idle == ()
 
 
 def test_the_silent_do_not_count_but_are_not_forgotten() -> None:
-    previous = quorum("a b", idle=(Answered("lease-c", 1),))
+    previous = quorum("a b", idle=(IdleMember("lease-c", 1),))
     silent = [asks("b", 1, after=6), asks("c", 1), asks("d", 1)]
     verdict = judge([asks("a")], previous, silent=silent)
     assert names(verdict) == "a"
-    assert decided(verdict).idle == (Answered("lease-b", 1), Answered("lease-c", 1))
+    assert decided(verdict).idle == (IdleMember("lease-b", 1), IdleMember("lease-c", 1))
     assert decided(verdict).id == 7
 
 
@@ -280,7 +278,7 @@ def test_of_two_incarnations_the_last_to_come_or_to_ask_counts(
     old: tuple[int, int], new: tuple[int, int], seated: str | None
 ) -> None:
     """Each asks this, and said so at that revision; the new one came at 8, and the old one's first request is over."""
-    previous = quorum("x", idle=(Answered("old", 1),))
+    previous = quorum("x", idle=(IdleMember("old", 1),))
     both = [
         replace(asks("a", asked, member=member), came_at=came_at, asked_at=asked_at)
         for member, came_at, (asked, asked_at) in (("old", 3, old), ("new", 8, new))
@@ -297,7 +295,7 @@ def test_an_old_incarnation_that_was_answered_does_not_ask_when_the_new_one_is_g
     previous = QuorumRecord(1, 1, (QuorumSeat("old", 4, request("a")),), (), CREATED)
     old, new = asks("a", 4, member="old"), asks("a", 1, member="new")
     second = decided(judge([old, new], previous))
-    assert ([seat.member for seat in second.seats], second.idle) == (["new"], (Answered("old", 4),))
+    assert ([seat.member for seat in second.seats], second.idle) == (["new"], (IdleMember("old", 4),))
     assert waits(judge([old], second), "only have 0 participants")
 
 
@@ -496,7 +494,8 @@ class Case:
 
     def verdict(self, now: float = 0.0) -> Verdict:
         at, silent = self.previous_at, self.silent
-        return decide(self.replicas, self.previous, self.options, now, CREATED, previous_at=at, silent=silent)
+        situation = QuorumSituation(self.replicas, self.previous, at, silent, created=CREATED)
+        return decide(situation, self.options, now)
 
     @property
     def alive(self) -> set[str]:
@@ -528,7 +527,7 @@ def cases(draw: st.DrawFn) -> Case:
     living = [one(name) for name in draw(st.lists(st.sampled_from("abcde"), max_size=7))]
     unique = list({replica.member: replica for replica in living}.values())
     before = sorted(draw(st.sets(st.sampled_from("abcdef"), max_size=4)))
-    idle = tuple(Answered(f"lease-{name}2", 2) for name in draw(st.sets(st.sampled_from("abc"))))
+    idle = tuple(IdleMember(f"lease-{name}2", 2) for name in draw(st.sets(st.sampled_from("abc"))))
     previous = draw(st.none() | st.just(quorum(" ".join(before), 3, draw(st.integers(1, 4)), idle)))
     options = QuorumOptions(draw(st.integers(0, 4)), draw(st.sampled_from([0.0, 10.0, HOUR])))
     return Case(unique, previous, options, draw(times), [one(name) for name in draw(st.sets(st.just("g")))])

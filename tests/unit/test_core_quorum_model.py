@@ -8,7 +8,9 @@ from typing import TypeAlias
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumRecord, QuorumRequest, decide
+from ftcoord.core.invariants import check_quorum
+from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.core.verdict import Publish, Wait
 
 NAMES = "abcde"
@@ -85,8 +87,10 @@ class Ours:
     def decide(self, alive: list[str], now: int) -> str:
         living = [one for name, one in self.members.items() if name in alive]
         silent = [one for name, one in self.members.items() if name not in alive]
-        verdict = decide(living, self.last, self.options, float(now), 0.0, previous_at=self.last_at, silent=silent)
+        situation = QuorumSituation(living, self.last, self.last_at, silent)
+        verdict = decide(situation, self.options, float(now))
         if isinstance(verdict, Publish):
+            check_quorum(situation, self.options, verdict.record)
             self.last, self.last_at = verdict.record, float(now)
         return verdict.reason
 
@@ -171,9 +175,11 @@ class History:
     def decide(self) -> None:
         living = [one for name, one in self.members.items() if name not in self.silent]
         silent = [one for name, one in self.members.items() if name in self.silent]
-        verdict = decide(living, self.last, self.options, 1.0, 0.0, silent=silent)
+        situation = QuorumSituation(living, self.last, silent=silent)
+        verdict = decide(situation, self.options, 1.0)
         if isinstance(verdict, Wait):
             return
+        check_quorum(situation, self.options, verdict.record)
         new, old = verdict.record, self.last
         names = [one.replica_id for one in new.requests]
         assert new.id >= max(self.ids, default=1)

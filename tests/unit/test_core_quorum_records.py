@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord.core import strict
-from ftcoord.core.quorum import Answered, QuorumRecord, QuorumRequest, QuorumSeat
-from ftcoord.core.quorum_records import ReplicaRecord, encode, parse_quorum, parse_replica
+from ftcoord.core.quorum_records import (
+    IdleMember,
+    QuorumRecord,
+    QuorumRequest,
+    QuorumSeat,
+    ReplicaRecord,
+    encode,
+    parse_quorum,
+    parse_replica,
+)
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.core.rendezvous_records import encode as encode_ask
 from ftcoord.errors import StateError
@@ -21,7 +29,7 @@ from ftcoord.errors import StateError
 KEY = "/ftcoord/v1/job/decided"
 REQUEST = QuorumRequest("rep_0:4f1c", "http://host0:1234", "host0:29500", 7, 8, False, '{"a": 1}', 2, ("h0", "h1"))
 PETITION = ReplicaRecord(REQUEST, 3, 12, 99)
-QUORUM = QuorumRecord(5, 4, (QuorumSeat("694d", 3, REQUEST),), (Answered("694e", 2),), 1_700_000_000.25, "694d")
+QUORUM = QuorumRecord(5, 4, (QuorumSeat("694d", 3, REQUEST),), (IdleMember("694e", 2),), 1_700_000_000.25, "694d")
 
 Parse = Callable[[str, bytes], "ReplicaRecord | QuorumRecord"]
 BOTH = pytest.mark.parametrize(
@@ -39,7 +47,7 @@ quorums = st.builds(
     number=whole,
     id=whole,
     seats=st.lists(st.builds(QuorumSeat, texts, whole, requests), max_size=3).map(tuple),
-    idle=st.lists(st.builds(Answered, texts, whole), max_size=3).map(tuple),
+    idle=st.lists(st.builds(IdleMember, texts, whole), max_size=3).map(tuple),
     created=st.floats(allow_nan=False, allow_infinity=False),
     by=texts,
 )
@@ -106,7 +114,7 @@ def test_a_thousand_replicas_of_eight_ranks_fit_into_one_request() -> None:
     """etcd takes 1.5 MiB a request."""
     one = QuorumRequest("r" * 40, "a" * 60, "s" * 60, 2**40, 8, False, "d" * 200, 0, ("h" * 40,) * 8)
     full = QuorumRecord(
-        2**31, 2**31, (QuorumSeat("b" * 16, 2**31, one),) * 1000, (Answered("c" * 16, 2**31),) * 1000, 1e9, "b"
+        2**31, 2**31, (QuorumSeat("b" * 16, 2**31, one),) * 1000, (IdleMember("c" * 16, 2**31),) * 1000, 1e9, "b"
     )
     assert len(encode(full)) < 2**20
 

@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcoord.core.invariants import check_round
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import (
     FRESH,
+    RULES,
     SEATING,
     RoundCandidate,
     RoundOptions,
-    Situation,
+    RoundSituation,
     call_back,
     close,
     decide,
@@ -64,10 +66,10 @@ def within(limits: tuple[int, int], record: Any) -> Any:
 
 def situation(
     members: Sequence[RoundCandidate], changed_at: float, previous: Round | None, limits: tuple[int, int], *more: Any
-) -> Situation:
+) -> RoundSituation:
     """All that is there, where nothing else is said with these limits."""
     there = [replace(member, ask=within(limits, member.ask)) for member in members]
-    return Situation(there, changed_at, previous and within(limits, previous), *more)
+    return RoundSituation(there, changed_at, previous and within(limits, previous), *more)
 
 
 def judge(
@@ -81,7 +83,12 @@ def judge(
     **more: Any,
 ) -> Verdict:
     options = replace(RoundOptions(LAST_CALL, SETTLE), **more)
-    return decide(situation(members, changed_at, previous, limits, previous_at, vanished), options, 0.0)
+    there = situation(members, changed_at, previous, limits, previous_at, vanished)
+    verdict = decide(there, options, 0.0)
+    assert verdict.rule in RULES
+    if isinstance(verdict, Publish):
+        check_round(there, verdict.record)
+    return verdict
 
 
 def seats(verdict: Verdict) -> str:
@@ -117,7 +124,7 @@ def test_too_few_wait_for_others_without_a_limit() -> None:
 def test_a_full_round_is_decided_at_once(names: str) -> None:
     nodes = len(names.split())
     decided = within((1, nodes), a_round(names, ready=False))
-    assert judge(all_ask(names), limits=(1, nodes)) == Publish(decided, f"round 1 on {nodes} nodes")
+    assert judge(all_ask(names), limits=(1, nodes)) == Publish(decided, f"round 1 on {nodes} nodes", "R4 forming")
 
 
 def test_beyond_max_the_oldest_are_seated() -> None:
@@ -529,7 +536,7 @@ def test_a_record_that_vanished_is_written_again_as_a_recall(record: Round) -> N
 
 @dataclass(frozen=True)
 class Case:
-    situation: Situation
+    situation: RoundSituation
     options: RoundOptions
     now: float
 

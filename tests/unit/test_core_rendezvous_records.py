@@ -209,28 +209,12 @@ def test_whatever_is_there_is_a_record_or_a_state_error(value: bytes) -> None:
             assert parse(KEY, encode(record)) == record
 
 
-# -- keys and ranks ---------------------------------------------------------------------------------------------
-
-
-def test_keys() -> None:
-    assert rendezvous_records.members_prefix("/p") == "/p/members/"
-    assert rendezvous_records.round_key("/p", 12) == "/p/rounds/12"
-    assert rendezvous_records.number_of("/p/rounds/12") == 12
-    assert rendezvous_records.store_prefix("/p", 1) == "/p/store/1/"
-
-
-@pytest.mark.parametrize("name", ["", "x", "1x", "-1", "9" * 18, "9" * 5000, "\u0661"])
-def test_a_key_that_names_no_round_has_no_number(name: str) -> None:
-    assert rendezvous_records.number_of(f"/p/rounds/{name}") == 0
+# -- limits and ranks -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limits", [(0, 1), (2, 1), (-1, 1), (0, 0)])
 def test_limits_that_cannot_be_are_refused(limits: tuple[int, int]) -> None:
     assert "cannot be" in refused(parse_join_request, fields(ASK) | {"min_nodes": limits[0], "max_nodes": limits[1]})
-
-
-def test_one_rounds_store_is_no_prefix_of_anothers() -> None:
-    assert not rendezvous_records.store_prefix("/p", 12).startswith(rendezvous_records.store_prefix("/p", 1))
 
 
 def test_a_rank_is_the_place_among_the_seats() -> None:

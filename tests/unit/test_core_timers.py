@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 
-from ftcoord.core.timers import CLAIM_PATIENCE, Book, Timer, Worker, due, encode, inform, parse, slot_key
+from ftcoord.core.layout import timer_key
+from ftcoord.core.timer_records import Timer, Worker, encode, parse_timer
+from ftcoord.core.timers import CLAIM_TIMEOUT, Book, due, inform
 from ftcoord.errors import StateError
 
 WORKER = Worker(host="h1", pid=7, start=1000, node="node7", rank=3, ledger=5, ttl=10)
 TIMER = Timer(WORKER, "scope", after_ms=60_000, left_ms=50_000, at_ms=100_000, wall_ms=5_000_000, slot=1, token=99)
-KEY = slot_key("/run", "h1", 0xAB, "1")
+KEY = timer_key("/run", "h1", 0xAB, "1")
 
 
 def test_a_record_comes_back() -> None:
     assert KEY == "/run/timers/h1/00000000000000ab/1"
-    assert parse(KEY, encode(TIMER)) == TIMER
-    assert parse(KEY, b"") is None
+    assert parse_timer(KEY, encode(TIMER)) == TIMER
+    assert parse_timer(KEY, b"") is None
 
 
 @pytest.mark.parametrize(
@@ -40,14 +42,14 @@ def test_a_record_comes_back() -> None:
 def test_what_is_no_timer(change: dict[str, Any]) -> None:
     raw = json.loads(encode(TIMER))
     with pytest.raises(StateError, match="/run/timers/h1"):
-        parse(KEY, json.dumps({**raw, **change}).encode())
+        parse_timer(KEY, json.dumps({**raw, **change}).encode())
 
 
 @pytest.mark.parametrize("worker", [{"pid": 0}, {"pid": -1}, {"ttl": 0}, {"host": "h2"}])
 def test_what_is_no_worker_of_the_host(worker: dict[str, Any]) -> None:
     """A pid of 0 or -1 would mean everybody."""
     with pytest.raises(StateError):
-        parse(KEY, encode(replace(TIMER, worker=replace(WORKER, **worker))))
+        parse_timer(KEY, encode(replace(TIMER, worker=replace(WORKER, **worker))))
 
 
 def test_time_runs_from_when_the_timer_is_seen() -> None:
@@ -61,7 +63,7 @@ def test_a_server_that_is_new_counts_what_has_passed() -> None:
 
 
 def test_another_servers_timer_is_left_to_it_for_a_while() -> None:
-    assert due(replace(TIMER, expired="other"), "me", 130.0, listed=True) == 130.0 + CLAIM_PATIENCE
+    assert due(replace(TIMER, expired="other"), "me", 130.0, listed=True) == 130.0 + CLAIM_TIMEOUT
     assert due(replace(TIMER, expired="me"), "me", 130.0, listed=True) == 150.0
 
 

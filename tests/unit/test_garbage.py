@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import quorum_records, rendezvous_records
-from ftcoord.core.quorum import QuorumOptions, QuorumRecord, QuorumRequest, QuorumSeat
-from ftcoord.core.quorum_records import ReplicaRecord
+from ftcoord.core.quorum import QuorumOptions
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.rendezvous import RoundOptions
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
 from ftcoord.core.verdict import Publish, Wait

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcoord.coordination.lighthouse_wire import quorum_response, read_heartbeat, read_quorum_request
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest, QuorumSeat
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
 
 CLIENT = bytes.fromhex("0a1e0a0261611204616464721a0273742007280330013a087b2261223a20317d")
 MANAGER = bytes.fromhex(
@@ -30,11 +30,11 @@ def test_requests_are_read_as_they_were_sent() -> None:
     ("body", "why"),
     [
         (b"", "no requester"),
-        (b"\xff", "no LighthouseQuorumRequest"),
-        (b"\x0a\x02\x0a\x05", "no LighthouseQuorumRequest"),
-        (b"\x0a\x03\x0a\x01\xff", "no LighthouseQuorumRequest"),  # a replica id that is no UTF-8
-        (b"\x0a\x05\x3a\x03{x}", "no JSON"),
-        (b"\x0a\x83\x80\x02\x3a\xff\xff\x01" + b"[" * 32767, "no JSON"),
+        (b"\xff", "not a LighthouseQuorumRequest"),
+        (b"\x0a\x02\x0a\x05", "not a LighthouseQuorumRequest"),
+        (b"\x0a\x03\x0a\x01\xff", "not a LighthouseQuorumRequest"),  # a replica id that is not UTF-8
+        (b"\x0a\x05\x3a\x03{x}", "not JSON"),
+        (b"\x0a\x83\x80\x02\x3a\xff\xff\x01" + b"[" * 32767, "not JSON"),
     ],
 )
 def test_what_others_could_not_read_is_refused(body: bytes, why: str) -> None:

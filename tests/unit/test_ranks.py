@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from ftcoord.coordination.ranks import RankBarrier, RankRequest
-from ftcoord.core.quorum import QuorumRecord
+from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import EtcdUnavailable
 
 
@@ -20,9 +20,9 @@ def test_a_failure_is_told_to_all(error: Exception) -> None:
     def fail(asks: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         raise error
 
-    gathering = RankBarrier(2, fail)
-    first, _ = gathering.join(ask(0))
-    second, conclude = gathering.join(ask(1))
+    barrier = RankBarrier(2, fail)
+    first, _ = barrier.join(ask(0))
+    second, conclude = barrier.join(ask(1))
     assert conclude is not None
     conclude()
     assert first.exception(0) is second.exception(0) is error
@@ -32,9 +32,9 @@ def test_an_interrupt_is_its_owners_and_the_others_are_told_to_ask_again() -> No
     def interrupt(asks: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         raise KeyboardInterrupt
 
-    gathering = RankBarrier(2, interrupt)
-    first, _ = gathering.join(ask(0))
-    _, conclude = gathering.join(ask(1))
+    barrier = RankBarrier(2, interrupt)
+    first, _ = barrier.join(ask(0))
+    _, conclude = barrier.join(ask(1))
     assert conclude is not None
     with pytest.raises(KeyboardInterrupt):
         conclude()

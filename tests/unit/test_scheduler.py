@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from helpers import in_fork
 
 from ftcoord import concurrency
 from ftcoord.testing.scheduler import Scheduler, Stuck
@@ -285,3 +286,29 @@ def test_outside_of_a_run_there_is_no_thread() -> None:
     with pytest.raises(RuntimeError, match="within Scheduler"):
         Scheduler().sleep(1)
     assert concurrency.current_thread().ident is not None
+
+
+def test_each_process_has_one_of_its_own() -> None:
+    class Kept:
+        pass
+
+    def main() -> None:
+        mine = concurrency.of_process(Kept)
+        assert concurrency.of_process(Kept) is mine
+        assert concurrency.of_process(list) == []
+        with world.process("other"):
+            theirs = concurrency.of_process(Kept)
+            assert theirs is concurrency.of_process(Kept)
+        assert theirs is not mine
+        found: list[Kept] = []
+        with world.process("other"):
+            threads = [concurrency.thread(lambda: found.append(concurrency.of_process(Kept)), "thread")]
+        threads[0].start()
+        join(threads)
+        assert found == [theirs]
+
+    world = Scheduler()
+    world.run(main)
+    outside = concurrency.of_process(Kept)
+    assert concurrency.of_process(Kept) is outside
+    assert in_fork(lambda: concurrency.of_process(Kept) is not outside) == "True"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcoord.errors import ConfigError
-from ftcoord.rendezvous.url import ANY_NUMBER, InitUrl, parse_url
+from ftcoord.rendezvous.url import NO_LIMIT, InitUrl, parse_url
 
 
 def parse(url: str) -> InitUrl:
@@ -36,7 +36,7 @@ def test_without_a_rank_and_without_a_world() -> None:
     assert parse("etcd://h1/run?world_size=3").rank is None
     asked = parse("etcd://h1/run?join_timeout=5")
     assert (asked.rank, asked.world_size) == (None, None)
-    assert (asked.settings.min_nodes, asked.settings.max_nodes, asked.settings.join_timeout) == (1, ANY_NUMBER, 5.0)
+    assert (asked.settings.min_nodes, asked.settings.max_nodes, asked.settings.join_timeout) == (1, NO_LIMIT, 5.0)
 
 
 def test_endpoints_from_the_environment() -> None:

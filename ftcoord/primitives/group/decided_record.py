@@ -15,7 +15,7 @@ Listener: TypeAlias = Callable[[KeyValue | None], None]
 
 
 class DecidedRecord:
-    """A mirror of `decided`, and what its listener made of it. The group's turn guards all of it.
+    """A mirror of `decided`, and what its listener made of it. The group's turn guards all of it but `queued`.
 
     Args:
         etcd: the etcd client.
@@ -29,9 +29,16 @@ class DecidedRecord:
         self.known: KeyValue | None = None
         """The last value that the listener could read. It stays when the key is deleted."""
         self.known_at = concurrency.now()
+        self.queued = self.taken = 0
+        """Decisions that were put into the group's inbox (only the watch's thread counts them), and taken out of it."""
         self._listener = listener
         self._told: KeyValue | None = None
         self._unreadable: StateError | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a decision is still in the group's inbox."""
+        return self.taken < self.queued
 
     @property
     def vanished(self) -> bool:

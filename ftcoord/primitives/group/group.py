@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core.layout import Span, decided_key, members_prefix
-from ftcoord.core.verdict import Publish, Wait
+from ftcoord.core.layout import Span, decided_key, members_span
+from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Put, exists
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
@@ -75,9 +75,10 @@ class Group:
         failed: Callable[[BaseException], None] = lambda error: None,
         watch_deletes_only: bool = False,
     ) -> None:
-        members = Span(members_prefix(prefix), is_prefix=True)
-        self._etcd, self._session, self._policy, self._failed = etcd, session, policy, failed  # never change
-        self._member_key = MemberKey(etcd, members.start, session)  # has a lock of its own
+        members = members_span(prefix)
+        self._etcd, self._session, self._prefix = etcd, session, prefix  # these never change
+        self._policy, self._failed = policy, failed
+        self._member_key = MemberKey(etcd, prefix, session)  # has a lock of its own
         self._inbox: concurrency.Queue[_Task] = concurrency.inbox()
         self._turn = concurrency.lock("Group._turn")
         """Held by the thread while it works, and by the client's thread for what it may apply itself. It guards:"""
@@ -130,7 +131,7 @@ class Group:
         """
         if not self.entered:
             self.prepare(timeout)
-        newest = Get(Span(self._member_key.prefix, is_prefix=True), keys_only=True, order="newest", limit=2)
+        newest = Get(members_span(self._prefix), keys_only=True, order="newest", limit=2)
         outcome = self._member_key.put(value, timeout, (Get(self._record.mirror.span), newest))
         if outcome.reads:
             try:
@@ -158,19 +159,23 @@ class Group:
 
     def _post(self, mirror: Mirror, posted: Posted) -> None:
         if not self._apply_here(mirror, posted):
+            self._record.queued += self._is_news(mirror, posted)
             self._inbox.put((mirror, posted))
+
+    def _is_news(self, mirror: Mirror, posted: Posted) -> bool:
+        """Whether it is a decision, and not only that the watch stands, or ended."""
+        return mirror is self._record.mirror and isinstance(posted.item, Batch)
 
     def _apply_here(self, mirror: Mirror, posted: Posted) -> bool:
         """Most members only need to be told the decision, so this applies it on the watch's thread and lets the group's
         thread sleep. It never waits for the turn: the watch's thread serves others too.
 
-        It may overtake what the thread has in hand: of a single key only the newest value counts.
+        It does not overtake what the thread has still to apply: the mirror would take that for a change that it missed.
         """
-        is_news = mirror is self._record.mirror and isinstance(posted.item, Batch)
-        if not is_news or not self._turn.acquire(blocking=False):
+        if not self._is_news(mirror, posted) or not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._members.mirror is not None or self._thread.ident is None:
+            if self._members.mirror is not None or self._thread.ident is None or self._record.is_behind:
                 return False
             self._apply(mirror, posted)
             if not mirror.synced:  # a change was missed, and only the thread reads
@@ -239,6 +244,7 @@ class Group:
                     if callable(task):
                         task()
                     else:
+                        self._record.taken += self._is_news(*task)
                         self._apply(*task)
                 timeout = 0
         except concurrency.Empty:
@@ -291,7 +297,7 @@ class Group:
         view = View(in_order, members.seen(), members.changed_at, record.known, record.known_at, record.vanished)
         verdict = self._policy.decide(view, self.id, concurrency.now())
         if isinstance(verdict, Wait):
-            self._say(verdict.reason)
+            self._say(_with_rule(verdict))
             return verdict.until
         return concurrency.now() + (0 if self._publish(verdict) else STEP_RETRY_PAUSE)
 
@@ -308,7 +314,7 @@ class Group:
                 *(Delete(span) for span in decision.deletes),
             ],
         )
-        self._say(f"{'decided' if outcome.done else 'somebody else decided before'}: {decision.reason}")
+        self._say(f"{'decided' if outcome.done else 'somebody else decided before'}: {_with_rule(decision)}")
         self._record.learn(outcome.kv)
         return outcome.done
 
@@ -316,8 +322,12 @@ class Group:
         """Log the reason only when it changes."""
         if reason != self._said:
             self._said = reason
-            log.log(level, "member %s of %s: %s", self.id, self._member_key.prefix, reason)
+            log.log(level, "member %s of %s: %s", self.id, self._prefix, reason)
 
 
 def _wake() -> None:
     """A task that does nothing: the thread looks at what there is to do after each."""
+
+
+def _with_rule(verdict: Verdict[bytes]) -> str:
+    return f"{verdict.reason} [{verdict.rule}]" if verdict.rule else verdict.reason

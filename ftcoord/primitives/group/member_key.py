@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ftcoord import concurrency
+from ftcoord.core.layout import member_id, member_key, member_of
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
 from ftcoord.primitives.session import Session
@@ -16,17 +17,17 @@ log = logging.getLogger(__name__)
 
 
 class MemberKey:
-    """The key `<prefix><lease id>`, under that lease. Thread-safe; one writes at a time.
+    """A member's key, under the lease that it is named for. Thread-safe; one writes at a time.
 
     Args:
         etcd: the etcd client.
-        prefix: what all members' keys begin with.
+        prefix: the group's.
         session: the member's lease.
     """
 
     def __init__(self, etcd: Etcd, prefix: str, session: Session) -> None:
-        self.prefix, self.id = prefix, f"{session.lease_id:016x}"
-        self.key = prefix + self.id
+        self.id = member_id(session.lease_id)
+        self.key = member_key(prefix, self.id)
         self._etcd, self._session = etcd, session
         self._writing = concurrency.lock("MemberKey._writing")
         """Held over a write, so that the next one knows what it replaces. After `put_soon` another thread lets go."""
@@ -103,4 +104,4 @@ class MemberKey:
 
 def is_member(kv: KeyValue) -> bool:
     """Whether the key is a member's, which lies under the lease that it is named for and so will go one day."""
-    return kv.lease != 0 and kv.key.endswith(f"/{kv.lease:016x}")
+    return kv.lease != 0 and member_of(kv.key) == member_id(kv.lease)

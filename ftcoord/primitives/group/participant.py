@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 A = TypeVar("A")
 
+SIGNAL_LATENCY: Final = 1.0
+"""Seconds until a call that waits heeds a signal at the latest."""
 TAKE_BACK_TIMEOUT: Final = 0.5
 """Seconds that taking back a request, or a lease that is of no use any more, may take. Nothing depends on either."""
 SHORTEST_WRITE: Final = 0.05
@@ -84,6 +87,32 @@ class Pace(Protocol[R, A]):
 
     def tick(self, look: Look[R, A]) -> None:
         """What is to be done from time to time. Raises whatever ends the call, such as TimeoutError."""
+
+
+class UntilDeadline(Generic[R, A]):
+    """The pace of a call that only waits.
+
+    Args:
+        timeout: seconds; None for as long as it takes.
+        what: what is waited for, for the error.
+    """
+
+    def __init__(self, timeout: float | None, what: str) -> None:
+        self.deadline = math.inf if timeout is None else concurrency.now() + timeout
+        self.gone = concurrency.event()
+        self._what = what
+
+    def see(self, look: Look[R, A]) -> Standing:
+        return look.standing
+
+    def wake_at(self, standing: Standing) -> float:
+        # A signal may come in the moment before a wait: Python looks for those when a wait ends.
+        return min(self.deadline, concurrency.now() + SIGNAL_LATENCY)
+
+    def tick(self, look: Look[R, A]) -> None:
+        """Raises TimeoutError."""
+        if concurrency.now() >= self.deadline:
+            raise TimeoutError(f"{self._what}: not in time")
 
 
 class Participant(Generic[R, A]):
@@ -257,10 +286,21 @@ class Participant(Generic[R, A]):
             self._stopped = True
             self._changed.notify_all()
 
-    def await_loss(self, timeout: float | None) -> None:
-        """Wait until its lease is lost or it left, `timeout` seconds at most."""
+    def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until a condition on what this knows holds, `timeout` seconds at most; whether it does. It is looked at
+        whenever there may be news, with a lock held, so it must not block."""
         with self._changed:
-            self._changed.wait_for(lambda: self.member is None or self.member.lost, timeout)
+            return self._changed.wait_for(condition, timeout)
+
+    def was(self, member: str) -> bool:
+        """Whether one of its incarnations has this id."""
+        with self._changed:
+            return member in self._ids
+
+    def holds(self, member: str) -> bool:
+        """Whether the incarnation with this id lives, as far as is known here."""
+        now = self.member
+        return now is not None and now.id == member and not now.lost
 
     def leave(self, timeout: float) -> None:
         """Revoke the lease, so that the others know at once. Idempotent; never raises for an etcd that is away."""

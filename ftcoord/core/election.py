@@ -1,0 +1,42 @@
+"""Who leads: one candidate at a time, pure.
+
+Rules
+  1. The leader of the last term leads as long as it is a member. A record that vanished is put back.
+  2. Else the oldest candidate leads the next term. Terms only grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from ftcoord.core.election_records import Candidacy, Term
+from ftcoord.core.outlook import Next, Outlook, Standing
+from ftcoord.core.situation import Situation
+from ftcoord.core.verdict import Publish, Verdict, Wait
+
+ElectionSituation: TypeAlias = Situation[Term, Candidacy]
+
+
+def decide(situation: ElectionSituation) -> Verdict[Term]:
+    """What to do now."""
+    last = situation.previous
+    if last is not None and any(one.member == last.member for one in situation.members):
+        if situation.vanished:
+            return Publish(last, f"term {last.number} goes on, though its record vanished", "1")
+        return Wait(f"{last.name} leads term {last.number}", rule="1")
+    if not situation.members:
+        return Wait("nobody wants to lead", rule="2")
+    known = [one.ask.after for one in situation.members]
+    number = max(situation.highest, last.number if last else 0, *known) + 1
+    first = situation.members[0]
+    return Publish(Term(number, first.member, first.ask.name), f"{first.ask.name} leads term {number}", "2")
+
+
+def outlook(now: Term | None, me: Sequence[str], ask: Candidacy) -> Outlook[Candidacy]:
+    """What the record means for a candidate. SPARE: another one leads, and may do so forever."""
+    if now is None:
+        return Outlook(Standing.PENDING)
+    if now.member == me[-1] and now.number > ask.after:
+        return Outlook(Standing.ANSWERED, Next.RETURN)
+    return Outlook(Standing.SPARE)

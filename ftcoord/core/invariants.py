@@ -1,0 +1,157 @@
+"""What must hold of every decision, whatever happened before: S1 to S5 of `docs/protocol.md`. Pure.
+
+The functions know nothing of how `decide` comes to its verdict: they compare what it saw with what it wants to publish.
+A decider calls them before it publishes; the model tests call them after each step. Each costs O(members).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ftcoord.core.layout import Span, round_key, round_store_prefix
+from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
+from ftcoord.core.quorum_records import QuorumRecord
+from ftcoord.core.rendezvous import RoundSituation
+from ftcoord.core.rendezvous_records import NO_ROUND, Round
+from ftcoord.core.verdict import Publish
+
+
+class InvariantBroken(Exception):
+    """A decision breaks the protocol: an error in ftcoord. The text begins with the invariant (S1, S2, ...)."""
+
+
+def require(rule: str, holds: bool) -> None:
+    """Raises InvariantBroken, which names the rule, unless it holds."""
+    if not holds:
+        raise InvariantBroken(rule)
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------
+
+
+def check_round(situation: RoundSituation, new: Round) -> None:
+    """S1 and S2 of a record that `core.rendezvous.decide` wants to publish. Raises InvariantBroken."""
+    old = situation.previous or NO_ROUND
+    if new.number == old.number:
+        _check_amendment(situation, old, new)
+    else:
+        _check_new_round(situation, old, new)
+
+
+def _check_amendment(situation: RoundSituation, old: Round, new: Round) -> None:
+    """The record of a round may say that the round is ready or recalled, and which limits count; nothing else."""
+    said = replace(old, ready=new.ready, recalled=new.recalled, waiting=new.waiting, by=new.by)
+    stated = replace(said, min_nodes=new.min_nodes, max_nodes=new.max_nodes)
+    require("S1 a recall changes no membership", new == stated)
+    require("S1 a recall changes no start", new.ready or not old.ready)
+    require("S1 a recall is not taken back", bool(new.recalled) or not old.recalled)
+    if new.ready and not old.ready:
+        seated = {member.id: member.ask.seated for member in situation.members}
+        taken = all(seated.get(seat.member) == new.number for seat in new.seats)
+        require("S1 nobody starts before all have taken their seats", taken)
+        require("S1 a recalled round does not start", not new.recalled)
+
+
+def _check_new_round(situation: RoundSituation, old: Round, new: Round) -> None:
+    members = {member.id: member.ask for member in situation.members}
+    known = max((max(ask.after, ask.seated) for ask in members.values()), default=0)
+    chosen = [seat.member for seat in new.seats]
+    require("S2 rounds only grow", new.number > max(old.number, known, situation.highest))
+    require("S1 one seat for each", len(set(chosen)) == len(chosen) == len({seat.node for seat in new.seats}))
+    require("S1 only live members are seated", members.keys() >= set(chosen))
+    require("S1 min <= n <= max", new.min_nodes <= len(chosen) <= new.max_nodes)
+    require("S1 only those that ask are seated", all(_asks(members[one].after, old, one) for one in chosen))
+    require("S1 nobody starts before all have taken their seats", not new.ready)
+    require("S1 a new round is neither recalled nor closed", not (new.recalled or new.closed or new.outcome))
+    require("S1 a running round is recalled before it is replaced", bool(old.recalled or old.closed or not old.seats))
+    reopening = all(members[one].reopens == old.number for one in chosen)
+    require("S1 a closed run goes on only among those that saw its end", reopening or not old.closed)
+    first = members[chosen[0]]
+    served = (new.address, new.port) == (first.address, first.port)
+    require("S1 rank 0 serves the bootstrap address", served)
+
+
+def _asks(after: int, old: Round, member: str) -> bool:
+    return after >= old.last_seats.get(member, 0)
+
+
+def check_fences(prefix: str, old: Round | None, number: int, decision: Publish[bytes]) -> None:
+    """S3 of a transaction that publishes the record of round `number`. Raises InvariantBroken.
+
+    A new round opens its own fence, and ends the fence of the last one: no store of two rounds can be written to at
+    once. Whatever else is said of a round leaves its fence alone.
+    """
+    before = old.number if old else 0
+    opened = {key for key, _ in decision.puts}
+    if number == before:
+        require("S3 only a new round changes fences", not opened and not decision.deletes)
+        return
+    require("S3 a new round opens its fence", opened == {round_key(prefix, number)})
+    require("S3 a new round keeps its fence", all(round_key(prefix, number) not in span for span in decision.deletes))
+    store = Span(round_store_prefix(prefix, number), is_prefix=True)
+    require("S3 a new store is empty", store in decision.deletes)
+    ended = before == 0 or Span(round_key(prefix, before)) in decision.deletes
+    require("S3 the last round ends with the next one", ended)
+
+
+# -- quorums ----------------------------------------------------------------------------------------------------
+
+
+def check_quorum(situation: QuorumSituation, options: QuorumOptions, new: QuorumRecord) -> None:
+    """S1, S2, S4 and S5 of a record that `core.quorum.decide` wants to publish. Raises InvariantBroken."""
+    old = situation.previous
+    answered: Mapping[str, int] = old.answered if old else {}
+    _check_seats(situation, answered, new)
+    require("S2 quorums only grow", new.number > max(old.number if old else 0, situation.highest.number))
+    _check_id(situation, new)
+    _check_majority(situation, options, answered, new)
+
+
+def _check_seats(situation: QuorumSituation, answered: Mapping[str, int], new: QuorumRecord) -> None:
+    """Who has a seat asked for it, and what was answered once is answered for good."""
+    members = {one.member: one for one in situation.members}
+    require("S1 one seat for each", len(new.names) == len(new.seated) == len(new.seats))
+    require("S1 only live members are seated", members.keys() >= new.seated.keys())
+    asked = all(
+        (members[seat.member].asked, members[seat.member].request) == (seat.asked, seat.request) for seat in new.seats
+    )
+    require("S1 a seat answers what its member asks", asked)
+    open_ = all(seat.asked > answered.get(seat.member, 0) for seat in new.seats)
+    require("S1 no request is answered twice", open_)
+    there = (*situation.silent, *situation.members)
+    kept = all(new.answered.get(one.member, 0) >= answered[one.member] for one in there if _was_answered(one, answered))
+    require("S1 no answer is forgotten", kept)
+
+
+def _was_answered(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
+    return 0 < one.asked <= answered.get(one.member, 0)
+
+
+def _check_id(situation: QuorumSituation, new: QuorumRecord) -> None:
+    """An id is of one membership: the id of the last quorum again for the same replicas, or one above all known."""
+    old, there = situation.previous, (*situation.silent, *situation.members)
+    known = max((one.after for one in there), default=0)
+    if old is not None and new.id == old.id:
+        require("S4 an id is of one membership", new.names == old.names)
+        require(
+            "S4 process groups are built again after failed commits",
+            all(one.commit_failures <= 0 for one in new.requests),
+        )
+        require("S4 ids only grow", new.id >= max(known, situation.highest.id))
+    else:
+        require("S4 ids only grow", new.id > max(known, situation.highest.id, old.id if old else 0))
+
+
+def _check_majority(
+    situation: QuorumSituation, options: QuorumOptions, answered: Mapping[str, int], new: QuorumRecord
+) -> None:
+    """All of the last quorum are in again; or enough are, and more than half of those that live ask."""
+    require("S5 no quorum is empty", bool(new.seats))
+    before = situation.previous.names if situation.previous else frozenset()
+    if before and before <= new.names:
+        return
+    alive = {one.request.replica_id for one in situation.members}
+    asking = {one.request.replica_id for one in situation.members if one.asked > answered.get(one.member, 0)}
+    require("S5 min_replicas are in", len(new.seats) >= options.min_replicas)
+    require("S5 more than half of the live replicas ask", 2 * len(asking) > len(alive))

@@ -1,0 +1,73 @@
+"""The decider's half of a plain use, whose decisions rest on the members and the last record alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from ftcoord.core.layout import Span, member_of
+from ftcoord.core.situation import Asking, Situation
+from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
+from ftcoord.primitives.group.policy import View
+
+A = TypeVar("A")
+
+
+class Numbered(Protocol):
+    """A decided record: a dataclass with a number that only grows, and a text that says who decided it."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def by(self) -> str: ...
+
+
+N = TypeVar("N", bound=Numbered)
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """What changes together with a record."""
+
+    puts: Sequence[tuple[str, bytes]] = ()
+    deletes: Sequence[Span] = ()
+
+
+class PlainPolicy(Generic[N, A]):
+    """Implements `ftcoord.primitives.group.policy.Policy`.
+
+    Args:
+        decide: the pure decision.
+        parse_ask, parse_record: read what members ask, and the record. They raise StateError.
+        encode: the bytes of a record.
+        writes: what changes with it; gets the record before, and the new one.
+    """
+
+    def __init__(
+        self,
+        decide: Callable[[Situation[N, A]], Verdict[N]],
+        parse_ask: Callable[[str, bytes], A],
+        parse_record: Callable[[str, bytes], N],
+        encode: Callable[[Any], bytes],
+        writes: Callable[[N | None, N], Writes] = lambda before, now: Writes(),
+    ) -> None:
+        self._decide, self._encode, self._writes = decide, encode, writes
+        self._members, self._decided = ParsedKeys(parse_ask), ParsedKey(parse_record)
+        self._highest = 0
+
+    def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
+        """Raises StateError when the decided record cannot be read."""
+        previous = self._decided.of(view.decided) if view.decided else None
+        # An etcd that lost its last writes may show an older record than this member has seen.
+        self._highest = max(self._highest, previous.number if previous else 0)
+        members = [Asking(member_of(kv.key), ask) for kv, ask in self._members.of(view.members)]
+        verdict = self._decide(Situation(members, previous, view.vanished, self._highest))
+        if isinstance(verdict, Wait):
+            return verdict
+        # The record that it replaces makes it unlike all that were published before.
+        base = view.decided.mod_revision if view.decided else 0
+        record = replace(verdict.record, by=f"{me} {base}")  # type: ignore[type-var]
+        writes = self._writes(previous, record)
+        return Publish(self._encode(record), verdict.reason, verdict.rule, writes.puts, writes.deletes)

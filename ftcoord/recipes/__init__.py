@@ -1,0 +1,1 @@
+"""Small uses of the group for users: an election, a barrier."""

@@ -1,0 +1,73 @@
+"""What the recipes share: a participant of a group in a run, which ends with the object that its user holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Final, Generic, TypeVar
+
+from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
+from ftcoord.errors import ForkedProcessError
+from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.namespace import Namespace
+from ftcoord.primitives.group.participant import Participant, Timing
+from ftcoord.primitives.group.use import Use
+
+R = TypeVar("R")
+A = TypeVar("A")
+T = TypeVar("T", bound="RecipeMember")  # type: ignore[type-arg]
+
+EtcdLike = Etcd | EtcdConfig | str | Sequence[str] | None
+RECORD_TTL: Final = 24 * 3600
+"""Seconds that what was decided is remembered when everybody is gone, so that no number comes again."""
+REQUEST_TIMEOUT: Final = 5.0
+"""Seconds that one request to etcd may take."""
+LEAVE_TIMEOUT: Final = 2.0
+"""Seconds that leaving may take; if etcd is away for longer, the lease expires by itself."""
+
+
+class RecipeMember(Generic[R, A]):
+    """A context manager around a participant: leaves with `close()`, at the end of the context, or when dropped."""
+
+    def __init__(self, namespace: Namespace, use: Use[R, A], lease_ttl: int) -> None:
+        self._namespace, self._pid = namespace, os.getpid()  # these never change
+        self._participant = Participant(namespace.etcd, use, Timing(lease_ttl, RECORD_TTL, REQUEST_TIMEOUT))
+        concurrency.when_forgotten(self, _end, self._participant, namespace, self._pid)
+
+    def close(self) -> None:
+        """Leave at once: calls that wait end with an error. Idempotent; does nothing in a forked child."""
+        _end(self._participant, self._namespace, self._pid)
+
+    @contextlib.contextmanager
+    def _or_leave(self) -> Iterator[None]:
+        """Leave if the block ends early, also by an interrupt."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                self._participant.leave(LEAVE_TIMEOUT)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcessError.of(f"this {type(self).__name__.lower()} belongs to the parent process")
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _end(participant: Participant[R, A], namespace: Namespace, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    participant.stop()
+    participant.leave(LEAVE_TIMEOUT)
+    namespace.close()

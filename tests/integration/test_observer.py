@@ -1,0 +1,274 @@
+"""What an observer reports of a job, through outages, callbacks that raise and a thread that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import DEADLINE, eventually
+from rdzv_nodes import spawn
+from replicas import replica_processes
+
+from ftcoord.coordination import LighthouseClient, Observer, Quorum, observer
+from ftcoord.coordination.address import parse_address
+from ftcoord.embedded.server import EtcdServer
+from ftcoord.etcd.client import EtcdClient
+
+LONG = timedelta(seconds=DEADLINE)
+
+
+class Reports:
+    """Everything that an observer calls its callbacks with, in order."""
+
+    def __init__(self) -> None:
+        self.quorums: list[tuple[int, list[str]]] = []
+        self.lost: list[str] = []
+        self.config: list[tuple[str, bytes | None]] = []
+
+    def on_quorum(self, quorum: Quorum) -> None:
+        self.quorums.append((quorum.quorum_id, members(quorum)))
+
+    def on_config(self, name: str, value: bytes | None) -> None:
+        self.config.append((name, value))
+
+    def observe(self, address: str) -> Observer:
+        return Observer(address, LONG, on_quorum=self.on_quorum, on_lost=self.lost.append, on_config=self.on_config)
+
+
+class World:
+    """A job of two replicas, each in a client of its own, and an observer."""
+
+    def __init__(self, server: EtcdServer, name: str, stack: ExitStack) -> None:
+        self.address = f"etcd://{server.get_endpoint()}/{name}?min_replicas=1&heartbeat_timeout_ms=600000"
+        self.clients = [stack.enter_context(closing(LighthouseClient(self.address, LONG))) for _ in "ab"]
+        self.reports = Reports()
+        self.observer = stack.enter_context(closing(self.reports.observe(self.address)))
+
+    def quorum(self, names: str, step: int = 0) -> int:
+        """The id of a quorum of these replicas. One that was in a smaller quorum, before all had asked, asks again."""
+        clients = dict(zip(names, self.clients, strict=False))
+
+        def ask(name: str) -> Future[Quorum]:
+            return spawn(partial(clients[name].quorum, name, LONG, step=step))
+
+        asks = {name: ask(name) for name in names}
+
+        def all_are_in() -> bool:
+            for name, future in asks.items():
+                if future.done() and members(future.result()) != list(names):
+                    asks[name] = ask(name)
+            return all(future.done() for future in asks.values())
+
+        eventually(all_are_in, f"a quorum of {names}")
+        return asks[names[0]].result(DEADLINE).quorum_id
+
+
+def members(quorum: Quorum) -> list[str]:
+    return [one.replica_id for one in quorum.participants]
+
+
+@pytest.fixture
+def world(etcd: EtcdServer, prefix: str) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(etcd, prefix.strip("/"), stack)
+
+
+def test_it_reports_the_last_quorum_and_every_later_one(world: World, etcd: EtcdServer) -> None:
+    first = world.quorum("ab")
+    eventually(lambda: (first, ["a", "b"]) in world.reports.quorums, "the first quorum is reported")
+    late = Reports()
+    with closing(late.observe(world.address)):
+        eventually(lambda: late.quorums == [(first, ["a", "b"])], "a later observer is told of the last quorum")
+        world.clients[1].leave("b")
+        second = world.quorum("a")
+        for reports in (late, world.reports):
+            eventually(lambda reports=reports: reports.quorums[-1] == (second, ["a"]), "the second is reported to all")
+    assert second > first
+    current = world.observer.quorum()
+    assert current is not None
+    assert current.quorum_id == second
+
+
+def test_a_job_without_a_quorum_has_none(world: World) -> None:
+    assert world.observer.quorum() is None
+    assert list(world.observer.history()) == []
+
+
+def test_a_member_that_leaves_is_reported_once_for_each_quorum(world: World) -> None:
+    world.quorum("ab")
+    world.clients[1].leave("b")
+    eventually(lambda: world.reports.lost == ["b"], "the lost member is reported")
+    world.quorum("a")
+    world.quorum("ab")
+    assert world.reports.lost == ["b"], "nobody is lost in a quorum of members that live"
+    world.clients[1].leave("b")
+    eventually(lambda: world.reports.lost == ["b", "b"], "the member of a new quorum is reported again")
+
+
+def test_a_replica_that_is_killed_is_reported_when_its_heartbeat_times_out(etcd: EtcdServer, prefix: str) -> None:
+    job = f"etcd://{etcd.get_endpoint()}/{prefix.strip('/')}?min_replicas=1&heartbeat_timeout_ms=3000"
+    reports = Reports()
+    with replica_processes(job, 1) as (process,), closing(reports.observe(job)):
+        process.quorum(process.manage("a")).result(DEADLINE)
+        eventually(lambda: reports.quorums[-1:] == [(1, ["a"])], "the quorum is reported")
+        process.kill()
+        eventually(lambda: reports.lost == ["a"], "the lost member is reported")
+
+
+def test_the_history_ends_where_etcd_compacted_it(world: World, client: EtcdClient) -> None:
+    ids = [world.quorum(names) for names in ("ab", "ab")]
+    world.clients[1].leave("b")
+    ids.append(world.quorum("a"))
+    known = [one.quorum_id for one in world.observer.history()]
+    assert known == sorted(known, reverse=True)
+    assert (known[0], known[-1]) == (ids[-1], 1)
+    assert [one.quorum_id for one in world.observer.history(1)] == ids[-1:]
+    (decided,) = client.get(f"{parse_address(world.address).prefix}/decided").kvs
+    client.compact(decided.mod_revision)
+    assert [one.quorum_id for one in world.observer.history()] == ids[-1:]
+
+
+def test_configuration_is_set_changed_and_deleted_for_all(world: World, etcd: EtcdServer) -> None:
+    world.observer.set_config("lr", b"0.1")
+    eventually(lambda: world.reports.config == [("lr", b"0.1")], "it is reported")
+    world.quorum("a")
+    other = Reports()
+    with closing(other.observe(world.address)) as second:
+        eventually(lambda: other.config == [("lr", b"0.1")], "a later observer is told of it")
+        assert second.get_config("lr") == b"0.1"
+        second.set_config("lr", b"0.2")
+        eventually(lambda: world.reports.config[-1] == ("lr", b"0.2"), "the change is reported to the first")
+        second.set_config("lr", None)
+        eventually(lambda: world.reports.config[-1] == ("lr", None), "the deletion is reported")
+        assert second.get_config("lr") is None
+    with pytest.raises(TypeError, match="value"):
+        world.observer.set_config("lr", "0.1")  # type: ignore[arg-type]
+
+
+def test_configuration_lives_as_long_as_the_last_quorum(world: World, client: EtcdClient) -> None:
+    world.quorum("a")
+    world.observer.set_config("lr", b"1")
+    prefix = parse_address(world.address).prefix
+    (decided,), (config,) = client.get(f"{prefix}/decided").kvs, client.get(f"{prefix}/config/lr").kvs
+    assert config.lease == decided.lease != 0
+
+
+@pytest.mark.parametrize("raising", ["on_quorum", "on_lost", "on_config"])
+def test_a_callback_that_raises_is_logged_and_ends_nothing(
+    world: World, raising: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+
+    def fail(*arguments: Any) -> None:
+        calls.append(arguments)
+        raise RuntimeError("the user's")
+
+    reports = Reports()
+    callbacks: dict[str, Callable[..., None]] = {
+        "on_quorum": reports.on_quorum,
+        "on_lost": reports.lost.append,
+        "on_config": reports.on_config,
+        raising: fail,
+    }
+    with closing(Observer(world.address, LONG, **callbacks)):
+        for count in (1, 2):
+            world.quorum("ab", step=count)
+            world.clients[1].leave("b")
+            world.observer.set_config("lr", b"%d" % count)
+            eventually(lambda count=count: world.reports.lost == ["b"] * count, "the lost member is reported")
+            eventually(lambda count=count: len(calls) >= count, f"{raising} is called {count} times")
+    eventually(lambda: caplog.text.count("the user's") >= 2, "each failure is logged")
+    assert bool(reports.quorums) is (raising != "on_quorum")
+
+
+def test_it_goes_on_after_an_outage(fragile: EtcdServer) -> None:
+    with ExitStack() as stack:
+        world = World(fragile, "outage", stack)
+        first = world.quorum("a")
+        eventually(lambda: (first, ["a"]) in world.reports.quorums, "the first quorum is reported")
+        fragile.kill()
+        with pytest.raises(RuntimeError, match="status: Unavailable"):
+            world.observer.quorum()
+        fragile.restart()
+        second = world.quorum("ab")
+        eventually(lambda: world.reports.quorums[-1] == (second, ["a", "b"]), "the quorum after the outage is reported")
+        assert world.reports.lost == []
+
+
+def test_nothing_is_reported_after_close(world: World) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    def slow(quorum: Quorum) -> None:
+        calls.append(quorum.quorum_id)
+        entered.set()
+        go_on.wait(DEADLINE)
+
+    watching = Observer(world.address, LONG, on_quorum=slow)
+    world.quorum("a")
+    assert entered.wait(DEADLINE)
+    world.quorum("ab")
+    closed = spawn(watching.close)
+    go_on.set()
+    closed.result(DEADLINE)
+    count = len(calls)
+    last = world.quorum("ab", step=9)
+    eventually(lambda: world.reports.quorums[-1][0] == last, "another observer is told of the last one")
+    assert len(calls) == count
+    watching.close()
+
+
+def test_a_callback_may_close_its_observer(world: World) -> None:
+    box: list[Observer] = []
+    there, closed = threading.Event(), threading.Event()
+
+    def close(quorum: Quorum) -> None:
+        there.wait(DEADLINE)
+        box[0].close()
+        closed.set()
+
+    world.quorum("a")
+    box.append(Observer(world.address, LONG, on_quorum=close))
+    there.set()
+    assert closed.wait(DEADLINE)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_when_its_thread_has_failed_its_calls_say_so(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise MemoryError("made by the test")
+
+    watching = Reports().observe(world.address)
+    assert watching.quorum() is None
+    monkeypatch.setattr(observer, "parse_quorum", fail)
+    world.quorum("a")
+    eventually(lambda: "ftcoord-observer has failed" in caplog.text, "the failure is logged")
+    monkeypatch.undo()
+    calls: list[Callable[[], object]] = [
+        watching.quorum,
+        lambda: list(watching.history()),
+        lambda: watching.get_config("lr"),
+        lambda: watching.set_config("lr", b"1"),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"this observer has failed \(MemoryError: made by the test\)"):
+            call()
+    watching.close()
+
+
+def test_the_example_of_the_docs(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    decided = world.quorum("a")
+    text = (Path(__file__).parents[2] / "docs" / "torchft.md").read_text(encoding="utf-8")
+    example = text.partition("## Observing a job")[2].partition("```python")[2].partition("```")[0]
+    assert '"etcd://127.0.0.1:2379/job1"' in example
+    exec(example.replace("etcd://127.0.0.1:2379/job1", world.address), {})
+    assert f"b'0.01' [{decided}]" in capsys.readouterr().out

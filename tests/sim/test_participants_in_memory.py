@@ -1,0 +1,326 @@
+"""Rounds and quorums under accidents, with the real Participant on both sides: torch's nodes and torchft's replicas.
+
+Each replica and each node is a loop in a process of its own, as trainers are. What all of them are told is checked
+against the invariants of docs/protocol.md, whatever the seed did to them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from worlds import World, simulated
+
+from ftcoord import concurrency
+from ftcoord.coordination.address import Job
+from ftcoord.coordination.replica import Replica
+from ftcoord.core.quorum import QuorumRecord, QuorumRequest
+from ftcoord.core.rendezvous_records import Round
+from ftcoord.errors import EtcdError
+from ftcoord.rendezvous.node import Node
+from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.testing import MemoryClient, flaky
+
+JOB = Job("etcd", "", "job", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
+LEASE_TTL = 5
+
+
+@dataclass
+class Machine:
+    """A process with a loop in it: it stops when it is told, when it crashes, or at the end."""
+
+    world: World
+    name: str
+    client: MemoryClient
+    stop: concurrency.Event = field(default_factory=concurrency.event)
+    thread: concurrency.Thread | None = None
+
+    def begin(self, loop: Callable[[], None]) -> None:
+        with self.world.scheduler.process(self.name):
+            self.thread = concurrency.thread(loop, f"{self.name}'s loop")
+        self.thread.start()
+
+    def crash(self) -> None:
+        self.client.cut_off()
+        self.world.scheduler.pause(self.name)
+
+
+class Trainer(Machine):
+    """A replica group that asks for a quorum in every step."""
+
+    def __init__(self, world: World, name: str, client: MemoryClient) -> None:
+        super().__init__(world, name, client)
+        self.told: list[QuorumRecord] = []
+        self.begin(self._train)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The replicas of its last quorum."""
+        return self.told[-1].names if self.told else frozenset()
+
+    def _train(self) -> None:
+        replica = Replica(self.client, JOB, self.name, keeps_lease=True)
+        step = 0
+        while not self.stop.is_set():
+            request = QuorumRequest(self.name, "", "", step, 1, False, "", 0, ())
+            try:
+                self.told.append(replica.ask(request, concurrency.now() + 30))
+            except (TimeoutError, EtcdError):
+                continue
+            step += 1
+            self.stop.wait(random.uniform(0, 0.2))
+        replica.leave(1)
+
+
+def trainers(world: World, count: int, wild: bool = False) -> list[Trainer]:
+    def client(number: int) -> MemoryClient:
+        if not wild:
+            return world.etcd.client()
+        chances = {"refused": 0.02, "lost_requests": 0.03, "lost_answers": 0.03, "late": 0.02, "delay": 0.01}
+        return world.etcd.client(flaky(100 * world.seed + number, **chances))
+
+    return [Trainer(world, f"replica{number}", client(number)) for number in range(count)]
+
+
+def train_together(world: World, trainers: Iterable[Trainer], steps: int = 3) -> None:
+    """Wait until these, and no others, are in so many quorums more."""
+    there = list(trainers)
+    names = frozenset(trainer.name for trainer in there)
+    before = {trainer.name: len(trainer.told) for trainer in there}
+    world.until(
+        lambda: all(len(trainer.told) >= before[trainer.name] + steps and trainer.names == names for trainer in there),
+        f"quorums of {sorted(names)}",
+    )
+
+
+def end(world: World, machines: Iterable[Machine]) -> None:
+    for machine in machines:
+        machine.stop.set()
+    for machine in machines:
+        assert machine.thread is not None
+        machine.thread.join(120)
+        assert not machine.thread.is_alive()
+
+
+def check_quorums(trainers: Iterable[Trainer]) -> None:
+    """Everybody is told the same of a number, an id stands for one set of replicas, and neither ever goes back."""
+    by_number: dict[int, QuorumRecord] = {}
+    by_id: dict[int, frozenset[str]] = {}
+    for trainer in trainers:
+        numbers = [quorum.number for quorum in trainer.told]
+        assert numbers == sorted(set(numbers)), (trainer.name, numbers)
+        ids = [quorum.id for quorum in trainer.told]
+        assert ids == sorted(ids), (trainer.name, ids)
+        for quorum in trainer.told:
+            assert trainer.name in quorum.names
+            assert by_number.setdefault(quorum.number, quorum) == quorum
+            assert by_id.setdefault(quorum.id, quorum.names) == quorum.names
+
+
+# -- quorums ----------------------------------------------------------------------------------------------------------
+
+
+@simulated
+def test_replicas_train_on_a_bad_network(world: World) -> None:
+    group = trainers(world, 3, wild=True)
+    train_together(world, group)
+    end(world, group)
+    check_quorums(group)
+
+
+@simulated
+def test_a_replica_that_dies_is_left_out_and_one_that_comes_is_taken_in(world: World) -> None:
+    group = trainers(world, 3)
+    train_together(world, group)
+    died = world.scheduler.time
+    group[0].crash()
+    train_together(world, group[1:])
+    assert world.scheduler.time - died < LEASE_TTL + JOB.join_timeout_ms / 1000 + 3
+    late = Trainer(world, "replica9", world.etcd.client())
+    train_together(world, [*group[1:], late])
+    end(world, [*group[1:], late])
+    check_quorums([*group, late])
+
+
+@simulated
+def test_a_replica_that_stood_still_comes_back_as_a_new_member(world: World) -> None:
+    group = trainers(world, 3)
+    train_together(world, group)
+    slow = group[world.seed % 3]
+    world.scheduler.pause(slow.name)
+    train_together(world, [trainer for trainer in group if trainer is not slow])
+    world.scheduler.resume(slow.name)
+    train_together(world, group)
+    end(world, group)
+    check_quorums(group)
+
+
+@simulated
+def test_an_outage_of_etcd_costs_no_replica_its_lease(world: World) -> None:
+    group = trainers(world, 3)
+    train_together(world, group)
+    with world.etcd.outage():
+        world.sleep(60)
+    train_together(world, group)
+    end(world, group)
+    check_quorums(group)
+    of_all = [quorum.seated for trainer in group for quorum in trainer.told if len(quorum.seats) == 3]
+    assert len({frozenset(seated) for seated in of_all}) == 1, "they are the same members: no lease was lost"
+
+
+@simulated
+def test_quorums_go_on_from_the_highest_number_when_etcd_was_wiped(world: World) -> None:
+    empty = world.etcd.snapshot()
+    group = trainers(world, 3)
+    train_together(world, group)
+    world.etcd.rewind(empty)
+    train_together(world, group)
+    end(world, group)
+    check_quorums(group)
+
+
+@simulated
+def test_quorums_while_leaders_change_and_history_is_compacted(world: World) -> None:
+    group = trainers(world, 3)
+    for _ in range(4):
+        train_together(world, group, steps=1)
+        world.etcd.change_leader()
+        cut = random.choice(group)
+        cut.client.cut_off()
+        world.sleep(random.uniform(0, 2))
+        if world.etcd.revision > 20:
+            world.observer.put("/elsewhere", b"")
+            world.etcd.compact()
+        cut.client.reconnect()
+    train_together(world, group)
+    end(world, group)
+    check_quorums(group)
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+class Agent(Machine):
+    """A node that takes part in every round that it is called back to."""
+
+    def __init__(self, world: World, name: str, client: MemoryClient, nnodes: tuple[int, int]) -> None:
+        super().__init__(world, name, client)
+        self.rounds: list[Round] = []
+        self._settings = RendezvousSettings(
+            "etcd-v3", "run", *nnodes, None, None, last_call_timeout=2.0, lease_ttl=LEASE_TTL, close_timeout=1.0
+        )
+        self._port = 10_000
+        self.begin(self._work)
+
+    def _work(self) -> None:
+        node = Node(self.client, self._settings, self.name, self.name)
+        while not self.stop.is_set():
+            self._port += 1
+            try:
+                found = node.ask(self._port, node.pace())
+            except RendezvousError:
+                self.stop.wait(0.5)
+                continue
+            if found is not None:
+                self.rounds.append(found)
+                while not self.stop.wait(0.1) and not node.waiting()[0]:
+                    pass
+        node.leave("the test is over")
+
+
+def agents(world: World, count: int, nnodes: tuple[int, int], wild: bool = False) -> list[Agent]:
+    made = []
+    for number in range(count):
+        chances = {"lost_requests": 0.03, "lost_answers": 0.03, "late": 0.02, "delay": 0.01} if wild else {}
+        fate = flaky(100 * world.seed + number, **chances)
+        made.append(Agent(world, f"node{number}", world.etcd.client(fate), nnodes))
+    return made
+
+
+def work_together(world: World, agents: Iterable[Agent]) -> Round:
+    """Wait until these, and no others, are in one round that all of them have started."""
+    there = list(agents)
+
+    def is_round() -> bool:
+        last = [agent.rounds[-1] if agent.rounds else None for agent in there]
+        hosts = {seat.host for seat in last[0].seats} if last[0] else set()
+        return hosts == {agent.name for agent in there} and len({one.number if one else 0 for one in last}) == 1
+
+    world.until(is_round, f"a round of {[agent.name for agent in there]}")
+    return there[0].rounds[-1]
+
+
+def check_rounds(agents: Iterable[Agent]) -> None:
+    """Everybody is told the same seats of a number, takes part in each round once, and numbers never go back."""
+    by_number: dict[int, object] = {}
+    for agent in agents:
+        numbers = [one.number for one in agent.rounds]
+        assert numbers == sorted(set(numbers)), (agent.name, numbers)
+        for one in agent.rounds:
+            assert one.ready
+            assert agent.name in {seat.host for seat in one.seats}
+            seen = (one.seats, one.address, one.port)
+            assert by_number.setdefault(one.number, seen) == seen
+
+
+@simulated
+def test_nodes_meet_on_a_bad_network(world: World) -> None:
+    group = agents(world, 3, (3, 3), wild=True)
+    work_together(world, group)
+    end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_a_node_that_dies_is_replaced_by_a_spare(world: World) -> None:
+    group = agents(world, 3, (2, 2))
+    world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
+    spare = next(agent for agent in group if not agent.rounds)
+    seated = [agent for agent in group if agent is not spare]
+    victim = seated[world.seed % 2]
+    first = seated[0].rounds[-1]
+    victim.crash()
+    survivor = next(agent for agent in seated if agent is not victim)
+    second = work_together(world, [survivor, spare])
+    assert second.number > first.number
+    assert second.seats[0].host == survivor.name, "rank 0 goes to one that has been there"
+    end(world, [survivor, spare])
+    check_rounds(group)
+
+
+@simulated
+def test_a_round_shrinks_and_grows(world: World) -> None:
+    group = agents(world, 3, (1, 4))
+    work_together(world, group)
+    group[0].crash()
+    work_together(world, group[1:])
+    group.append(Agent(world, "node9", world.etcd.client(), (1, 4)))
+    work_together(world, group[1:])
+    end(world, group[1:])
+    check_rounds(group)
+
+
+@simulated
+def test_an_outage_longer_than_the_lease_ends_no_round(world: World) -> None:
+    group = agents(world, 3, (3, 3))
+    before = work_together(world, group)
+    with world.etcd.outage():
+        world.sleep(10 * LEASE_TTL)
+    world.sleep(3 * LEASE_TTL)
+    assert [agent.rounds[-1] for agent in group] == [before] * 3, "nobody was called back"
+    end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_rounds_go_on_from_the_highest_number_when_etcd_was_wiped(world: World) -> None:
+    empty = world.etcd.snapshot()
+    group = agents(world, 3, (3, 3))
+    first = work_together(world, group)
+    world.etcd.rewind(empty)
+    world.until(lambda: all(agent.rounds[-1].number > first.number for agent in group), "another round")
+    work_together(world, group)
+    end(world, group)
+    check_rounds(group)

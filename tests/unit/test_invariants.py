@@ -1,0 +1,262 @@
+"""The invariants: what breaks them, and that a decider publishes nothing that does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
+from ftcoord.core import layout
+from ftcoord.core.invariants import InvariantBroken, check_fences, check_quorum, check_round
+from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation
+from ftcoord.core.quorum import decide as decide_quorum
+from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, ReplicaRecord
+from ftcoord.core.quorum_records import encode as encode_quorum
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation
+from ftcoord.core.rendezvous import decide as decide_round
+from ftcoord.core.rendezvous_records import Away, JoinRequest, Round, encode
+from ftcoord.core.verdict import Publish, Wait
+from ftcoord.etcd.api import KeyValue, Span
+from ftcoord.primitives.group.invariant_guard import DECIDE_AGAIN_AFTER, InvariantGuard
+from ftcoord.primitives.group.policy import View
+from ftcoord.rendezvous.policy import RendezvousPolicy
+
+LIMITS = (1, 2)
+
+
+def asks(member: str, after: int = 0, **more: Any) -> RoundCandidate:
+    ask = JoinRequest(f"node {member}", f"{member}.example", 1, after, member, member, *LIMITS)
+    return RoundCandidate(member, replace(ask, **more), 0.0)
+
+
+def published(situation: RoundSituation) -> Round:
+    verdict = decide_round(situation, RoundOptions(), 0.0)
+    assert isinstance(verdict, Publish)
+    return verdict.record
+
+
+JOINING = RoundSituation([asks("a"), asks("b")], 0.0, None, 0.0)
+FIRST = published(JOINING)
+SEATED = RoundSituation([asks("a", seated=1), asks("b", seated=1)], 0.0, FIRST, 0.0)
+READY = published(SEATED)
+RECALLED = replace(READY, recalled="somebody came")
+BACK = RoundSituation([asks("a", 1), asks("b", 1)], 0.0, RECALLED, 0.0)
+SECOND = published(BACK)
+CLOSED = replace(READY, closed="done", outcome="failed")
+ENDED = RoundSituation([asks("c", reopens=1)], 0.0, CLOSED, 0.0)
+REOPENED = replace(SECOND, seats=(replace(FIRST.seats[0], member="c", node="node c"),), address="c.example")
+
+ROUNDS: dict[str, tuple[str, RoundSituation, Round]] = {
+    "a number again": ("S2", BACK, replace(SECOND, number=0)),
+    "a number that a member knows": ("S2", replace(BACK, members=[asks("a", 7), asks("b", 1)]), SECOND),
+    "a number that etcd lost": ("S2", replace(BACK, highest=2), SECOND),
+    "other seats": ("S1 a recall changes no membership", SEATED, replace(READY, seats=READY.seats[:1])),
+    "closed by the decider": ("S1 a recall changes no membership", SEATED, replace(READY, closed="so")),
+    "a start taken back": ("S1 a recall changes no start", BACK, replace(RECALLED, ready=False)),
+    "a recall taken back": ("S1 a recall is not taken back", BACK, replace(RECALLED, recalled="")),
+    "an early start": ("S1 nobody starts before", replace(SEATED, members=JOINING.members), READY),
+    "a recalled start": ("S1 a recalled round", replace(SEATED, previous=FIRST), replace(READY, recalled="so")),
+    "one seat too many": ("S1 one seat", BACK, replace(SECOND, seats=SECOND.seats + SECOND.seats[:1])),
+    "a dead member": ("S1 only live", replace(BACK, members=BACK.members[:1]), SECOND),
+    "too many": ("S1 min <= n", BACK, replace(SECOND, max_nodes=1)),
+    "too few": ("S1 min <= n", BACK, replace(SECOND, min_nodes=3, max_nodes=3)),
+    "a busy member": ("S1 only those that ask", replace(BACK, members=[asks("a", 1), asks("b", 0)]), SECOND),
+    "an away member": (
+        "S1 only those that ask",
+        RoundSituation([asks("a", 2), asks("b", 0)], 0.0, replace(RECALLED, number=2, away=(Away("b", 1),)), 0.0),
+        replace(SECOND, number=3),
+    ),
+    "ready when decided": ("S1 nobody starts before", BACK, replace(SECOND, ready=True)),
+    "recalled when decided": ("S1 a new round is neither", BACK, replace(SECOND, recalled="so")),
+    "not recalled before": ("S1 a running round", replace(BACK, previous=READY), SECOND),
+    "an end that nobody saw": ("S1 a closed run", replace(ENDED, members=[asks("c")]), REOPENED),
+    "another address": ("S1 rank 0", BACK, replace(SECOND, port=2)),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_what_breaks_a_round(name: str) -> None:
+    rule, situation, record = ROUNDS[name]
+    with pytest.raises(InvariantBroken, match=f"^{rule}"):
+        check_round(situation, record)
+
+
+@pytest.mark.parametrize(
+    ("situation", "record"),
+    [
+        (JOINING, FIRST),
+        (SEATED, READY),
+        (BACK, RECALLED),
+        (BACK, SECOND),
+        (ENDED, REOPENED),
+        (replace(BACK, vanished=True), replace(RECALLED, recalled="its record vanished")),
+    ],
+)
+def test_what_decide_does_is_allowed(situation: RoundSituation, record: Round) -> None:
+    check_round(situation, record)
+
+
+PREFIX = "/p"
+
+
+def opening(number: int, *over: int) -> Publish[bytes]:
+    stores = [Span(layout.round_store_prefix(PREFIX, one), True) for one in (*over, number)]
+    fences = [Span(layout.round_key(PREFIX, one)) for one in over]
+    return Publish(b"", "", puts=((layout.round_key(PREFIX, number), b""),), deletes=[*fences, *stores])
+
+
+def test_fences_that_are_allowed() -> None:
+    check_fences(PREFIX, None, 1, opening(1))
+    check_fences(PREFIX, READY, 2, opening(2, 1))
+    check_fences(PREFIX, FIRST, 1, Publish(b"", ""))
+
+
+@pytest.mark.parametrize(
+    ("rule", "number", "decision"),
+    [
+        ("S3 only a new round", 1, opening(1)),
+        ("S3 a new round opens", 2, replace(opening(2, 1), puts=())),
+        ("S3 a new round keeps", 2, replace(opening(2, 1), deletes=[*opening(2, 1).deletes, Span("/p/rounds/", True)])),
+        ("S3 a new store", 2, replace(opening(2, 1), deletes=opening(2, 1).deletes[:-1])),
+        ("S3 the last round", 2, opening(2)),
+    ],
+)
+def test_what_breaks_a_fence(rule: str, number: int, decision: Publish[bytes]) -> None:
+    with pytest.raises(InvariantBroken, match=f"^{rule}"):
+        check_fences(PREFIX, READY, number, decision)
+
+
+# -- quorums ------------------------------------------------------------------------------------------------------
+
+
+def replica(name: str, asked: int = 1, after: int = 0, failures: int = 0) -> QuorumCandidate:
+    return QuorumCandidate(f"m{name}", QuorumRequest(name, "", "", 0, 1, False, "", failures, ()), asked, after, 0.0)
+
+
+OPTIONS = QuorumOptions(2, 10.0)
+TWO = QuorumSituation([replica("a"), replica("b")], None)
+
+
+def agreed(situation: QuorumSituation) -> QuorumRecord:
+    verdict = decide_quorum(situation, OPTIONS, 0.0)
+    assert isinstance(verdict, Publish)
+    return verdict.record
+
+
+ONE = agreed(TWO)
+AGAIN = QuorumSituation([replica("a", 2), replica("b", 2)], ONE)
+NEXT = agreed(AGAIN)
+LEFT_OUT = QuorumSituation([replica("a", 2), replica("b", 2), replica("c", 0), replica("d", 0)], replace(ONE, seats=()))
+
+QUORUMS: dict[str, tuple[str, QuorumSituation, QuorumRecord]] = {
+    "a number again": ("S2", AGAIN, replace(NEXT, number=1)),
+    "a number that was lost": ("S2", replace(AGAIN, highest=Highest(2, 1)), NEXT),
+    "one seat too many": ("S1 one seat", AGAIN, replace(NEXT, seats=NEXT.seats + NEXT.seats[:1])),
+    "a dead replica": ("S1 only live", replace(AGAIN, members=AGAIN.members[:1]), NEXT),
+    "another request": ("S1 a seat answers", AGAIN, replace(NEXT, seats=ONE.seats)),
+    "answered twice": ("S1 no request", replace(TWO, previous=ONE), replace(ONE, number=2)),
+    "an answer forgotten": (
+        "S1 no answer",
+        replace(AGAIN, members=[*AGAIN.members, replica("c")], previous=replace(ONE, idle=(IdleMember("mc", 1),))),
+        NEXT,
+    ),
+    "an id of others": ("S4 an id", replace(AGAIN, previous=replace(ONE, seats=ONE.seats[:1])), NEXT),
+    "an id after failures": (
+        "S4 process groups",
+        QuorumSituation([replica("a", 2, failures=1), replica("b", 2)], ONE),
+        replace(
+            agreed(QuorumSituation([replica("a", 2, failures=1), replica("b", 2)], ONE)),
+            id=ONE.id,
+        ),
+    ),
+    "an id that a member knows": ("S4 ids", replace(AGAIN, members=[replica("a", 2, 9), replica("b", 2)]), NEXT),
+    "an id that goes back": ("S4 ids", replace(AGAIN, previous=replace(ONE, id=5)), replace(NEXT, id=4)),
+    "nobody": ("S5 no quorum", AGAIN, replace(NEXT, seats=(), idle=(IdleMember("ma", 2), IdleMember("mb", 2)), id=2)),
+    "too few": (
+        "S5 min_replicas",
+        replace(TWO, members=TWO.members[:1]),
+        replace(ONE, seats=ONE.seats[:1]),
+    ),
+    "half": ("S5 more than half", LEFT_OUT, replace(NEXT, id=2)),
+}
+
+
+@pytest.mark.parametrize("name", QUORUMS)
+def test_what_breaks_a_quorum(name: str) -> None:
+    rule, situation, record = QUORUMS[name]
+    with pytest.raises(InvariantBroken, match=f"^{rule}"):
+        check_quorum(situation, OPTIONS, record)
+
+
+def test_quorums_that_are_allowed() -> None:
+    check_quorum(TWO, OPTIONS, ONE)
+    check_quorum(AGAIN, OPTIONS, NEXT)
+    check_quorum(AGAIN, replace(OPTIONS, min_replicas=3), NEXT)  # all of the last quorum ask again
+
+
+# -- in production --------------------------------------------------------------------------------------------------
+
+
+def view(values: dict[str, bytes]) -> View:
+    members = tuple(KeyValue(key, value, 1, at, 1, at) for at, (key, value) in enumerate(values.items(), 1))
+    return View(members, dict.fromkeys(values, 0.0), 0.0, None, 0.0, False)
+
+
+def broken_rounds(*_: object) -> Publish[Round]:
+    return Publish(replace(FIRST, seats=FIRST.seats + FIRST.seats[:1]), "two seats for one", "R4 forming")
+
+
+def test_no_round_is_published_that_breaks_an_invariant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = view({layout.member_key(PREFIX, one.id): encode(one.ask) for one in JOINING.members})
+    policy = RendezvousPolicy(PREFIX, RoundOptions())
+    assert isinstance(policy.decide(members, "a", 0.0), Publish)
+    monkeypatch.setattr("ftcoord.rendezvous.policy.decide", broken_rounds)
+    with caplog.at_level(logging.ERROR):
+        verdicts = [policy.decide(members, "a", 5.0) for _ in range(3)]
+    assert all(isinstance(one, Wait) and one.until == 5.0 + DECIDE_AGAIN_AFTER for one in verdicts)
+    (line,) = [record.getMessage() for record in caplog.records]  # once, however often it is met
+    assert "S1 one seat for each" in line
+    assert "please report" in line
+
+
+def test_no_quorum_is_published_that_breaks_an_invariant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = {one.member: ReplicaRecord(one.request, one.asked, one.after, 0) for one in TWO.members}
+    members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
+    policy = QuorumPolicy(OPTIONS, 60.0, dict, HighestSeen())
+    assert isinstance(policy.decide(members, "a", 0.0), Publish)
+    monkeypatch.setattr("ftcoord.coordination.policy.decide", lambda *_: Publish(replace(ONE, number=0), "again", "Q"))
+    with caplog.at_level(logging.ERROR):
+        verdict = policy.decide(members, "a", 0.0)
+    assert isinstance(verdict, Wait)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "S2" in caplog.text
+
+
+def test_no_fence_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = view({layout.member_key(PREFIX, one.id): encode(one.ask) for one in JOINING.members})
+    policy = RendezvousPolicy(PREFIX, RoundOptions())
+    monkeypatch.setattr(policy, "_publish", lambda *_: Publish(b"", "", "R4 forming"))
+    assert isinstance(policy.decide(members, "a", 0.0), Wait)
+
+
+def test_another_error_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    guard = InvariantGuard()
+
+    def fails(text: str) -> Callable[[Publish[int]], None]:
+        def check(_: Publish[int]) -> None:
+            raise InvariantBroken(text)
+
+        return check
+
+    for text in ("S1 x", "S1 x", "S2 y"):
+        guard.passed(Publish(1, "why"), fails(text), 0.0)
+    assert [record.getMessage().count("S1 x") for record in caplog.records] == [1, 0]
+    assert guard.passed(Wait("why"), fails("S1 x"), 0.0) == Wait("why")

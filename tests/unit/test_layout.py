@@ -1,0 +1,180 @@
+"""The keys of the protocol: spelled in one module, described in docs/protocol.md, and told apart."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ftcoord
+from ftcoord.core import layout
+from ftcoord.core.layout import Span
+
+ROOT = Path(ftcoord.__file__).parent
+PROTOCOL = (ROOT.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
+LAYOUT = ROOT / "core" / "layout.py"
+
+RUN = "<prefix>"
+STORE = layout.round_store_prefix(RUN, 7)
+MAILBOX = layout.mailbox_prefix(RUN, "manager")
+LEASE = 0xAB
+HEX = f"{LEASE:016x}"
+
+KEYS = {
+    "members_span": f"{RUN}/members/",
+    "member_key": layout.member_key(RUN, layout.member_id(LEASE)),
+    "decided_key": layout.decided_key(RUN),
+    "rounds_span": layout.rounds_span(RUN).start,
+    "round_key": layout.round_key(RUN, 7),
+    "round_store_prefix": STORE,
+    "backend_state_key": layout.backend_state_key(RUN),
+    "backend_store_prefix": layout.backend_store_prefix(RUN),
+    "store_values_span": layout.store_values_span(STORE).start + "key",
+    "store_queues_span": layout.store_queues_span(STORE).start,
+    "store_queue_span": layout.store_queue_span(STORE, "key").start + "id",
+    "store_counts_span": layout.store_counts_span(STORE).start + "id",
+    "configs_span": layout.configs_span(RUN).start,
+    "config_key": layout.config_key(RUN, "name"),
+    "mailbox_prefix": MAILBOX,
+    "mailbox_server_key": layout.mailbox_server_key(MAILBOX),
+    "mailbox_metadata_key": layout.mailbox_metadata_key(MAILBOX, 1),
+    "mailbox_calls_span": layout.mailbox_calls_span(MAILBOX).start,
+    "mailbox_call_key": layout.mailbox_call_key(MAILBOX, "call-1"),
+    "mailbox_answer_key": layout.mailbox_answer_key(MAILBOX, "call-1"),
+    "timers_span": layout.timers_span(RUN, "host").start,
+    "timer_key": layout.timer_key(RUN, "host", LEASE, "slot"),
+    "heartbeats_span": layout.heartbeats_span(RUN).start,
+    "heartbeat_key": layout.heartbeat_key(RUN, "name", LEASE),
+}
+"""By function: a key that it names, or the beginning of those that it names."""
+
+NO_KEYS = {"run_prefix", "quorum_prefix", "encode_key", "decode_key", "member_id", "member_of", "number_of"}
+"""Functions of `core.layout` that name no key of their own."""
+
+
+def documented() -> list[str]:
+    """The key column of all tables in docs/protocol.md."""
+    rows, inside = [], False
+    for line in PROTOCOL.splitlines():
+        if line.startswith("| key |"):
+            inside = True
+        elif not line.startswith("|"):
+            inside = False
+        elif inside and not line.startswith("|---"):
+            rows += re.findall(r"`([^`]+)`", line.split("|")[1])
+    return rows
+
+
+def pattern_of(row: str) -> str:
+    """What matches the keys of a row; `<...>` stands for one part, as in `<call>-<rank>`, and `...` for the rest."""
+    text = row.removeprefix(f"{RUN}/")
+    parts = re.split(r"(<[^>]*>|\.\.\.)", text)
+    names = {"...": ".*"}
+    pattern = "".join(names.get(one, "[^/]+") if one[:1] in "<." and one else re.escape(one) for one in parts)
+    return f"{re.escape(RUN)}/{pattern}"
+
+
+def functions() -> list[str]:
+    tree = ast.parse(LAYOUT.read_text(encoding="utf-8"))
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def test_each_function_is_known_here() -> None:
+    assert set(functions()) == KEYS.keys() | NO_KEYS
+
+
+@pytest.mark.parametrize("row", documented())
+def test_each_documented_key_has_a_function(row: str) -> None:
+    assert [name for name, key in KEYS.items() if re.fullmatch(pattern_of(row), key)]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_each_function_is_documented(name: str) -> None:
+    """A Span or a prefix is when keys below it are."""
+    patterns = [pattern_of(row) for row in documented()]
+    below = [key for key in KEYS.values() if key.startswith(KEYS[name])]
+    assert any(re.fullmatch(pattern, key) for pattern in patterns for key in below)
+
+
+def test_the_tables_are_found() -> None:
+    """Else the tests above would pass on nothing at all."""
+    assert "<prefix>/decided" in documented()
+    assert len(documented()) > 14
+
+
+# -- nobody else spells a key ---------------------------------------------------------------------------------------
+
+NAMES = {part for key in KEYS.values() for part in key.split("/")[1:]}
+NAMES -= {"", "key", "id", "name", "host", "slot", "manager", "call-1", "7", "1", HEX}
+"""The fixed parts of keys: members, decided, rounds, ..."""
+
+
+def joined(text: str) -> set[str]:
+    """The names of the protocol in a piece of a text, that stand for a part of a key there."""
+    return {name for name in NAMES if re.search(rf"(^|/){name}/|/{name}(/|$)", text)}
+
+
+def spelled(tree: ast.AST) -> Iterator[str]:
+    """The names of the protocol that f-strings and `+` join to something."""
+    for node in ast.walk(tree):
+        pieces: list[ast.expr] = []
+        if isinstance(node, ast.JoinedStr):
+            pieces = node.values
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            pieces = [node.left, node.right]
+        for piece in pieces:
+            if isinstance(piece, ast.Constant) and isinstance(piece.value, str):
+                yield from joined(piece.value)
+
+
+@pytest.mark.parametrize("path", [path for path in sorted(ROOT.rglob("*.py")) if path != LAYOUT], ids=str)
+def test_no_other_module_spells_a_key(path: Path) -> None:
+    assert not set(spelled(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize(
+    "code", ['f"{p}/members/{x}"', 'f"{p}/decided"', 'f"{p}data/{k}"', 'p + "/decided"', 'f"{p}/rounds/"']
+)
+def test_a_spelled_key_is_found(code: str) -> None:
+    assert set(spelled(ast.parse(code)))
+
+
+def test_names_are_found() -> None:
+    assert {"members", "decided", "rounds", "store", "data", "config", "managers", "timers", "heartbeats"} <= NAMES
+
+
+# -- what the functions promise ------------------------------------------------------------------------------------
+
+
+def test_a_key_says_whose_it_is() -> None:
+    key = layout.member_key("/p", layout.member_id(LEASE))
+    assert key == f"/p/members/{HEX}"
+    assert key in layout.members_span("/p")
+    assert layout.member_of(key) == layout.member_id(LEASE) == HEX
+    assert layout.number_of(layout.round_key("/p", 12)) == 12
+
+
+@pytest.mark.parametrize("name", ["", "x", "1x", "-1", "9" * 18, "9" * 5000, "\u0661"])
+def test_a_key_that_names_no_round_has_no_number(name: str) -> None:
+    assert layout.number_of(layout.rounds_span("/p").start + name) == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Span(layout.round_store_prefix("/p", 1), True), layout.round_store_prefix("/p", 12)),
+        (layout.timers_span("/p", "a"), layout.timer_key("/p", "ab", LEASE, "0")),
+        (layout.store_queue_span("s/", "a"), layout.store_queue_span("s/", "a/b").start),
+        (layout.mailbox_calls_span(layout.mailbox_prefix("/p", "a")), layout.mailbox_prefix("/p", "a/in/b")),
+        (Span(layout.run_prefix("/f", "a"), True), layout.run_prefix("/f", "b/a")),
+    ],
+)
+def test_keys_of_one_are_no_keys_of_another(one: Span, other: str) -> None:
+    assert other not in one
+
+
+def test_a_heartbeat_of_a_name_with_a_slash_is_one_name() -> None:
+    assert layout.heartbeat_key("/p", "a/b", LEASE) == f"/p/heartbeats/a%2Fb/{HEX}"

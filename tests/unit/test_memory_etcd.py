@@ -1,0 +1,360 @@
+"""What a test can do to an etcd in memory, in virtual time; what etcd does by itself is in tests/contract."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+from ftcoord import concurrency
+from ftcoord.errors import (
+    ClientClosed,
+    Compacted,
+    EtcdError,
+    EtcdNoSpace,
+    EtcdUnavailable,
+    LeaseLost,
+    OutcomeUnknown,
+    RequestRefused,
+    Rewound,
+)
+from ftcoord.etcd.api import Batch, Began, Get, Put, Span, TxnResult, WatchItem
+from ftcoord.testing import (
+    LOST_ANSWER,
+    LOST_REQUEST,
+    NEVER,
+    REFUSED,
+    Call,
+    Fate,
+    MemoryClient,
+    MemoryEtcd,
+    Scheduler,
+    flaky,
+)
+
+T = TypeVar("T")
+SEEDS = range(20)
+
+
+def virtual(test: Callable[[Scheduler, MemoryEtcd], None]) -> Callable[[], None]:
+    """Run a test in virtual time, under several seeds."""
+
+    def play() -> None:
+        for seed in SEEDS:
+            world = Scheduler(seed)
+
+            def main(world: Scheduler = world) -> None:
+                with MemoryEtcd() as etcd:
+                    test(world, etcd)
+
+            world.run(main)
+
+    play.__doc__ = test.__doc__
+    return play
+
+
+def took(call: Callable[[], object], error: type[EtcdError]) -> float:
+    """Virtual seconds until a call has failed."""
+    before = concurrency.now()
+    with pytest.raises(error):
+        call()
+    return concurrency.now() - before
+
+
+# -- fates ----------------------------------------------------------------------------------------------------------
+
+
+@virtual
+def test_a_call_that_is_refused_has_no_effect(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, other = etcd.client(lambda _call: REFUSED), etcd.client()
+    assert took(lambda: client.put("/key", b""), EtcdUnavailable) < 0.1
+    assert took(lambda: client.get("/key"), EtcdUnavailable) < 0.1
+    world.sleep(100)
+    assert other.get("/key").one is None
+
+
+@virtual
+def test_a_lost_request_and_a_lost_answer_look_alike(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, other = etcd.client(), etcd.client()
+    for fate, happened in ((LOST_REQUEST, False), (LOST_ANSWER, True)):
+        client.fate = lambda _call, fate=fate: fate
+        assert took(lambda: client.put("/key", b""), OutcomeUnknown) < 0.1
+        assert took(lambda: client.get("/key"), EtcdUnavailable) < 0.1
+        assert took(lambda: client.txn((), (Get(Span("/key")),)), EtcdUnavailable) < 0.1
+        assert took(lambda: client.grant(10), EtcdUnavailable) < 0.1
+        world.sleep(100)
+        assert (other.get("/key").one is not None) is happened
+
+
+@virtual
+def test_a_caller_whose_connection_does_not_break_waits_its_timeout(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client = etcd.client(lambda _call: Fate(answers=NEVER))
+    assert took(lambda: client.put("/key", b"", timeout=7.5), OutcomeUnknown) == pytest.approx(7.5, abs=0.1)
+    client.fate = lambda _call: Fate(arrives=NEVER, breaks=2)
+    assert took(lambda: client.renew(1, timeout=7.5), EtcdUnavailable) == pytest.approx(2, abs=0.1)
+
+
+@virtual
+def test_a_late_request_takes_effect_after_its_caller_gave_up(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, other = etcd.client(lambda _call: Fate(arrives=10)), etcd.client()
+    assert took(lambda: client.put("/key", b"late", timeout=2), OutcomeUnknown) == pytest.approx(2, abs=0.1)
+    assert took(lambda: client.put("/gone", b"", 12345, timeout=2), OutcomeUnknown) == pytest.approx(2, abs=0.1)
+    world.sleep(5)
+    assert other.get("/key").one is None
+    world.sleep(4)
+    assert other.get("/key").kvs[0].value == b"late"
+    assert other.get("/gone").one is None, "nobody hears that its lease is not known"
+
+
+@virtual
+def test_a_delay_passes_in_both_directions(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, other = etcd.client(lambda _call: Fate(arrives=1, answers=2)), etcd.client()
+    written: list[TxnResult] = []
+    thread = concurrency.thread(lambda: written.append(client.put("/key", b"")), "writer")
+    thread.start()
+    world.sleep(0.9)
+    assert other.get("/key").one is None
+    world.sleep(0.2)
+    assert other.get("/key").one is not None
+    assert not written
+    thread.join(2)
+    assert written
+
+
+@virtual
+def test_a_fate_is_told_what_it_decides_about(world: Scheduler, etcd: MemoryEtcd) -> None:
+    calls: list[tuple[str, bool]] = []
+
+    def note(call: Call) -> Fate:
+        calls.append((call.method, call.writes))
+        return Fate()
+
+    client = etcd.client(note)
+    lease = client.grant(10).id
+    client.renew(lease)
+    client.put("/key", b"", lease)
+    client.txn((), (Get(Span("/key")),))
+    client.get("/key")
+    client.submit((), (Put("/key", b""),), lambda _result: None, timeout=1)
+    client.revoke(lease)
+    assert calls == [
+        ("grant", False),
+        ("renew", False),
+        ("txn", True),
+        ("txn", False),
+        ("range", False),
+        ("txn", True),
+        ("revoke", False),
+    ]
+
+
+def test_a_seed_draws_the_same_fates_and_each_as_often_as_it_was_said() -> None:
+    call = Call("txn", None, True)
+    draw, again = (flaky(7, refused=0.1, lost_requests=0.2, lost_answers=0.3, late=0.1) for _ in range(2))
+    drawn = [draw(call) for _ in range(5000)]
+    assert drawn == [again(call) for _ in range(5000)]
+    assert drawn.count(REFUSED) == pytest.approx(500, rel=0.2)
+    assert drawn.count(LOST_REQUEST) == pytest.approx(1000, rel=0.2)
+    assert drawn.count(LOST_ANSWER) == pytest.approx(1500, rel=0.2)
+    assert sum(0 < fate.arrives <= 3 for fate in drawn) == pytest.approx(500, rel=0.2)
+    assert drawn.count(Fate()) == pytest.approx(1500, rel=0.2)
+    assert flaky(8, delay=0.5)(call) != flaky(9, delay=0.5)(call)
+
+
+# -- clients that are cut off ---------------------------------------------------------------------------------------
+
+
+@virtual
+def test_calls_of_a_client_that_is_cut_off_wait_for_it_to_come_back(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, other = etcd.client(), etcd.client()
+    client.cut_off()
+    assert took(lambda: client.get("/key", timeout=3), EtcdUnavailable) == pytest.approx(3, abs=0.1)
+    assert took(lambda: client.put("/key", b"", timeout=3), OutcomeUnknown) == pytest.approx(3, abs=0.1)
+    other.put("/key", b"1")
+    back = concurrency.thread(lambda: (world.sleep(2), client.reconnect()), "back")
+    back.start()
+    before = concurrency.now()
+    assert client.get("/key", timeout=10).kvs[0].version == 1, "what was lost did not happen"
+    assert concurrency.now() - before == pytest.approx(2, abs=0.1)
+
+
+@virtual
+def test_a_watch_that_is_interrupted_goes_on_and_misses_nothing(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, other = etcd.client(), etcd.client()
+    items: list[WatchItem] = []
+    client.watch(Span("/key"), 0, items.append)
+    other.put("/key", b"1")
+    world.sleep(1)
+    client.cut_off()
+    for value in (b"2", b"3"):
+        other.put("/key", value)
+    late: list[WatchItem] = []
+    client.watch(Span("/key"), 0, late.append)
+    client.watch(Span("/", is_prefix=True), 0, late.append)
+    world.sleep(1)
+    assert [type(item) for item in items] == [Began, Batch]
+    client.reconnect()
+    client.reconnect()
+    world.sleep(1)
+    assert [type(item) for item in items] == [Began, Batch, Began, Batch]
+    assert values(items) == [b"1", b"2", b"3"]
+    assert sum(isinstance(item, Began) for item in late) == 3, "at once, and twice since it is back"
+    other.put("/key", b"4")
+    world.sleep(1)
+    assert values(items)[-1] == b"4"
+    assert values(late)[-2:] == [b"4", b"4"]
+
+
+def values(items: list[WatchItem]) -> list[bytes]:
+    return [event.kv.value for item in items if isinstance(item, Batch) for event in item.events]
+
+
+@virtual
+def test_a_watch_that_was_interrupted_by_a_compaction_is_over(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, other = etcd.client(), etcd.client()
+    items: list[WatchItem] = []
+    other.put("/key", b"1")
+    client.watch(Span("/key"), etcd.revision, items.append)
+    world.sleep(1)
+    client.cut_off()
+    for value in (b"2", b"3"):
+        other.put("/key", value)
+    etcd.compact()
+    client.reconnect()
+    world.sleep(1)
+    assert isinstance(items[-1], Compacted)
+    assert items[-1].compact_revision == etcd.revision
+    other.put("/key", b"4")
+    world.sleep(1)
+    assert isinstance(items[-1], Compacted)
+    etcd.compact()
+    with pytest.raises(RequestRefused):
+        etcd.compact()
+
+
+@virtual
+def test_the_changes_that_a_watch_is_to_lose_are_lost(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, items = etcd.client(), list[WatchItem]()
+    client.watch(Span("/", is_prefix=True), 0, items.append)
+    client.loses = lambda event: event.kv.key == "/lost"
+    client.txn((), (Put("/lost", b"1"), Put("/kept", b"2")))
+    client.put("/lost", b"3")
+    world.sleep(1)
+    client.cut_off()
+    client.reconnect()
+    world.sleep(1)
+    assert values(items) == [b"2"], "not even when the watch goes on"
+
+
+# -- an etcd in trouble ---------------------------------------------------------------------------------------------
+
+
+@virtual
+def test_no_lease_ends_in_an_outage_and_all_begin_again_after_it(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client = etcd.client()
+    client.put("/key", b"", client.grant(10).id)
+    with etcd.outage():
+        late = etcd.client()
+        assert took(lambda: late.get("/key", timeout=3), EtcdUnavailable) == pytest.approx(3, abs=0.1)
+        world.sleep(100)
+    world.sleep(9)
+    assert client.get("/key").one is not None
+    world.sleep(2)
+    assert client.get("/key").one is None
+
+
+@virtual
+def test_an_etcd_that_goes_back(world: Scheduler, etcd: MemoryEtcd) -> None:
+    """What was written since is gone, also its leases; watches that are ahead of it hear so, others go on."""
+    client, items, behind = etcd.client(), list[WatchItem](), list[WatchItem]()
+    kept, lost = client.grant(100).id, 0
+    client.put("/kept", b"", kept)
+    client.watch(Span("/", is_prefix=True), 0, items.append)
+    client.watch(Span("/kept"), 0, behind.append)
+    before, revision = etcd.snapshot(), etcd.revision
+    lost = client.grant(100).id
+    client.put("/lost", b"", lost)
+    world.sleep(1)
+    etcd.rewind(before)
+    world.sleep(1)
+    assert etcd.revision == revision
+    assert isinstance(items[-1], Rewound)
+    assert [type(item) for item in behind] == [Began, Began]
+    assert client.get("/lost").one is None
+    assert client.renew(kept) == 100
+    with pytest.raises(LeaseLost):
+        client.renew(lost)
+    assert client.grant(100).id not in (kept, lost)
+    client.put("/kept", b"again")
+    etcd.rewind(before)
+    assert client.get("/kept").kvs[0].value == b"", "one may go back to the same more than once"
+
+
+@virtual
+def test_an_etcd_without_space_takes_no_puts_and_grants_no_leases(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client = etcd.client()
+    lease = client.grant(10).id
+    client.put("/key", b"")
+    etcd.set_no_space(True)
+    for refused in (lambda: client.put("/key", b""), lambda: client.grant(10)):
+        with pytest.raises(EtcdNoSpace, match="NOSPACE"):
+            refused()
+    assert client.renew(lease) == 10
+    assert client.delete(Span("/key")) == 1
+    client.revoke(lease)
+    etcd.set_no_space(False)
+    client.put("/key", b"")
+
+
+@virtual
+def test_the_shortest_lease_can_be_set(world: Scheduler, etcd: MemoryEtcd) -> None:
+    with MemoryEtcd(min_ttl=5) as other:
+        assert other.client().grant(1).ttl == 5
+
+
+@virtual
+def test_closing_ends_calls_that_wait(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client = etcd.client()
+    ended: list[EtcdError] = []
+
+    def call(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except EtcdError as error:
+            ended.append(error)
+
+    client.cut_off()
+    slow = etcd.client(lambda _call: Fate(answers=50))
+    works = [lambda: client.get("/key", timeout=60), lambda: slow.put("/key", b"", timeout=60)]
+    threads = [concurrency.thread(call, "caller", work) for work in works]
+    for thread in threads:
+        thread.start()
+    world.sleep(1)
+    before = concurrency.now()
+    for one in (client, slow):
+        one.close()
+    for thread in threads:
+        thread.join()
+    assert concurrency.now() - before < 0.1
+    assert {type(error) for error in ended} == {ClientClosed, OutcomeUnknown}
+    with pytest.raises(ClientClosed):
+        client.watch(Span("/key"), 0, lambda _item: None)
+
+
+# -- with Python's own threads --------------------------------------------------------------------------------------
+
+
+def test_it_runs_with_threads_too_and_leaves_none() -> None:
+    before = set(threading.enumerate())
+    seen = threading.Event()
+    with MemoryEtcd() as etcd:
+        client: MemoryClient = etcd.client(flaky(1, delay=0.001))
+        client.watch(Span("/key"), 0, lambda item: seen.set() if isinstance(item, Batch) else None)
+        client.put("/key", b"", client.grant(2).id)
+        assert seen.wait(60)
+        seen.clear()
+        assert seen.wait(60), "its lease ends"
+        assert client.get("/key").one is None
+    assert not {thread.name for thread in set(threading.enumerate()) - before}

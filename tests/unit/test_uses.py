@@ -1,0 +1,210 @@
+"""Whoever adds a use of the group must do every step of docs/extending.md: here is what fails if one is forgotten.
+
+The uses are found in the code: all classes that derive from `Use`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from test_layering import MODULES, imported, imports, place_of
+
+import ftcoord
+
+ROOT = Path(__file__).parents[2]
+FOR_USERS = ["README.md", *(f"docs/{name}.md" for name in ("configuration", "running", "timers", "torchft", "recipes"))]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A use: its name and module, and the types of its two records."""
+
+    name: str
+    module: str
+    record: type
+    ask: type
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def uses() -> Iterator[Found]:
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("Use[") for base in node.bases):
+                record, ask = typing.get_args(getattr(importlib.import_module(module), node.name).__orig_bases__[0])
+                yield Found(node.name, module, record, ask)
+
+
+def text(path: str) -> str:
+    page = ROOT / path
+    return page.read_text(encoding="utf-8") if page.exists() else ""
+
+
+def names_word(where: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", where) is not None
+
+
+def decisions(use: Found) -> list[str]:
+    """The modules of `core/` that it has both halves of its protocol from."""
+    core = [name for name in imports(use.module) if name.startswith("ftcoord.core.")] if use.module in MODULES else []
+    return [name for name in core if {"decide", "outlook"} <= vars(importlib.import_module(name)).keys()]
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    return {module: imports(module) & MODULES.keys() for module in MODULES if module != "ftcoord"}
+
+
+def above(module: str) -> set[str]:
+    """The modules that this one is imported by, directly or not, and itself."""
+    found, new = set[str](), {module}
+    while new:
+        found |= new
+        new = {name for name, imported in graph().items() if imported & found} - found
+    return found
+
+
+def public_names(use: Found) -> set[str]:
+    """The public names through which users reach it."""
+    homes = dict(ftcoord._HOMES)
+    for module in ftcoord._MODULES:
+        public = importlib.import_module(f"ftcoord.{module}")
+        names = getattr(public, "__all__", ())
+        homes |= {name: getattr(public, name).__module__ for name in names}
+    return {name for name, home in homes.items() if home in above(use.module)}
+
+
+# -- the steps, in the order of docs/extending.md: each says what is missing, or nothing -------------------------------
+
+
+def records(use: Found) -> str:
+    ours = all(dataclasses.is_dataclass(kind) and kind.__module__.startswith("ftcoord.core.") for kind in kinds(use))
+    return "" if ours else "its two records are no dataclasses in ftcoord/core/"
+
+
+def both_halves(use: Found) -> str:
+    return "" if len(decisions(use)) == 1 else "no module of ftcoord/core/ that it imports has `decide` and `outlook`"
+
+
+def core_tests(use: Found) -> str:
+    names = [module.rpartition(".")[2] for module in decisions(use)]
+    tests = [path for name in names for path in (ROOT / "tests" / "unit").glob(f"test_core_{name}*.py")]
+    words = {word for path in tests for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    missing = {"decide", "outlook"} - words
+    return f"no test_core_*.py in tests/unit tests its {' and '.join(sorted(missing))}" if missing else ""
+
+
+def garbage(use: Found) -> str:
+    tests = text("tests/unit/test_garbage.py")
+    missing = [kind.__name__ for kind in kinds(use) if not names_word(tests, kind.__name__)]
+    if not any(names_word(tests, name) for name in (use.name, policy_of(use))):
+        missing.append("its policy")
+    return f"tests/unit/test_garbage.py leaves out {', '.join(missing)}" if missing else ""
+
+
+def floors(use: Found) -> str:
+    try:
+        for module in (use.module, *decisions(use), *(kind.__module__ for kind in kinds(use))):
+            place_of(module)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def public(use: Found) -> str:
+    return "" if public_names(use) else "nothing in ftcoord.__all__, or in a public module's, leads to it"
+
+
+def in_memory(use: Found) -> str:
+    for path in (ROOT / "tests" / "sim").glob("test_*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if {name for node in ast.walk(tree) for name in imported(node, "")} & above(use.module):
+            return ""
+    return "no file in tests/sim plays it in memory"
+
+
+def contract(use: Found) -> str:
+    tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "contract").glob("test_*.py")]
+    named = any(names_word(test, name) for test in tests for name in public_names(use))
+    return "" if named else "no file in tests/contract names what is public of it"
+
+
+def protocol(use: Found) -> str:
+    page = text("docs/protocol.md")
+    rows = [row for row in page.splitlines() if row.startswith("|")]
+    missing = [
+        f"a row for {key} with a {kind.__name__}"
+        for key, kind in (("members/", use.ask), ("decided", use.record))
+        if not any(key in row and names_word(row, kind.__name__) for row in rows)
+    ]
+    missing += [f"the fields of {kind.__name__}" for kind in kinds(use) if f"**{kind.__name__}**: " not in page]
+    return f"docs/protocol.md lacks {', '.join(missing)}" if missing else ""
+
+
+def architecture(use: Found) -> str:
+    table = text("docs/architecture.md").partition("## Uses")[2].partition("\n## ")[0]
+    return "" if names_word(table, use.name) else "docs/architecture.md lacks it in the table of uses"
+
+
+def documents(use: Found) -> str:
+    pages = " ".join(map(text, FOR_USERS))
+    named = any(names_word(pages, name) for name in public_names(use))
+    return "" if named else f"none of {', '.join(FOR_USERS)} names what is public of it"
+
+
+STEPS: tuple[Callable[[Found], str], ...] = (
+    records,
+    both_halves,
+    core_tests,
+    garbage,
+    floors,
+    in_memory,
+    public,
+    contract,
+    protocol,
+    architecture,
+    documents,
+)
+
+
+def kinds(use: Found) -> tuple[type, type]:
+    return use.ask, use.record
+
+
+def policy_of(use: Found) -> str:
+    """The class that decides for it, as its `policy` says."""
+    if use.module not in MODULES:
+        return "NobodysPolicy"
+    policy = getattr(importlib.import_module(use.module), use.name).policy
+    return str(inspect.signature(policy).return_annotation).partition("[")[0]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("use", list(uses()), ids=str)
+def test_no_step_is_forgotten(use: Found, step: Callable[[Found], str]) -> None:
+    assert not step(use), f"{use.module}.{use.name}: {step(use)}. docs/extending.md has the steps"
+
+
+def test_uses_are_found() -> None:
+    assert {"RoundUse", "QuorumUse"} <= {use.name for use in uses()}
+
+
+class Nothing:
+    """No record of ours."""
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_each_step_is_missed(step: Callable[[Found], str]) -> None:
+    """By a use that did none of them."""
+    assert step(Found("NobodysUse", "ftcoord_nowhere.use", Nothing, Nothing))
