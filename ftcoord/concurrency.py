@@ -95,8 +95,11 @@ class Python:
     """Python's own threads and clocks."""
 
     def __init__(self) -> None:
+        # Guards `_own`. Reentrant: what is made may need another of these. A child gets a new one, since a thread that
+        # it does not have may hold the parent's; what the parent made stays where it is, and is not finalized there.
+        self._own_lock = threading.RLock()
         self._own: dict[tuple[int, Callable[[], Any]], Any] = {}
-        self._own_lock = threading.RLock()  # guards _own
+        os.register_at_fork(after_in_child=self._renew_lock)
 
     def now(self) -> float:
         return time.monotonic()
@@ -132,6 +135,9 @@ class Python:
                 self._own[key] = make()
             found: T = self._own[key]
             return found
+
+    def _renew_lock(self) -> None:
+        self._own_lock = threading.RLock()
 
 
 _runtime: Runtime = Python()
