@@ -1,4 +1,4 @@
-"""What users of elections and barriers are promised, in every history. See test_recipes_in_memory.py for bad networks."""
+"""What users of elections and barriers are promised, in every history; bad networks are in another file."""
 
 from __future__ import annotations
 
