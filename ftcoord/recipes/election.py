@@ -133,7 +133,8 @@ class Election(RecipeMember[Term, Candidacy]):
         text = full_text("name", name)
         self._name = full_text("candidate", candidate or f"{socket.gethostname()} (pid {os.getpid()})")
         namespace = Namespace.open(run, etcd, key_prefix)
-        self._prefix, self._after = election_prefix(namespace.prefix, text), 0
+        self._prefix = election_prefix(namespace.prefix, text)
+        self._led: Leadership | None = None  # the last one; any thread that campaigns replaces it
         super().__init__(namespace, ElectionUse(self._prefix), ttl)
 
     def campaign(self, timeout: float | None = None) -> Leadership:
@@ -144,10 +145,15 @@ class Election(RecipeMember[Term, Candidacy]):
         """
         self._check_process()
         pace: UntilDeadline[Term, Candidacy] = UntilDeadline(timeout, f"leading as {self._name!r}")
+        last = self._led
+        # Terms go on from the last one here, even if etcd has lost it. Who leads still is given the same term again.
+        after = 0 if last is None else last.number - (not last.lost)
         with self._or_leave():  # else nobody would lead, if this member were elected
-            term = self._participant.ask(Candidacy(self._name, self._after), pace).record
+            term = self._participant.ask(Candidacy(self._name, after), pace).record
         assert term is not None
-        return Leadership(term.number, exists(term_key(self._prefix, term.number)), term.member, self._participant)
+        fence = exists(term_key(self._prefix, term.number))
+        self._led = Leadership(term.number, fence, term.member, self._participant)
+        return self._led
 
     def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait until this process leads, call `work`, resign, and return what `work` returned."""

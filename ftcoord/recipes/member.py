@@ -35,10 +35,11 @@ class RecipeMember(Generic[R, A]):
     def __init__(self, namespace: Namespace, use: Use[R, A], lease_ttl: int) -> None:
         self._namespace, self._pid = namespace, os.getpid()  # these never change
         self._participant = Participant(namespace.etcd, use, ParticipantOptions(lease_ttl, RECORD_TTL, REQUEST_TIMEOUT))
-        concurrency.when_forgotten(self, _end, self._participant, namespace, self._pid)
+        self._cancel_finalizer = concurrency.when_forgotten(self, _end, self._participant, namespace, self._pid)
 
     def close(self) -> None:
         """Leave at once: calls that wait end with an error. Idempotent; does nothing in a forked child."""
+        self._cancel_finalizer()
         _end(self._participant, self._namespace, self._pid)
 
     @contextlib.contextmanager

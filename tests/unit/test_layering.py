@@ -19,8 +19,8 @@ MAX_LINES = 500
 
 FLOORS = (
     "ftcoord",
-    "errors concurrency",
-    "files",
+    "errors concurrency closing log_once",
+    "files fork",
     "config",
     "core.strict core.layout core.outlook core.lease core.vote core.store_values",
     "core.verdict core.situation core.election_records core.barrier_records",

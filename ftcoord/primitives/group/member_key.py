@@ -11,7 +11,7 @@ from ftcoord.core.layout import member_id, member_key, member_of
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.write_once import ATTEMPT, PATIENCE, WriteOutcome, write_once
+from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, WRITE_TIMEOUT, WriteOutcome, write_once
 
 log = logging.getLogger(__name__)
 
@@ -81,14 +81,15 @@ class MemberKey:
             self._writing.release()
             done(is_written)
 
-        self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=min(timeout, ATTEMPT))
+        limit = min(timeout, WRITE_ATTEMPT_TIMEOUT)
+        self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=limit)
 
     def restore(self) -> None:
         """Put it back if etcd has lost it: while it was away, or because somebody deleted it.
 
         Raises MemberLost when its lease is gone, and EtcdError.
         """
-        with self._turn(PATIENCE):
+        with self._turn(WRITE_TIMEOUT):
             mine, now = self.kv, self._etcd.range(Get(Span(self.key))).one
             if mine is None:
                 return
@@ -104,7 +105,8 @@ class MemberKey:
 
     @contextmanager
     def _turn(self, timeout: float) -> Iterator[None]:
-        if not self._writing.acquire(timeout=ATTEMPT + timeout):  # what was put soon ends within an attempt
+        # What was put soon ends within an attempt.
+        if not self._writing.acquire(timeout=WRITE_ATTEMPT_TIMEOUT + timeout):
             raise EtcdUnavailable(f"etcd has not answered what was written to {self.key} before")
         try:
             yield
