@@ -100,8 +100,8 @@ class Node:
     def leave(self, why: str) -> None:
         """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
         member = self.participant.member
-        if member is not None and member.entered and not member.lost:
-            self.participant.withdraw(replace(self._new_ask(0), leaving=why), LOOK_TIMEOUT, for_all=True)
+        lives = member is not None and member.entered and not member.lost
+        if lives and self.participant.withdraw(replace(self._new_ask(0), leaving=why), LOOK_TIMEOUT, for_all=True):
             self._await_farewell()
         self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 
@@ -136,6 +136,7 @@ class Node:
         return None
 
     def _highest_round(self) -> int:
+        self.participant.prepare()  # each time: it raises Left once this node was stopped
         return self._run.highest_round(self._settings.request_timeout)
 
     def _new_ask(self, port: int) -> JoinRequest:

@@ -12,7 +12,7 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import SEATING
 from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import EtcdError
-from ftcoord.primitives.group.participant import SIGNAL_LATENCY, Look, Participant
+from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, SIGNAL_LATENCY, Look, Participant
 from ftcoord.rendezvous.limits import OtherLimits
 from ftcoord.rendezvous.logs import SHOWN, attendance, named
 from ftcoord.rendezvous.run_record import RunRecord
@@ -20,8 +20,6 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
 
-KEY_CHECK_INTERVAL: Final = 10.0
-"""Seconds between two looks of a node that waits at whether its key is still there."""
 SEAT_INTERVAL: Final = 1.0
 """Seconds until a node that waits for others says again that it takes its seat; see `core.rendezvous.FRESH`."""
 FIRST_LINE: Final = 5.0
@@ -99,7 +97,6 @@ class RoundPace:
             self._participant.reaffirm(look.ask, self)  # for what was said a while ago does not count
         else:
             self._check_at = now + KEY_CHECK_INTERVAL
-            self._participant.check()
 
     def _why_no_round(self) -> str:
         settings = self._settings

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.rendezvous import pace
+from ftcoord.primitives.group import participant
 
 LONG_TTL = 600
 """Seconds; a lease that outlives the test, so that only giving it up can end it."""
@@ -154,7 +154,7 @@ def test_a_record_that_is_not_ours_is_in_the_way_until_it_is_deleted(make_nodes:
 def test_a_waiting_node_whose_key_is_deleted_is_not_forgotten(
     make_nodes: MakeNodes, client: EtcdClient, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "KEY_CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr(participant, "KEY_CHECK_INTERVAL", 0.2)
     run, joins = make_nodes(3, 3), []
     nodes = run.add(2)
     for node in nodes:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
-from ftcoord.errors import ClientClosed, EtcdError, LeaseLost, StateError, ThreadFailed
+from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost, StateError, ThreadFailed
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.member_key import MemberLost
@@ -61,7 +61,7 @@ class Membership(Generic[R]):
         self.failure: EtcdError | ThreadFailed | None = None
         """What ended the group's thread, and this membership with it."""
         self.lost = False
-        self._parse, self._changed, self._timeout = parse, changed, timeout  # never change
+        self._etcd, self._parse, self._changed, self._timeout = etcd, parse, changed, timeout  # never change
         self.session = Session(etcd, ttl, self._on_state)
         self.group = Group(
             etcd,
@@ -94,11 +94,16 @@ class Membership(Generic[R]):
             raise
 
     def leave(self, timeout: float) -> None:
-        """Revoke the lease, so that the others know at once. Never raises for an etcd that is out of reach."""
+        """Revoke the lease, so that the others know at once, also that of a member which is lost while its lease lives.
+
+        Never raises for an etcd that is out of reach.
+        """
         self.group.close()
         try:
+            if self.lost and self.session.state is not SessionState.LOST:  # the session is an orphan, it closes nothing
+                self._etcd.revoke(self.session.lease_id, timeout=timeout)
             self.session.close(timeout)
-        except EtcdError as error:
+        except (EtcdError, ForkedProcessError) as error:
             log.debug("the lease was not revoked, it expires by itself: %s", error)
 
     def orphan(self) -> None:

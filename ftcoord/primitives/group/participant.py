@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.core.lease import SessionState
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.errors import EtcdError, FtcoordError, LeaseLost
 from ftcoord.etcd.api import Etcd
@@ -29,6 +28,8 @@ TAKE_BACK_TIMEOUT: Final = 0.5
 """Seconds that taking back a request, or a lease that is of no use any more, may take. Nothing depends on either."""
 SHORTEST_WRITE: Final = 0.05
 """Seconds that a write may take in any case, however little time is left."""
+KEY_CHECK_INTERVAL: Final = 10.0
+"""Seconds between two looks of a member that waits at whether its key is still there."""
 _REPEATED: Final = (*UNANSWERED, LeaseLost)
 
 
@@ -206,9 +207,11 @@ class Participant(Generic[R, A]):
         """
         with self._counted():
             asked = self.say(ask, pace.deadline, pace.gone)
+            check_at = self._next_check()
             while True:
-                outlook, look, is_written = self._await(asked, pace)
+                outlook, look, is_written = self._await(asked, pace, check_at)
                 if not is_written or (look.standing is Standing.LOST and self._options.renews):
+                    pace.tick(look)  # first: a lease that is lost again and again must not outlast the deadline
                     self._say_again(pace)
                 elif outlook.next is Next.RETURN:
                     return look
@@ -216,27 +219,32 @@ class Participant(Generic[R, A]):
                     asked = self._follow(outlook.ask or asked, pace.deadline, pace.gone)
                 else:
                     pace.tick(look)
+                    if concurrency.now() >= check_at:
+                        self._check()
+                        check_at = self._next_check()
 
     def reaffirm(self, ask: A, pace: Pace[R, A]) -> None:
         """Write `ask`, which was said before, once more: for a `pace`'s tick. Not through another lease: whoever asks
         through a new one has not been given what the old one was. Raises as `say` does."""
         self._follow(ask, pace.deadline, pace.gone)
 
-    def withdraw(self, ask: A, timeout: float = TAKE_BACK_TIMEOUT, *, for_all: bool = False) -> None:
+    def withdraw(self, ask: A, timeout: float = TAKE_BACK_TIMEOUT, *, for_all: bool = False) -> bool:
         """Write `ask`, which asks for nothing: unless another call still asks, or `for_all` of them.
 
-        Never raises for an etcd that is away for `timeout` seconds.
+        Never raises for an etcd that is away for `timeout` seconds. Whether it is known to be written.
         """
         member = self.member
         if member is None or member.lost or not member.entered or not self._writing.acquire(timeout=timeout):
-            return
+            return False
         try:
             if self._asking and not for_all:
-                return
+                return False
             self._said = self._use.stamp(ask)
             member.enter(self._use.encode(self._said), timeout)
+            return True
         except EtcdError as error:
             log.info("what member %s asked was not taken back: %s", member.id, error)
+            return False
         finally:
             self._writing.release()
 
@@ -265,12 +273,6 @@ class Participant(Generic[R, A]):
         member = self.member
         if member is not None:
             member.group.take_over(on)
-
-    def check(self) -> None:
-        """Have this member's key put back if it is gone, though its lease is not."""
-        member = self.member
-        if member is not None:
-            member.group.check()
 
     # -- ending -------------------------------------------------------------------------------------------------
 
@@ -388,6 +390,7 @@ class Participant(Generic[R, A]):
 
     def _live(self) -> Membership[R]:
         """The incarnation that lives, with its lease kept if somebody asks: a new one if the last is lost."""
+        self._check_stopped()  # here, since whoever repeats a write that etcd does not answer calls this each time
         member = self.member
         if member is None or member.lost:
             if member is not None:
@@ -400,7 +403,6 @@ class Participant(Generic[R, A]):
         return member
 
     def _new_member(self) -> Membership[R]:
-        self._check_stopped()
         use, options = self._use, self._options
         member = Membership(
             self._etcd,
@@ -413,27 +415,22 @@ class Participant(Generic[R, A]):
             timeout=options.request_timeout,
             watch_deletes_only=options.batches,
         )
+        if self._lease_keeper is not None:  # before anybody can end this membership, and have the keeper drop it
+            self._lease_keeper.keep(int(member.id, 16), member.session.ttl)
         with self._changed:
             stopped = self._stopped
             if not stopped:
                 self.member = member
                 self._ids.append(member.id)
         if stopped:  # nobody would end this membership
-            member.leave(TAKE_BACK_TIMEOUT)
+            self._give_up(member)
             self._check_stopped()
-        if self._lease_keeper is not None:
-            self._lease_keeper.keep(int(member.id, 16), member.session.ttl)
         return member
 
     def _give_up(self, member: Membership[R]) -> None:
         """A member can be lost while its lease lives on: the others would wait for it, or for what it decides."""
         self._release(member)  # first: etcd may be away for as long as the keeper would keep it alive for nobody
-        if member.session.state is SessionState.LOST:
-            return
-        try:
-            self._etcd.revoke(member.session.lease_id, timeout=TAKE_BACK_TIMEOUT)
-        except EtcdError as error:
-            log.debug("the lease of a lost member expires by itself: %s", error)
+        member.leave(TAKE_BACK_TIMEOUT)
 
     def _release(self, member: Membership[R]) -> None:
         if self._lease_keeper is not None:
@@ -441,7 +438,17 @@ class Participant(Generic[R, A]):
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _await(self, asked: A, pace: Pace[R, A]) -> tuple[Outlook[A], Look[R, A], bool]:
+    def _next_check(self) -> float:
+        """When to look at the member's key. Members that `batches` write often, and take over when nothing happens."""
+        return math.inf if self._options.batches else concurrency.now() + KEY_CHECK_INTERVAL
+
+    def _check(self) -> None:
+        """Have this member's key put back if it is gone, though its lease is not. Also tells a closed client."""
+        member = self.member
+        if member is not None:
+            member.group.check()
+
+    def _await(self, asked: A, pace: Pace[R, A], check_at: float) -> tuple[Outlook[A], Look[R, A], bool]:
         """What there is to do: the outlook, what it is about, and whether what was asked is written."""
         with self._changed:
             while True:
@@ -453,7 +460,7 @@ class Participant(Generic[R, A]):
                 look = Look(pace.see(look), member.record, asked)
                 if outlook.next is not Next.WAIT:
                     return outlook, look, True
-                left = pace.wake_at(look.standing) - concurrency.now()
+                left = min(pace.wake_at(look.standing), check_at) - concurrency.now()
                 if left <= 0:
                     return outlook, look, True
                 self._changed.wait(min(left, concurrency.LONGEST_WAIT))
@@ -492,6 +499,5 @@ class Participant(Generic[R, A]):
                 self._asking -= 1
                 if not self._asking:  # before the next call stamps what it asks: that one counts itself first
                     self._use.nobody_asks()
-                member, rests = self.member, not (self._asking or self._options.keeps_lease)
-            if member is not None and rests:
-                member.session.rest()
+                if self.member is not None and not (self._asking or self._options.keeps_lease):
+                    self.member.session.rest()  # under the lock: the next call counts itself, then wakes it

@@ -1,0 +1,388 @@
+"""The Participant under accidents, with a small use: what is asked is answered, or the caller hears why it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rolls import Called, Caller, Kept, RollRecord
+from worlds import PREFIX, TTL, World, simulated
+
+from ftcoord import concurrency
+from ftcoord.core.outlook import Standing
+from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed
+from ftcoord.primitives.group.group import Group
+from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Left, Look, UntilDeadline
+from ftcoord.testing import LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient, flaky
+
+PROMPT = 2.0
+"""Virtual seconds within which a call that was ended has ended."""
+
+
+def pace(timeout: float | None = 60.0) -> UntilDeadline[RollRecord, Called]:
+    return UntilDeadline(timeout, "the roll")
+
+
+class Asking:
+    """A call of a participant on a thread of its own."""
+
+    def __init__(self, caller: Caller, timeout: float | None = 60.0, begin_in: float = 0.0) -> None:
+        self.look: Look[RollRecord, Called] | None = None
+        self.error: Exception | None = None
+        self.ended_at = 0.0
+        self._caller, self._timeout, self._begin_in = caller, timeout, begin_in
+        self._thread = concurrency.thread(self._ask, "asking")
+        self._thread.start()
+
+    def _ask(self) -> None:
+        concurrency.event().wait(self._begin_in)
+        try:
+            self.look = self._caller.participant.ask(Called("here"), pace(self._timeout))
+        except Exception as error:
+            self.error = error
+        self.ended_at = concurrency.now()
+
+    def end(self, timeout: float = 120.0) -> Asking:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), "the call still waits"
+        return self
+
+
+def caller(world: World, name: str, client: MemoryClient | None = None, **how: Any) -> Caller:
+    with world.scheduler.process(name):
+        return Caller(client or world.etcd.client(), PREFIX, TTL, **how)
+
+
+def members(world: World) -> dict[str, bytes]:
+    return world.keys(f"{PREFIX}/members/")
+
+
+def check_answered(caller: Caller, look: Look[RollRecord, Called]) -> None:
+    assert look.standing is Standing.ANSWERED
+    assert look.record is not None
+    said = [text for member, text in look.record.members.items() if caller.participant.was(member)]
+    assert any(int(text.rpartition("/")[2]) >= look.ask.number for text in said)
+
+
+# -- answers and leases that are lost ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [False, True], ids=["each alone", "batched"])
+def test_answers_that_are_lost_while_it_asks(batches: bool) -> None:
+    @simulated
+    def play(world: World) -> None:
+        def client(number: int) -> MemoryClient:
+            chances = {"refused": 0.05, "lost_requests": 0.1, "lost_answers": 0.15, "late": 0.05, "delay": 0.02}
+            return world.etcd.client(flaky(10 * world.seed + number, **chances))
+
+        group = [caller(world, f"p{number}", client(number), batches=batches) for number in range(3)]
+        for one in group * 3:
+            check_answered(one, one.participant.ask(Called("here"), pace()))
+        world.check_one_history()
+
+    play()
+
+
+def loses_its_lease(world: World, renews: bool) -> None:
+    """At some moment: before it joins, while it waits, when it is answered, or after."""
+    mine, other = caller(world, "mine", enough=2, renews=renews), caller(world, "other", enough=2)
+    mine.participant.prepare()
+    asking = Asking(mine)
+    world.sleep(random.choice((0, random.uniform(0, 0.005), 0.5)))
+    second = Asking(other)
+    world.sleep(random.choice((0, random.uniform(0, 0.005), 0.5)))
+    lost = mine.participant.lease
+    world.etcd.expire(lost)
+    asking.end()
+    assert asking.error is None
+    assert asking.look is not None
+    if renews or asking.look.standing is not Standing.LOST:
+        check_answered(mine, asking.look)
+    check_answered(mine, mine.participant.ask(Called("again"), pace())) if renews else ask_until_answered(mine)
+    assert second.end().error is None
+    world.check_one_history()
+
+
+def ask_until_answered(caller: Caller) -> None:
+    while (look := caller.participant.ask(Called("again"), pace())).standing is Standing.LOST:
+        pass
+    check_answered(caller, look)
+
+
+@simulated
+def test_a_lease_that_is_lost_at_any_moment_is_replaced(world: World) -> None:
+    loses_its_lease(world, renews=True)
+
+
+@simulated
+def test_a_lease_that_is_lost_at_any_moment_is_told(world: World) -> None:
+    loses_its_lease(world, renews=False)
+
+
+@simulated
+def test_a_lease_that_is_lost_again_and_again_does_not_outlast_the_deadline(world: World) -> None:
+    one = caller(world, "one", enough=2)
+    asking = Asking(one, timeout=5)
+
+    def vandalize() -> None:
+        while not asking.ended_at:
+            for key in members(world):
+                world.etcd.expire(int(key.rpartition("/")[2], 16))
+                member = one.participant.member
+                if member is not None:  # what its next renewal would tell
+                    member.orphan()
+            world.sleep(0.01)
+
+    concurrency.thread(vandalize, "vandal").start()
+    assert isinstance(asking.end(30).error, TimeoutError)
+    assert asking.ended_at < 5 + PROMPT
+
+
+@simulated
+def test_a_key_that_is_deleted_while_it_waits_is_put_back(world: World) -> None:
+    """Also that of a member that is not the decider, and so sees nothing of its own key."""
+    first, second = caller(world, "first", enough=3), caller(world, "second", enough=3)
+    waiting = [Asking(first)]
+    world.until(lambda: len(members(world)) == 1, "the first one waits")
+    waiting.append(Asking(second))
+    world.until(lambda: len(members(world)) == 2, "both wait")
+    member = second.participant.member
+    assert member is not None
+    world.observer.txn((), [_delete(member.group.key)])
+    world.until(lambda: member.group.key in members(world), "it is back", KEY_CHECK_INTERVAL + PROMPT)
+    waiting.append(Asking(caller(world, "third", enough=3)))
+    for asking in waiting:
+        assert asking.end().error is None
+
+
+def _delete(key: str) -> Any:
+    from ftcoord.etcd.api import Delete, Span
+
+    return Delete(Span(key))
+
+
+# -- several calls ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [False, True], ids=["each alone", "batched"])
+def test_of_two_calls_one_gives_up(batches: bool) -> None:
+    """The other one's request stays, until the last one gives up."""
+
+    @simulated
+    def play(world: World) -> None:
+        one = caller(world, "one", enough=2, batches=batches)
+
+        def gives_up() -> None:
+            with contextlib.suppress(TimeoutError):
+                one.participant.ask(Called("briefly"), pace(random.uniform(0, 0.1)))
+            one.participant.withdraw(Called("nothing"))
+
+        threads = [concurrency.thread(gives_up, "gives up") for _ in range(2)]
+        patient = Asking(one, begin_in=random.uniform(0, 0.1))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        world.sleep(1)
+        assert [text.partition(b"/")[0] for text in members(world).values()] != [b"nothing"]
+        two = Asking(caller(world, "two", enough=2))
+        assert patient.end().look is not None, patient.error
+        check_answered(one, patient.look)  # type: ignore[arg-type]
+        assert two.end().error is None
+
+    play()
+
+
+@simulated
+def test_a_lease_is_renewed_for_as_long_as_any_call_waits(world: World) -> None:
+    """Though the call before it ends at the moment at which this one begins, and lets the lease rest."""
+    one = caller(world, "one", enough=2, keeps_lease=False)
+    first = Asking(one, timeout=0.05)
+    second = Asking(one, timeout=3 * TTL, begin_in=0.05 - 0.0002 + random.uniform(0, 0.0004))
+    first.end()
+    world.sleep(0.1)
+    lease = one.participant.lease
+    second.end()
+    assert isinstance(second.error, TimeoutError)
+    assert one.participant.lease == lease
+    assert one.participant.joined
+
+
+@simulated
+def test_a_lease_that_nobody_needs_expires(world: World) -> None:
+    one = caller(world, "one", enough=2, keeps_lease=False)
+    Asking(one, timeout=0.5).end()
+    assert members(world)
+    world.sleep(2 * TTL)
+    assert not members(world)
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["leave", "orphan"])
+def test_stopped_while_another_thread_asks(how: str) -> None:
+    @simulated
+    def play(world: World) -> None:
+        keeper = Kept()
+        one = caller(world, "one", enough=2, lease_keeper=keeper)
+        asking = Asking(one, timeout=None, begin_in=random.choice((0, random.uniform(0, 0.03))))
+        world.sleep(random.choice((0, random.uniform(0, 0.06))))
+        stopped_at = concurrency.now()
+        one.participant.stop()
+        one.participant.leave(1) if how == "leave" else one.participant.orphan()
+        asking.end()
+        assert isinstance(asking.error, Left)
+        assert asking.ended_at < stopped_at + PROMPT
+        assert not keeper.leases, "nobody would ever drop them"
+        if how == "orphan":
+            world.sleep(2 * TTL)
+        assert not members(world)
+        with pytest.raises(Left):
+            one.participant.ask(Called("again"), pace())
+
+    play()
+
+
+@simulated
+def test_left_while_another_thread_asks(world: World) -> None:
+    """Without `stop()` a call that had not joined yet may join again; it is never left waiting for nobody."""
+    one = caller(world, "one", enough=2)
+    asking = Asking(one, timeout=20, begin_in=random.choice((0, random.uniform(0, 0.01))))
+    world.sleep(random.choice((0, random.uniform(0, 0.02))))
+    one.participant.leave(1)
+    world.sleep(1)
+    assert one.participant.joined or isinstance(asking.error, Left)
+    two = Asking(caller(world, "two", enough=2), timeout=20)
+    if asking.end().error is None:
+        check_answered(one, asking.look)  # type: ignore[arg-type]
+    else:
+        assert isinstance(asking.error, Left)
+        again = Asking(one)
+        assert again.end().error is None
+    assert two.end().error is None
+
+
+@simulated
+def test_stopped_while_etcd_is_away(world: World) -> None:
+    """Whatever it was doing then: it does not go on until its deadline."""
+    one = caller(world, "one", enough=2)
+    if world.seed % 2:
+        one.participant.prepare()
+    with world.etcd.outage():
+        asking = Asking(one, timeout=None)
+        world.sleep(random.uniform(0, 20))
+        stopped_at = concurrency.now()
+        one.participant.stop()
+        asking.end(60)
+        assert isinstance(asking.error, Left)
+        assert asking.ended_at < stopped_at + 2 * 5 + PROMPT, "no longer than the request under way"
+
+
+@simulated
+def test_a_client_that_is_closed_while_it_waits(world: World) -> None:
+    """Nothing can answer any more: whoever waits hears of it, though no member of the group may ever change again."""
+    client = world.etcd.client()
+    first = Asking(caller(world, "first", enough=3))
+    world.until(lambda: len(members(world)) == 1, "somebody decides")
+    asking = Asking(caller(world, "one", client, enough=3), timeout=None)
+    world.sleep(random.choice((0, random.uniform(0, 0.01), 5)))
+    client.close()
+    closed_at = concurrency.now()
+    asking.end()
+    assert isinstance(asking.error, (ClientClosed, EtcdError))
+    assert asking.ended_at < closed_at + KEY_CHECK_INTERVAL + PROMPT
+    assert isinstance(first.end().error, TimeoutError)
+
+
+@pytest.fixture
+def quiet_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that fails as the test wants it ends; the scheduler would end the whole run with it."""
+    run = Group._run
+
+    def run_quietly(group: Group) -> None:
+        with contextlib.suppress(MemoryError):
+            run(group)
+
+    monkeypatch.setattr(Group, "_run", run_quietly)
+
+
+@pytest.mark.parametrize("renews", [True, False], ids=["renews", "does not renew"])
+@pytest.mark.usefixtures("quiet_threads")
+def test_a_thread_that_fails_is_told_to_whoever_asks(renews: bool) -> None:
+    """And the next call works, under a new lease; the old one does not live on for nobody."""
+
+    @simulated
+    def play(world: World) -> None:
+        one = caller(world, "one", renews=renews)
+        if world.seed % 2:
+            one.participant.ask(Called("before"), pace())
+            world.sleep(0.5)  # until nothing is left to decide: what fails between two calls concerns nobody
+        one.use.broken.append(MemoryError("made by the test"))
+        with pytest.raises(ThreadFailed, match="made by the test"):
+            one.participant.ask(Called("here"), pace())
+        failed = members(world)
+        check_answered(one, one.participant.ask(Called("again"), pace()))
+        assert len(members(world)) == 1
+        assert not failed.keys() & members(world).keys()
+
+    play()
+
+
+@pytest.mark.usefixtures("quiet_threads")
+def test_a_participant_whose_thread_failed_leaves_at_once() -> None:
+    @simulated
+    def play(world: World) -> None:
+        one = caller(world, "one")
+        one.use.broken.append(MemoryError("made by the test"))
+        with pytest.raises(ThreadFailed):
+            one.participant.ask(Called("here"), pace())
+        one.participant.leave(1)
+        assert not members(world)
+
+    play()
+
+
+# -- writes that are batched, and deciders that are stuck -------------------------------------------------------------
+
+
+@simulated
+def test_a_batched_write_that_fails_is_made_again(world: World) -> None:
+    fates: list[Callable[[], Fate]] = []
+
+    def fate(call: Call) -> Fate:
+        return fates.pop()() if call.writes and call.method == "txn" and fates else Fate()
+
+    one = caller(world, "one", world.etcd.client(fate), batches=True)
+    check_answered(one, one.participant.ask(Called("joins"), pace()))
+    for _ in range(3):
+        kind = random.choice((LOST_REQUEST, LOST_ANSWER, Fate(arrives=3.0, breaks=0)))
+        fates.extend([lambda kind=kind: kind] * random.randint(1, 3))
+        began = world.scheduler.time
+        check_answered(one, one.participant.ask(Called("writes"), pace()))
+        assert world.scheduler.time - began < 20
+    world.check_one_history()
+
+
+@simulated
+def test_whoever_takes_over_from_a_decider_that_is_stuck(world: World) -> None:
+    batches = bool(world.seed % 2)
+    with world.scheduler.process("stuck"):  # all its threads are of that process then
+        stuck = Caller(world.etcd.client(), PREFIX, 600, batches=batches)
+        stuck.participant.ask(Called("here"), pace())
+    with world.scheduler.process("other"):
+        other = Caller(world.etcd.client(), PREFIX, 600, batches=batches)
+    world.scheduler.pause("stuck")
+    asking = Asking(other, timeout=300)
+    world.sleep(20)
+    assert asking.look is None
+    other.participant.take_over(True)
+    world.until(lambda: asking.look is not None, "it decides itself", 5)
+    other.participant.take_over(False)
+    world.scheduler.resume("stuck")
+    check_answered(stuck, stuck.participant.ask(Called("again"), pace()))
+    check_answered(other, other.participant.ask(Called("again"), pace()))
+    world.check_one_history()
