@@ -21,7 +21,7 @@ A = TypeVar("A")
 T = TypeVar("T", bound="RecipeMember")  # type: ignore[type-arg]
 
 EtcdLike = Etcd | EtcdConfig | str | Sequence[str] | None
-RECORD_TTL: Final = 24 * 3600
+RECIPE_RECORD_TTL: Final = 24 * 3600
 """Seconds that what was decided is remembered when everybody is gone, so that no number comes again."""
 REQUEST_TIMEOUT: Final = 5.0
 """Seconds that one request to etcd may take."""
@@ -34,7 +34,9 @@ class RecipeMember(Generic[R, A]):
 
     def __init__(self, namespace: Namespace, use: Use[R, A], lease_ttl: int) -> None:
         self._namespace, self._pid = namespace, os.getpid()  # these never change
-        self._participant = Participant(namespace.etcd, use, ParticipantOptions(lease_ttl, RECORD_TTL, REQUEST_TIMEOUT))
+        self._participant = Participant(
+            namespace.etcd, use, ParticipantOptions(lease_ttl, RECIPE_RECORD_TTL, REQUEST_TIMEOUT)
+        )
         self._cancel_finalizer = concurrency.when_forgotten(self, _end, self._participant, namespace, self._pid)
 
     def close(self) -> None:

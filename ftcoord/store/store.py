@@ -52,7 +52,7 @@ from ftcoord.store.halves import StoreResources, let_go
 from ftcoord.store.waiting import Waiting
 
 """No run's keys lie there: an @ in a run's id is written %40 in its keys."""
-STORE_TIMEOUT: Final = timedelta(seconds=300)
+DEFAULT_STORE_TIMEOUT: Final = timedelta(seconds=300)
 """The time-out of a store's operations, unless its user sets another."""
 KEYS_PER_REQUEST: Final = 100
 """Keys in one transaction; etcd allows 128 operations."""
@@ -122,7 +122,7 @@ class EtcdStore(Store):
         # Any thread, one step of the dict at a time. It is a hint: every change is guarded in etcd.
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
         self._open = StoreResources(self._changes, self._waiting, own, self._closed)
-        self.set_timeout(STORE_TIMEOUT if timeout is None else timeout)
+        self.set_timeout(DEFAULT_STORE_TIMEOUT if timeout is None else timeout)
 
     # -- reading ------------------------------------------------------------------------------------------------
 

@@ -153,6 +153,25 @@ def test_embedded_etcds_are_for_facades_only(module: str) -> None:
         assert not {name for name in imports(module) if name.startswith("ftcoord.embedded")}
 
 
+OWN_THREADS = {
+    "ftcoord.concurrency": "it is the seam",
+    "ftcoord.rendezvous.signals": "asks for Python's main thread, which runs signal handlers",
+}
+"""Modules that may name Python's threads, locks and clocks, and why."""
+SEAM = {"threading", "queue", "time", "_thread", "sched"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m not in OWN_THREADS])
+def test_locks_threads_and_clocks_come_from_the_seam(module: str) -> None:
+    """Else a simulator could not decide when they go on, nor a test see in which order locks are taken."""
+    assert not imports(module) & SEAM
+
+
+@pytest.mark.parametrize("module", OWN_THREADS)
+def test_the_exceptions_are_needed(module: str) -> None:
+    assert imports(module) & SEAM
+
+
 def test_no_module_needs_itself_to_load() -> None:
     graph = {module: imports(module, at_load=True) & MODULES.keys() for module in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
