@@ -52,6 +52,7 @@ class RollUse(Use[RollRecord, Called]):
     def __init__(self, prefix: str, enough: int) -> None:
         self._prefix, self._enough, self._count = prefix, enough, 0
         self.broken: list[BaseException] = []
+        self.nobody_asked = concurrency.event()
 
     @property
     def prefix(self) -> str:
@@ -69,6 +70,9 @@ class RollUse(Use[RollRecord, Called]):
 
     def encode(self, ask: Called) -> bytes:
         return f"{ask.name}/{ask.number}".encode()
+
+    def nobody_asks(self) -> None:
+        self.nobody_asked.set()
 
     def outlook(self, record: RollRecord | None, me: Sequence[str], ask: Called) -> Outlook[Called]:
         said = [record.members[one] for one in me if one in record.members] if record else []
