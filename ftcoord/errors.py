@@ -53,7 +53,7 @@ class StateError(FtcoordError):
 
 
 class ServerError(FtcoordError, RuntimeError):
-    """A server of ours (an embedded etcd, a gateway) could not be found, started or reached."""
+    """A server of ftcoord's (an embedded etcd, a gateway) could not be found, started or reached."""
 
 
 class ThreadFailed(FtcoordError, RuntimeError):

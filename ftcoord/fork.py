@@ -23,7 +23,7 @@ class OwnerProcess:
         return os.getpid() == self.pid
 
     def check(self) -> None:
-        """Raises ForkedProcessError in a forked child. To be called before a lock is taken: it may be held for ever
+        """Raises ForkedProcessError in a forked child. To be called before a lock is taken: it may be held forever
         there, by a thread that the child does not have."""
         if not self.is_current:
             raise ForkedProcessError.of(self._problem)

@@ -1,6 +1,6 @@
-"""The words in which the rest of ftcoord speaks to etcd, and the door (`Etcd`) it gets as an argument.
+"""The words in which the rest of ftcoord speaks to etcd, and the client (`Etcd`) that it gets as an argument.
 
-Plain values only: no grpc, no protobuf, so that a simulator can stand behind the same door.
+Plain values only: no grpc, no protobuf, so that `ftcoord.testing` can offer an etcd in memory behind the same protocol.
 Semantics are those of etcd's v3 API, https://etcd.io/docs/v3.5/learning/api/.
 """
 
@@ -177,8 +177,8 @@ class Renews(Protocol):
 
 
 class Etcd(Protocol):
-    """The door to etcd. Every call has a deadline, is linearizable, and raises the EtcdError family:
-    EtcdUnavailable when it had no effect, OutcomeUnknown when a write may have had one."""
+    """A client of etcd. Every call has a deadline, is linearizable, and raises the EtcdError family: EtcdUnavailable when
+    it had no effect, OutcomeUnknown when a write may have had one, ClientClosed after the client was closed."""
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult: ...
 
@@ -199,11 +199,11 @@ class Etcd(Protocol):
         *,
         timeout: float,
     ) -> None:
-        """A transaction that writes, for somebody who does not wait for it; it may share a request, and a revision,
-        with others that are made at the same time.
+        """A transaction that writes, for a caller that does not wait for it. It may share a request, and a revision, with
+        others that are made at the same time.
 
-        `done` is told once how it ended, on this thread before this returns or on the client's; it must not block. What
-        would be raised by `txn` is told too."""
+        `done` is called once with the result, or with what `txn` would raise, on this thread before this returns or on
+        the client's. It must not block."""
 
     def grant(self, ttl: int) -> Lease: ...
 
@@ -218,12 +218,11 @@ class Etcd(Protocol):
     ) -> Watch:
         """Deliver every change of `span` from `start_revision` on, each once and in order, until cancelled.
 
-        A `start_revision` of 0 is from now on. Who wants to hear of changes at once watches first and reads when that
-        watch stands: etcd serves watches that begin in its past only ten times a second. With `deletes_only` etcd tells
-        of no puts.
+        A `start_revision` of 0 is from now on. To hear of changes at once, watch first and read when the watch stands:
+        etcd serves watches that begin in its past only ten times a second. With `deletes_only` etcd sends no puts.
 
-        `deliver` is called on the client's own thread and must not block. What says that the watch stands comes on the
-        caller's, before this returns, where the client watches the same already; a change may then come before it."""
+        `deliver` is called on the client's own thread and must not block. If the client watches the same already, the
+        confirmation (Began) comes on the caller's thread before this returns; a change may then come before it."""
 
 
 class KeyCalls(abc.ABC):

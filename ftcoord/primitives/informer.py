@@ -39,7 +39,7 @@ class Informer(Closing):
         spans: Sequence[Span],
         report: Callable[..., None],
         name: str,
-        failed: Callable[[BaseException], None] = lambda error: None,
+        failed: Callable[[BaseException], None],
     ) -> None:
         # The client's threads put into the inbox, and only the informer's thread takes out and touches the mirrors.
         self._inbox: concurrency.Queue[tuple[Mirror, Posted] | None] = concurrency.inbox()

@@ -295,7 +295,7 @@ class Session(Closing):
 
         Does nothing in a forked child.
         """
-        if not self._owner.is_current:  # the renewer's lock may be held there for ever
+        if not self._owner.is_current:  # the renewer's lock may be held there forever
             return
         self._closed = True
         self._kept.stop()

@@ -186,7 +186,7 @@ class EtcdTimerClient(TimerClient):
         self._run.close()
 
     def _free_slot(self) -> int:
-        """The lowest one: so there are no more than timers at once."""
+        """The lowest one, so that there are only as many slots as timers at once."""
         slot = heapq.heappop(self._free) if self._free else len(self._held)
         if slot >= SLOTS:
             raise ConfigError("scope_id", "<text>", f"a process holds {SLOTS} timers at the most: release some first")

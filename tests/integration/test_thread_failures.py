@@ -87,9 +87,21 @@ def test_a_lease_that_no_thread_can_renew_is_kept_for_nobody(monkeypatch: pytest
 
 def test_a_session_in_a_forked_child_takes_no_lock_of_its_parent(client: EtcdClient) -> None:
     """The thread that holds it is not there."""
-    with Session(client, 60) as session, session._kept._renewer._wake:
+    held, done = threading.Event(), threading.Event()
+
+    def hold(lock: concurrency.Lock) -> None:
+        with lock:
+            held.set()
+            assert done.wait(DEADLINE)
+
+    with Session(client, 60) as session:
+        holder = threading.Thread(target=hold, args=(session._kept._renewer._wake,))
+        holder.start()
+        assert held.wait(DEADLINE)
         assert in_fork(session.orphan) == "None"
         assert in_fork(session.wake) == "None"
+        done.set()
+        holder.join()
 
 
 def test_an_informer_tells_what_ended_it(client: EtcdClient, prefix: str) -> None:

@@ -296,7 +296,7 @@ def test_an_informer_shows_what_etcd_has(world: World) -> None:
         shown.append((dict(first.kvs), dict(second.kvs)))
 
     spans = (Span("/f/", is_prefix=True), Span("/elsewhere"))
-    informer = Informer(client, spans, tell, "ftcoord-test")
+    informer = Informer(client, spans, tell, "ftcoord-test", failed=lambda error: None)
     leases: list[int] = []
     for _ in range(15):
         write_at_random(world, chance, leases)

@@ -57,7 +57,7 @@ _MESSAGES: Final[dict[str, str]] = {
 
 PUT_EVENT: Final = 0
 NO_PUTS: Final = 0
-"""The filter of a watch that is told of deletes only."""
+"""The filter of a watch that receives deletes only."""
 SORT: Final = {"oldest": 1, "newest": 2}
 SORT_BY_CREATE: Final = 2
 COMPARE_RESULT: Final = {"=": 0, ">": 1, "<": 2, "!=": 3}
