@@ -177,8 +177,8 @@ class Renews(Protocol):
 
 
 class Etcd(Protocol):
-    """A client of etcd. Every call has a deadline, is linearizable, and raises the EtcdError family: EtcdUnavailable when
-    it had no effect, OutcomeUnknown when a write may have had one, ClientClosed after the client was closed."""
+    """A client of etcd. Every call has a deadline, is linearizable, and raises the EtcdError family: EtcdUnavailable
+    when it had no effect, OutcomeUnknown when a write may have had one, ClientClosed after the client was closed."""
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult: ...
 
@@ -199,8 +199,8 @@ class Etcd(Protocol):
         *,
         timeout: float,
     ) -> None:
-        """A transaction that writes, for a caller that does not wait for it. It may share a request, and a revision, with
-        others that are made at the same time.
+        """A transaction that writes, for a caller that does not wait for it. It may share a request, and a revision,
+        with others that are made at the same time.
 
         `done` is called once with the result, or with what `txn` would raise, on this thread before this returns or on
         the client's. It must not block."""

@@ -226,7 +226,7 @@ class Transport:
         except RuntimeError as error:
             kind = OutcomeUnknown if write else EtcdUnavailable
             raise kind(
-                f"gRPC could not call etcd: {error}; raise the limit on threads if this process has reached it (ulimit -u)"
+                f"gRPC could not call etcd: {error}; raise the limit on threads (ulimit -u) if it is reached"
             ) from None
         finally:
             self._threads.leave()
