@@ -98,10 +98,8 @@ class Node:
 
     def leave(self, why: str) -> None:
         """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
-        member = self.participant.member
-        if member is not None and member.entered and not member.lost:
-            if self.participant.withdraw(replace(self._new_ask(0), leaving=why), LOOK_TIMEOUT, for_all=True):
-                self._await_farewell()
+        if self.participant.withdraw(replace(self._new_ask(0), leaving=why), LOOK_TIMEOUT, for_all=True):
+            self._await_farewell()
         self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 
     def waiting(self) -> tuple[int, str]:
