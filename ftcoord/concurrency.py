@@ -95,8 +95,11 @@ class Python:
     """Python's own threads and clocks."""
 
     def __init__(self) -> None:
+        # Guards `_own`. Reentrant: what is made may need another of these. A child gets a new one, since a thread that
+        # it does not have may hold the parent's; what the parent made stays where it is, and is not finalized there.
+        self._own_lock = threading.RLock()
         self._own: dict[tuple[int, Callable[[], Any]], Any] = {}
-        self._own_lock = threading.RLock()  # guards _own
+        os.register_at_fork(after_in_child=self._renew_lock)
 
     def now(self) -> float:
         return time.monotonic()
@@ -132,6 +135,9 @@ class Python:
                 self._own[key] = make()
             found: T = self._own[key]
             return found
+
+    def _renew_lock(self) -> None:
+        self._own_lock = threading.RLock()
 
 
 _runtime: Runtime = Python()
@@ -222,9 +228,12 @@ def detached(work: Callable[..., None], *arguments: object) -> None:
     thread(work, "ftcoord-forget", *arguments).start()
 
 
-def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> None:
+def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> Callable[[], object]:
     """Call `close(*arguments)` when nobody refers to `owner` any longer; not at the end of the process.
 
-    On a thread of its own, see `detached`. The arguments must not refer to `owner`.
+    On a thread of its own, see `detached`. The arguments must not refer to `owner`. Returns what cancels this: call it
+    when `owner` is closed, or a thread is started later for nothing.
     """
-    weakref.finalize(owner, detached, close, *arguments).atexit = False
+    finalizer = weakref.finalize(owner, detached, close, *arguments)
+    finalizer.atexit = False
+    return finalizer.detach

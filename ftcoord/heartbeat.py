@@ -1,4 +1,4 @@
-"""Heartbeats: who lives in a run, what they tell each other, and who left or was lost.
+"""Heartbeats: which processes of a run live, what they say of themselves, and which left or were lost.
 
 with ftcoord.Heartbeat("job1", "host-7", ttl=10, data={"gpu": 3}) as heartbeat:
     heartbeat.update({"gpu": 4})
@@ -13,15 +13,23 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final
 
 from ftcoord import concurrency
+from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig, full_text, whole
 from ftcoord.core.heartbeat_records import Beat, encode, parse_beat
 from ftcoord.core.heartbeats import HeartbeatEvent, Roll
 from ftcoord.core.layout import KEY_PREFIX, heartbeat_key, heartbeats_span
-from ftcoord.errors import ClientClosed, ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable, StateError
+from ftcoord.errors import (
+    ClientClosed,
+    ConfigError,
+    EtcdAuthError,
+    EtcdError,
+    EtcdUnavailable,
+    StateError,
+    ThreadFailed,
+)
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.primitives.feed import Feed
@@ -30,32 +38,33 @@ from ftcoord.primitives.mirror import Change
 
 log = logging.getLogger(__name__)
 
-LARGEST: Final = 2**18
-"""Characters of JSON that a heartbeat may tell; etcd takes 1.5 MiB, of which escapes need up to four times as much."""
-TICK: Final = 60.0
-"""Seconds for which nothing may happen before a watch looks whether it is closed; it is also told."""
-RETRY: Final = 0.5
+LONGEST_DATA: Final = 2**18
+"""Characters of JSON in a heartbeat; etcd takes 1.5 MiB, and escaped characters need up to four times as much."""
+WATCH_CHECK_INTERVAL: Final = 60.0
+"""Seconds after which a watch without news checks whether it was closed; `close()` wakes it too."""
+WATCH_RETRY_PAUSE: Final = 0.5
 """Seconds until a watch that failed is tried again."""
-PATIENCE: Final = 5.0
-"""Seconds for which a heartbeat waits for etcd when it begins and is updated."""
-PARTING: Final = 1.0
-"""Seconds that each of the three steps may take in which it ends."""
+HEARTBEAT_TIMEOUT: Final = 5.0
+"""Seconds that a heartbeat waits for etcd when it begins and when it is updated."""
+LEAVE_STEP_TIMEOUT: Final = 1.0
+"""Seconds that each of the three steps of its end may take."""
 
 _ttl = whole(1, 86_400, " (seconds); etcd on default settings grants 2 s at the least")
 
 
 class Heartbeat:
-    """Lets others know that this process lives, and something of it, for as long as the context lasts.
+    """Shows others that this process lives, with some data, for as long as the context lasts.
 
     Args:
-        run: the run's id; who watches names the same.
-        name: whose heartbeat it is. Of several processes with one name only the newest counts, so one that was killed
-            may be started again at once.
+        run: the run's id; watchers use the same.
+        name: whose heartbeat it is. Of several processes with one name only the newest counts, so a killed one may be
+            started again at once.
         ttl: seconds after which it counts as lost when it is silent. Renewing costs no writes.
-        data: anything that JSON has.
+        data: anything that JSON can represent.
         etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
 
-    A heartbeat that etcd lost, because it was out of reach for too long, comes back by itself as soon as it can.
+    A heartbeat that etcd lost, because it was out of reach for too long, comes back by itself as soon as it can. For
+    one thread.
 
     Raises ConfigError (a ValueError) or TypeError for bad arguments, before any socket is opened.
     """
@@ -77,31 +86,30 @@ class Heartbeat:
         self._keys: LeasedKeys | None = None
 
     def __enter__(self) -> Heartbeat:
-        """Begin. Raises EtcdError when etcd takes no heartbeat within 5 seconds, EtcdUnavailable if it is away."""
+        """Begin. Raises EtcdError when etcd takes no heartbeat within 5 seconds, and EtcdUnavailable if it is away."""
         prefix, name = self._run.prefix, self._name
         self._keys = LeasedKeys(
             self._run.etcd, self._ttl, lambda _, lease: heartbeat_key(prefix, name, lease), "heartbeats"
         )
         try:
             self._put()
-        except EtcdError:
+        except (EtcdError, ThreadFailed):
             self._end()
             raise
         return self
 
     def update(self, data: Any) -> None:
-        """Tell the others something else. Raises EtcdError when etcd does not take it in 5 s; it will then do so later.
+        """Replace the data. Raises EtcdError when etcd does not take it in 5 s; it is then written later.
 
-        Raises TypeError for data that JSON does not have.
+        Raises ThreadFailed if the thread that writes has failed (start another heartbeat), and TypeError for data that
+        JSON cannot represent.
         """
         self._data = _json(data)
         self._put()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End: the others see at once that it left. If etcd is not in reach for 3 s, they will see it expire."""
-        with suppress(EtcdError):
+    def __exit__(self, *_error: object) -> None:
+        """End: the others see at once that it left, or if etcd is out of reach for 3 s, that it expired."""
+        with suppress(EtcdError, ThreadFailed):
             self._put(left=True)
         self._end()
 
@@ -112,21 +120,27 @@ class Heartbeat:
             )
         value = encode(Beat(self._name, self._data, left))
         self._keys.put("", lambda: value)
-        if not self._keys.wait("", PARTING if left else PATIENCE, through_outage=not left):
-            raise self._keys.problem or EtcdUnavailable("etcd did not answer in time; is it up, and are you allowed?")
+        if not self._keys.wait("", LEAVE_STEP_TIMEOUT if left else HEARTBEAT_TIMEOUT, through_outage=not left):
+            raise self._keys.problem or EtcdUnavailable(
+                "etcd did not answer in time: check that it is up, and that your user may write"
+            )
 
     def _end(self) -> None:
         keys, self._keys = self._keys, None
         if keys is not None:
-            keys.close(PARTING)
+            keys.close(LEAVE_STEP_TIMEOUT)
         self._run.close()
 
 
-class HeartbeatWatch:
-    """An iterator of `HeartbeatEvent`, without end until `close()`. A context manager."""
+class HeartbeatWatch(Closing):
+    """An iterator of `HeartbeatEvent`, without end until `close()` or the end of its etcd client. A context manager.
+
+    For one thread; only `close()` may be called from others.
+    """
 
     def __init__(self, run: Namespace) -> None:
         self._run = run
+        # Only the thread that iterates, but for `Feed.wake()`:
         self._feed = Feed(run.etcd, heartbeats_span(run.prefix))
         self._closed = concurrency.event()
         self._roll = Roll()
@@ -144,14 +158,6 @@ class HeartbeatWatch:
         self._feed.wake()
         self._run.close()
 
-    def __enter__(self) -> HeartbeatWatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _follow(self) -> Iterator[HeartbeatEvent]:
         try:
             while not self._closed.is_set():
@@ -165,7 +171,7 @@ class HeartbeatWatch:
 
     def _changes(self) -> list[Change]:
         try:
-            news = self._feed.next(TICK)
+            news = self._feed.next(WATCH_CHECK_INTERVAL)
             return news.changes if news else []
         except ClientClosed:
             self._closed.set()
@@ -173,7 +179,7 @@ class HeartbeatWatch:
             raise
         except EtcdError as error:
             log.debug("the heartbeats cannot be watched for now: %s", error)
-            self._closed.wait(RETRY)
+            self._closed.wait(WATCH_RETRY_PAUSE)
         return []
 
     def _judge(self, change: Change) -> HeartbeatEvent | None:
@@ -190,11 +196,11 @@ class HeartbeatWatch:
 def watch_heartbeats(
     run: str, etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None, *, key_prefix: str = KEY_PREFIX
 ) -> HeartbeatWatch:
-    """Whoever lives, as `joined`, and then all that changes. Waits for what comes next, also through outages of etcd.
+    """An event `joined` for each name that lives, and then every change. Waits for the next one, also through outages.
 
-    A name is lost when its heartbeat was ended (reason ``left``), or when its lease was over (``expired``): after `ttl`
-    seconds of silence, and where etcd was away meanwhile, that much later. What went unseen, because etcd compacted its
-    history during an outage, counts as expired.
+    A name is lost when its heartbeat ended (reason ``left``), or when its lease did (``expired``): after `ttl` seconds
+    of silence, or longer if etcd was away meanwhile. An end that was not seen, because etcd compacted its history
+    during an outage, counts as expired.
 
     Args:
         run: the run's id.
@@ -211,12 +217,12 @@ def _json(data: Any) -> str:
     try:
         text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     except TypeError as error:
-        raise TypeError(f"data must be what JSON has (numbers, texts, lists, dicts): {error}") from None
+        raise TypeError(f"data must be what JSON can represent (numbers, texts, lists, dicts): {error}") from None
     except ValueError as error:
-        raise ConfigError("data", f"<{type(data).__name__}>", f"give what JSON has: {error}") from None
-    if len(text) > LARGEST:
+        raise ConfigError("data", f"<{type(data).__name__}>", f"give what JSON can represent: {error}") from None
+    if len(text) > LONGEST_DATA:
         raise ConfigError(
-            "data", f"<{len(text)} characters>", f"give at most {LARGEST} as JSON; etcd is no file server"
+            "data", f"<{len(text)} characters>", f"give at most {LONGEST_DATA} as JSON; etcd is no file server"
         )
     return text
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import locks
 import pytest
 from helpers import DEADLINE, eventually
 
@@ -17,6 +19,16 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it for us
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lock_order() -> Iterator[None]:
+    """With FTCOORD_LOCK_ORDER=1 the order of locks is recorded in all tests, and judged in the end."""
+    if not os.environ.get("FTCOORD_LOCK_ORDER"):
+        yield
+        return
+    with locks.recorded():
+        yield
 
 
 @pytest.fixture(autouse=True)

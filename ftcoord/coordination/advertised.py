@@ -12,11 +12,10 @@ from ftcoord.etcd.api import Etcd, Put
 
 
 class AdvertisedKeys:
-    """Keys below a prefix, kept under a replica's lease. Thread-safe.
+    """Keys that are kept under a replica's lease. Thread-safe.
 
     Args:
         etcd: the client.
-        prefix: of the keys.
         replica: the owner of the lease.
         closed: set it to make `put` and `under_lease` return without having written.
     """

@@ -17,7 +17,7 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Etcd, Get
-from ftcoord.primitives.group.participant import LeaseKeeper, Left, Look, Participant, Timing
+from ftcoord.primitives.group.participant import LeaseKeeper, Left, Look, Participant, ParticipantOptions
 
 RECORD_TTL: Final = 7 * 24 * 3600
 """Seconds that the last quorum is remembered when all replicas are gone, so that its id does not come again."""
@@ -85,9 +85,9 @@ class Replica:
         self._participant: Participant[QuorumRecord, ReplicaRecord] = Participant(
             etcd,
             QuorumUse(job, replica_id, self._revisions),
-            Timing(max(math.ceil(job.heartbeat_timeout), 1), RECORD_TTL, timeout),
-            keeps_lease=keeps_lease,
-            batches=True,
+            ParticipantOptions(
+                max(math.ceil(job.heartbeat_timeout), 1), RECORD_TTL, timeout, keeps_lease=keeps_lease, batches=True
+            ),
             lease_keeper=lease_keeper,
         )
 

@@ -29,7 +29,7 @@ def encode(beat: Beat) -> bytes:
 
 
 def parse_beat(key: str, value: bytes) -> Beat:
-    """Raises StateError."""
+    """The heartbeat in a key. Raises StateError."""
     beat = build(Beat, key, load(key, value))
     if problem := json_problem(beat.data):
         raise StateError(key, f"holds data that is no JSON ({problem})")

@@ -39,12 +39,21 @@ def check_round(situation: RoundSituation, new: Round) -> None:
         _check_new_round(situation, old, new)
 
 
+def check_succession(old: Round, new: Round) -> None:
+    """S1 and S2 of two records that followed each other, whoever wrote them. Raises InvariantBroken."""
+    require("S2 rounds only grow", new.number >= old.number)
+    if new.number == old.number:
+        same = (new.seats, new.address, new.port) == (old.seats, old.address, old.port)
+        require("S1 one membership a round", same)
+        require("S1 a recall changes no start", new.ready or not old.ready)
+
+
 def _check_amendment(situation: RoundSituation, old: Round, new: Round) -> None:
     """The record of a round may say that the round is ready or recalled, and which limits count; nothing else."""
     said = replace(old, ready=new.ready, recalled=new.recalled, waiting=new.waiting, by=new.by)
     stated = replace(said, min_nodes=new.min_nodes, max_nodes=new.max_nodes)
     require("S1 a recall changes no membership", new == stated)
-    require("S1 a recall changes no start", new.ready or not old.ready)
+    check_succession(old, new)
     require("S1 a recall is not taken back", bool(new.recalled) or not old.recalled)
     if new.ready and not old.ready:
         seated = {member.id: member.ask.seated for member in situation.members}

@@ -81,7 +81,7 @@ class QuorumRecord:
 
     Args:
         number: 1, 2, ...; another one for every decision.
-        id: changes when process groups must be built anew; never used for other replicas.
+        id: changes when process groups must be built again; never used for other replicas.
         seats: the participants, byte-wise by their replica id.
         idle: the members whose last request was answered before: they do not ask now.
         created: wall clock, seconds since 1970, for people only.

@@ -52,15 +52,15 @@ RULES: Final = (
 """The rules above, as verdicts name them."""
 _, SEATS, RECALL, FORMING, _, LIMITS, CLOSED_RUN, _ = RULES
 
-RETURNING: Final = 1.5
+RETURN_FACTOR: Final = 1.5
 """How much longer than the last call participants of the last round have to come back. With the defaults, 30 s and
 torch's `shutdown_timeout` of 30 s, a node whose workers had to be killed would else be too late by a moment."""
 
 SEATING: Final = 10.0
 """Seconds within which seats are to be taken, where the last call is not longer. A healthy node takes milliseconds."""
 FRESH: Final = 3.0
-"""Seconds for which a seat counts as taken after its member said so: who died since must not be waited for. A member
-that waits says so every second."""
+"""Seconds for which a seat counts as taken after its member said so: nobody must wait for a member that died since. A
+member that waits repeats it every second."""
 
 Restart: TypeAlias = Literal["failed", "always", "never"]
 """Which closed runs may be gone on from."""
@@ -85,7 +85,7 @@ class RoundOptions:
     @property
     def return_timeout(self) -> float:
         """How long participants of a recalled round have to come back."""
-        return self.last_call_timeout * RETURNING
+        return self.last_call_timeout * RETURN_FACTOR
 
 
 @dataclass(frozen=True, slots=True)

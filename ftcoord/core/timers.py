@@ -10,7 +10,7 @@ from typing import Final, Generic, TypeVar
 from ftcoord.core.timer_records import Timer
 
 CLAIM_TIMEOUT: Final = 2.0
-"""Seconds for which a server leaves a timer to another one that has found it expired."""
+"""Seconds for which a server leaves a timer to another server that found it expired."""
 
 T = TypeVar("T")
 
@@ -49,8 +49,8 @@ def due(timer: Timer, me: str, now: float, listed: bool) -> float:
     """When a server, `me`, that learns of a timer now has to see to it.
 
     The time runs from now. Where the timer was `listed`, because it was there before the server began to look, what
-    passed since it was written counts too: by the clock of the worker's host, which is the server's. What another
-    server has found expired is left to that one for a while.
+    passed since it was written counts too: by the clock of the worker's host, which is the server's. A timer
+    that another server found expired is left to that server for a while.
     """
     if timer.expired and timer.expired != me:
         return now + CLAIM_TIMEOUT
@@ -69,7 +69,7 @@ class Entry(Generic[T]):
 
 
 class Book(Generic[T]):
-    """The timers that a server watches, by key. Knows no clock: times are those of whoever asks."""
+    """The timers that a server watches, by key. It has no clock: the caller's times count."""
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Entry[T]] = {}
@@ -77,7 +77,7 @@ class Book(Generic[T]):
 
     @property
     def entries(self) -> Mapping[Hashable, Entry[T]]:
-        """All of them."""
+        """All timers that are watched."""
         return self._entries
 
     def note(self, key: Hashable, item: T, due: float, now: float) -> None:
@@ -85,16 +85,16 @@ class Book(Generic[T]):
         self._entries[key] = Entry(item, due, now, due)
 
     def drop(self, key: Hashable) -> None:
-        """Watch it no more, if it is watched."""
+        """Stop watching it. Without effect if it is not watched."""
         self._entries.pop(key, None)
 
     def postpone(self, key: Hashable, until: float, item: T | None = None) -> None:
-        """Look at a timer that is due again then, and at what it has become, if that is given."""
+        """Look at a due timer again at `until`; `item` replaces what was known of it."""
         if (known := self._entries.get(key)) is not None:
             self._entries[key] = replace(known, look_at=until, item=known.item if item is None else item)
 
     def hold(self, until: float) -> None:
-        """Let nothing expire before that: what the server knows may be old."""
+        """Let nothing expire before `until`: what the server knows may be old."""
         self._held_until = max(self._held_until, until)
 
     def shift(self, seconds: float) -> None:

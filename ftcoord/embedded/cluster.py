@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 
 from ftcoord import concurrency
 from ftcoord.embedded.member import POLL_INTERVAL, EtcdMember
@@ -144,9 +143,7 @@ class EtcdCluster:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.stop()
 
     def _start(self, deadline: float) -> None:

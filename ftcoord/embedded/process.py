@@ -13,9 +13,10 @@ from typing import IO, Any
 
 from ftcoord import concurrency
 from ftcoord.errors import ForkedProcessError, ServerError
+from ftcoord.fork import OwnerProcess
 
 _SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supervisor.py")
-_QUIT_TIMEOUT = 30.0
+_SUPERVISOR_QUIT_TIMEOUT = 30.0
 
 
 class SupervisedProcess:
@@ -42,13 +43,14 @@ class SupervisedProcess:
     ) -> None:
         if not sys.executable:
             raise ServerError("cannot start etcd without a Python interpreter: set sys.executable to the path of one")
-        self._owner = os.getpid()
+        self._owner = OwnerProcess("this etcd belongs to the parent process")
         self._binary = command[0]
         self._scratch = scratch
+        # Held during a request and its answer: the supervisor answers one at a time.
         self._lock = concurrency.lock("SupervisedProcess._lock")
         self._numbers = count(1)
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", _SUPERVISOR, str(self._owner), scratch or "", *command],
+            [sys.executable, "-I", "-S", _SUPERVISOR, str(self._owner.pid), scratch or "", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
@@ -59,7 +61,7 @@ class SupervisedProcess:
 
     def is_owner(self) -> bool:
         """False in a forked child of the process that made this object."""
-        return os.getpid() == self._owner
+        return self._owner.is_current
 
     def start(self) -> None:
         """Start the command, ending it first if it runs.
@@ -113,7 +115,7 @@ class SupervisedProcess:
         with contextlib.suppress(BrokenPipeError):
             self._send("quit")
         try:
-            self._supervisor.wait(_QUIT_TIMEOUT)
+            self._supervisor.wait(_SUPERVISOR_QUIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._supervisor.kill()
             self._supervisor.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from ftcoord import concurrency
@@ -78,9 +77,7 @@ class EtcdServer(EtcdMember):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.stop()
 
     def _start(self, timeout: float, stderr: int | IO[Any] | None) -> None:

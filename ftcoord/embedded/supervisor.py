@@ -24,7 +24,7 @@ from collections.abc import Callable
 TERM_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL. etcd waits longer for open streams to end, and loses nothing when killed."""
 
-PARENT_CHECK = 1.0
+SUPERVISOR_PARENT_CHECK_INTERVAL = 1.0
 """Seconds between two looks at the parent's pid."""
 
 
@@ -113,7 +113,7 @@ def serve(child: Child, parent: int) -> None:
     }
     received = b""
     while os.getppid() == parent:
-        if not select.select([0], [], [], PARENT_CHECK)[0]:
+        if not select.select([0], [], [], SUPERVISOR_PARENT_CHECK_INTERVAL)[0]:
             continue
         data = os.read(0, 4096)
         if not data:

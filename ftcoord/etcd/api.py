@@ -6,6 +6,7 @@ Semantics are those of etcd's v3 API, https://etcd.io/docs/v3.5/learning/api/.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -223,3 +224,32 @@ class Etcd(Protocol):
 
         `deliver` is called on the client's own thread and must not block. What says that the watch stands comes on the
         caller's, before this returns, where the client watches the same already; a change may then come before it."""
+
+
+class KeyCalls(abc.ABC):
+    """The short forms of reads and writes of single keys, on top of the two calls of `Etcd` that they stand for."""
+
+    @abc.abstractmethod
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult: ...
+
+    @abc.abstractmethod
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Op],
+        failure: Sequence[Op] = (),
+        *,
+        timeout: float | None = None,
+    ) -> TxnResult: ...
+
+    def get(self, key: str, *, timeout: float | None = None) -> RangeResult:
+        """Read one key; `.one` of the result is its KeyValue or None."""
+        return self.range(Get(Span(key)), timeout=timeout)
+
+    def put(self, key: str, value: bytes, lease: int = 0, *, timeout: float | None = None) -> TxnResult:
+        """Write one key. Raises OutcomeUnknown when the answer was lost."""
+        return self.txn((), (Put(key, value, lease),), timeout=timeout)
+
+    def delete(self, span: Span, *, timeout: float | None = None) -> int:
+        """Delete a span; the number of keys that were deleted. Raises OutcomeUnknown when the answer was lost."""
+        return self.txn((), (Delete(span),), timeout=timeout).deleted(0)

@@ -7,15 +7,15 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final
 
+from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import (
     Compare,
-    Delete,
     Get,
+    KeyCalls,
     Lease,
     Op,
     Put,
@@ -33,7 +33,7 @@ from ftcoord.etcd.rpc.watch import Watcher, WatchHub, key_value
 
 log = logging.getLogger(__name__)
 
-PATIENCE: Final = 2.0
+GRPC_CLOSE_TIMEOUT: Final = 2.0
 """Seconds that `close()` waits for gRPC's threads, which have nothing left to do."""
 
 _warned_of: set[str] = set()
@@ -57,7 +57,7 @@ class Status:
     revision: int
 
 
-class EtcdClient:
+class EtcdClient(KeyCalls, Closing):
     """A client of one etcd cluster. Implements `ftcoord.etcd.api.Etcd`.
 
     Every call ends within its time-out (`EtcdConfig.request_timeout` seconds unless said otherwise). Reads, and
@@ -86,18 +86,6 @@ class EtcdClient:
         _write_range(request, get)
         response = self._transport.call(messages.RANGE, request, timeout=timeout)
         return _range_result(response, response.header.revision)
-
-    def get(self, key: str, *, timeout: float | None = None) -> RangeResult:
-        """Read one key; `.one` of the result is its KeyValue or None."""
-        return self.range(Get(Span(key)), timeout=timeout)
-
-    def put(self, key: str, value: bytes, lease: int = 0, *, timeout: float | None = None) -> TxnResult:
-        """Write one key. Raises OutcomeUnknown when the answer was lost."""
-        return self.txn((), (Put(key, value, lease),), timeout=timeout)
-
-    def delete(self, span: Span, *, timeout: float | None = None) -> int:
-        """Delete a span; the number of keys that were deleted. Raises OutcomeUnknown when the answer was lost."""
-        return self.txn((), (Delete(span),), timeout=timeout).deleted(0)
 
     def txn(
         self,
@@ -180,15 +168,7 @@ class EtcdClient:
         self._transport.close()
         self._watches.close()
         self._batcher.close()
-        self._transport.join(PATIENCE)
-
-    def __enter__(self) -> EtcdClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._transport.join(GRPC_CLOSE_TIMEOUT)
 
     def __repr__(self) -> str:
         return f"EtcdClient({self.config.describe()})"

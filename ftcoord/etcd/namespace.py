@@ -1,12 +1,12 @@
-"""A run as a library's user names it: its keys, and the door to its etcd."""
+"""A run as a user names it: its keys, and a client of its etcd."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import cast
 
+from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig, full_text, key_path
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.etcd.api import Etcd
@@ -14,13 +14,13 @@ from ftcoord.etcd.client import EtcdClient
 
 
 @dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(Closing):
     """Where a run's keys lie.
 
     Args:
         prefix: what they start with.
-        etcd: the door to their etcd.
-        own: the same, if it is to be closed with this.
+        etcd: the client of their etcd.
+        own: the same client, if it is to be closed with this.
     """
 
     prefix: str
@@ -52,11 +52,3 @@ class Namespace:
         """Close the client, if it was made here. Idempotent."""
         if self.own is not None:
             self.own.close()
-
-    def __enter__(self) -> Namespace:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,17 +1,17 @@
-"""One client a process for all who want the same etcd: one connection, one stream of watches, shared requests."""
+"""One client per process for all that use the same etcd: one connection, one stream of watches, shared requests."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, EtcdError
-from ftcoord.etcd.api import Compare, Get, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.api import Compare, Get, KeyCalls, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient, Status
-from ftcoord.etcd.rpc.transport import CLOSED
+from ftcoord.etcd.rpc.transport import CLIENT_CLOSED
+from ftcoord.fork import OwnerProcess
 
 
 class _Counted:
@@ -19,43 +19,40 @@ class _Counted:
 
     def __init__(self, config: EtcdConfig) -> None:
         self.client = EtcdClient(config)
-        self.holders = 0
+        self.holders = 0  # guarded by _Clients.lock
 
 
 class _Clients:
-    """Those of this process. In a forked child there are none: the parent's stay where they are, and unused."""
+    """The shared clients of this process. A forked child begins with none."""
 
     def __init__(self) -> None:
+        # Guards known and all that is in it. Reentrant: a finalizer may close a hold where another one is made.
         self.lock = concurrency.rlock("_Clients.lock")
         self.known: dict[EtcdConfig, _Counted] = {}
 
 
-_clients: Final[dict[int, _Clients]] = {os.getpid(): _Clients()}
-os.register_at_fork(after_in_child=lambda: _clients.update({os.getpid(): _Clients()}))
-
-
-class SharedClient:
+class SharedClient(KeyCalls, Closing):
     """A hold on the process's client for `config`. Implements `ftcoord.etcd.api.Etcd`.
 
-    What it watches ends with its `close()`, and the client with that of the last hold on it. Thread-safe. Raises
-    ConfigError when it makes the client, and a TLS file cannot be read; and ForkedProcessError, see `EtcdClient`.
+    Its watches end with its `close()`, and the client with that of the last hold. Thread-safe. Making one raises
+    ConfigError when a TLS file cannot be read, and ForkedProcessError, see `EtcdClient`. After `close()` every call
+    raises ClientClosed.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
-        self._pid = os.getpid()
+        self._owner = OwnerProcess("this etcd client belongs to the parent process")
+        self._clients = concurrency.of_process(_Clients)
+        # Any thread, one step of a dict at a time: `watch()` looks at `_closed` after it has put its own.
         self._watched: dict[_Watched, Callable[[WatchItem], None]] = {}
-        self._closed = False
-        clients = _clients[self._pid]
-        with clients.lock:
-            self._counted = clients.known.get(config) or clients.known.setdefault(config, _Counted(config))
+        with self._clients.lock:
+            self._closed = False  # written with the lock held; becomes True once, and is read without it
+            known = self._clients.known
+            self._counted = known.get(config) or known.setdefault(config, _Counted(config))
             self._counted.holders += 1
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
         return self._client.range(get, timeout=timeout)
-
-    def get(self, key: str) -> RangeResult:
-        return self._client.get(key)
 
     def txn(
         self,
@@ -82,12 +79,6 @@ class SharedClient:
             return
         client.submit(compares, success, done, timeout=timeout)
 
-    def put(self, key: str, value: bytes, lease: int = 0) -> TxnResult:
-        return self._client.put(key, value, lease)
-
-    def delete(self, span: Span) -> int:
-        return self._client.delete(span)
-
     def grant(self, ttl: int) -> Lease:
         return self._client.grant(ttl)
 
@@ -105,40 +96,39 @@ class SharedClient:
     ) -> Watch:
         watched = _Watched(self._client.watch(span, start_revision, deliver, deletes_only=deletes_only), self._watched)
         self._watched[watched] = deliver
-        if self._closed:  # meanwhile
+        if self._closed:  # meanwhile: `close()` may not have seen this one
             watched.cancel()
-            raise ClientClosed(CLOSED)
+            raise ClientClosed(CLIENT_CLOSED)
         return watched
 
     def close(self) -> None:
-        """Let go. Idempotent; nothing happens in a forked child."""
-        if os.getpid() != self._pid:
+        """Let go of the client. Idempotent; does nothing in a forked child."""
+        if not self._owner.is_current:
             return
-        clients = _clients[self._pid]
-        with clients.lock:
+        with self._clients.lock:
             if self._closed:
                 return
             self._closed = True
             self._counted.holders -= 1
             is_last = not self._counted.holders
             if is_last:
-                del clients.known[self.config]
-        if is_last:
+                del self._clients.known[self.config]
+        if is_last:  # without the lock: it waits for threads, which may take it
             self._counted.client.close()
             return
         for watched, deliver in list(self._watched.items()):
             watched.cancel()
-            deliver(ClientClosed(CLOSED))
+            deliver(ClientClosed(CLIENT_CLOSED))
 
     @property
     def _client(self) -> EtcdClient:
         if self._closed:
-            raise ClientClosed(CLOSED)
+            raise ClientClosed(CLIENT_CLOSED)
         return self._counted.client
 
 
 class _Watched:
-    """A watch of one holder, which forgets it when it is cancelled."""
+    """A watch of one hold, which forgets it when it is cancelled."""
 
     def __init__(self, watch: Watch, watched: dict[_Watched, Callable[[WatchItem], None]]) -> None:
         self._watch, self._watched = watch, watched

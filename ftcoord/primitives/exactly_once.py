@@ -2,15 +2,16 @@
 
     <prefix><id>    how many changes this writer made: empty, its version is the count
 
-Each change is one transaction that also puts the writer's count, guarded by the count's version. When an answer
-is lost the same transaction is sent again: if the first one happened the guard fails, so no change is made twice.
-A change that was not made, because its own guards failed, but had gone without an answer once could still arrive. Its
-count is then *spent*: put with a value, so that nothing else can take it.
+Each change is one transaction that also puts the writer's count, guarded by the count's version. When an answer is lost
+the same transaction is sent again: if the first one happened the guard fails, so no change is made twice. If a change's
+own guards failed after an attempt without an answer, that attempt could still arrive. Its count is then *spent*: put
+with a value, so that nothing else can take it.
+
+For changes whose values may repeat. `write_once` is for a key whose values are all different, and costs no second key.
 """
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from ftcoord import concurrency
 from ftcoord.errors import (
     ClientClosed,
     EtcdUnavailable,
-    ForkedProcessError,
     LeaseLost,
     OutcomeUnknown,
     RequestRefused,
@@ -30,18 +30,21 @@ from ftcoord.errors import (
 )
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, exists
 from ftcoord.etcd.retry import retry_until_answered
+from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.session import Session
 
 SPENT: Final = b"spent"
-CLOSED: Final = "the store was closed; make a new one"
-_GONE: Final = "a change was not answered, and then etcd key {!r} was gone, which tells whether it was made"
+"""What a count holds that nothing may take."""
+STORE_CLOSED: Final = "the store was closed; make a new one"
+_GONE: Final = "a change was not answered, and etcd key {!r}, which shows whether it was made, is gone: read again"
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
     """Whether the guards held, so that the change was made; and the key that was asked for.
 
-    When it was made, `kv` is the key right after it, without its value (None if etcd forgot that); else as it is.
+    If it was made, `kv` is the key right after it, without its value (None if etcd forgot that). Otherwise it is the
+    key as it is.
     """
 
     done: bool
@@ -49,35 +52,38 @@ class Made:
 
 
 class ExactlyOnceWriter:
-    """A writer of changes, for the threads of one process.
+    """A writer of changes. Thread-safe; not usable in a forked child.
 
     Args:
-        etcd: the door to etcd.
-        prefix: its count is a key that starts with this.
+        etcd: the etcd client.
+        prefix: the key of its count starts with this.
         ttl: seconds that its keys outlive it.
         lease: put the keys under this lease instead, and never renew it.
         fence: a key; once it is gone, every change raises RoundOver.
-        closed: set it to make it give up.
+        closed: set it to make all calls give up.
     """
 
     def __init__(
         self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: str | None, closed: concurrency.Event
     ) -> None:
+        # Never change:
         self._etcd, self._prefix, self._ttl, self._lease, self._fence = etcd, prefix, ttl, lease, fence
         self._closed = closed
-        self._session: Session | None = None
-        self._pid = os.getpid()
-        # Guards all below. Reentrant: a signal handler may make a change in the middle of another.
+        self._owner = OwnerProcess("this store belongs to the parent process")
+        # Held during a whole change, with its requests, since changes are counted one by one. Guards all below.
+        # Reentrant: a signal handler may make a change in the middle of another.
         self._lock = concurrency.rlock("ExactlyOnceWriter._lock")
         self._changing = False
-        self._unanswered = False
-        self._count, self._made = "", 0
+        self._unanswered = False  # whether an attempt of this change went without an answer
+        self._count, self._made = "", 0  # the key of the count, and what it must be
+        self._session: Session | None = None  # `close()` reads it without the lock, after `closed` is set
         self._begin_count()
 
     def make(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made:
-        """Make a change if the guards hold, and tell what became of the key `look`.
+        """Make a change if the guards hold; the result says what the key `look` is then.
 
-        Raises EtcdUnavailable or OutcomeUnknown after the deadline, RoundOver, and what etcd refuses it with.
+        Raises EtcdUnavailable or OutcomeUnknown after the monotonic `deadline`, RoundOver, ClientClosed, and what etcd
+        refuses it with.
         """
         with self._turn(deadline):
             made = None
@@ -86,19 +92,18 @@ class ExactlyOnceWriter:
                     made = self._attempt(ops, guards, look, deadline)
             finally:
                 if made is None:
-                    self._begin_count()  # one of unknown outcome must not be taken for the next one
+                    self._begin_count()  # so that a change of unknown outcome cannot be taken for the next one
             return made
 
     def close(self) -> None:
-        """The keys expire after `ttl` from now on; `closed` must be set before."""
+        """Let the keys expire, `ttl` seconds from now. `closed` must be set before."""
         if self._session is not None:
             self._session.orphan()
 
     @contextmanager
     def _turn(self, deadline: float) -> Iterator[None]:
-        """One change at a time; one within another, in a signal handler, counts by itself."""
-        if os.getpid() != self._pid:
-            raise ForkedProcessError.of("this store belongs to the parent process")
+        """One change at a time. A change within another one, in a signal handler, has a count of its own."""
+        self._owner.check()
         busy = EtcdUnavailable("other changes of this store were not answered in time; try again")
         with concurrency.held(self._lock, deadline, busy):
             outer = (self._count, self._made, self._unanswered) if self._changing else None
@@ -107,7 +112,7 @@ class ExactlyOnceWriter:
             self._changing, self._unanswered = True, False
             try:
                 if self._closed.is_set():
-                    raise ClientClosed(CLOSED)
+                    raise ClientClosed(STORE_CLOSED)
                 yield
             finally:
                 if outer is not None:
@@ -115,7 +120,7 @@ class ExactlyOnceWriter:
                 self._changing = outer is not None
 
     def _attempt(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made | None:
-        """As `make`, with None for "again": the lease or the count had to be made anew."""
+        """As `make`; None if it must be tried again, with the new lease or count that it needed."""
         fences = [] if self._fence is None else [exists(self._fence)]
         compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]
         try:
@@ -150,7 +155,7 @@ class ExactlyOnceWriter:
             raise
 
     def _spend(self, judged: Made, look: str | None, deadline: float) -> Made | None:
-        """See to it that a change which was not made is not made later either."""
+        """Make sure that a change which was not made is not made later either."""
         guard = [Compare(self._count, "version", "=", self._made)]
         put, read = Put(self._count, SPENT, self._lease_id(deadline)), Get(Span(self._count))
         result = retry_until_answered(
@@ -160,7 +165,7 @@ class ExactlyOnceWriter:
             count = result.range(0).one
             if count is None or count.version != self._made + 1:
                 raise OutcomeUnknown(_GONE.format(self._count))
-            if count.value != SPENT:  # it arrived after all, before this
+            if count.value != SPENT:  # the change arrived after all, before this
                 self._made += 1
                 return Made(True, self._look_back(look, count.mod_revision, deadline))
         self._made += 1
@@ -198,17 +203,21 @@ class ExactlyOnceWriter:
             return self._lease
         if self._session is None:
             self._session = retry_until_answered(lambda left: Session(self._etcd, self._ttl), deadline, self._closed)
-            if self._closed.is_set():  # since then
+            if self._closed.is_set():  # meanwhile: `close()` may have seen no session
                 self._session.orphan()
         return self._session.lease_id
 
     def _lease_is_gone(self, error: LeaseLost) -> None:
         if self._session is None:
-            raise RoundOver(f"the run of {self._prefix} is gone from etcd, and its store with it: {error}") from None
+            raise RoundOver(
+                f"the run of {self._prefix} is gone from etcd, and its store with it: {error}; join again"
+            ) from None
         self._session.orphan()
         self._session = None
-        if self._unanswered:  # what tells whether it happened went with the lease
-            raise OutcomeUnknown(f"a change was not answered, and then its lease was gone: {error}") from None
+        if self._unanswered:  # the count, which shows whether it happened, went with the lease
+            raise OutcomeUnknown(
+                f"a change was not answered, and then its lease was gone: {error}; read again"
+            ) from None
         self._begin_count()
 
     def _begin_count(self) -> None:
@@ -216,7 +225,7 @@ class ExactlyOnceWriter:
 
 
 def round_over(fence: str) -> RoundOver:
-    """What to say when a fence is gone."""
+    """The error for a fence that is gone."""
     return RoundOver(f"the round of {fence} is over; join the next one and use its store")
 
 

@@ -14,49 +14,50 @@ class News(NamedTuple):
 
     Args:
         changes: in order.
-        anew: whether the watch has just begun, or begun again: until now changes may have been late. Changes that come
-            with this are what a read found, and may have happened long ago.
+        restarted: whether the watch has just begun, or begun again: until now changes may have been late. Changes that
+            come with this are what a read found, and may have happened long ago.
     """
 
     changes: list[Change]
-    anew: bool = False
+    restarted: bool = False
 
 
 class Feed:
-    """Tells what is in `span`, then every change. Where some were missed, or compacted, only what came of them.
+    """Delivers what is in `span`, then every change. If some were missed, or compacted, only their result.
 
-    Not thread-safe, but for `wake()`.
+    For one thread; only `wake()` may be called from others.
     """
 
     def __init__(self, etcd: Etcd, span: Span) -> None:
+        # The client's threads put into the inbox, `wake()` too; only the reader touches the mirror.
         self._inbox: concurrency.Queue[Posted | None] = concurrency.inbox()
         self._mirror = Mirror(etcd, span, lambda _mirror, posted: self._inbox.put(posted))
 
     @property
     def synced(self) -> bool:
-        """Whether it has told all that was there when it began."""
+        """Whether it has delivered all that was there when it began."""
         return self._mirror.synced
 
     def next(self, timeout: float) -> News | None:
-        """What comes next; None if there was nothing for `timeout` seconds, or on a `wake()`.
+        """What comes next; None if nothing came for `timeout` seconds, or on a `wake()`.
 
-        Raises EtcdError; call it again a little later.
+        Raises EtcdError: call it again after a pause. ClientClosed is final.
         """
         if not self._mirror.synced:
             before = dict(self._mirror.kvs)
             self._mirror.sync()
             if self._mirror.synced:
-                return News(self._since(before), anew=True)
+                return News(self._since(before), restarted=True)
         try:
             posted = self._inbox.get(timeout=max(timeout, 0))
         except concurrency.Empty:
             return None
         if posted is None:
             return None
-        return News(self._mirror.apply(posted), anew=isinstance(posted.item, Began))
+        return News(self._mirror.apply(posted), restarted=isinstance(posted.item, Began))
 
     def wake(self) -> None:
-        """End the `next()` that waits, or the one to come. From any thread."""
+        """End the `next()` that waits, or else the next call of it. From any thread."""
         self._inbox.put(None)
 
     def close(self) -> None:

@@ -26,9 +26,9 @@ from ftcoord.etcd.api import Lease
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.session import KeptLease
 
-PARENT_CHECK: Final = 1.0
-"""Seconds between two looks at the parent's pid."""
-_DEAD: Final = frozenset("TtZXx")
+KEEPER_PARENT_CHECK_INTERVAL: Final = 1.0
+"""Seconds between two checks of the parent's pid."""
+_NOT_RUNNING_STATES: Final = frozenset("TtZXx")
 """The states in /proc/PID/stat of a process that does not run: stopped, traced, zombie, dead."""
 
 
@@ -48,7 +48,7 @@ def runs(pid: int) -> bool:
     """Whether a process exists and is not stopped. Where there is no /proc, only whether it exists."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] not in _DEAD
+            return file.read().rpartition(")")[2].split()[0] not in _NOT_RUNNING_STATES
     except OSError:
         return os.getppid() == pid
 
@@ -77,12 +77,12 @@ def config_text(config: EtcdConfig) -> str:
 
 
 def serve(parent: int) -> None:
-    """Do as told until the parent is gone."""
+    """Carry out what comes in until the parent is gone."""
     kept: dict[int, KeptLease] = {}
     etcd: Guarded | None = None
     received = b""
     while os.getppid() == parent:
-        if not select.select([0], [], [], PARENT_CHECK)[0]:
+        if not select.select([0], [], [], KEEPER_PARENT_CHECK_INTERVAL)[0]:
             continue
         data = os.read(0, 65536)
         if not data:

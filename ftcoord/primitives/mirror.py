@@ -1,6 +1,6 @@
-"""A local copy of a span of keys that stays true: a watch, and a read of what was there when it began.
+"""A local copy of a span of keys that is kept up to date: a watch, and a read of what was there when it began.
 
-A mirror has no thread and no lock: its owner is handed the watch's items (`post`) and applies them where it likes.
+A mirror has no thread and no lock. Its owner gets the items of the watch (`post`) and applies them on its own thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """What became of a key: what it `was` before, None if it was not there, and is `now`, None if it is gone."""
+    """One change of a key: what it `was` before (None: absent) and is `now` (None: deleted)."""
 
     key: str
     was: KeyValue | None
@@ -36,28 +36,31 @@ class Posted:
 class Mirror:
     """The keys of `span` at `revision`, once it is `synced`.
 
-    `post(mirror, posted)` is called on the client's thread for all that the watch delivers; the owner then calls
-    `apply(posted)` on its own thread, and `sync()` as long as `synced` is false. It is that again after a compaction,
-    after an interruption of the watch, and whenever the copy turns out to be wrong.
+    `post(mirror, posted)` is called on the client's thread with all that the watch delivers. The owner then calls
+    `apply(posted)` on its own thread, and `sync()` as long as `synced` is false. `synced` becomes false again after a
+    compaction, after an interruption of the watch, and whenever the copy turns out to be wrong.
 
-    With `deletes_only` it knows which keys there are, but not what became of their values.
+    With `deletes_only` the mirror knows which keys there are, but not how their values changed.
+
+    Not thread-safe: the owner calls everything on one thread, or holds a lock of its own. Only `post` is called on
+    another thread, and it touches nothing here.
     """
 
     def __init__(
         self, etcd: Etcd, span: Span, post: Callable[[Mirror, Posted], None], deletes_only: bool = False
     ) -> None:
+        # Never change:
         self.span = span
+        self._etcd, self._deletes_only, self._post = etcd, deletes_only, post
+        # Only the owner's thread:
         self.kvs: dict[str, KeyValue] = {}
         self.revision = 0
         self.synced = False
-        self._etcd = etcd
-        self._deletes_only = deletes_only
-        self._post = post
         self._watch: Watch | None = None
-        self._source: object = None
-        self._stands = False
-        self._began: Began | None = None
-        self._doubted = False
+        self._source: object = None  # marks what the current watch posts: an earlier watch may still post something
+        self._stands = False  # whether etcd has confirmed the watch
+        self._began: Began | None = None  # the last confirmation: another one means an interruption
+        self._doubted = False  # the copy was in sync, and etcd may have lost what it says
 
     @property
     def one(self) -> KeyValue | None:
@@ -74,30 +77,34 @@ class Mirror:
             self.adopt(self._etcd.range(Get(self.span)))
 
     def begin(self, timeout: float) -> None:
-        """Watch from now on, and wait until the watch stands; then `adopt()`. Raises EtcdError."""
+        """Watch from now on, and wait until the watch stands, `timeout` seconds at most; then `adopt()`.
+
+        Raises EtcdError.
+        """
         if self._stands:
             return
         items: list[WatchItem] = []
-        told = concurrency.event()
+        delivered = concurrency.event()
 
-        def listen(item: WatchItem) -> None:
+        def listen(item: WatchItem) -> None:  # on the client's thread
             items.append(item)
-            told.set()
+            delivered.set()
 
         self.close()
         self._start(0, listen)
-        if not told.wait(timeout):
+        if not delivered.wait(timeout):
             self.close()
             raise EtcdUnavailable(f"etcd began no watch on {self.span.start!r} within {timeout:g} s: is it up?")
         if isinstance(items[0], Exception):
             self.close()
             raise items[0]
-        if isinstance(items[0], Began):  # else a change overtook it, which the read to come has too
+        if isinstance(items[0], Began):  # otherwise a change overtook it: the read to come has that too
             self._began = items[0]
         self._stands = True
 
     def adopt(self, read: RangeResult) -> None:
-        """Go on from a read of the whole span, say in a transaction; made since the watch stands, if there is one."""
+        """Go on from a read of the whole span, such as one in a transaction. If there is a watch, the read must have
+        been made after the watch stood."""
         self.kvs = {kv.key: kv for kv in read.kvs}
         self.revision = read.revision
         self.synced, self._doubted = True, False
@@ -107,9 +114,9 @@ class Mirror:
             self.synced = self._stands = True
 
     def apply(self, posted: Posted) -> list[Change]:
-        """Bring the copy up to date; what changed, in order.
+        """Bring the copy up to date; the changes, in order.
 
-        Raises what ended the watch, unless it was a compaction, or its client's end.
+        Raises what ended the watch, unless that was a compaction or the end of the client, which `sync()` shows.
         """
         item = posted.item
         if posted.source is not self._source:
@@ -117,7 +124,7 @@ class Mirror:
         if isinstance(item, Began):
             self._note_began(item)
         elif isinstance(item, Batch):
-            # One that overtook the news that the watch stands is in the read to come, as is all after a missed change.
+            # The read to come has what overtook the confirmation of the watch, and all that follows a missed change.
             return self._apply_batch(item) if self.synced or self._doubted else []
         elif isinstance(item, (Compacted, ClientClosed)):
             log.debug("the watch of mirror %r is over: %s", self.span.start, item)
@@ -128,13 +135,13 @@ class Mirror:
         return []
 
     def learn(self, kv: KeyValue) -> None:
-        """Take over what a transaction told of the key of a single-key mirror; the watch will not repeat it."""
+        """Take over what a transaction says about the key of a single-key mirror; the watch will not repeat it."""
         if kv.mod_revision > self.revision:
             self.revision = kv.mod_revision
             self.kvs[kv.key] = kv
 
     def doubt(self) -> None:
-        """Have the next `sync()` see whether etcd ever held what this copy says, for something does not fit it."""
+        """Something does not fit this copy: have the next `sync()` check whether etcd ever held what it says."""
         self.synced, self._doubted = False, self.synced or self._doubted
 
     def close(self) -> None:
@@ -156,13 +163,14 @@ class Mirror:
         self._watch = self._etcd.watch(self.span, revision, deliver, deletes_only=self._deletes_only)
 
     def _note_began(self, item: Began) -> None:
-        """Of a watch that stood before: etcd may have lost what this copy has, and got as many new revisions since."""
+        """The watch stands. If it stood before, etcd may have lost what this copy has, and may have made as many new
+        revisions since: so the copy is doubted."""
         if self._began is not None and item is not self._began:
             self.doubt()
         self._began, self._stands = item, True
 
     def _is_history(self) -> bool:
-        """Whether etcd too has what this copy says, at its revision. The watch then brings all that came after."""
+        """Whether etcd has what this copy says, at its revision. If so, the watch brings everything that came later."""
         try:
             past = self._etcd.range(Get(self.span, revision=self.revision))
         except RequestRefused:  # compacted, or in etcd's future
@@ -170,7 +178,7 @@ class Mirror:
         return self.kvs == {kv.key: kv for kv in past.kvs}
 
     def _apply_batch(self, batch: Batch) -> list[Change]:
-        known, changes = self.revision, []  # what came before the read was delivered too
+        known, changes = self.revision, []  # up to here the read has everything, though the watch delivers it too
         for event in batch.events:
             key, was, now = event.kv.key, self.kvs.get(event.kv.key), event.kv if event.kind == "put" else None
             if event.kv.mod_revision <= known:
@@ -190,7 +198,7 @@ class Mirror:
 
 
 def _follows(now: KeyValue | None, was: KeyValue | None) -> bool:
-    """Whether a key can have become `now` what it `was` before by one change; etcd counts the changes of each key."""
+    """Whether one change leads from `was` to `now`: etcd counts the changes of each key."""
     if now is None:
         return was is not None
     if was is None:

@@ -1,47 +1,53 @@
-"""Leases kept alive: one keep-alive thread for the process, and sessions that tell their owner the truth."""
+"""Leases kept alive: one keep-alive thread for the process, and sessions that report to their owner."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import logging
-import os
+import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeAlias
 
 from ftcoord import concurrency
+from ftcoord.closing import Closing
 from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
-from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost
+from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Lease, Renews
+from ftcoord.fork import OwnerProcess
 
 log = logging.getLogger(__name__)
 
-LEAST_PATIENCE = 0.25
-"""Seconds that a renewal may take in any case, however many wait behind it."""
+SHORTEST_RENEWAL_TIMEOUT = 0.25
+"""Seconds that a renewal may take even if many others wait behind it."""
 
 Clock: TypeAlias = Callable[[], float]
 Listener: TypeAlias = Callable[[SessionState], None]
 
 
 class Renewer:
-    """The thread that keeps the leases of this process alive. `Renewer.of_process()` is the one to use."""
+    """The thread that keeps the leases of this process alive. `Renewer.of_process()` is the one to use.
+
+    Thread-safe. The thread runs while there is a lease to keep.
+    """
 
     def __init__(self, clock: Clock = concurrency.now) -> None:
-        self.clock = clock
+        self.clock = clock  # never changes
+        # Guards all below, and `KeptLease.scheduled`. Reentrant: `renew_soon` holds it while it calls `schedule`.
+        # Never held during a renewal or while a listener runs.
         self._wake = concurrency.condition("Renewer._wake")
-        self._due: list[tuple[float, int, KeptLease]] = []
-        self._order = itertools.count()
+        self._due: list[tuple[float, int, KeptLease]] = []  # a heap
+        self._order = itertools.count()  # makes entries comparable: leases are not
         self._thread: concurrency.Thread | None = None
 
     @classmethod
     def of_process(cls) -> Renewer:
-        """The renewer of this process; a forked child gets a new one."""
+        """The renewer of this process; a forked child gets its own, since it has none of the parent's threads."""
         return concurrency.of_process(cls)
 
     def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
-        """Call `lease.beat()` at `due`, unless it was stopped. One that is scheduled stays so, but for
-        `hasten`."""
+        """Have `lease` renewed at `due`, unless it was stopped. A lease that is scheduled already keeps its time,
+        unless `hasten` is given. Raises RuntimeError when no thread can be started; nothing is scheduled then."""
         with self._wake:
             if not lease.kept or (lease.scheduled and not hasten):
                 return
@@ -49,18 +55,22 @@ class Renewer:
                 self._remove(lease)
             lease.scheduled, entry = True, (due, next(self._order), lease)
             heapq.heappush(self._due, entry)
-            self._start()
+            try:
+                self._start()
+            except RuntimeError:
+                self._remove(lease)  # or the next thread would keep it alive for nobody
+                raise
             if self._due[0] is entry:  # waking the thread costs more than all the rest of this
                 self._wake.notify()
 
     def renew_soon(self, lease_id: int) -> None:
-        """Renew a lease now, and not when it is due, if it is one that is kept alive here."""
+        """Renew a lease now instead of when it is due, if it is kept alive here."""
         with self._wake:
             for lease in [lease for _, _, lease in self._due if lease.id == lease_id]:
                 self.schedule(lease, self.clock(), hasten=True)
 
     def cancel(self, lease: KeptLease) -> None:
-        """Forget a lease that was stopped; a beat under way is its last."""
+        """Forget a lease that was stopped; a renewal under way is its last."""
         with self._wake:
             self._remove(lease)
             self._wake.notify()
@@ -77,15 +87,20 @@ class Renewer:
             self._thread = thread
 
     def _run(self) -> None:
+        lease: KeptLease | None = None
         try:
             while (lease := self._next()) is not None:
-                due = lease.beat(self._patience(lease))
+                due = lease.renew_on_schedule(self._timeout_of(lease))
                 if due is not None:
                     self.schedule(lease, due)
         finally:
+            failure = sys.exc_info()[1]
             with self._wake:
                 self._thread = None
-                self._start()  # a listener that raises ends its own lease only
+                # For what was scheduled since `_next` found nothing; and a failure must not cost others theirs.
+                self._start()
+            if lease is not None and failure is not None:
+                lease.fail(failure)
 
     def _next(self) -> KeptLease | None:
         """Wait for the next lease that is due; None when there are none left."""
@@ -99,22 +114,26 @@ class Renewer:
                 self._wake.wait(wait)
             return None
 
-    def _patience(self, lease: KeptLease) -> float:
-        """Seconds that a beat may take: leases whose etcd hangs must not cost those that wait behind them theirs."""
+    def _timeout_of(self, lease: KeptLease) -> float:
+        """Seconds that a renewal may take: an etcd that hangs must not cost the leases behind it theirs."""
         with self._wake:
             ttls = [lease.ttl, *(other.ttl for _, _, other in self._due)]
             waiting = sum(due <= self.clock() for due, _, _ in self._due)
         whole = min(ttls) * RENEW_AFTER
-        return max(whole / (1 + waiting), min(whole, LEAST_PATIENCE))
+        return max(whole / (1 + waiting), min(whole, SHORTEST_RENEWAL_TIMEOUT))
 
 
 class KeptLease:
-    """A lease that is renewed until `stop()`, with what is known of it.
+    """A lease that is renewed until `stop()`, and what is known of it.
 
     Args:
-        etcd: what renews it.
-        lease: the lease; `sent_at` is when its grant or last renewal was sent, on the renewer's clock.
+        etcd: renews it.
+        lease: the lease.
+        sent_at: when its grant or last renewal was sent, on the renewer's clock.
         listener: called on the renewer's thread at each change of state; must not block.
+        renewer: the process's own if None.
+
+    Raises RuntimeError when no thread can be started. Its methods may be called from any thread.
     """
 
     def __init__(
@@ -126,20 +145,21 @@ class KeptLease:
         renewer: Renewer | None = None,
     ) -> None:
         self.id = lease.id
-        self.kept = True
-        self.scheduled = False  # the renewer's
-        self._resting = False
-        self._etcd = etcd
+        self._etcd, self._listener = etcd, listener
         self._renewer = renewer or Renewer.of_process()
+        self.scheduled = False  # guarded by Renewer._wake
+        # Without a lock, since each is replaced as a whole and a reader may see either value:
+        self.kept = True  # any thread; becomes False once. `Renewer.schedule` checks it with the lock held
+        self._lost = False  # any thread; becomes True once
+        self._resting = False  # any thread
+        # The owner's thread (`renew`) and the renewer's. If an older one wins, the lease is trusted for less time.
         self._times = LeaseTimes(sent_at, lease.ttl)
-        self._lost = False
-        self._told = SessionState.CONNECTED
-        self._listener = listener
+        self._reported = SessionState.CONNECTED  # only the renewer's thread: the listener's last state
         self._renewer.schedule(self, self._times.renew_at())
 
     @property
     def state(self) -> SessionState:
-        """Right at any moment, also when the keep-alive thread was not run for a while."""
+        """True at any moment, also when the keep-alive thread did not run for a while."""
         return SessionState.LOST if self._lost else self._times.state(self._renewer.clock())
 
     @property
@@ -148,11 +168,11 @@ class KeptLease:
         return self._times.ttl
 
     def rest(self) -> None:
-        """Renew no more until `resume()`; costs nothing when that follows soon."""
+        """Stop renewing until `resume()`; costs nothing if that follows soon."""
         self._resting = True
 
     def resume(self) -> None:
-        """Renew again after `rest()`, the first time at once if it was not done just before."""
+        """Renew again after `rest()`: at once, unless the last renewal was just before."""
         self._resting = False
         now = self._renewer.clock()
         due = self._times.resume_at(now)
@@ -164,25 +184,27 @@ class KeptLease:
         self._times = LeaseTimes(sent_at, self._etcd.renew(self.id, timeout=timeout))
 
     def revoked(self) -> None:
-        """Note that the owner has given the lease up."""
+        """Note that the owner has revoked the lease."""
         self._lost = True
 
     def stop(self) -> None:
-        """Renew no more; the lease expires after its TTL."""
+        """Stop renewing for good; the lease expires after its TTL."""
         self.kept = False
         self._renewer.cancel(self)
 
-    def beat(self, patience: float) -> float | None:
-        """Renew once, in `patience` seconds; when to do it again, or None when there is nothing to keep for now."""
+    # -- the renewer's thread -----------------------------------------------------------------------------------
+
+    def renew_on_schedule(self, timeout: float) -> float | None:
+        """Renew once, in `timeout` seconds; when to do it again, or None if there is nothing to keep for now."""
         if self._resting:
             return None
         sent_at = self._renewer.clock()
         due = None
         try:
-            ttl = self._etcd.renew(self.id, timeout=min(patience, self._times.patience(sent_at)))
+            ttl = self._etcd.renew(self.id, timeout=min(timeout, self._times.patience(sent_at)))
             self._times = LeaseTimes(sent_at, ttl)
             due = self._times.renew_at()
-        except ClientClosed as error:
+        except ClientClosed as error:  # whoever closed it lets the lease expire, and knows
             log.debug("lease %x is left to expire: %s", self.id, error)
             self.kept = False
             return None
@@ -196,27 +218,40 @@ class KeptLease:
             return None
         if self._lost:
             self.kept = False
-        self._tell()
+        self._report()
         return due
 
-    def _tell(self) -> None:
+    def fail(self, failure: BaseException) -> None:
+        """Count as lost: an error that nobody foresaw ended the thread while it renewed this lease, or told of it.
+
+        The lease expires in etcd, because it is not renewed any longer, so its owner must not rely on it.
+        """
+        if not self.kept and not self._lost:
+            return
+        log.error("lease %x is not renewed any longer, and counts as lost: %r", self.id, failure)
+        self.kept, self._lost = False, True
+        self._report()
+
+    def _report(self) -> None:
         state = self.state
-        if state is not self._told:
-            self._told = state
+        if state is not self._reported:
+            self._reported = state
             if self._listener is not None:
                 self._listener(state)
 
 
-class Session:
+class Session(Closing):
     """One lease of this process, kept alive until `close()`; keys put under it vanish with it.
 
     Args:
-        etcd: the door to etcd.
-        ttl: the time to live to ask for, in seconds; `Session.ttl` is what etcd granted (2 s at the least by default).
-        listener: called with CONNECTED, SUSPENDED or LOST at each change, on the keep-alive thread. LOST is final.
+        etcd: the etcd client.
+        ttl: the time to live to ask for, in seconds; `Session.ttl` is what etcd granted (by default at least 2 s).
+        listener: called with CONNECTED, SUSPENDED or LOST at each change, on the keep-alive thread. LOST is final. It
+            must not block. If it raises, the session is LOST.
 
     Raises:
         EtcdError: no lease could be had.
+        RuntimeError: no thread can be started to renew it.
 
     Not promised: that nobody else believes the lease alive, or dead, at the same moment. Put the check into the
     transaction that has the effect.
@@ -224,8 +259,8 @@ class Session:
 
     def __init__(self, etcd: Etcd, ttl: int, listener: Listener | None = None, renewer: Renewer | None = None) -> None:
         self._etcd = etcd
-        self._pid = os.getpid()
-        self._closed = False
+        self._owner = OwnerProcess("this session's lease belongs to the parent process")
+        self._closed = False  # any thread; becomes True once
         renewer = renewer or Renewer.of_process()
         sent_at = renewer.clock()
         lease = etcd.grant(ttl)
@@ -235,8 +270,7 @@ class Session:
     @property
     def lease_id(self) -> int:
         """The lease to put keys under. Raises ForkedProcessError in a child that was forked later."""
-        if os.getpid() != self._pid:
-            raise ForkedProcessError.of("this session's lease belongs to the parent process")
+        self._owner.check()
         return self._kept.id
 
     @property
@@ -244,39 +278,37 @@ class Session:
         return self._kept.state
 
     def rest(self) -> None:
-        """Stop renewing; the keys live on until the TTL is over, unless it is woken up before."""
+        """Stop renewing; the keys live until the TTL is over, unless `wake()` is called before."""
         self._kept.rest()
 
     def wake(self) -> None:
-        """Renew again after `rest()`."""
-        if not self._closed:
+        """Renew again after `rest()`. Does nothing in a forked child."""
+        if not self._closed and self._owner.is_current:
             self._kept.resume()
 
     def renew(self, timeout: float) -> None:
-        """Renew once now. Raises LeaseLost when it is too late, and EtcdError."""
+        """Renew once now, in `timeout` seconds. Raises LeaseLost when it is too late, and EtcdError."""
         self._kept.renew(timeout)
 
     def orphan(self) -> None:
-        """Stop renewing without revoking: the keys live on until the TTL is over. Idempotent."""
+        """Stop renewing without revoking: the keys live until the TTL is over. Idempotent.
+
+        Does nothing in a forked child.
+        """
+        if not self._owner.is_current:  # the renewer's lock may be held there for ever
+            return
         self._closed = True
         self._kept.stop()
 
     def close(self, timeout: float | None = None) -> None:
-        """Revoke the lease at once, and its keys with it. Idempotent; does nothing in a forked child.
+        """Revoke the lease at once, and its keys with it, in `timeout` seconds. Idempotent.
 
-        Raises EtcdError when etcd cannot be reached in time; the lease then expires by itself.
+        Raises EtcdError when etcd cannot be reached in time; the lease then expires by itself. Does nothing in a forked
+        child.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or not self._owner.is_current:
             return
         self.orphan()
         if self._kept.state is not SessionState.LOST:
             self._etcd.revoke(self._kept.id, timeout=timeout)
             self._kept.revoked()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,4 +1,7 @@
-"""Writes whose lost answers are settled: guarded by a revision and recognisable by their value."""
+"""One write that happens at most once though answers get lost: guarded by a revision, recognised by its value.
+
+For a key whose values are all different. `exactly_once` is for changes whose values may repeat, such as a store's.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,25 @@ from ftcoord.etcd.retry import UNANSWERED, retry
 
 log = logging.getLogger(__name__)
 
-ATTEMPT: Final = 1.5
-"""Seconds after which an answer counts as lost. A leader that dies takes with it what was proposed to it, and etcd says
-so to the client only after 7 s; by now there is a new one."""
-LEAST: Final = 0.05
-"""Seconds that a try may take in any case."""
-PATIENCE: Final = 5.0
-"""Seconds that a write may take, where nothing else is said."""
+WRITE_ATTEMPT_TIMEOUT: Final = 1.5
+"""Seconds after which an answer counts as lost. A leader that dies loses what was proposed to it, and etcd tells the
+client so only after 7 s; a new leader is there after 1.5 s."""
+SHORTEST_WRITE_ATTEMPT: Final = 0.05
+"""Minimum time-out of one attempt, in seconds: with none, it could not be answered at all."""
+WRITE_TIMEOUT: Final = 5.0
+"""Seconds that a write may take in all, unless the caller says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOutcome:
-    """How a guarded write ended: whether the key now holds our value, what it holds, and the reads made with it."""
+    """How a guarded write ended.
+
+    Args:
+        done: whether the key holds the value that was to be written.
+        kv: the key as it is now; None if it is absent.
+        reads: what the `reads` found.
+        revision: of etcd, at which all this was so.
+    """
 
     done: bool
     kv: KeyValue | None
@@ -45,25 +55,25 @@ def write_once(
 ) -> WriteOutcome:
     """Write `put` if its key is still at mod revision `expected` (0: absent) and the other `guards` hold.
 
-    `also` is done in the same transaction; `reads` are answered at its revision, whether it wrote or not.
-    When the answer is lost, the same transaction is sent again: its guard lets it happen only once, and the value,
-    which must be unlike all others ever written to the key, tells whether an earlier one did.
+    `also` is done in the same transaction; `reads` are answered at its revision, whether it wrote or not. When the
+    answer is lost, the same transaction is sent again: its guard lets it happen only once, and the value, which must
+    differ from all others that were ever written to the key, shows whether an earlier attempt wrote it.
 
-    Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds, and
-    what else `Etcd.txn` raises.
+    Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds
+    (WRITE_TIMEOUT if None), and what else `Etcd.txn` raises.
     """
     compares = [unchanged(put.key, expected), *guards]
     look = [Get(Span(put.key)), *reads]
     success, failure = [put, *also, *look], look
-    deadline = concurrency.now() + (PATIENCE if timeout is None else timeout)
+    deadline = concurrency.now() + (WRITE_TIMEOUT if timeout is None else timeout)
     lost: list[OutcomeUnknown] = []
 
     def attempt() -> TxnResult:
         try:
-            left = max(deadline - concurrency.now(), LEAST)
-            return etcd.txn(compares, success, failure, timeout=min(left, ATTEMPT))
+            left = max(deadline - concurrency.now(), SHORTEST_WRITE_ATTEMPT)
+            return etcd.txn(compares, success, failure, timeout=min(left, WRITE_ATTEMPT_TIMEOUT))
         except OutcomeUnknown as error:
-            log.debug("settling a write of %s: %s", put.key, error)
+            log.debug("a write of %s is sent again: %s", put.key, error)
             lost.append(error)
             raise
 
@@ -87,9 +97,11 @@ Amendment: TypeAlias = tuple[bytes, Sequence[Op]]
 def amend(
     etcd: Etcd, key: str, ttl: int, change: Callable[[KeyValue | None], Amendment | None], timeout: float
 ) -> None:
-    """Replace a key by what `change` makes of it; None leaves it. Under its lease, or a new one of `ttl` seconds.
+    """Replace a key by what `change` makes of it, under its lease, or else a new one of `ttl` seconds.
 
-    Raises OutcomeUnknown and EtcdUnavailable when etcd cannot be reached in `timeout` seconds.
+    `change` gets the key as it is, None if it is absent, and is called again when somebody else changed it meanwhile.
+    If it returns None the key stays as it is. Raises OutcomeUnknown and EtcdUnavailable when etcd cannot be reached;
+    each of the two requests of a try may take `timeout` seconds.
     """
     done = False
     while not done:

@@ -13,7 +13,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import ForkedProcessError
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
-from ftcoord.primitives.group.participant import Participant, Timing
+from ftcoord.primitives.group.participant import Participant, ParticipantOptions
 from ftcoord.primitives.group.use import Use
 
 R = TypeVar("R")
@@ -21,7 +21,7 @@ A = TypeVar("A")
 T = TypeVar("T", bound="RecipeMember")  # type: ignore[type-arg]
 
 EtcdLike = Etcd | EtcdConfig | str | Sequence[str] | None
-RECORD_TTL: Final = 24 * 3600
+RECIPE_RECORD_TTL: Final = 24 * 3600
 """Seconds that what was decided is remembered when everybody is gone, so that no number comes again."""
 REQUEST_TIMEOUT: Final = 5.0
 """Seconds that one request to etcd may take."""
@@ -37,13 +37,16 @@ class RecipeMember(Generic[R, A]):
 
     def __init__(self, namespace: Namespace, use: Use[R, A], lease_ttl: int) -> None:
         self._namespace, self._pid = namespace, os.getpid()  # these never change
-        self.participant = Participant(namespace.etcd, use, Timing(lease_ttl, RECORD_TTL, REQUEST_TIMEOUT))
+        self.participant = Participant(
+            namespace.etcd, use, ParticipantOptions(lease_ttl, RECIPE_RECORD_TTL, REQUEST_TIMEOUT)
+        )
         self._lock = concurrency.lock("RecipeMember._lock")
         self._calls = 0  # guarded by _lock: the calls that wait
-        concurrency.when_forgotten(self, _end, self.participant, namespace, self._pid)
+        self._cancel_finalizer = concurrency.when_forgotten(self, _end, self.participant, namespace, self._pid)
 
     def close(self) -> None:
         """Leave at once: calls that wait end with an error. Idempotent; does nothing in a forked child."""
+        self._cancel_finalizer()
         _end(self.participant, self._namespace, self._pid)
 
     @property

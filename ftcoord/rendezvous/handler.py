@@ -184,11 +184,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._left:
             raise RendezvousClosedError(SHUT_DOWN)
         self._end_round()
-        self._pace = pace = self._node.pace()
+        self._node.begin()
         while True:
             reservation = Reservation(self._address)
             try:
-                round_ = self._node.ask(reservation.port, pace)
+                round_ = self._node.ask(reservation.port)
                 if round_ is not None:
                     return round_, self._begin_round(round_, reservation)
             finally:

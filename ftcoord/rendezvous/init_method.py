@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from ftcoord.config import EtcdConfig
 from ftcoord.rendezvous.create import connect
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
-from ftcoord.rendezvous.url import SCHEMES, parse_url
+from ftcoord.rendezvous.url import INIT_METHODS, parse_url
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 _registered: set[str] = set()
@@ -38,7 +38,7 @@ def register_init_methods() -> None:
     Settings of `rdzv_conf` may follow in the query; TLS and login also come from the environment.
     (https://docs.pytorch.org/docs/stable/distributed.html#initialization)
     """
-    for scheme in SCHEMES.keys() - _registered:
+    for scheme in INIT_METHODS.keys() - _registered:
         register_rendezvous_handler(scheme, _rendezvous)  # type: ignore[no-untyped-call]
         _registered.add(scheme)
 

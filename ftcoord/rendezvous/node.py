@@ -25,7 +25,7 @@ from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import EtcdError, StateError, ThreadFailed
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
-from ftcoord.primitives.group.participant import Left, Look, Participant, Timing
+from ftcoord.primitives.group.participant import Left, Look, Participant, ParticipantOptions
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -59,23 +59,24 @@ class Node:
         self.participant: Participant[Round, JoinRequest] = Participant(
             etcd,
             RoundUse(settings.prefix, options),
-            Timing(settings.lease_ttl, settings.run_ttl, settings.request_timeout),
+            # A round that is ready counts, though the lease was lost: see `_ready_after_all`.
+            ParticipantOptions(settings.lease_ttl, settings.run_ttl, settings.request_timeout, renews=False),
             self._changed,
-            renews=False,  # a round that is ready counts, though the lease was lost: see `_ready_after_all`
         )
         self.round: Round | None = None  # read by any thread
         """The last round that it took part in."""
         self._run = RunRecord(etcd, settings)
+        self.begin()
         self._after = 0
         """The highest round that it knows of."""
         self._reopens = -1
         self._numbers_known = False
 
-    def pace(self) -> RoundPace:
+    def begin(self) -> None:
         """From now on the join time-out runs."""
-        return RoundPace(self.participant, self._settings, self._run, self.host)
+        self.pace = RoundPace(self.participant, self._settings, self._run, self.host)
 
-    def ask(self, port: int, pace: RoundPace) -> Round | None:
+    def ask(self, port: int) -> Round | None:
         """The next round with a seat for this node, when all of it have taken theirs; None to be called again.
 
         Args:
@@ -86,9 +87,9 @@ class Node:
         """
         try:
             with self._as_torch_errors():
-                return self._ask(port, pace)
+                return self._ask(port, self.pace)
         except (RendezvousError, SystemExit) as error:
-            if not isinstance(error, RendezvousStateError) or pace.limits.refusal:
+            if not isinstance(error, RendezvousStateError) or self.pace.limits.refusal:
                 self.leave("other limits" if isinstance(error, RendezvousStateError) else type(error).__name__)
             raise
 
@@ -98,7 +99,9 @@ class Node:
 
     def leave(self, why: str) -> None:
         """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
-        if self.participant.withdraw(replace(self._new_ask(0), leaving=why), LOOK_TIMEOUT, for_all=True):
+        member = self.participant.member
+        lives = member is not None and member.entered and not member.lost
+        if lives and self.participant.withdraw(replace(self._new_ask(0), leaving=why), LOOK_TIMEOUT, for_all=True):
             self._await_farewell()
         self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 

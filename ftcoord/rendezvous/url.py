@@ -11,7 +11,7 @@ from ftcoord.config import redacted, whole
 from ftcoord.errors import ConfigError
 from ftcoord.rendezvous.settings import RendezvousSettings
 
-SCHEMES: Final[dict[str, dict[str, str]]] = {"etcd": {}, "etcds": {"protocol": "https"}}
+INIT_METHODS: Final[dict[str, dict[str, str]]] = {"etcd": {}, "etcds": {"protocol": "https"}}
 NO_LIMIT: Final = 2**31 - 1
 _OWN: Final = ("rank", "world_size", "local_addr")
 _world = whole(1, NO_LIMIT)
@@ -41,9 +41,9 @@ def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) ->
         raise ConfigError("init_method", redacted(url), f"{error}; write an IPv6 address as [::1]:2379") from None
     if parts.fragment:
         raise ConfigError("init_method", redacted(url), "write a # in the run id as %23")
-    if parts.scheme not in SCHEMES:
+    if parts.scheme not in INIT_METHODS:
         raise ConfigError(
-            "init_method", redacted(url), f"begin it with {' or '.join(f'{name}://' for name in SCHEMES)}"
+            "init_method", redacted(url), f"begin it with {' or '.join(f'{name}://' for name in INIT_METHODS)}"
         )
     query = _query(url, parts.query)
     world_size = _world("world_size", query["world_size"]) if "world_size" in query else None
@@ -57,7 +57,11 @@ def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) ->
         min_nodes=world_size or 1,
         max_nodes=world_size or NO_LIMIT,
         local_addr=query.get("local_addr"),
-        conf={"join_timeout": timeout, **SCHEMES[parts.scheme], **{k: v for k, v in query.items() if k not in _OWN}},
+        conf={
+            "join_timeout": timeout,
+            **INIT_METHODS[parts.scheme],
+            **{k: v for k, v in query.items() if k not in _OWN},
+        },
         env=env,
     )
     return InitUrl(settings, world_size, rank)

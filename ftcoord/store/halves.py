@@ -1,14 +1,13 @@
-"""The two halves of a store that is written in Python, who holds the one in C++, and how a store ends with them.
+"""The two halves of a store that is written in Python, who holds the C++ half, and how a store ends.
 
-What torch passes on (to PrefixStore, to process groups) is an object in C++, which calls the methods of the Python
-object. It does not keep that alive, and nobody tells Python when the last one in C++ lets go of it. But the C++ object
-counts its holders, in the first bytes that it has, and while the Python object lives it is one of them.
+torch passes on an object in C++ (to PrefixStore, to process groups), which calls the methods of the Python object. It
+does not keep the Python object alive, and nothing notifies Python when the last holder in C++ releases it. But the C++
+object counts its holders in its first bytes, and the Python object is one of them while it lives.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from typing import Final
 
@@ -17,11 +16,12 @@ from torch.distributed import PrefixStore, Store
 from ftcoord import concurrency
 from ftcoord.concurrency import detached
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.store.waiting import Waiting
 
-LOOK: Final = 0.5
-"""Seconds between two looks at whether C++ still holds a store that nobody in Python does."""
+HOLDERS_CHECK_INTERVAL: Final = 0.5
+"""Seconds between two checks whether C++ still refers to a store that Python has freed."""
 _WORDS: Final = 6
 """Words of 32 bits at the start of any C++ store: a pointer, its counts (c10's intrusive_ptr_target), its time-out."""
 
@@ -36,22 +36,22 @@ def holders(store: Store) -> int | None:
     return None if _PLACE is None or words is None else words[_PLACE]
 
 
-class Opened:
-    """What a store has to close. Knows nothing of the store, so that its finalizer can pass this on."""
+class StoreResources:
+    """What a store has to close. Does not refer to the store, so that the store's finalizer can pass this on."""
 
     def __init__(
         self, changes: ExactlyOnceWriter, waiting: Waiting, client: EtcdClient | None, closed: concurrency.Event
     ) -> None:
-        self._changes, self._waiting, self._client, self.closed = changes, waiting, client, closed
-        self._pid = os.getpid()
+        self._changes, self._waiting, self._client, self.closed = changes, waiting, client, closed  # never change
+        self._owner = OwnerProcess("this store belongs to the parent process")
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that opened it, not a forked child."""
-        return os.getpid() == self._pid
+        """False in a forked child of the process that opened them."""
+        return self._owner.is_current
 
     def close(self) -> None:
-        """End what waits, leave the lease to expire, and close the client, if it is the store's own. Idempotent."""
+        """Wake all that wait, let the lease expire, and close the client if it is the store's own. Idempotent."""
         self.closed.set()
         self._waiting.wake()
         self._changes.close()
@@ -60,39 +60,39 @@ class Opened:
 
 
 _kept: list[Store] = []
-"""Stores that C++ may call, and whose end nothing tells: they stay."""
+"""Stores that C++ may call, and whose last holder cannot be noticed: they stay. Any thread appends."""
 
 
-def let_go(store: Store, opened: Opened) -> None:
+def let_go(store: Store, resources: StoreResources) -> None:
     """For the finalizer of a store: close it, or keep it as long as C++ may call it, and close it then."""
     held = holders(store)
-    if held == 1 and (opened.closed.is_set() or not opened.is_ours):
+    if held == 1 and (resources.closed.is_set() or not resources.is_ours):
         return
     try:
         if held == 1:
-            detached(opened.close)
-        elif held is not None and opened.is_ours:
-            detached(_see_off, [store], opened)
+            detached(resources.close)
+        elif held is not None and resources.is_ours:
+            detached(_see_off, [store], resources)
         else:
             _kept.append(store)
     except RuntimeError:  # no thread can be had; a lease that is kept for nobody is the lesser evil
         _kept.append(store)
 
 
-def _see_off(box: list[Store], opened: Opened) -> None:
+def _see_off(box: list[Store], resources: StoreResources) -> None:
     """Close the store in the box when nothing else holds it. A finalizer runs once, so this must not let go earlier."""
-    while not _is_over(box, opened):
-        concurrency.sleep(LOOK)
-    opened.close()
+    while not _is_over(box, resources):
+        concurrency.sleep(HOLDERS_CHECK_INTERVAL)
+    resources.close()
     box.clear()
 
 
-def _is_over(box: list[Store], opened: Opened) -> bool:
+def _is_over(box: list[Store], resources: StoreResources) -> bool:
     """Whether C++ does not hold it, and Python has closed it or holds it in this box alone.
 
     Python may have it again: `PrefixStore.underlying_store` gives it back.
     """
-    return holders(box[0]) == 1 and (opened.closed.is_set() or sys.getrefcount(box[0]) <= _ALONE)
+    return holders(box[0]) == 1 and (resources.closed.is_set() or sys.getrefcount(box[0]) <= _ALONE)
 
 
 def _find_place() -> int | None:

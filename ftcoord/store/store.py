@@ -46,22 +46,24 @@ from ftcoord.etcd.api import (
 )
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.retry import retry_until_answered
-from ftcoord.primitives.exactly_once import CLOSED, ExactlyOnceWriter, Made
+from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
-from ftcoord.store.halves import Opened, let_go
+from ftcoord.store.halves import StoreResources, let_go
 from ftcoord.store.waiting import Waiting
 
 """No run's keys lie there: an @ in a run's id is written %40 in its keys."""
-DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
-CHUNK: Final = 100
+DEFAULT_STORE_TIMEOUT: Final = timedelta(seconds=300)
+"""The time-out of a store's operations, unless its user sets another."""
+KEYS_PER_REQUEST: Final = 100
 """Keys in one transaction; etcd allows 128 operations."""
-CHUNK_BYTES: Final = 2**20
-"""Values in one transaction; etcd allows 1.5 MiB a request, keys included."""
-REMEMBERED: Final = 256
-"""Keys whose last revision and bytes are remembered, to change them again without reading them; `SMALL` bytes each."""
-SMALL: Final = 4096
-FOREVER: Final = 1e9
-"""Seconds; no wait is longer."""
+BYTES_PER_REQUEST: Final = 2**20
+"""Bytes of values in one transaction; etcd allows 1.5 MiB per request, keys included."""
+REMEMBERED_KEYS: Final = 256
+"""How many keys' last revisions and values are remembered, so that they can be changed again without reading them."""
+REMEMBERED_BYTES: Final = 4096
+"""The largest value that is remembered."""
+LONGEST_TIMEOUT: Final = 1e9
+"""Seconds; no operation waits longer."""
 
 
 class EtcdStore(Store):
@@ -71,31 +73,32 @@ class EtcdStore(Store):
         etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and friends.
         prefix: all keys start with it, so end it with a slash; stores with one prefix on one etcd are one store.
         timeout: how long operations wait (default 300 s), also through an outage of etcd.
-        ttl: seconds that the keys written here outlive this store; it is kept up as long as the store is open.
+        ttl: seconds that the keys written here outlive this store. Their lease is renewed as long as the store is open.
         lease: put all keys under this lease instead, and never renew it.
-        fence: a key; once it is gone, every change raises RoundOverError, and so does what waits for a key that is not
+        fence: a key; once it is gone, every change raises RoundOverError, and so does waiting for a key that is not
             there.
 
-    A store that nobody holds any more, neither Python nor C++ (a PrefixStore, a process group), is closed after a
-    moment. As long as C++ holds it, it works. One in a reference cycle that Python lets go of while C++ holds the store
-    stays open until `close()`.
+    When neither Python nor C++ (a PrefixStore, a process group) refers to a store any longer, it is closed after a
+    moment. As long as C++ refers to it, it works. If it is in a reference cycle that Python frees while C++ refers to
+    the store, it stays open until `close()`.
 
     Raises `torch.distributed.DistStoreError` when a key did not appear in time, or when etcd refuses a value as too
-    large (1.5 MiB by its default), `DistNetworkError` when etcd could not be reached in time. Keys are str, values str
-    or bytes, and bytes come back. A change is made at most once, and exactly once when the call returns. `multi_set`
-    of more than 100 keys (or 1 MiB of values) is not atomic. Usable from several threads, not in a forked child.
+    large (1.5 MiB by its default), or when the store or its client is closed; `DistNetworkError` when etcd could not be
+    reached in time. Keys are str, values str or bytes, and bytes come back. A change is made at most once, and exactly
+    once when the call returns. `multi_set` of more than 100 keys (or 1 MiB of values) is not atomic. Usable from
+    several threads, not in a forked child.
 
     The semantics are TCPStore's (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Store), also
-    for queues: `check` and `wait` see one that holds an item, and `num_keys`, `list_keys` and `delete_key` do not. But
-    `get` waits for a value where there is only a queue, as HashStore's does, and `add` to what is no number raises
-    DistStoreError, where TCPStore closes the connection. Unlike torch's own EtcdStore, time-outs raise DistStoreError,
-    no LookupError.
+    for queues: `check` and `wait` see a queue that holds an item, and `num_keys`, `list_keys` and `delete_key` do not.
+    There are three differences. `get` waits for a value if there is only a queue, as HashStore's does. `add` to a value
+    that is not a number raises DistStoreError, where TCPStore closes the connection. And unlike torch's own EtcdStore,
+    time-outs raise DistStoreError, not LookupError.
 
     A PrefixStore has all of this but queues and `list_keys`, which torch passes on to no store written in Python: it
     raises NotImplementedError ("queue support is not implemented"). Use the store itself, with a `prefix` of its own.
     """
 
-    _open: Opened | None = None  # None until all arguments were accepted
+    _open: StoreResources | None = None  # None until all arguments were accepted
 
     def __init__(
         self,
@@ -109,15 +112,17 @@ class EtcdStore(Store):
     ) -> None:
         super().__init__()
         own = None if hasattr(etcd, "txn") else EtcdClient(cast(EtcdConfig, etcd))
+        # Never change. `_changes` and `_waiting` have locks of their own.
         self._etcd: Etcd = cast(Etcd, etcd) if own is None else own
         self._prefix = prefix
         self._data, self._queues = store_values_span(prefix).start, store_queues_span(prefix).start
         self._closed = concurrency.event()
         self._changes = ExactlyOnceWriter(self._etcd, store_counts_span(prefix).start, ttl, lease, fence, self._closed)
         self._waiting = Waiting(self._etcd, fence, self._closed)
+        # Any thread, one step of the dict at a time. It is a hint: every change is guarded in etcd.
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
-        self._open = Opened(self._changes, self._waiting, own, self._closed)
-        self.set_timeout(DEFAULT_TIMEOUT if timeout is None else timeout)
+        self._open = StoreResources(self._changes, self._waiting, own, self._closed)
+        self.set_timeout(DEFAULT_STORE_TIMEOUT if timeout is None else timeout)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -189,7 +194,9 @@ class EtcdStore(Store):
                 number = (_number(key, seen) if seen else 0) + amount
                 new, guard = counter(amount, number, version), unchanged(name, seen.mod_revision if seen else 0)
         if made.kv is None:
-            raise DistStoreError(f"{amount} was added to {key!r}, but etcd forgot to what: it was compacted since")
+            raise DistStoreError(
+                f"{amount} was added to {key!r}, but etcd was compacted since, and forgot the sum: get the key"
+            )
         return int(plain(new, made.kv.version))
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -259,12 +266,12 @@ class EtcdStore(Store):
         return self
 
     def close(self) -> None:
-        """Let go of it: waiting calls fail, and keys written under its own lease expire after `ttl`. Idempotent."""
+        """Close it: waiting calls fail, and keys written under its own lease expire after `ttl`. Idempotent."""
         if self._open is not None:
             self._open.close()
 
     def __del__(self) -> None:
-        """Close what nobody holds any more, and keep what C++ still holds until then. Nothing at the process's end."""
+        """Close the store unless C++ still refers to it; then keep it until that ends. Nothing at the process's end."""
         if self._open is not None and not sys.is_finalizing():
             let_go(self, self._open)
 
@@ -276,9 +283,9 @@ class EtcdStore(Store):
     def _deadline(self, timeout: timedelta | None = None) -> float:
         """When an operation that begins now must end, on the monotonic clock. Refuses it when the store is closed."""
         if self._closed.is_set():
-            raise DistStoreError(CLOSED)
+            raise DistStoreError(STORE_CLOSED)
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # C++ property
-        return concurrency.now() + min(limit.total_seconds(), FOREVER)
+        return concurrency.now() + min(limit.total_seconds(), LONGEST_TIMEOUT)
 
     def _range(self, get: Get, deadline: float) -> RangeResult:
         with as_torch_errors():
@@ -322,8 +329,8 @@ class EtcdStore(Store):
     def _ranges(self, gets: Sequence[Get], deadline: float) -> list[RangeResult]:
         """What each of `gets` finds, in as few requests as etcd allows."""
         found: list[RangeResult] = []
-        for start in range(0, len(gets), CHUNK):
-            part = gets[start : start + CHUNK]
+        for start in range(0, len(gets), KEYS_PER_REQUEST):
+            part = gets[start : start + KEYS_PER_REQUEST]
             with as_torch_errors():
                 result = retry_until_answered(partial(self._read_all, part), deadline, self._closed)
             found += [result.range(index) for index in range(len(part))]
@@ -351,9 +358,9 @@ class EtcdStore(Store):
         """Put a key if the guard holds, and remember what it is then: the next change will need it."""
         made = self._make([Put(name, value)], [guard], name)
         kv = made.kv._replace(value=value) if made.done and made.kv else made.kv
-        if kv is not None and len(kv.value) <= SMALL:
+        if kv is not None and len(kv.value) <= REMEMBERED_BYTES:
             self._remembered[name] = kv
-            if len(self._remembered) > REMEMBERED:
+            if len(self._remembered) > REMEMBERED_KEYS:
                 self._remembered.popitem(last=False)
         else:
             self._remembered.pop(name, None)
@@ -371,7 +378,7 @@ def _number(key: str, kv: KeyValue) -> int:
     try:
         return int(_value(kv))
     except ValueError:
-        raise DistStoreError(f"{key!r} holds no decimal number to add to; use add() alone on a key") from None
+        raise DistStoreError(f"{key!r} holds no decimal number to add to; use only add() on such a key") from None
 
 
 def _requests(puts: Sequence[Put]) -> Iterator[list[Put]]:
@@ -379,7 +386,7 @@ def _requests(puts: Sequence[Put]) -> Iterator[list[Put]]:
     part: list[Put] = []
     size = 0
     for put in puts:
-        if len(part) == CHUNK or size + len(put.value) > CHUNK_BYTES:
+        if len(part) == KEYS_PER_REQUEST or size + len(put.value) > BYTES_PER_REQUEST:
             yield part
             part, size = [], 0
         part.append(put)

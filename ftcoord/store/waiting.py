@@ -1,4 +1,4 @@
-"""Waiting for keys that are not there yet, or for the fence that says that nobody will write them any more."""
+"""Waiting for keys that are not there yet, or for the end of the fence: then nobody will write them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ class Waiting:
     """The calls of one store that wait, in any of its threads.
 
     Args:
-        etcd: the door to etcd.
-        fence: a key; once it is gone, who waits is told so with RoundOver.
+        etcd: the etcd client.
+        fence: a key; once it is gone, waiting calls raise RoundOver.
         closed: set it, and call `wake()`, to make all of them give up.
     """
 
     def __init__(self, etcd: Etcd, fence: str | None, closed: concurrency.Event) -> None:
-        self._etcd, self._fence, self._closed = etcd, fence, closed
+        self._etcd, self._fence, self._closed = etcd, fence, closed  # never change
+        # Any thread, one step of the list at a time: `wake()` goes through a copy, and whoever adds itself later finds
+        # `closed` set.
         self._waiters: list[_Items] = []
 
     def wake(self) -> None:
@@ -36,9 +38,10 @@ class Waiting:
             items.put((_FENCE, None))
 
     def first(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
-        """What one of `gets` finds, or the first value put later; None when the time is up or the store was closed.
+        """What one of `gets` finds, or the first value put later; None after the deadline or when the store was closed.
 
-        Watches each of them, and the fence. Raises EtcdError; RoundOver when nothing is there and the fence is gone.
+        Watches each of them, and the fence. Raises EtcdError, such as ClientClosed; and RoundOver when nothing is there
+        and the fence is gone.
         """
         while not self._closed.is_set():
             found = self._watch(gets, deadline)
@@ -47,7 +50,7 @@ class Waiting:
         return None
 
     def _watch(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
-        """As `first`, but None also when a watch broke off."""
+        """As `first`, but None also when a watch ended."""
         items: _Items = concurrency.inbox()
         self._waiters.append(items)
         with ExitStack() as undo:
@@ -60,7 +63,7 @@ class Waiting:
             return self._hear(items, gets, deadline)
 
     def _hear(self, items: _Items, gets: Sequence[Get], deadline: float) -> KeyValue | None:
-        """Read once all watches stand, so that nothing falls between reading and watching; then wait for what comes."""
+        """Read once all watches stand, so that nothing is missed between reading and watching; then wait."""
         standing = set[int]()
         wanted = len(gets) + (self._fence is not None)
         while not self._closed.is_set():
@@ -73,7 +76,7 @@ class Waiting:
                 standing.add(index)
                 found = self._read(gets, deadline) if len(standing) == wanted else None
             elif isinstance(item, Batch):
-                # A key may have been put before the fence went: a read tells both as they are at one revision.
+                # A key may have been put before the fence went: a read shows both as they are at one revision.
                 found = self._read(gets, deadline) if index == _FENCE else _put_in(item)
             elif isinstance(item, EtcdAuthError):
                 raise item
@@ -84,7 +87,7 @@ class Waiting:
         return None
 
     def _read(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
-        """What is there now. Raises RoundOver when that is nothing, behind a fence that is gone."""
+        """What is there now. Raises RoundOver if nothing is there and the fence is gone."""
         fences = [] if self._fence is None else [Get(Span(self._fence), keys_only=True)]
         reads = [*gets, *fences]
         result = retry_until_answered(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 REQUEST_TIMEOUT: Final = 5.0
 """Seconds that a call may take where nothing else is said."""
-CLOSED: Final = "this etcd client was closed; make a new one"
+MEMORY_CLIENT_CLOSED: Final = "this etcd client was closed; make a new one"
 
 
 class MemoryEtcd:
@@ -183,7 +183,7 @@ class MemoryClient:
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
     ) -> Watch:
         if self._closed:
-            raise ClientClosed(CLOSED)
+            raise ClientClosed(MEMORY_CLIENT_CLOSED)
         return self._watches.add(span, start_revision, deliver, deletes_only)
 
     # -- as EtcdClient has them ---------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class MemoryClient:
         told_at = min(deadline, begun + fate.breaks)
         if not self._pass(fate.arrives, told_at):
             if self._closed:
-                raise ClientClosed(CLOSED)
+                raise ClientClosed(MEMORY_CLIENT_CLOSED)
             if fate.arrives != NEVER:
                 self._backend.later(begun + fate.arrives, request)
             raise lost
@@ -276,7 +276,7 @@ class MemoryClient:
             left = max(deadline - concurrency.now(), 0)
             self._link.wait_for(lambda: self._connected or self._closed, left)
             if self._closed:
-                raise ClientClosed(CLOSED)
+                raise ClientClosed(MEMORY_CLIENT_CLOSED)
             if not self._connected:
                 raise lost
 

@@ -9,6 +9,7 @@ Only what comes from `ftcoord.concurrency` is scheduled: code that blocks on a l
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import logging
@@ -61,6 +62,7 @@ class Scheduler:
         self._paused: dict[str, list[Task]] = {}
         self._own: dict[tuple[str, Callable[[], Any]], Any] = {}
         self._current: Task | None = None
+        self._main: Task | None = None
         self._hub: Any = None
         self._failure: BaseException | None = None
         self.ending = False
@@ -74,12 +76,13 @@ class Scheduler:
         where they are.
         """
         outcome: list[T] = []
-        state = random.getstate()
+        state, collects = random.getstate(), gc.isenabled()
         random.seed(self.seed)
+        gc.disable()  # finalizers start threads, and nobody knows when
         self._hub = getcurrent()
         try:
             with concurrency.use(self):
-                task = self._task(lambda: outcome.append(main()), "main", "main")
+                self._main = task = self._task(lambda: outcome.append(main()), "main", "main")
                 self._begin(task)
                 try:
                     while not task.done and self._failure is None:
@@ -88,6 +91,8 @@ class Scheduler:
                     self._end()
         finally:
             random.setstate(state)
+            if collects:
+                gc.enable()
         if self._failure is not None:
             raise self._failure
         return outcome[0]
@@ -155,6 +160,8 @@ class Scheduler:
     @property
     def current(self) -> Task:
         """The task that runs this. Raises RuntimeError outside of `run()`."""
+        if self.ending and self._current is None:
+            raise SystemExit  # a finalizer of something that outlived its world: its thread ends without a word
         if self._current is None:
             raise RuntimeError("no task of the scheduler runs here: call it from within Scheduler.run()")
         return self._current
@@ -215,7 +222,8 @@ class Scheduler:
         try:
             task.target()
         except BaseException as error:  # whatever it is: the run ends with it
-            if not self.ending:
+            ends_alone = isinstance(error, SystemExit) and task is not self._main  # as with Python's threads
+            if not self.ending and not ends_alone:
                 self._failure = self._failure or error
         finally:
             task.finish()

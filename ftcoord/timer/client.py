@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import heapq
+import logging
 import math
 import os
 import secrets
@@ -17,17 +19,20 @@ from ftcoord import concurrency
 from ftcoord.config import MAX_SECONDS, EtcdConfig, redacted, whole
 from ftcoord.core.layout import KEY_PREFIX, timer_key
 from ftcoord.core.timer_records import RELEASED, Timer, Worker, encode
-from ftcoord.errors import ConfigError
+from ftcoord.errors import ClientClosed, ConfigError, ThreadFailed
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
-from ftcoord.primitives.leased_keys import LeasedKeys
+from ftcoord.log_once import LogOnce
+from ftcoord.primitives.leased_keys import LeasedKeys, Render
 from ftcoord.timer.environment import inherited
 from ftcoord.timer.ledger import SLOTS, Ledger
 from ftcoord.timer.process import host_id, this_process
 
-TIMEOUT: Final = 1.0
+log = logging.getLogger(__name__)
+
+ACQUIRE_TIMEOUT: Final = 1.0
 """Seconds that `acquire` waits for etcd by default."""
-LONGEST: Final = 1024
+LONGEST_SCOPE: Final = 1024
 """Characters of a scope's name that are recorded: its last ones, where torch puts the line."""
 
 _ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
@@ -50,7 +55,7 @@ class _Held:
         return encode(
             Timer(
                 worker=self.worker,
-                scope=self.scope[-LONGEST:],
+                scope=self.scope[-LONGEST_SCOPE:],
                 after_ms=_ms(self.after),
                 left_ms=_ms(max(self.until - now, 0)),
                 at_ms=_ms(now),
@@ -75,10 +80,12 @@ class EtcdTimerClient(TimerClient):
     release ends it. Timers of different scopes run side by side. Thread-safe; not usable in a forked child.
 
     Promised: `release` wins if it began before the timer's time was over, whatever etcd knows of it. One write each. An
-    etcd that is out of reach, or refuses, raises nothing: `acquire` waits for `timeout` once, then until etcd is
-    back neither waits; the timer is recorded when etcd is back, if it is still held.
+    etcd that is out of reach, or refuses, raises nothing: `acquire` waits for `timeout` once, and then neither call
+    waits until etcd is back. A timer that is still held then is recorded.
 
-    Not promised: that a worker which cannot reach etcd is reaped when it is stuck. It runs unguarded for so long.
+    Not promised: that a worker which cannot reach etcd is reaped when it is stuck. It runs unguarded for that time; and
+    from the moment on at which its etcd client is closed, or its thread fails by an error that nobody foresaw. Both are
+    logged as errors.
 
     Raises ConfigError (a ValueError) for bad arguments, before any socket is opened.
     """
@@ -89,7 +96,7 @@ class EtcdTimerClient(TimerClient):
         etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
         *,
         key_prefix: str = KEY_PREFIX,
-        timeout: float = TIMEOUT,
+        timeout: float = ACQUIRE_TIMEOUT,
         ttl: int = 10,
     ) -> None:
         super().__init__()
@@ -102,10 +109,14 @@ class EtcdTimerClient(TimerClient):
         self._ledger = Ledger()
         self._worker = worker = this_process(self._ledger.fd, ttl)
         prefix = self._run.prefix
+        # Guards all below, and the order of the ledger's entries and the keys' writes. Reentrant: a signal handler may
+        # use timers in the middle of a call.
         self._lock = concurrency.rlock("EtcdTimerClient._lock")
-        self._held: dict[str, int] = {}
-        self._free: list[int] = []
-        self._wall_ahead = concurrency.wall() - concurrency.now()
+        self._held: dict[str, int] = {}  # slots, by scope
+        self._free: list[int] = []  # a heap of slots below the highest one in use
+        self._wall_ahead = concurrency.wall() - concurrency.now()  # of the last call
+        self._closed = False
+        self._problem = LogOnce(log)
         self._keys = LeasedKeys(
             self._run.etcd, ttl, lambda slot, lease: timer_key(prefix, worker.host, lease, slot), "timers"
         )
@@ -129,9 +140,10 @@ class EtcdTimerClient(TimerClient):
             token = secrets.randbits(62) + 1
             held = _Held(self._worker, scope, slot, token, after, concurrency.now() + after)
             self._ledger.hold(slot, token)
-            self._keys.put(str(slot), held.render)
-        if self._timeout:
-            self._keys.wait(str(slot), self._timeout)
+            recorded = self._record(slot, held.render)
+        if self._timeout and recorded:
+            with contextlib.suppress(ClientClosed, ThreadFailed):  # the next `_record` says it
+                self._keys.wait(str(slot), self._timeout)
 
     def release(self, scope_id: str) -> None:
         """End the timer of `scope_id`, if there is one. At once: it does not wait for etcd.
@@ -144,7 +156,18 @@ class EtcdTimerClient(TimerClient):
             if slot is not None:
                 self._ledger.release(slot)
                 heapq.heappush(self._free, slot)
-                self._keys.put(str(slot), _released)
+                self._record(slot, _released)
+
+    def _record(self, slot: int, render: Render) -> bool:
+        """With the lock held: have etcd hold it; whether that can be. Raises ClientClosed after `close()`."""
+        try:
+            self._keys.put(str(slot), render)
+        except (ClientClosed, ThreadFailed) as error:
+            if self._closed:
+                raise
+            self._problem.say(f"timers of this process are not recorded, and nobody guards it: {error}", logging.ERROR)
+            return False
+        return True
 
     def close(self) -> None:
         """Release all, and give the lease up: at the latest when the process ends. Idempotent.
@@ -155,6 +178,7 @@ class EtcdTimerClient(TimerClient):
             return
         atexit.unregister(self.close)
         with self._lock:
+            self._closed = True
             for slot in self._held.values():
                 self._ledger.release(slot)
             self._held.clear()
@@ -169,7 +193,7 @@ class EtcdTimerClient(TimerClient):
         return slot
 
     def _from_now(self, expiration_time: float) -> float:
-        """Seconds from now. torch has just added them to the wall clock, which may have been set since."""
+        """Seconds from now. torch added them to the wall clock just before, which may have been set since."""
         if isinstance(expiration_time, bool) or not isinstance(expiration_time, (int, float)):
             raise TypeError(f"expiration_time is a number of seconds, not {type(expiration_time).__name__}")
         if not math.isfinite(expiration_time):

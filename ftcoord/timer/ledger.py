@@ -1,9 +1,9 @@
-"""What tells at once, without etcd, whether a worker still holds a timer.
+"""Shows at once, without etcd, whether a worker still holds a timer.
 
-Between a worker's release and the moment at which etcd knows of it lies a network, which may be down. So the worker
-also notes what it holds in memory that other processes of its host can read, an anonymous file (memfd) of the kernel's:
-for each slot the token of the timer in it, 0 for none. The server looks there before it kills. Nothing is left of it
-when the process ends.
+Between a worker's release and the moment at which etcd knows of it is a network, which may be down. So the worker also
+notes what it holds in memory that other processes of its host can read, an anonymous file (memfd) of the kernel's: for
+each slot the token of the timer in it, 0 for none. The server looks there before it kills. Nothing of it remains when
+the process ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mmap
 import os
 from typing import Final
 
-NAME: Final = "ftcoord-timers"
+LEDGER_NAME: Final = "ftcoord-timers"
 SLOTS: Final = 8192
 """How many timers a process may hold at once."""
 _WIDTH: Final = 8
@@ -22,7 +22,7 @@ class Ledger:
     """This process's own, until it ends. Written through a mapping: quick, and never into what took its descriptor."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create(NAME)
+        self.fd = os.memfd_create(LEDGER_NAME)
         os.ftruncate(self.fd, SLOTS * _WIDTH)
         self._memory = mmap.mmap(self.fd, SLOTS * _WIDTH)
 
@@ -31,7 +31,7 @@ class Ledger:
         self._memory[slot * _WIDTH : (slot + 1) * _WIDTH] = token.to_bytes(_WIDTH, "little")
 
     def release(self, slot: int) -> None:
-        """Note that it is held no more."""
+        """Note that it is not held any longer."""
         self._memory[slot * _WIDTH : (slot + 1) * _WIDTH] = bytes(_WIDTH)
 
 
@@ -42,7 +42,7 @@ def holds(pid: int, ledger: int, slot: int, token: int) -> bool | None:
     """
     path = f"/proc/{pid}/fd/{ledger}"
     try:
-        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+        if not os.readlink(path).startswith(f"/memfd:{LEDGER_NAME}"):
             return None
         with open(path, "rb", buffering=0) as file:
             return os.pread(file.fileno(), _WIDTH, slot * _WIDTH) == token.to_bytes(_WIDTH, "little")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import KEY_PREFIX, timers_span
 from ftcoord.core.timer_records import Timer, parse_timer
@@ -21,16 +22,18 @@ from ftcoord.timer.process import host_id
 
 log = logging.getLogger(__name__)
 
-RETRY: Final = 0.5
+SUBSCRIPTION_RETRY_PAUSE: Final = 0.5
 """Seconds until a watch that failed is tried again."""
-PATIENCE: Final = 5.0
+SUBSCRIPTION_BEGIN_TIMEOUT: Final = 5.0
 """Seconds that etcd may take to begin a watch."""
+CLOSED_CHECK_INTERVAL: Final = 60.0
+"""Seconds after which a watch without news checks whether it was closed; `close()` wakes it too."""
 
 
 def active(
     run: str, etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None, *, key_prefix: str = KEY_PREFIX
 ) -> list[TimerInfo]:
-    """The timers that run now, of all hosts; who has the least time left comes first. Costs one read.
+    """The timers that run now, of all hosts; the one with the least time left comes first. Costs one read.
 
     Args:
         run: the run's id.
@@ -45,29 +48,36 @@ def active(
     return sorted(map(_inform, timers), key=lambda info: info.left)
 
 
-class Subscription:
-    """Tells of timers that expire, until `close()`. A context manager."""
+class Subscription(Closing):
+    """Reports timers that expire, until `close()`. A context manager.
+
+    It ends by itself when its etcd client is closed, or when its thread fails by an error that nobody foresaw. Both are
+    logged as errors, and `failure` says why.
+    """
 
     def __init__(self, run: Namespace, callback: Callable[[TimerInfo], object]) -> None:
-        self._run, self._callback = run, callback
+        self.failure: BaseException | None = None
+        """What ended it; None while it reports, and after `close()`. Written once, by its thread."""
+        self._run, self._callback = run, callback  # never change
+        # `begin()`'s thread, and from its end on only our thread:
         self._feed = Feed(run.etcd, timers_span(run.prefix))
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}  # the token of the timer that was reported last, by key
         self._closed = concurrency.event()
-        self._thread = concurrency.thread(self._follow, "ftcoord-expired")
+        self._thread = concurrency.thread(self._run_reports, "ftcoord-expired")
 
     def begin(self, timeout: float) -> None:
-        """Returns when nothing that expires from now on can be missed. Raises EtcdError."""
+        """Returns when no later expiry can be missed, after `timeout` seconds at most. Raises EtcdError."""
         deadline = concurrency.now() + timeout
         while not self._feed.synced:
             news = self._feed.next(deadline - concurrency.now())
             if news is None:
-                raise EtcdUnavailable(f"etcd began no watch within {timeout:g} s: is it up?")
+                raise EtcdUnavailable(f"etcd began no watch within {timeout:g} s: check that it is up, then try again")
             for change in news.changes:
-                self._expired(change)  # which was told to others
+                self._newly_expired(change)  # before this began: not ours to report
         self._thread.start()
 
     def close(self) -> None:
-        """Tell no more; returns when the callback has. Idempotent."""
+        """Report nothing more; waits for a callback under way, unless that is what closes it. Idempotent."""
         self._closed.set()
         self._feed.wake()
         if self._thread.ident is not None and self._thread is not concurrency.current_thread():
@@ -75,45 +85,49 @@ class Subscription:
         self._feed.close()
         self._run.close()
 
-    def __enter__(self) -> Subscription:
-        return self
+    def _run_reports(self) -> None:
+        try:
+            self._report_until_closed()
+        finally:
+            failure = sys.exc_info()[1]
+            if failure is not None:
+                self.failure = failure
+                log.exception("expired timers are not reported any longer: the thread failed; subscribe again")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _follow(self) -> None:
+    def _report_until_closed(self) -> None:
         while not self._closed.is_set():
             try:
-                news = self._feed.next(PATIENCE)
-            except ClientClosed:
+                news = self._feed.next(CLOSED_CHECK_INTERVAL)
+            except ClientClosed as error:
+                if not self._closed.is_set():
+                    self.failure = error
+                    log.error("expired timers are not reported any longer: %s", error)
                 return
             except EtcdError as error:
                 log.debug("the timers cannot be watched for now: %s", error)
-                self._closed.wait(RETRY)
+                self._closed.wait(SUBSCRIPTION_RETRY_PAUSE)
                 continue
             for change in news.changes if news else ():
-                timer = self._expired(change)
+                timer = self._newly_expired(change)
                 if timer is not None and not self._closed.is_set():
-                    self._tell(_inform(timer))
+                    self._report(_inform(timer))
 
-    def _expired(self, change: Change) -> Timer | None:
-        """The timer that has expired with this change, if it was not known."""
+    def _newly_expired(self, change: Change) -> Timer | None:
+        """The timer that expired with this change, unless it was reported already."""
         timer = _timer(change.now) if change.now else None
         if change.now is None:
             assert change.was is not None
-            self._told.pop(change.was.key, None)
-        elif timer is not None and timer.expired and self._told.get(change.now.key) != timer.token:
-            self._told[change.now.key] = timer.token
+            self._reported.pop(change.was.key, None)
+        elif timer is not None and timer.expired and self._reported.get(change.now.key) != timer.token:
+            self._reported[change.now.key] = timer.token
             return timer
         return None
 
-    def _tell(self, info: TimerInfo) -> None:
+    def _report(self, info: TimerInfo) -> None:
         try:
             self._callback(info)
-        except Exception:  # of the user's; the next one is told of all the same
-            log.exception("the callback failed that was told of %s", info)
+        except Exception:  # the user's callback: its failure must not cost the next report
+            log.exception("the callback for %s failed", info)
 
 
 def on_expired(
@@ -123,10 +137,10 @@ def on_expired(
     *,
     key_prefix: str = KEY_PREFIX,
 ) -> Subscription:
-    """Call `callback` with each timer that a server finds expired from now on, on whatever host, until `close()`.
+    """Call `callback` with each timer that a server finds expired from now on, on any host, until `close()`.
 
-    It is called on a thread of its own, once for each timer; of several timers of one worker that expire together,
-    for the one that was first. Through outages of etcd too, but not for what etcd compacted away during one.
+    It is called on a thread of its own, once for each timer. If several timers of one worker expire together, it is
+    called for the first. It survives outages of etcd, but misses what etcd compacted away during one.
 
     Args:
         run: the run's id.
@@ -139,7 +153,7 @@ def on_expired(
         raise TypeError("callback must be something to call with a TimerInfo")
     subscription = Subscription(Namespace.open(run, etcd, key_prefix), callback)
     try:
-        subscription.begin(PATIENCE)
+        subscription.begin(SUBSCRIPTION_BEGIN_TIMEOUT)
     except EtcdError:
         subscription.close()
         raise
@@ -161,5 +175,5 @@ def _inform(timer: Timer) -> TimerInfo:
 def _here() -> str:
     try:
         return host_id()
-    except ConfigError:  # no Linux: no host of timers, but one may look from there
+    except ConfigError:  # not Linux: it has no timers of its own, but may read those of others
         return ""

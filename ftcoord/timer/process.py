@@ -13,7 +13,7 @@ from pathlib import Path
 from ftcoord.core.timer_records import Worker
 from ftcoord.errors import ConfigError
 
-_DEAD = frozenset("ZXx")
+_ENDED_STATES = frozenset("ZXx")
 """The states in /proc/PID/stat of a process that has ended."""
 
 
@@ -55,7 +55,7 @@ def started(pid: int) -> int | None:
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # from the third one on; the name before may hold anything
-    return None if fields[0] in _DEAD else int(fields[19])
+    return None if fields[0] in _ENDED_STATES else int(fields[19])
 
 
 def lives(worker: Worker) -> bool:

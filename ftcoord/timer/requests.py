@@ -39,7 +39,7 @@ class EtcdTimerRequest(TimerRequest):
 
 
 class EtcdRequestQueue(RequestQueue):
-    """The timers of one host of a run. For one thread, but for `wake()`.
+    """The timers of one host of a run. For one thread; only `wake()` may be called from others.
 
     `size` and `get` raise EtcdError where etcd cannot be watched, and go on where they were when called again.
     """
@@ -51,7 +51,7 @@ class EtcdRequestQueue(RequestQueue):
 
     @property
     def began(self) -> int:
-        """How often the watch began: what came since then may have been late."""
+        """How often the watch began: after each time, what came may have been late."""
         return self._began
 
     def size(self) -> int:
@@ -79,8 +79,8 @@ class EtcdRequestQueue(RequestQueue):
         news = self._feed.next(timeout)
         if news is None:
             return False
-        self._began += news.anew
-        self._ready.extend(request for change in news.changes if (request := _request(change, news.anew)))
+        self._began += news.restarted
+        self._ready.extend(request for change in news.changes if (request := _request(change, news.restarted)))
         return True
 
 

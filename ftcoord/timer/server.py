@@ -15,11 +15,12 @@ from ftcoord.config import EtcdConfig, seconds
 from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.core.timer_records import Worker, encode
 from ftcoord.core.timers import Book, Entry, TimerInfo, due, inform
-from ftcoord.errors import EtcdError, LeaseLost
+from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Put
 from ftcoord.etcd.namespace import Namespace
+from ftcoord.log_once import LogOnce
 from ftcoord.primitives.session import Clock
-from ftcoord.primitives.write_once import ATTEMPT, write_once
+from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, write_once
 from ftcoord.timer.ledger import holds
 from ftcoord.timer.process import host_id, kill, lives
 from ftcoord.timer.requests import EtcdRequestQueue, EtcdTimerRequest
@@ -27,13 +28,13 @@ from ftcoord.timer.worker_leases import WorkerLeases
 
 log = logging.getLogger(__name__)
 
-SETTLE: Final = 2.0
-"""Seconds without expiries after a time in which etcd could not be watched: for releases that are on their way."""
-LATE: Final = 1.0
-"""Seconds by which the watchdog may be late; if it is later, neither it nor perhaps the workers were run meanwhile."""
-RETRY: Final = 0.5
+NO_EXPIRY_AFTER_GAP: Final = 2.0
+"""Seconds without expiries after etcd could not be watched: releases may still be on their way."""
+LATE_AFTER: Final = 1.0
+"""Seconds by which the watchdog may be late. If it is later, it did not run, and perhaps the workers did not either."""
+TIMER_RETRY_PAUSE: Final = 0.5
 """Seconds until something is tried again: to watch, or to reap a worker."""
-PATIENCE: Final = 5.0
+STOP_TIMEOUT: Final = 5.0
 """Seconds that `stop()` waits for what the watchdog is doing."""
 
 Reap: TypeAlias = Callable[[TimerInfo], bool]
@@ -45,8 +46,8 @@ class EtcdTimerServer(TimerServer):
     Args:
         run: the run's id.
         etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
-        reap: called with an expired timer in place of SIGKILL; whether that is settled, else it is called again. What
-            it raises is logged, and counts as settled.
+        reap: called with an expired timer in place of SIGKILL. If it returns False it is called again. What it raises
+            is logged, and counts as done.
         max_interval: seconds between two looks at whether the server was stopped.
         daemon: whether the watchdog's thread is a daemon.
         key_prefix: the `key_prefix` of `rdzv_conf`.
@@ -79,20 +80,22 @@ class EtcdTimerServer(TimerServer):
         self._queue = EtcdRequestQueue(self._run.etcd, self._run.prefix, self._host)
         super().__init__(self._queue, interval, daemon)
         self.id = uuid.uuid4().hex
-        self._reap, self._clock = reap, clock
+        self._reap, self._clock = reap, clock  # never change
+        self._stopping = concurrency.event()
+        # Only the watchdog's thread (torch calls `register_timers`, `clear_timers` and `get_expired_timers` there), and
+        # `stop()` when that has ended:
         self._book: Book[TimerRequest] = Book()
         self._leases = WorkerLeases(self._run.etcd)
-        self._stopping = concurrency.event()
-        self._began = 0
-        self._said = ""
+        self._began = 0  # the queue's `began` that is in the book
+        self._problem = LogOnce(log)
 
     # -- torch's interface --------------------------------------------------------------------------------------
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Take note of timers that were acquired and ended.
+        """Note timers that were acquired, and timers that ended.
 
-        Raises TypeError for those of torch's LocalTimerClient, before any is noted: their workers are plain pids, and
-        nothing tells whose. A subclass with a `_reap_worker` of its own may know, and gets them.
+        Raises TypeError for those of torch's LocalTimerClient, before any is noted: their workers are plain pids, which
+        may be anybody's. A subclass with a `_reap_worker` of its own may know, and gets them.
         """
         for request in timer_requests:
             self._refuse_integers(request)
@@ -151,7 +154,7 @@ class EtcdTimerServer(TimerServer):
         self._queue.wake()
         super().stop()
         if thread is not None and thread is not concurrency.current_thread():
-            thread.join(PATIENCE)
+            thread.join(STOP_TIMEOUT)
         self._queue.close()
         self._leases.close()
         self._run.close()
@@ -163,6 +166,9 @@ class EtcdTimerServer(TimerServer):
         planned = now + min(max(self._book.look_at() - now, 0), self._max_interval)
         try:
             requests = self._queue.get(max(1, self._queue.size()), planned - now)
+        except ClientClosed as error:
+            self._end(error)
+            return
         except EtcdError as error:
             self._wait_for_etcd(error)
             return
@@ -176,20 +182,27 @@ class EtcdTimerServer(TimerServer):
     def _notice_gaps(self, planned: float) -> None:
         """Give workers time when this server may not know the latest, or was not run."""
         now = self._clock()
-        if now - planned > LATE:
+        if now - planned > LATE_AFTER:
             log.info("the timer server was not run for %.1f s: all timers have so much more time", now - planned)
             self._book.shift(now - planned)
         if self._queue.began != self._began:
-            self._began, self._said = self._queue.began, ""
-            self._book.hold(now + SETTLE)
+            self._began = self._queue.began
+            self._problem.forget()
+            self._book.hold(now + NO_EXPIRY_AFTER_GAP)
 
     def _wait_for_etcd(self, error: EtcdError) -> None:
-        self._say(f"timers cannot be seen to for now, and no worker is reaped: {error}")
-        self._book.hold(self._clock() + SETTLE)
-        self._stopping.wait(RETRY)
+        self._problem.say(f"timers cannot be watched for now, and no worker is reaped: {error}")
+        self._book.hold(self._clock() + NO_EXPIRY_AFTER_GAP)
+        self._stopping.wait(TIMER_RETRY_PAUSE)
+
+    def _end(self, error: ClientClosed) -> None:
+        """Whoever closed the client has ended the server with it, perhaps without knowing."""
+        if not self._stopping.is_set():
+            log.error("no worker is reaped any longer: %s; start another timer server", error)
+        self._stop_signaled = True
 
     def _see_to(self, key: Hashable, entry: Entry[TimerRequest]) -> bool:
-        """Reap the worker, if it still holds the timer. False if etcd is out of reach."""
+        """Reap the worker, if it still holds the timer. False if etcd cannot be asked."""
         request = entry.item
         if not isinstance(request, EtcdTimerRequest):
             self._finish(key, request, self._reap_worker_no_throw(request.worker_id))
@@ -198,10 +211,13 @@ class EtcdTimerServer(TimerServer):
         if not lives(worker):
             self._book.drop(key)
         elif holds(worker.pid, worker.ledger, timer.slot, timer.token) is False:
-            self._book.postpone(key, self._clock() + RETRY)  # etcd will hear of it too
+            self._book.postpone(key, self._clock() + TIMER_RETRY_PAUSE)  # the release is on its way to etcd
         else:
             try:
                 self._expire(key, request)
+            except ClientClosed as error:
+                self._end(error)
+                return False
             except EtcdError as error:
                 self._wait_for_etcd(error)
                 return False
@@ -210,7 +226,7 @@ class EtcdTimerServer(TimerServer):
     def _expire(self, key: Hashable, request: EtcdTimerRequest) -> None:
         claimed = self._mark(request, reaped=False)
         if claimed is None:
-            self._book.drop(key)  # what it is now, the watch will tell
+            self._book.drop(key)  # the watch will bring what it is now
             return
         info = inform(claimed.timer, self._host, self._clock(), concurrency.wall())
         log.warning(
@@ -226,11 +242,11 @@ class EtcdTimerServer(TimerServer):
                 log.debug("that worker %d was reaped is not in etcd: %s", info.pid, error)
 
     def _mark(self, request: EtcdTimerRequest, reaped: bool) -> EtcdTimerRequest | None:
-        """Say in etcd that the timer has expired; None when it is not what it was. Raises EtcdError."""
+        """Mark the timer as expired in etcd; None if it has changed meanwhile. Raises EtcdError."""
         timer, kv = replace(request.timer, expired=self.id, reaped=reaped), request.kv
         put = Put(kv.key, encode(timer), kv.lease)
         try:
-            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=ATTEMPT)
+            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=WRITE_ATTEMPT_TIMEOUT)
         except LeaseLost:
             return None
         return EtcdTimerRequest(outcome.kv, timer) if outcome.done and outcome.kv else None
@@ -239,12 +255,7 @@ class EtcdTimerServer(TimerServer):
         if settled:
             self._book.drop(key)
         else:
-            self._book.postpone(key, self._clock() + RETRY, request)
-
-    def _say(self, what: str) -> None:
-        """Warn, but not of the same thing again and again."""
-        log.log(logging.DEBUG if what == self._said else logging.WARNING, "%s", what)
-        self._said = what
+            self._book.postpone(key, self._clock() + TIMER_RETRY_PAUSE, request)
 
 
 def _key(request: TimerRequest) -> Hashable:
@@ -254,6 +265,6 @@ def _key(request: TimerRequest) -> Hashable:
 def _no_throw(reap: Reap, info: TimerInfo) -> bool:
     try:
         return reap(info)
-    except Exception:  # torch's rule: who cannot be reaped for a reason of ours is not tried again
-        log.exception("the reap callback failed for worker %d; its timer is taken as settled", info.pid)
+    except Exception:  # the user's callback; torch's rule: a worker whose reaping failed is not tried again
+        log.exception("the reap callback failed for worker %d; its timer counts as done", info.pid)
         return True

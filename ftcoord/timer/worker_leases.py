@@ -16,7 +16,7 @@ from ftcoord.primitives.session import KeptLease, Renewer
 from ftcoord.timer.process import lives
 from ftcoord.timer.requests import EtcdTimerRequest
 
-KEEP_AFTER: Final = 1 / 4
+KEEP_LEASE_AFTER: Final = 1 / 4
 """The part of a lease's TTL for which a timer must have run: short scopes cost no renewals."""
 
 
@@ -33,24 +33,27 @@ class _WhileItLives:
 
 
 class WorkerLeases:
-    """Those that are kept now."""
+    """The leases that this server keeps. For one thread."""
 
     def __init__(self, etcd: Etcd) -> None:
         self._etcd = etcd
-        self._kept: dict[int, KeptLease] = {}
+        self._kept: dict[int, KeptLease] = {}  # only the watchdog's thread, and `close()` when that has ended
 
     def keep(self, entries: Iterable[Entry[TimerRequest]], now: float) -> None:
         """Keep the leases of these timers, and no others."""
         wanted: dict[int, Worker] = {}
         for entry in entries:
             request = entry.item
-            if isinstance(request, EtcdTimerRequest) and now - entry.since >= request.timer.worker.ttl * KEEP_AFTER:
+            if (
+                isinstance(request, EtcdTimerRequest)
+                and now - entry.since >= request.timer.worker.ttl * KEEP_LEASE_AFTER
+            ):
                 wanted[request.kv.lease] = request.timer.worker
         for lease in self._kept.keys() - wanted.keys():
             self._kept.pop(lease).stop()
         for lease in wanted.keys() - self._kept.keys():
             ttl = wanted[lease].ttl
-            begin = Renewer.of_process().clock() - ttl * RENEW_AFTER  # so it is renewed at once
+            begin = Renewer.of_process().clock() - ttl * RENEW_AFTER  # so that it is renewed at once
             self._kept[lease] = KeptLease(_WhileItLives(self._etcd, wanted[lease]), Lease(lease, ttl), begin)
 
     def close(self) -> None:

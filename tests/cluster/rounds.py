@@ -13,8 +13,9 @@ from helpers import DEADLINE, Seen
 from histories import History, Operation, check_reads
 from rdzv_nodes import Node, Nodes, Seat, spawn
 
-from ftcoord.core.layout import KEY_PREFIX, run_prefix
-from ftcoord.core.rendezvous_records import Round, parse_round
+from ftcoord.core.invariants import check_succession
+from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix
+from ftcoord.core.rendezvous_records import NO_ROUND, Round, parse_round
 from ftcoord.etcd.api import Batch, Span
 from ftcoord.etcd.client import EtcdClient
 
@@ -36,7 +37,7 @@ class Rounds:
         self.seats: list[Seat] = []
         self.answered = [0] * len(endpoints)
         self.errors: list[BaseException] = []
-        self._client, self._key = client, f"{run_prefix(KEY_PREFIX, run_id)}/decided"
+        self._client, self._key = client, decided_key(run_prefix(KEY_PREFIX, run_id))
         self._from = client.get(self._key).revision + 1
         self._stopping = threading.Event()
         conf = {"lease_ttl": lease_ttl, "last_call_timeout": 2 * DEADLINE, "join_timeout": 2 * DEADLINE}
@@ -79,17 +80,16 @@ class Rounds:
         watch = self._client.watch(Span(self._key), self._from, seen)
         last = self._client.get(self._key, timeout=DEADLINE).kvs[0].mod_revision
         decided: list[tuple[int, bytes | None]] = []
-        number, at = 0, 0
+        last_record, at = NO_ROUND, 0
         while at < last:
             item = seen.next()
             assert not isinstance(item, Exception), item
             for event in item.events if isinstance(item, Batch) else ():
                 at, record = event.kv.mod_revision, parse_round(self._key, event.kv.value)
-                assert record.number >= number, "the rounds went back"
-                if record.number > number:
+                check_succession(last_record, record)
+                if record.number > last_record.number:
                     decided.append((at, _of(record)))
-                assert decided[-1][1] == _of(record), "a round was changed"
-                number = record.number
+                last_record = record
         watch.cancel()
         return decided
 

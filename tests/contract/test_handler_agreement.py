@@ -166,7 +166,7 @@ def test_who_has_lost_its_lease_takes_no_seat(make_nodes: MakeNodes, client: Etc
     before = client.get(node.member().group.key).one
     node.member().orphan()
     part = node.handler._node
-    part.participant.reaffirm(replace(part._new_ask(0), seated=1), part.pace())
+    part.participant.reaffirm(replace(part._new_ask(0), seated=1), part.pace)
     assert client.get(before.key).one == before  # type: ignore[union-attr]
     assert not says_that_it_is_seated(client, node)
 
@@ -248,7 +248,7 @@ def test_a_node_with_other_limits_is_no_spare_of_the_run(make_nodes: MakeNodes) 
     join_all([worker])
     odd = make_nodes(2, 2, run_id="no spare", lease_ttl=600).one()
     join = waits(odd)
-    eventually(lambda: odd.handler._pace.limits.refusal, what="it knows that it is not wanted")
+    eventually(lambda: odd.handler._node.pace.limits.refusal, what="it knows that it is not wanted")
     worker.finish()
     with pytest.raises(RendezvousStateError, match=r"--nnodes=1, .* --nnodes=2"):
         join.result(DEADLINE)

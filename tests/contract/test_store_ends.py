@@ -136,7 +136,7 @@ def test_a_store_that_only_cpp_holds(make: MakeStore, held: Callable[[Store], St
     del store
     gc.collect()
     for number in range(3):
-        threading.Event().wait(halves.LOOK)
+        threading.Event().wait(halves.HOLDERS_CHECK_INTERVAL)
         outer.set("key", f"{number}")
         assert outer.get("key") == b"%d" % number
         assert outer.add("n", 1) == number + 1
@@ -159,12 +159,12 @@ def test_a_store_that_python_gets_back_from_cpp(make: MakeStore) -> None:
         store = outer.underlying_store
         assert isinstance(store, EtcdStore)
         del outer
-        threading.Event().wait(2 * halves.LOOK)
+        threading.Event().wait(2 * halves.HOLDERS_CHECK_INTERVAL)
         assert store.get("a") == b"1"
         assert not closed.is_set()
         outer = PrefixStore("p", store)
     del store
-    threading.Event().wait(2 * halves.LOOK)
+    threading.Event().wait(2 * halves.HOLDERS_CHECK_INTERVAL)
     outer.set("key", b"1")
     assert outer.get("key") == b"1"
     del outer
@@ -180,7 +180,7 @@ def test_a_call_from_cpp_that_waits_is_a_holder(make: MakeStore) -> None:
     waiting: Future[bytes] = spawn(lambda: box.pop().get("late"))
     eventually(lambda: not box, "the call has begun")
     gc.collect()
-    threading.Event().wait(2 * halves.LOOK)
+    threading.Event().wait(2 * halves.HOLDERS_CHECK_INTERVAL)
     assert not closed.is_set()
     writer.set("p/late", b"1")
     assert waiting.result(DEADLINE) == b"1"

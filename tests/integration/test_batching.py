@@ -189,12 +189,12 @@ def test_what_has_waited_too_long_is_not_sent(own: EtcdClient, prefix: str, line
 
 
 def test_a_request_holds_no_more_than_etcd_takes(own: EtcdClient, prefix: str, line: Line) -> None:
-    count = 3 * batching.LIMIT
+    count = 3 * batching.BATCH_SIZE
     for one in crowd(line, own, prefix, count):
         assert one.written
-    assert line.sizes == [1, batching.LIMIT, batching.LIMIT, batching.LIMIT - 1]
+    assert line.sizes == [1, batching.BATCH_SIZE, batching.BATCH_SIZE, batching.BATCH_SIZE - 1]
     line.free.clear()
-    large = [submit(own, f"{prefix}/large/{i}", value=bytes(batching.BYTES // 3)) for i in range(9)]
+    large = [submit(own, f"{prefix}/large/{i}", value=bytes(batching.BATCH_BYTES // 3)) for i in range(9)]
     line.free.set()
     for one in large:
         assert one.written

@@ -27,7 +27,7 @@ from ftcoord.etcd import release
 from ftcoord.etcd.api import Get, Put, RangeResult, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc import messages
-from ftcoord.primitives.write_once import ATTEMPT, write_once
+from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, write_once
 
 
 def connect(endpoints: str, **settings: Any) -> EtcdClient:
@@ -289,7 +289,7 @@ def test_a_write_is_settled_as_soon_as_etcd_answers_again(unfriendly: Any) -> No
     answers["Txn"] = lambda context: answer(context) if next(attempts) < 4 else done
     assert write_once(client, Put("/key", b"1"), 0, timeout=5).done
     assert calls == ["Txn"] * 4
-    assert max(begun) < 2 * ATTEMPT
+    assert max(begun) < 2 * WRITE_ATTEMPT_TIMEOUT
 
 
 def test_failover_when_the_member_in_use_is_killed(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:

@@ -65,10 +65,10 @@ def parse(key: str, value: bytes) -> bytes:
 
 @contextlib.contextmanager
 def membership(
-    client: EtcdClient, prefix: str, policy: Roll
+    client: EtcdClient, prefix: str, policy: Roll, ttl: int = 2
 ) -> Iterator[tuple[Membership[bytes], threading.Condition]]:
     changed = threading.Condition()
-    member = Membership(client, prefix, policy, parse, changed, ttl=2, record_ttl=60, timeout=CALL_TIMEOUT)
+    member = Membership(client, prefix, policy, parse, changed, ttl=ttl, record_ttl=60, timeout=CALL_TIMEOUT)
     yield member, changed
     member.leave(CALL_TIMEOUT)
 
@@ -87,6 +87,17 @@ def test_a_member_whose_thread_fails_is_told(
         other = node()
         assert other.sees(other)["by"] == other.id
         assert member.session.state is not SessionState.CONNECTED
+
+
+def test_a_member_whose_lease_is_gone_hears_of_it_at_once(client: EtcdClient, prefix: str) -> None:
+    """Where it finds that out by itself: its lease is due for renewal only after minutes."""
+    with membership(client, prefix, Roll(prefix), ttl=1200) as (member, changed):
+        member.enter(b"1")
+        client.revoke(member.session.lease_id)
+        member.group.check()
+        with changed:
+            assert changed.wait_for(lambda: member.lost, DEADLINE)
+            assert member.failure is None
 
 
 def test_a_member_without_a_thread_is_none(

@@ -109,7 +109,7 @@ def test_a_heartbeat_that_etcd_lost_comes_back(client: EtcdClient, etcd: EtcdSer
 
 
 def test_without_etcd_there_is_no_heartbeat(fragile: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcoord.heartbeat.PATIENCE", 0.5)
+    monkeypatch.setattr("ftcoord.heartbeat.HEARTBEAT_TIMEOUT", 0.5)
     fragile.kill()
     with pytest.raises(EtcdUnavailable), ftcoord.Heartbeat("job", "a", 2, etcd=fragile.get_endpoint()):
         pytest.fail("there is none")
@@ -159,7 +159,7 @@ def test_the_last_value_stays_whatever_becomes_of_the_others(
     keys: LeasedKeys, client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write that arrives late does not bring back what was replaced or emptied."""
-    monkeypatch.setattr("ftcoord.primitives.leased_keys.RETRY", 0.01)
+    monkeypatch.setattr("ftcoord.primitives.leased_keys.KEYS_RETRY_PAUSE", 0.01)
     for number in range(12):
         keys.put("a", lambda: b"%d" % number)  # noqa: B023 - rendered when it is written
         keys.put("b", lambda: b"%d" % number)  # noqa: B023

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,6 @@ from ftcoord.coordination import (
     Observer,
     manager,
     policy,
-    replica,
 )
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.gateway_sessions import GatewaySessions
@@ -36,6 +35,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ServerError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.group import participant
 
 LONG = timedelta(seconds=DEADLINE)
 SHORT = timedelta(milliseconds=300)
@@ -111,12 +111,18 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[[], threading.Event]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_member_whose_thread_failed_comes_back(job: Job, crash: Callable[[], threading.Event]) -> None:
+def test_a_member_whose_thread_failed_says_so_and_comes_back(job: Job, crash: Callable[[], threading.Event]) -> None:
     job.rules(min_replicas=2)
     servers = [job.manager(name) for name in "ab"]
     assert {one.result(DEADLINE).quorum_id for one in [ask(server) for server in servers]} == {1}
     crashed = crash()
-    for _ in range(3):
+    calls = {ask(server): server for server in servers}
+    failed = next(one for one in as_completed(calls, DEADLINE) if one.exception() is not None)
+    with pytest.raises(RuntimeError, match="takes part in a group failed: MemoryError"):
+        failed.result()
+    told = [one.result(DEADLINE) for one in [ask(calls.pop(failed)), *calls]]
+    assert [one.replica_ids for one in told] == [["a", "b"]] * 2
+    for _ in range(2):
         told = [one.result(DEADLINE) for one in [ask(server) for server in servers]]
         assert [one.replica_ids for one in told] == [["a", "b"]] * 2
     assert crashed.is_set()
@@ -135,14 +141,14 @@ def test_nobody_keeps_a_member_alive_that_hears_nothing(
     def away(*args: Any, **kwargs: Any) -> None:
         raise EtcdUnavailable("made by the test")
 
-    membership = replica.Membership
-    monkeypatch.setattr(replica, "Membership", away)
+    membership = participant.Membership
+    monkeypatch.setattr(participant, "Membership", away)
     crashed = crash()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(RuntimeError, match="failed: MemoryError"):
         ask(server, timeout=SHORT).result(DEADLINE)
     assert crashed.wait(DEADLINE)
     eventually(lambda: key not in job.keys("members/"), "its lease is over")
-    monkeypatch.setattr(replica, "Membership", membership)
+    monkeypatch.setattr(participant, "Membership", membership)
     eventually(lambda: job.keys("members/"), "it is back")
 
 

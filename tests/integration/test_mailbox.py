@@ -79,11 +79,11 @@ class Living:
 def test_a_write_does_not_wait_for_that_of_another_longer_than_it_wants(
     stuck: Stuck, client: EtcdClient, prefix: str
 ) -> None:
-    keys = AdvertisedKeys(stuck, prefix, cast(Replica, Living()), concurrency.event())
-    first = spawn(partial(keys.put, {"a": "1"}, late()))
+    keys = AdvertisedKeys(stuck, cast(Replica, Living()), concurrency.event())
+    first = spawn(partial(keys.put, {f"{prefix}/a": "1"}, late()))
     eventually(lambda: stuck.waiting == 1, "the first write is under way")
     with pytest.raises(TimeoutError, match="another write"):
-        spawn(partial(keys.put, {"b": "1"}, soon())).result(DEADLINE)
+        spawn(partial(keys.put, {f"{prefix}/b": "1"}, soon())).result(DEADLINE)
     stuck.go_on.set()
     first.result(DEADLINE)
     assert client.get(f"{prefix}/a").one is not None

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 from helpers import DEADLINE, Seen, eventually, in_fork
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import LighthouseClient
 from ftcoord.embedded.server import EtcdServer
@@ -88,7 +89,7 @@ def test_the_last_to_let_go_closes(config: EtcdConfig, prefix: str) -> None:
     with ThreadPoolExecutor(20) as pool:
         list(pool.map(SharedClient.close, holders))
     eventually(lambda: open_clients() == before, "the client is closed")
-    assert config not in shared._clients[shared.os.getpid()].known
+    assert config not in concurrency.of_process(shared._Clients).known
 
 
 def test_a_watch_that_was_cancelled_tells_nothing_at_the_end(config: EtcdConfig, prefix: str) -> None:

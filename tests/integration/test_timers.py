@@ -76,7 +76,7 @@ class WatchedServer(ftcoord.timer.EtcdTimerServer):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     """One for a server, on which long timers expire at once. It may be moved by any amount."""
-    monkeypatch.setattr(server_module, "LATE", math.inf)
+    monkeypatch.setattr(server_module, "LATE_AFTER", math.inf)
     return HandClock()
 
 

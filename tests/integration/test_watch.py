@@ -28,7 +28,7 @@ from ftcoord.etcd.rpc.watch import Watcher, WatchHub
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.write_once import write_once
 
-FAST = {"TICK": 0.1, "QUIET": 0.5, "PATIENCE": 0.5}
+FAST = {"STREAM_CHECK_INTERVAL": 0.1, "PROBE_AFTER": 0.5, "PROBE_TIMEOUT": 0.5}
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.etcd.api import Etcd, KeyValue
-from ftcoord.primitives.group.participant import LeaseKeeper, Participant, Timing
+from ftcoord.primitives.group.participant import LeaseKeeper, Participant, ParticipantOptions
 from ftcoord.primitives.group.policy import View
 from ftcoord.primitives.group.use import Use
 
@@ -114,9 +114,6 @@ class Caller:
         self.participant: Participant[RollRecord, Called] = Participant(
             etcd,
             self.use,
-            Timing(ttl, 60, 5.0),
-            renews=renews,
-            keeps_lease=keeps_lease,
-            batches=batches,
+            ParticipantOptions(ttl, 60, 5.0, renews=renews, keeps_lease=keeps_lease, batches=batches),
             lease_keeper=lease_keeper,
         )

@@ -219,7 +219,8 @@ class Agent(Machine):
         while not self.stop.is_set():
             self._port += 1
             try:
-                found = node.ask(self._port, node.pace())
+                node.begin()
+                found = node.ask(self._port)
             except RendezvousError:
                 self.stop.wait(0.5)
                 continue

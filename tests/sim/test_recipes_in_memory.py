@@ -334,9 +334,9 @@ def test_another_number_of_parties(world: World) -> None:
     """It is refused as long as somebody wants the other one; those who are gone refuse nobody."""
     with Barrier("run", "loaded", 1, etcd=world.etcd.client(), lease_ttl=TTL) as alone:
         assert alone.wait(10) == 0
-        with Barrier("run", "loaded", 2, etcd=world.etcd.client(), lease_ttl=TTL) as two:
-            with pytest.raises(ConfigError, match="parties"):
-                two.wait(10)
+        two = Barrier("run", "loaded", 2, etcd=world.etcd.client(), lease_ttl=TTL)
+        with two, pytest.raises(ConfigError, match="parties"):
+            two.wait(10)
     three = [Barrier("run", "loaded", 3, etcd=world.etcd.client(), lease_ttl=TTL) for _ in range(3)]
     places: list[int] = []
     threads = [concurrency.thread(lambda one=one: places.append(one.wait(30)), "party") for one in three]

@@ -12,7 +12,7 @@ from members import Node, read
 
 from ftcoord import concurrency
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd.api import Batch, Etcd, Get, Span, WatchItem
+from ftcoord.etcd.api import Batch, Etcd, Event, Get, Span, WatchItem
 from ftcoord.testing import Call, Fate, MemoryClient, MemoryEtcd, Scheduler
 
 T = TypeVar("T")
@@ -102,6 +102,14 @@ class World:
     def keys(self, prefix: str) -> dict[str, bytes]:
         """What etcd has below a prefix."""
         return {kv.key: kv.value for kv in self.observer.range(Get(Span(prefix, is_prefix=True))).kvs}
+
+    def events(self, key: str) -> list[Event]:
+        """All changes of a key since the beginning, in order."""
+        items: list[WatchItem] = []
+        watch = self.observer.watch(Span(key), 1, items.append)
+        self.sleep(1)
+        watch.cancel()
+        return [event for item in items if isinstance(item, Batch) for event in item.events]
 
     def decide(self, number: int) -> int:
         """Somebody decides the last roll again, under this number; at which revision."""

@@ -8,20 +8,21 @@ later round is the same state.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+import exploring
+
 from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken, check_round, require
-from ftcoord.core.rendezvous import RETURNING, RoundCandidate, RoundOptions, RoundSituation
+from ftcoord.core.rendezvous import RETURN_FACTOR, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
 from ftcoord.core.verdict import Publish, Verdict
 
 SETTLE: Final = 1.0
 LAST_CALL: Final = 2.0
-RETURN: Final = LAST_CALL * RETURNING
+RETURN: Final = LAST_CALL * RETURN_FACTOR
 SEATS: Final = LAST_CALL
 """Within which all seats must be taken."""
 FRESH: Final = LAST_CALL
@@ -152,39 +153,15 @@ class World:
     vanishing: bool = False
     hanging: bool = True
     decide: Decide = rendezvous.decide
-    parents: dict[State, Step | None] = field(default_factory=dict)
     _calm: dict[tuple[State, str | None], tuple[float, State]] = field(default_factory=dict)
 
     def walk(self, *events: str) -> State:
         """Where these events lead, one after the other."""
-        state = START
-        for event in events:
-            state = dict(self._events(state))[event]
-        return state
+        return exploring.walk(START, self._events, events)
 
     def explore(self, depth: int, start: State = START) -> int:
         """Every order of events up to this depth: the number of states. InvariantBroken says which events led there."""
-        self.parents = {start: None}
-        queue = deque([(start, 0)])
-        while queue:
-            state, far = queue.popleft()
-            try:
-                self._check_liveness(state)
-                following = list(self._events(state)) if far < depth else []
-            except InvariantBroken as broken:
-                raise InvariantBroken(f"{broken}, after: {' | '.join(self._path(state))}") from None
-            for event, after in following:
-                if after not in self.parents:
-                    self.parents[after] = (event, state)
-                    queue.append((after, far + 1))
-        return len(self.parents)
-
-    def _path(self, state: State) -> list[str]:
-        events = []
-        while (parent := self.parents[state]) is not None:
-            events.append(parent[0])
-            state = parent[1]
-        return events[::-1]
+        return exploring.explore(start, self._events, self._check_liveness, depth)
 
     def _events(self, state: State) -> Iterator[Step]:
         view = state.view
@@ -376,7 +353,9 @@ class World:
 
 def _written_names(state: State) -> str:
     """A text that has all the names in it that the record holds, or soon may: no newcomer may have one of these."""
-    return repr(state.view.previous) + repr(state.pending)
+    records = [state.view.previous, *(one.decision.record for one in state.pending)]
+    deciders = [one.decider for one in state.pending]
+    return " ".join([*deciders, *(name for record in records if record for name in record.last_seats)])
 
 
 def _pass(state: State, time: float) -> State:

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
-from ftcoord.core import quorum_records, rendezvous_records
+from ftcoord.core import barrier_records, election_records, quorum_records, rendezvous_records
+from ftcoord.core.barrier_records import Arrival, Generation, Passed
+from ftcoord.core.election_records import Candidacy, Term
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.rendezvous import RoundOptions
@@ -21,6 +23,8 @@ from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue, Span
 from ftcoord.primitives.group.policy import View
+from ftcoord.recipes.barrier import BarrierUse
+from ftcoord.recipes.election import ElectionUse
 from ftcoord.rendezvous.policy import RendezvousPolicy
 
 CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
@@ -37,6 +41,10 @@ GOOD = [
     quorum_records.encode(ReplicaRecord(REQUEST, 1, 0, 0)),
     quorum_records.encode(ReplicaRecord(REQUEST, 2, 7, 9)),
     quorum_records.encode(QuorumRecord(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, "")),
+    election_records.encode(Candidacy("n", 0, "x")),
+    election_records.encode(Term(7, "0000000000000001", "n")),
+    barrier_records.encode(Arrival(2, 0, "x")),
+    barrier_records.encode(Generation(7, 2, (Passed("0000000000000001", 7, 0),))),
 ]
 
 
@@ -88,6 +96,8 @@ def policies() -> list[Any]:
     return [
         RendezvousPolicy(PREFIX, RoundOptions(30.0, 0.1, True)),
         QuorumPolicy(QuorumOptions(1, 60.0), 5.0, look=dict, seen=HighestSeen(), wall_clock=lambda: 0.0),
+        ElectionUse(PREFIX).policy(),
+        BarrierUse(PREFIX).policy(),
     ]
 
 
@@ -118,7 +128,9 @@ def test_a_decider_survives_whatever_it_reads(decided: bytes | None, members: li
             assert verdict.key in str(verdict)
         elif isinstance(verdict, Publish):
             touched = [*(Span(key) for key, _ in verdict.puts), *verdict.deletes]
-            assert all(span.start.startswith((f"{PREFIX}/rounds/", f"{PREFIX}/store/")) for span in touched)
+            assert all(
+                span.start.startswith((f"{PREFIX}/rounds/", f"{PREFIX}/store/", f"{PREFIX}/terms/")) for span in touched
+            )
             number = json.loads(verdict.record)["number"]
             assert number >= (json.loads(decided)["number"] if decided else 0)
 

@@ -11,7 +11,7 @@ import pytest
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import layout
-from ftcoord.core.invariants import InvariantBroken, check_fences, check_quorum, check_round
+from ftcoord.core.invariants import InvariantBroken, check_fences, check_quorum, check_round, check_succession
 from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum import decide as decide_quorum
 from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, ReplicaRecord
@@ -98,6 +98,18 @@ def test_what_breaks_a_round(name: str) -> None:
 )
 def test_what_decide_does_is_allowed(situation: RoundSituation, record: Round) -> None:
     check_round(situation, record)
+
+
+def test_records_that_follow_each_other() -> None:
+    for old, new in ((FIRST, READY), (READY, RECALLED), (RECALLED, SECOND), (READY, CLOSED)):
+        check_succession(old, new)
+    for rule, old, new in (
+        ("S2", SECOND, RECALLED),
+        ("S1 one membership", FIRST, replace(FIRST, seats=FIRST.seats[:1])),
+        ("S1 a recall", RECALLED, replace(RECALLED, ready=False)),
+    ):
+        with pytest.raises(InvariantBroken, match=rule):
+            check_succession(old, new)
 
 
 PREFIX = "/p"

@@ -19,8 +19,8 @@ MAX_LINES = 500
 
 FLOORS = (
     "ftcoord",
-    "errors concurrency",
-    "files",
+    "errors concurrency closing log_once",
+    "files fork",
     "config",
     "core.strict core.layout core.outlook core.lease core.vote core.store_values",
     "core.verdict core.situation core.election_records core.barrier_records",
@@ -43,7 +43,8 @@ FLOORS = (
     "primitives.feed primitives.informer primitives.exactly_once primitives.leased_keys primitives.lease_keeper_main",
     "primitives.lease_keeper",
     "primitives.group.policy primitives.group.invariant_guard primitives.group.parse_cache primitives.group.member_key",
-    "primitives.group.decided_record primitives.group.members_view primitives.group.record_lease",
+    "primitives.group.members_view primitives.group.record_lease",
+    "primitives.group.decided_record",
     "primitives.group.succession primitives.group.use primitives.group.plain_policy",
     "primitives.group.group",
     "primitives.group.membership",
@@ -150,6 +151,25 @@ def test_primitives_work_on_any_etcd(module: str) -> None:
 def test_embedded_etcds_are_for_facades_only(module: str) -> None:
     if part_of(module) in {"errors", "config", "core", "etcd", "primitives"}:
         assert not {name for name in imports(module) if name.startswith("ftcoord.embedded")}
+
+
+OWN_THREADS = {
+    "ftcoord.concurrency": "it is the seam",
+    "ftcoord.rendezvous.signals": "asks for Python's main thread, which runs signal handlers",
+}
+"""Modules that may name Python's threads, locks and clocks, and why."""
+SEAM = {"threading", "queue", "time", "_thread", "sched"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m not in OWN_THREADS])
+def test_locks_threads_and_clocks_come_from_the_seam(module: str) -> None:
+    """Else a simulator could not decide when they go on, nor a test see in which order locks are taken."""
+    assert not imports(module) & SEAM
+
+
+@pytest.mark.parametrize("module", OWN_THREADS)
+def test_the_exceptions_are_needed(module: str) -> None:
+    assert imports(module) & SEAM
 
 
 def test_no_module_needs_itself_to_load() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 import time
 from collections.abc import Callable
 
@@ -312,3 +314,27 @@ def test_each_process_has_one_of_its_own() -> None:
     outside = concurrency.of_process(Kept)
     assert concurrency.of_process(Kept) is outside
     assert in_fork(lambda: concurrency.of_process(Kept) is not outside) == "True"
+
+
+def test_a_thread_may_end_itself_and_main_may_not() -> None:
+    def main() -> str:
+        join(start(sys.exit))
+        return "goes on"
+
+    assert Scheduler().run(main) == "goes on"
+    with pytest.raises(SystemExit):
+        Scheduler().run(sys.exit)
+
+
+def test_what_outlives_its_world_waits_for_nothing() -> None:
+    """As finalizers do, which run on a thread of their own whenever Python collects garbage: that thread ends."""
+
+    def main() -> concurrency.Condition:
+        return concurrency.condition("test")
+
+    changed = Scheduler().run(main)
+    with changed:
+        changed.notify_all()
+        with pytest.raises(SystemExit):
+            changed.wait(1)
+    assert gc.isenabled()

@@ -22,7 +22,10 @@ from test_layering import MODULES, imported, imports, place_of
 import ftcoord
 
 ROOT = Path(__file__).parents[2]
-FOR_USERS = ["README.md", *(f"docs/{name}.md" for name in ("configuration", "running", "timers", "torchft", "recipes"))]
+FOR_USERS = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("configuration", "running", "timers", "torchft", "elections")),
+]
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def core_tests(use: Found) -> str:
 def garbage(use: Found) -> str:
     tests = text("tests/unit/test_garbage.py")
     missing = [kind.__name__ for kind in kinds(use) if not names_word(tests, kind.__name__)]
-    if not any(names_word(tests, name) for name in (use.name, policy_of(use))):
+    deciders = [f"{module.rpartition('.')[2]}.decide" for module in decisions(use)]  # what a PlainPolicy is made of
+    if not any(names_word(tests, name) for name in (use.name, policy_of(use), *deciders)):
         missing.append("its policy")
     return f"tests/unit/test_garbage.py leaves out {', '.join(missing)}" if missing else ""
 
@@ -128,8 +132,9 @@ def public(use: Found) -> str:
 
 def in_memory(use: Found) -> str:
     for path in (ROOT / "tests" / "sim").glob("test_*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if {name for node in ast.walk(tree) for name in imported(node, "")} & above(use.module):
+        source = path.read_text(encoding="utf-8")
+        modules = {name for node in ast.walk(ast.parse(source)) for name in imported(node, "")}
+        if modules & above(use.module) or any(names_word(source, f"ftcoord.{name}") for name in public_names(use)):
             return ""
     return "no file in tests/sim plays it in memory"
 
@@ -183,11 +188,12 @@ def kinds(use: Found) -> tuple[type, type]:
 
 
 def policy_of(use: Found) -> str:
-    """The class that decides for it, as its `policy` says."""
+    """The class that decides for it alone, as its `policy` says; its own name if it shares one with others."""
     if use.module not in MODULES:
-        return "NobodysPolicy"
+        return use.name
     policy = getattr(importlib.import_module(use.module), use.name).policy
-    return str(inspect.signature(policy).return_annotation).partition("[")[0]
+    name = str(inspect.signature(policy).return_annotation).partition("[")[0]
+    return use.name if name == "PlainPolicy" else name
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)

@@ -1,8 +1,9 @@
 """A group commit: transactions that one client makes at the same time travel in one request.
 
-While a request is under way, others wait; when it is answered, all that wait go together, each nested whole in one
-transaction of etcd's (https://etcd.io/docs/v3.5/learning/api/#transaction). Where several came at once the last time,
-the first waits for as many, a little, as databases have commits wait for their siblings; one that comes alone does not.
+While a request is under way, further transactions queue. When it is answered they go together, each nested whole in one
+transaction of etcd's (https://etcd.io/docs/v3.5/learning/api/#transaction). If several came together the last time, the
+first one waits up to `LINGER` for as many, as databases let commits wait for their siblings. One that comes alone does
+not wait.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from ftcoord.etcd.rpc import messages
 
 log = logging.getLogger(__name__)
 
-LIMIT: Final = 32
-"""Transactions in one request: etcd takes 128 operations, of which it counts those that stand around others too."""
-BYTES: Final = 512 * 1024
-"""Of one request, in which more than one travel: etcd takes 1.5 MiB."""
+BATCH_SIZE: Final = 32
+"""Transactions in one request. etcd takes 128 operations, and counts the nested transactions too."""
+BATCH_BYTES: Final = 512 * 1024
+"""Bytes of a request with more than one transaction. etcd takes 1.5 MiB."""
+SHORTEST_WRITE_CALL: Final = 0.05
+"""Seconds that a request gets even if less is left: with none, it could not be answered at all."""
 LINGER: Final = 0.005
-"""Seconds that the first waits, at the most, for those that came along the last time."""
-PATIENCE: Final = 2.0
+"""Seconds that the first transaction waits for as many as came the last time."""
+BATCHER_CLOSE_TIMEOUT: Final = 2.0
 """Seconds that `close()` waits for the thread."""
 
+_INTERRUPTED: Final = "the thread that sent this transaction was interrupted: read again before you repeat it"
+
 Done: TypeAlias = Callable[[Any, int, "EtcdError | None"], None]
-"""Told of the answer (a TxnResponse) and its revision, or of what went wrong."""
+"""Called with the answer (a TxnResponse) and its revision, or with what went wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +47,33 @@ class _Entry:
 class Batcher:
     """The transactions of one client that may share requests. Thread-safe.
 
+    Whoever finds nobody at work becomes the sender (`_busy`): it sends its own transaction and hands the queue to the
+    thread. If the thread fails by an error that nobody foresaw, whoever had a transaction in the request that failed
+    gets OutcomeUnknown, and another thread goes on with the queue.
+
     Args:
         send: makes one request, in so many seconds. Raises EtcdError.
     """
 
     def __init__(self, send: Callable[[Any, float], Any]) -> None:
-        self._send = send
+        self._send = send  # never changes
+        # Guards the next paragraph. Never held during a request or a callback.
         self._lock = concurrency.lock("Batcher._lock")
         self._queue: deque[_Entry] = deque()
-        self._busy = self._closed = False
-        self._came, self._expected = 0, 1
-        self._all_here = concurrency.event()
-        self._wake: concurrency.Queue[float | None] = concurrency.inbox()
+        self._busy = False  # whether somebody sends, or lingers
+        self._closed = False
+        self._came, self._expected = 0, 1  # transactions of this burst, and of the last one
         self._thread: concurrency.Thread | None = None
+        self._all_here = concurrency.event()  # as many came as were expected: the thread need not linger
+        self._wake: concurrency.Queue[float | None] = concurrency.inbox()  # seconds to linger; None ends the thread
 
     def submit(self, request: Any, timeout: float, done: Done) -> None:
         """Make a transaction that writes.
 
-        `done` is called once, on this thread before this returns or on ours, and must not block. It is told
+        `done` is called once, on this thread before this returns or on the batcher's, and must not block. It gets
         EtcdUnavailable when the transaction could not be sent in `timeout` seconds (perhaps a little later, when the
-        request before it has ended), OutcomeUnknown when it was not answered, and what etcd says of it; another one's
-        fault is not told: then each goes alone.
+        request before it has ended), OutcomeUnknown when it was not answered, or what etcd says of it. If etcd refuses
+        a batch, each transaction goes alone, so nobody gets an error that another one caused.
         """
         entry, linger, leads = _Entry(request, concurrency.now() + timeout, done), False, False
         try:
@@ -77,22 +88,22 @@ class Batcher:
                     self._queue.append(entry)
                 self._busy = True
             if leads and not linger:
-                self._carry([entry])
+                self._send_batch([entry])
         finally:
             if leads:
                 self._hand_over(LINGER if linger else 0)
 
     def close(self) -> None:
-        """Have the thread end; `send` must fail by now. Idempotent."""
+        """End the thread; `send` must fail from now on. Idempotent."""
         with self._lock:
             thread, self._thread, self._closed = self._thread, None, True
         if thread is not None:
             self._wake.put(None)
             if thread is not concurrency.current_thread():
-                thread.join(PATIENCE)
+                thread.join(BATCHER_CLOSE_TIMEOUT)
 
     def _hand_over(self, linger: float) -> None:
-        """Have what is queued carried, on the thread: its callers have something else to wait for."""
+        """Have the queue sent, by the thread if there can be one: the callers do not wait for it."""
         with self._lock:
             if not self._queue:
                 self._rest()
@@ -102,14 +113,14 @@ class Batcher:
             if self._thread is not None:
                 self._wake.put(linger)
                 return
-        self._carry_all()
+        self._send_all()
 
     def _start(self) -> concurrency.Thread | None:
         thread = concurrency.thread(self._run, "ftcoord-writes")
         try:
             thread.start()
         except RuntimeError as error:
-            log.warning("writes hold up those who make them, for there is no thread for them: %s", error)
+            log.warning("no thread can be started for writes, so those who make them wait for them: %s", error)
             return None
         return thread
 
@@ -121,43 +132,45 @@ class Batcher:
             while (linger := self._wake.get()) is not None:
                 if linger:
                     self._all_here.wait(linger)
-                self._carry_all()
-        finally:  # after an error of ours another thread goes on
+                self._send_all()
+        finally:  # after an error that nobody foresaw, another thread goes on
             with self._lock:
                 if self._thread is concurrency.current_thread():
                     self._thread = None
             self._hand_over(0)
 
-    def _carry_all(self) -> None:
+    def _send_all(self) -> None:
         while batch := self._take():
-            self._carry(batch)
+            self._send_batch(batch)
 
     def _take(self) -> list[_Entry]:
-        """Who goes now; nobody, if nobody waits."""
+        """The next batch, empty if nothing is queued: then nobody is the sender any longer."""
         batch: list[_Entry] = []
         size = 0
         with self._lock:
-            while self._queue and len(batch) < LIMIT:
+            while self._queue and len(batch) < BATCH_SIZE:
                 size += self._queue[0].request.ByteSize()
-                if batch and size > BYTES:
+                if batch and size > BATCH_BYTES:
                     break
                 batch.append(self._queue.popleft())
             if not batch:
                 self._rest()
         return batch
 
-    def _carry(self, batch: Sequence[_Entry]) -> None:
+    def _send_batch(self, batch: Sequence[_Entry]) -> None:
         now = concurrency.now()
         untold = deque(entry for entry in batch if entry.deadline > now)
         for entry in batch:
             if entry.deadline <= now:
-                late = EtcdUnavailable("etcd did not answer those before in time; this transaction was not sent")
+                late = EtcdUnavailable(
+                    "etcd did not answer earlier writes in time, and this one was not sent: try again"
+                )
                 entry.done(None, 0, late)
         if len(untold) < 2:
             for entry in untold:
-                self._carry_alone(entry)
+                self._send_alone(entry)
             return
-        error: EtcdError = OutcomeUnknown("whoever sent a transaction was interrupted")
+        error: EtcdError = OutcomeUnknown(_INTERRUPTED)
         try:
             response = self._send(_nested(untold), max(map(_left, untold)))
             for nested in response.responses:
@@ -165,15 +178,15 @@ class Batcher:
         except (ClientClosed, EtcdUnavailable, OutcomeUnknown) as failure:  # each alone would fare no better
             error = failure
         except EtcdError as failure:
-            log.debug("etcd refused transactions that went together, now each goes alone: %s", failure)
+            log.debug("etcd refused a batch, so each transaction goes alone: %s", failure)
             while untold:
-                self._carry_alone(untold.popleft())
+                self._send_alone(untold.popleft())
         finally:
             for entry in untold:
                 entry.done(None, 0, error)
 
-    def _carry_alone(self, entry: _Entry) -> None:
-        error: EtcdError = OutcomeUnknown("whoever sent a transaction was interrupted")
+    def _send_alone(self, entry: _Entry) -> None:
+        error: EtcdError = OutcomeUnknown(_INTERRUPTED)
         answer, revision = None, 0
         try:
             answer = self._send(entry.request, _left(entry))
@@ -192,4 +205,4 @@ def _nested(batch: Iterable[_Entry]) -> Any:
 
 
 def _left(entry: _Entry) -> float:
-    return max(entry.deadline - concurrency.now(), 0.05)
+    return max(entry.deadline - concurrency.now(), SHORTEST_WRITE_CALL)

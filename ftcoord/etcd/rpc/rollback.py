@@ -1,4 +1,4 @@
-"""Notices an etcd that is not the one it was: another cluster behind the same name, or one that lost what it had."""
+"""Notices that etcd is not what it was: another cluster behind the same name, or one that lost what it had."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ log = logging.getLogger(__name__)
 class RollbackDetector:
     """What one client knows of its etcd. Thread-safe.
 
-    It only says so: no decision rests on it, since every effect is guarded by revisions and numbers go on from the
-    highest that a live member knows of.
+    It only logs. No decision rests on it, since every effect is guarded by revisions, and numbers go on from the
+    highest that a live member knows.
     """
 
     def __init__(self) -> None:
+        # Written with the lock held. Read without it: a stale value only costs a look with the lock held.
         self._lock = concurrency.lock("RollbackDetector._lock")
-        self._cluster = 0
+        self._cluster = 0  # its id; 0 before the first answer
         self._revision = 0
 
     @property
     def revision(self) -> int:
-        """The highest revision that a linearizable answer came with: none that is asked for later has a lower one."""
+        """The highest revision of a linearizable answer: no later request gets a lower one."""
         return self._revision
 
     def note(self, header: Any, known: int | None, where: str) -> None:

@@ -1,8 +1,8 @@
-"""The threads that are in gRPC, which a process must not outrun when it ends.
+"""The threads that are in gRPC, for which a process must wait when it ends.
 
 gRPC gives each stream a daemon thread that sends, and one that receives. At its end Python stops daemon threads
-wherever they are, also while they hold the lock of their stream; the finalizer of that stream then waits for the lock
-for ever, and the process with it. Threads of ours that are in a call are stopped within gRPC's native code.
+wherever they are, even while they hold the lock of their stream. The finalizer of that stream then waits for the lock
+forever, and the process with it. Our own threads that are in a call would be stopped within gRPC's native code.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ T = TypeVar("T")
 
 
 class GrpcThreads:
-    """Who is in gRPC for one client. gRPC's own threads make themselves known when they run something of ours."""
+    """The threads that are in gRPC for one client. gRPC's own ones register when they run code of ours."""
 
     def __init__(self) -> None:
+        # Guards all below. gRPC's threads take it too, with locks of gRPC's held: so no call is made under it.
         self._changed = concurrency.condition("GrpcThreads._changed")
-        self._calls = self._unknown = 0
-        self._known: set[concurrency.Thread] = set()
+        self._calls = 0  # calls that wait for their answers
+        self._unknown = 0  # threads of gRPC's that were started and have not registered yet
+        self._known: set[concurrency.Thread] = set()  # those that have
 
     def enter(self) -> None:
-        """Before each call that waits for its answer; then `leave()`."""
+        """To be called before each call that waits for its answer; and `leave()` after it."""
         with self._changed:
             self._calls += 1
 
@@ -34,12 +36,12 @@ class GrpcThreads:
             self._changed.notify_all()
 
     def noted(self, requests: Iterator[T]) -> Iterator[T]:
-        """`requests`, to be given to a stream that is `expect()`ed: noting the thread that sends them."""
+        """The same requests, for a stream that is `expect()`ed: registers the thread that sends them."""
         self._note()
         yield from requests
 
     def expect(self, call: Any) -> None:
-        """Reckon with the threads of a stream that was just opened."""
+        """Expect the threads of a stream that was just opened to register."""
         with self._changed:
             self._unknown += 1
         if call.add_callback(self._note):  # called on the receiving thread; False when it is done already
@@ -47,7 +49,7 @@ class GrpcThreads:
                 self._unknown += 1
 
     def join(self, timeout: float) -> None:
-        """Wait until nobody is in gRPC any more, all calls being cancelled; for `timeout` seconds at most."""
+        """Wait until no thread is in gRPC, `timeout` seconds at most. All calls must have been cancelled."""
         deadline = concurrency.now() + timeout
         with self._changed:
             self._changed.wait_for(lambda: self._unknown <= 0 and not self._calls, timeout)

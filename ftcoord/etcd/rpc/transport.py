@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +10,13 @@ from typing import Any
 
 from ftcoord import concurrency, files
 from ftcoord.config import Endpoint, EtcdConfig, Tls
-from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
+from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.retry import retry
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.etcd.rpc.rollback import RollbackDetector
 from ftcoord.etcd.rpc.threads import GrpcThreads
+from ftcoord.fork import OwnerProcess
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +34,18 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 _LINEARIZABLE = (messages.RANGE, messages.TXN)
 _NEEDS_LEADER = (("hasleader", "true"),)
-CLOSED = "this etcd client was closed; make a new one"
+CLIENT_CLOSED = "this etcd client was closed; make a new one"
+SHORTEST_CALL = 0.05
+"""Seconds that a call gets even if less is left: with none, it could not be answered at all."""
 
 
 class Member:
-    """One endpoint: its channel, and when it last gave a sign of life (monotonic seconds)."""
+    """One endpoint: its channel, and when it last gave a sign of life (monotonic seconds). For any thread."""
 
     def __init__(self, endpoint: Endpoint, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
         self.name = str(endpoint)
-        self.alive_at = concurrency.now()
+        self.alive_at = concurrency.now()  # any thread, as a whole: of two moments either one will do
+        # Any thread, one step of a dict at a time; if two make the same callable, the last one stays.
         self._unary: dict[messages.Method, grpc.UnaryUnaryMultiCallable[Any, Any]] = {}
         options: tuple[tuple[str, Any], ...] = _OPTIONS
         if tls is None or credentials is None:
@@ -53,7 +56,7 @@ class Member:
         self.channel = grpc.secure_channel(endpoint.target, credentials, options)
 
     def unary(self, method: messages.Method) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
-        """How to call `method` here; made once, for that takes as long as all else before a call leaves."""
+        """How to call `method` here. Kept, because making it takes as long as all else before a call leaves."""
         if (invoke := self._unary.get(method)) is None:
             invoke = self.channel.unary_unary(method.path, method.serialize, method.parse)
             self._unary[method] = invoke
@@ -71,26 +74,28 @@ class Transport:
     """
 
     def __init__(self, config: EtcdConfig) -> None:
-        self.config = config
-        self._pid = os.getpid()
+        self.config = config  # never changes
+        self._owner = OwnerProcess("this etcd client belongs to the parent process")
+        # Guards the next three, and is never held during a call.
         self._lock = concurrency.lock("Transport._lock")
-        # Read now: a failover must not fail because a file has gone meanwhile.
-        self._pem = _Pem.read(config.tls) if config.tls else None
-        self._index = 0
+        self._pem = _Pem.read(config.tls) if config.tls else None  # now: a failover must not need the files
+        self._index = 0  # of the endpoint in use
         with quiet_grpc():
             self._members = {0: self._new_member(0)}
-        self._token: str | None = None
+        # Held during a login, so that a thousand waiting calls log in once. Written with the lock held, but for
+        # `forget_token`, which may only make one login too many; read without it.
         self._token_lock = concurrency.lock("Transport._token_lock")
+        self._token: str | None = None
         self._threads = GrpcThreads()
         self._rollback = RollbackDetector()
-        self.closed = concurrency.event()
+        self.closed = concurrency.event()  # set with `_lock` not held: `member()` looks at it with the lock held
 
     def member(self) -> Member:
         """The member in use."""
         self.check_process()
         with self._lock:
             if self.closed.is_set():
-                raise ClientClosed(CLOSED)
+                raise ClientClosed(CLIENT_CLOSED)
             if self._index not in self._members:
                 self._members[self._index] = self._new_member(self._index)
             return self._members[self._index]
@@ -100,17 +105,16 @@ class Transport:
 
     def is_owner(self) -> bool:
         """False in a child that was forked after this was made."""
-        return os.getpid() == self._pid
+        return self._owner.is_current
 
     def check_process(self) -> None:
         """Raises ForkedProcessError in a child that was forked after this was made."""
-        if not self.is_owner():
-            raise ForkedProcessError.of("this etcd client belongs to the parent process")
+        self._owner.check()
 
     def blame(self, member: Member) -> None:
-        """Go on with the next endpoint, and with the certificates that are there now, unless somebody else already did.
+        """Go on with the next endpoint, and with the certificates that are there now, unless another call already did.
 
-        Channels of before are left to whoever uses them.
+        Calls that use the old channels keep them.
         """
         with self._lock:
             if self._members.get(self._index) is not member:
@@ -127,8 +131,8 @@ class Transport:
             return False
         try:
             before, self._pem = self._pem, _Pem.read(self.config.tls)
-        except ConfigError as error:  # perhaps just being replaced
-            log.debug("going on with the certificates of before: %s", error)
+        except ConfigError as error:  # perhaps they are being replaced at this moment
+            log.debug("the certificates are still the old ones: %s", error)
             return False
         return self._pem != before
 
@@ -163,12 +167,12 @@ class Transport:
             return token
 
     def forget_token(self, stale: str | None) -> None:
-        """Log in anew before the next call, unless somebody did since."""
+        """Log in again before the next call, unless another call has since."""
         if self._token == stale:
             self._token = None
 
     def close(self) -> None:
-        """Close every channel; calls under way fail. Idempotent; nothing happens in a forked child. Then `join()`."""
+        """Close every channel; calls under way fail. Then call `join()`. Idempotent; does nothing in a forked child."""
         if not self.is_owner():
             return
         self.closed.set()
@@ -190,20 +194,20 @@ class Transport:
         token = self.token(deadline)
         known = self._rollback.revision if method in _LINEARIZABLE else None
         with self._judged(member, write=write, token=token):
-            timeout = self._patience(deadline, write)
+            timeout = self._attempt_timeout(deadline, write)
             response = member.unary(method)(request, timeout=timeout, metadata=_metadata(token))
         member.seen()
         self._rollback.note(response.header, known, member.name)
         return response
 
-    def _patience(self, deadline: float, write: bool) -> float:
-        """Seconds for one attempt: a read leaves time to ask another member, a write is only sent once."""
+    def _attempt_timeout(self, deadline: float, write: bool) -> float:
+        """Seconds for one attempt. A read leaves time to ask another member; a write is sent only once."""
         left = _left(deadline)
-        return left if write or len(self.config.endpoints) == 1 else max(left / 2, 0.05)
+        return left if write or len(self.config.endpoints) == 1 else max(left / 2, SHORTEST_CALL)
 
     @contextmanager
     def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
-        """Raises ftcoord's exceptions in place of gRPC's, whose pages of traceback say nothing that these do not."""
+        """Raises ftcoord's exceptions in place of gRPC's, whose long tracebacks say nothing more."""
         self._threads.enter()
         try:
             yield
@@ -215,10 +219,10 @@ class Transport:
                 self.forget_token(token)
                 raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {error.details()}") from None
             raise errors.translate(error, write=write, where=member.name) from None
-        except ValueError:  # what gRPC raises when close() was faster than the call: nothing was sent
+        except ValueError:  # gRPC raises it if close() was faster than the call: nothing was sent
             if not self.closed.is_set():
                 raise
-            raise ClientClosed(CLOSED) from None
+            raise ClientClosed(CLIENT_CLOSED) from None
         except RuntimeError as error:
             kind = OutcomeUnknown if write else EtcdUnavailable
             raise kind(
@@ -236,7 +240,7 @@ class Transport:
         request = messages.message("AuthenticateRequest")(name=credentials.user, password=credentials.password)
         try:
             with self._judged(member):
-                return str(member.unary(method)(request, timeout=self._patience(deadline, False)).token)
+                return str(member.unary(method)(request, timeout=self._attempt_timeout(deadline, False)).token)
         except EtcdError as error:
             if "authentication is not enabled" in str(error):
                 return ""
@@ -249,7 +253,7 @@ def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def _left(deadline: float) -> float:
-    return max(deadline - concurrency.now(), 0.05)
+    return max(deadline - concurrency.now(), SHORTEST_CALL)
 
 
 @dataclass(frozen=True, slots=True)

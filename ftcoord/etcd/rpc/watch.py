@@ -1,14 +1,15 @@
-"""All watches of a client on one gRPC stream, which is opened again wherever etcd can be reached.
+"""All watches of a client on one gRPC stream. When it breaks, another one is opened at a member that can be reached.
 
-Each watch of etcd's remembers the revision it needs next, so a new stream goes on exactly where the last one ended:
-nothing is missed and nothing comes twice. Revisions come from events only, never from progress responses,
-which servers before 3.5.8 may send too early (etcd issue 15220). Those who watch the same span from now on share one.
+Each watch remembers the revision it needs next, so a new stream continues exactly where the last one ended: nothing is
+missed and nothing comes twice. Revisions come from events only, never from progress responses, which servers before
+3.5.8 may send too early (etcd issue 15220). Watchers of the same span from now on share one watch of etcd's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,20 +21,20 @@ from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, dec
 from ftcoord.etcd.retry import backoff
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.quiet_grpc import grpc
-from ftcoord.etcd.rpc.transport import CLOSED, Transport
+from ftcoord.etcd.rpc.transport import CLIENT_CLOSED, Transport
 
 log = logging.getLogger(__name__)
 
-TICK: Final = 1.0
-"""Seconds between two looks at whether the stream is still good."""
-QUIET: Final = 4.0
+STREAM_CHECK_INTERVAL: Final = 1.0
+"""Seconds between two checks of the stream's health."""
+PROBE_AFTER: Final = 4.0
 """Seconds without any answer from the member before the stream asks for one."""
-QUIET_STREAM: Final = 60.0
-"""Seconds without an answer on the stream itself, though the member answers other calls."""
-PATIENCE: Final = 4.0
-"""Seconds that the member has to answer that."""
+PROBE_STREAM_AFTER: Final = 60.0
+"""Seconds without an answer on the stream itself, even if the member answers other calls."""
+PROBE_TIMEOUT: Final = 4.0
+"""Seconds that the member has to answer a probe."""
 PROBE_ID: Final = 1
-"""The watch that a stream asks for in order to be answered."""
+"""The id of the watch that a stream asks for as a probe."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,11 +46,11 @@ class Watcher:
     deliver: Callable[[WatchItem], None]
 
     def tell(self, item: WatchItem) -> None:
-        """Deliver; what the watcher's own code raises costs nobody else an event, nor the hub its thread."""
+        """Deliver. An error of the watcher's own code must cost nobody else an event, nor the hub its thread."""
         try:
             self.deliver(item)
-        except Exception:  # whatever it is: the thread serves every watcher of this client
-            log.exception("what watches %r failed, and missed what it was told", self.source.span.start)
+        except Exception:  # a user's callback, as far as the hub knows: its thread serves every watcher of this client
+            log.exception("a watcher of %r failed, and missed what was delivered", self.source.span.start)
 
     def cancel(self) -> None:
         self.hub.remove(self)
@@ -57,15 +58,16 @@ class Watcher:
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """One watch of etcd's, and who hears of it."""
+    """One watch of etcd's, and its watchers."""
 
+    # Never change:
     id: int
     span: Span
-    next_revision: int
+    next_revision: int  # guarded by WatchHub._lock; only the hub's thread writes it
     deletes_only: bool
-    stood: bool = False
-    denied: bool = False
-    watchers: tuple[Watcher, ...] = ()
+    stood: bool = False  # guarded by WatchHub._lock: whether etcd has ever confirmed it
+    denied: bool = False  # only the hub's thread: whether etcd refused it with the token in use
+    watchers: tuple[Watcher, ...] = ()  # written with WatchHub._lock held, as a whole; read without it
 
     def deliver(self, item: WatchItem) -> None:
         for watcher in self.watchers:
@@ -73,28 +75,34 @@ class _Source:
 
 
 class WatchHub:
-    """The watches of one client, and the thread that reads their stream."""
+    """The watches of one client, and the thread that reads their stream. Thread-safe.
+
+    The thread runs while there are watchers. If it fails by an error that nobody foresaw, each watcher gets an
+    EtcdError, and the next one starts another thread.
+    """
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+        self._transport = transport  # never changes
+        # Guards all below, and what `_Source` says. Never held while something is delivered, or during a call.
         self._lock = concurrency.lock("WatchHub._lock")
         self._sources: dict[int, _Source] = {}
-        self._shared: dict[tuple[Span, bool], _Source] = {}
+        self._shared: dict[tuple[Span, bool], _Source] = {}  # those that began with their first watcher
         self._last_id = PROBE_ID
-        self._stream: _Stream | None = None
+        self._stream: _Stream | None = None  # the one that is open
         self._thread: concurrency.Thread | None = None
 
     def add(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], deletes_only: bool = False
     ) -> Watcher:
-        """Start watching; `deliver` is called on the hub's thread, and for a watch that stands already on this one too.
+        """Start watching. `deliver` is called on the hub's thread; if etcd confirmed the same watch before, the
+        confirmation is delivered on this one.
 
-        Raises ClientClosed.
+        Raises ClientClosed, and RuntimeError when no thread can be started.
         """
         self._transport.member()
         with self._lock:
             if self._transport.closed.is_set():
-                raise ClientClosed(CLOSED)
+                raise ClientClosed(CLIENT_CLOSED)
             source = self._source(span, start_revision, deletes_only)
             watcher = Watcher(self, source, deliver)
             source.watchers += (watcher,)
@@ -108,7 +116,7 @@ class WatchHub:
         return watcher
 
     def _source(self, span: Span, start_revision: int, deletes_only: bool) -> _Source:
-        """A new one, unless there is one from now on already."""
+        """With the lock held: a new source, unless there is one from now on already."""
         known = self._shared.get((span, deletes_only)) if start_revision == 0 else None
         if known is not None:
             return known
@@ -131,13 +139,13 @@ class WatchHub:
                 self._stream.send(_cancel(source.id))
 
     def _drop(self, source: _Source) -> bool:
-        """Forget a source, with the lock held; whether it was known still."""
+        """With the lock held: forget a source; whether it was still known."""
         if self._shared.get((source.span, source.deletes_only)) is source:
             del self._shared[source.span, source.deletes_only]
         return self._sources.pop(source.id, None) is not None
 
     def close(self) -> None:
-        """End every watch; the transport must be marked closed before. Nothing happens in a forked child."""
+        """End every watch. The transport must be closed before. Does nothing in a forked child."""
         if not self._transport.is_owner():
             return
         with self._lock:
@@ -146,26 +154,32 @@ class WatchHub:
             self._shared.clear()
             stream, thread = self._stream, self._thread
         for source in sources:
-            source.deliver(ClientClosed(CLOSED))
+            source.deliver(ClientClosed(CLIENT_CLOSED))
         if stream is not None:
             stream.cancel()
         if thread is not None and thread is not concurrency.current_thread():
-            thread.join(timeout=2 * TICK)
+            thread.join(timeout=2 * STREAM_CHECK_INTERVAL)
 
     def _run(self) -> None:
         try:
-            self._follow_on()
-        finally:  # after an error of ours the next watcher starts another
+            self._read_streams()
+        finally:
+            failure = sys.exc_info()[1]
             with self._lock:
                 if self._thread is concurrency.current_thread():
-                    self._thread = None
+                    self._thread = None  # so that the next watcher starts another
+            if failure is not None:
+                log.exception("the thread that reads watches failed, and all of them end")
+                self._fail_all(
+                    EtcdError(f"the thread that reads this client's watches failed: {failure!r}; watch again")
+                )
 
-    def _follow_on(self) -> None:
+    def _read_streams(self) -> None:
         closed = self._transport.closed
         failures = 0
         while self._wanted():
             try:
-                heard = self._follow()
+                heard = self._read_stream()
             except EtcdAuthError as error:
                 self._fail_all(error)
                 heard = False
@@ -176,14 +190,14 @@ class WatchHub:
             closed.wait(backoff(failures))
 
     def _wanted(self) -> bool:
-        """Whether a stream is needed. If not, the thread ends, and the next watcher starts another."""
+        """Whether a stream is needed. If not, the thread must end: the next watcher starts another."""
         with self._lock:
             if self._sources and not self._transport.closed.is_set():
                 return True
             self._thread = None
             return False
 
-    def _follow(self) -> bool:
+    def _read_stream(self) -> bool:
         """Read one stream until it ends; whether it brought anything."""
         stream = _Stream(self._transport, idle=lambda: not self._sources)
         with self._lock:
@@ -202,7 +216,7 @@ class WatchHub:
         return stream.heard
 
     def _explain_end(self, stream: _Stream, error: grpc.RpcError) -> None:
-        if stream.ended:  # by us, for a reason that was seen to
+        if stream.ended:  # by us, for a reason that was dealt with
             return
         member = stream.member
         if errors.blames_member(error):
@@ -228,7 +242,7 @@ class WatchHub:
 
     def _note_created(self, stream: _Stream, source: _Source, revision: int) -> None:
         source.denied = False
-        if revision + 1 < source.next_revision:  # perhaps only a member that lags: listing again tells
+        if revision + 1 < source.next_revision:  # perhaps only a member that lags: reading the keys again shows
             stream.send(_cancel(source.id))
             self._fail(source, Rewound(revision, source.next_revision - 1))
             return
@@ -245,7 +259,7 @@ class WatchHub:
         events = tuple(_event(one) for one in raw if one.kv.mod_revision >= source.next_revision)
         if not events:
             return
-        with self._lock:  # who comes from now on is told that it stands behind these
+        with self._lock:  # a watcher that joins from now on begins after these events
             source.next_revision = events[-1].kv.mod_revision + 1
             watchers = source.watchers
         batch = Batch(events)
@@ -257,7 +271,7 @@ class WatchHub:
         if response.compact_revision:
             self._fail(source, Compacted(response.compact_revision))
         elif "permission denied" in reason and stream.token is not None and not source.denied:
-            source.denied = True  # etcd before 3.5.5 says the same of a token that has run out
+            source.denied = True  # etcd before 3.5.5 says the same if a token has expired
             self._log_in_again(stream)
         elif errors.is_stale_token(reason) or "permission denied" in reason:
             self._fail(source, EtcdAuthError(f"watching {source.span.start!r}: {reason}; {self._advice()}"))
@@ -284,20 +298,23 @@ class WatchHub:
 
 
 class _Stream:
-    """One gRPC stream: what is sent on it, and whether its member still answers."""
+    """One gRPC stream: what is sent on it, and whether its member still answers.
+
+    Three threads use it: the hub's, which reads; gRPC's, which takes what is sent; and any that adds a watch or closes.
+    """
 
     def __init__(self, transport: Transport, idle: Callable[[], bool]) -> None:
-        self._transport = transport
-        self._idle = idle
+        # Never change:
+        self._transport, self._idle = transport, idle
         self.member = transport.member()
         self.token = transport.token()
-        self._outbox: concurrency.Queue[Any] = concurrency.inbox()
-        self._creating: deque[int] = deque()
-        self.ended = False
-        self._answered_at = concurrency.now()
-        self._asked_at: float | None = None
-        self._call: Any = None
-        self.heard = False
+        self._outbox: concurrency.Queue[Any] = concurrency.inbox()  # None ends it
+        self._creating: deque[int] = deque()  # gRPC's thread appends, the hub's takes: the ids that etcd will confirm
+        self.ended = False  # any thread; becomes True once
+        self._answered_at = concurrency.now()  # the hub's thread writes, gRPC's reads
+        self._asked_at: float | None = None  # only gRPC's thread: when a probe was sent
+        self._call: Any = None  # the hub's thread, before gRPC's begins; `cancel` looks at `ended` on both sides
+        self.heard = False  # only the hub's thread
 
     def send(self, request: Any) -> None:
         self._outbox.put(request)
@@ -315,22 +332,22 @@ class _Stream:
             self._call.cancel()
 
     def reject(self) -> None:
-        """End a stream that brought nothing of use: the next one is not opened at once."""
+        """End a stream that was of no use: the next one is opened after a pause."""
         self.heard = False
         self.cancel()
 
     def note_answer(self, response: Any) -> int:
-        """The id of the watch that `response` is about. One that etcd refuses has none, but answers come in order."""
+        """The id of the watch that `response` is about. A refused watch has none, but etcd answers in order."""
         self.heard = True
         self._answered_at = concurrency.now()
         self.member.seen()
         return self._creating.popleft() if response.created and self._creating else int(response.watch_id)
 
     def _requests(self) -> Iterator[Any]:
-        """Runs on a thread of gRPC's: what to send, and between that the watch over the stream's health."""
+        """Runs on a thread of gRPC's: what to send, and in between the checks of the stream's health."""
         while not self.ended:
             with contextlib.suppress(concurrency.Empty):
-                request = self._outbox.get(timeout=TICK)
+                request = self._outbox.get(timeout=STREAM_CHECK_INTERVAL)
                 if request is None:
                     return
                 if request.HasField("create_request"):
@@ -339,19 +356,20 @@ class _Stream:
             self._probe(concurrency.now())
 
     def _probe(self, now: float) -> None:
-        """Ask for an answer when too little was heard; end the stream when even that goes unanswered.
+        """Ask for an answer when nothing was heard for a while; end the stream when that is not answered.
 
-        It asks by creating a watch and cancelling it: newer servers leave a progress request without an answer while
-        nothing was written since a watch began.
+        It asks by creating a watch and cancelling it: newer servers do not answer a progress request if nothing was
+        written since a watch began.
         """
-        heard_at = min(max(self._answered_at, self.member.alive_at), self._answered_at + QUIET_STREAM - QUIET)
+        stale_at = self._answered_at + PROBE_STREAM_AFTER - PROBE_AFTER
+        heard_at = min(max(self._answered_at, self.member.alive_at), stale_at)
         if self._asked_at is not None and self._asked_at < self._answered_at:
             self._asked_at = None
-        if self._asked_at is not None and now - self._asked_at > PATIENCE:
+        if self._asked_at is not None and now - self._asked_at > PROBE_TIMEOUT:
             self._give_up("does not answer")
         elif self._moved():
-            self._give_up("was given up by other calls")
-        elif self._asked_at is None and now - heard_at > QUIET and not self._idle():
+            self._give_up("was blamed by other calls")
+        elif self._asked_at is None and now - heard_at > PROBE_AFTER and not self._idle():
             self._asked_at = now
             self.send(messages.message("WatchRequest")(create_request={"key": b"\0", "watch_id": PROBE_ID}))
             self.send(_cancel(PROBE_ID))

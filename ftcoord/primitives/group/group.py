@@ -24,16 +24,15 @@ from ftcoord import concurrency
 from ftcoord.core.layout import Span, decided_key, members_span
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Put, exists
+from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
-from ftcoord.primitives.group.member_key import MemberKey
+from ftcoord.primitives.group.member_key import MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy, View
-from ftcoord.primitives.group.record_lease import RecordLease
 from ftcoord.primitives.group.succession import Succession
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.write_once import WriteOutcome, write_once
+from ftcoord.primitives.write_once import WriteOutcome
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,8 @@ class Group:
         listener: called with the decided record whenever it changed, on the client's thread or the group's; must not
             block. Raises StateError when it cannot be read: then nothing is decided until somebody replaces or deletes
             the key. A deletion is reported as None.
-        failed: called with the error, on the group's thread, when that thread ends by one: this member is deaf then.
+        failed: called with the error, on the group's thread, when that thread ends by one. This member is deaf then, so
+            its session must end.
         watch_deletes_only: members rewrite their keys often, so watch the predecessor for deletion only. A waiter must
             then `take_over()` when nothing is decided: a stranger may have written into a dead member's key.
     """
@@ -76,17 +76,16 @@ class Group:
         watch_deletes_only: bool = False,
     ) -> None:
         members = members_span(prefix)
-        self._etcd, self._session, self._prefix = etcd, session, prefix  # these never change
-        self._policy, self._failed = policy, failed
+        self._prefix, self._policy, self._failed = prefix, policy, failed  # these never change
         self._member_key = MemberKey(etcd, prefix, session)  # has a lock of its own
         self._inbox: concurrency.Queue[_Task] = concurrency.inbox()
         self._turn = concurrency.lock("Group._turn")
         """Held by the thread while it works, and by the client's thread for what it may apply itself. It guards:"""
-        self._record = DecidedRecord(etcd, Span(decided_key(prefix)), self._post, listener)
+        self._record = DecidedRecord(etcd, Span(decided_key(prefix)), record_ttl, self._post, listener)
         self._succession = Succession(etcd, members, self._member_key, self._post, deletes_only=watch_deletes_only)
         self._members = MembersView(etcd, members, self._post)
-        self._record_lease = RecordLease(etcd, record_ttl)
-        self._key_doubted = self._has_begun = False
+        self._has_begun = False
+        """Whether the watch on the record has stood before: if it stands again, it was interrupted."""
         self._takes_over = False  # set by callers, read by the thread when they have woken it
         self._closing = False  # only ever becomes true; read anywhere
         self._said = ""  # only the thread
@@ -192,27 +191,25 @@ class Group:
         self._thread.start()
 
     def _doubt_key(self) -> None:
-        self._key_doubted = True
+        self._member_key.doubted = True
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ended: ClientClosed | None = None
+        ended: EtcdError | None = None
         try:
             self._run_until_closed()
-        except ClientClosed as error:  # nothing will be answered any more; whoever waits hears of that
+        except (ClientClosed, MemberLost) as error:  # nothing will be answered any more, or concern this member
             ended = error
         finally:
             failure = ended or sys.exc_info()[1]
             if failure is not None and not self._closing:  # better no member than one that does nothing
                 if failure is not ended:
                     log.exception("member %s leaves %s: its thread failed", self.id, self._record.mirror.span.start)
-                self._session.orphan()
                 self._failed(failure)
-            self._record.mirror.close()
+            self._record.close()
             self._succession.close()
             self._members.close()
-            self._record_lease.drop()
 
     def _run_until_closed(self) -> None:
         until: float | None = concurrency.now()
@@ -221,11 +218,11 @@ class Group:
                 self._take(until)
                 with self._turn:
                     until = self._step()
-            except ClientClosed:  # nothing will be answered any more
+            except (ClientClosed, MemberLost):
                 raise
             except LeaseLost as error:
                 self._say(f"a lease is gone: {error}")
-                self._record_lease.drop()
+                self._record.lease.drop()
                 until = concurrency.now() + STEP_RETRY_PAUSE
             except (EtcdUnavailable, OutcomeUnknown) as error:
                 self._say(f"cannot go on for now: {error}")
@@ -258,22 +255,23 @@ class Group:
         if mirror is self._record.mirror:
             self._record.tell()
             if isinstance(posted.item, Began):  # the watch was interrupted: etcd may have lost this member's key
-                self._key_doubted, self._has_begun = self._key_doubted or self._has_begun, True
+                self._member_key.doubted |= self._has_begun
+                self._has_begun = True
 
     def _step(self) -> float | None:
         """Bring what is nearer to what should be; when to look again, None: when something comes in."""
         if not self._record.mirror.synced:
             self._record.mirror.sync()
             self._record.tell()
-        if self._key_doubted:
+        if self._member_key.doubted:
             self._member_key.restore()
-            self._key_doubted = False
+            self._member_key.doubted = False
         self._see_who_decides()
         if self._members.mirror is not None:
             self._members.sync()
         if not (self._members.synced and self._record.mirror.synced):
             return None  # what is missing is on its way to the inbox
-        self._record_lease.keep(self._record.mirror.one)
+        self._record.keep_lease()
         return self._decide()
 
     def _see_who_decides(self) -> None:
@@ -285,13 +283,13 @@ class Group:
             self._members.open()
         elif self._members.mirror is not None:
             self._members.close()
-            self._record_lease.drop()
+            self._record.lease.drop()
 
     def _decide(self) -> float | None:
         self._record.check_readable()
         in_order = self._members.in_order()
         if all(kv.key != self.key for kv in in_order):
-            self._key_doubted = True  # the next step puts it back, if it is gone
+            self._member_key.doubted = True  # the next step puts it back, if it is gone
             return concurrency.now() + STEP_RETRY_PAUSE
         record, members = self._record, self._members
         view = View(in_order, members.seen(), members.changed_at, record.known, record.known_at, record.vanished)
@@ -302,21 +300,9 @@ class Group:
         return concurrency.now() + (0 if self._publish(verdict) else STEP_RETRY_PAUSE)
 
     def _publish(self, decision: Publish[bytes]) -> bool:
-        lease = self._record_lease.for_publishing()
-        current = self._record.mirror.one
-        outcome = write_once(
-            self._etcd,
-            Put(self._record.mirror.span.start, decision.record, lease),
-            current.mod_revision if current else 0,
-            guards=(exists(self.key),),  # who lost its membership decides nothing
-            also=[
-                *(Put(key, value, lease) for key, value in decision.puts),
-                *(Delete(span) for span in decision.deletes),
-            ],
-        )
-        self._say(f"{'decided' if outcome.done else 'somebody else decided before'}: {_with_rule(decision)}")
-        self._record.learn(outcome.kv)
-        return outcome.done
+        done = self._record.publish(decision, exists(self.key))  # who lost its membership decides nothing
+        self._say(f"{'decided' if done else 'somebody else decided before'}: {_with_rule(decision)}")
+        return done
 
     def _say(self, reason: str, level: int = logging.DEBUG) -> None:
         """Log the reason only when it changes."""

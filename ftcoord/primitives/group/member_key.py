@@ -11,9 +11,13 @@ from ftcoord.core.layout import member_id, member_key, member_of
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.write_once import ATTEMPT, PATIENCE, WriteOutcome, write_once
+from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, WRITE_TIMEOUT, WriteOutcome, write_once
 
 log = logging.getLogger(__name__)
+
+
+class MemberLost(LeaseLost):
+    """The lease of this member's own key is gone, and the membership with it."""
 
 
 class MemberKey:
@@ -33,6 +37,8 @@ class MemberKey:
         """Held over a write, so that the next one knows what it replaces. After `put_soon` another thread lets go."""
         self.kv: KeyValue | None = None  # guarded by _writing; read anywhere
         """What it holds, as far as is known; None before the member joined."""
+        self.doubted = False  # the group's turn guards it
+        """Whether etcd may have lost it: `restore` then looks."""
 
     def put(self, value: bytes, timeout: float, first_reads: Sequence[Get]) -> WriteOutcome:
         """Write a value unlike all before, with `timeout` seconds for each request; the first time, with some reads.
@@ -75,11 +81,15 @@ class MemberKey:
             self._writing.release()
             done(is_written)
 
-        self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=min(timeout, ATTEMPT))
+        limit = min(timeout, WRITE_ATTEMPT_TIMEOUT)
+        self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=limit)
 
     def restore(self) -> None:
-        """Put it back if etcd has lost it: while it was away, or because somebody deleted it. Raises EtcdError."""
-        with self._turn(PATIENCE):
+        """Put it back if etcd has lost it: while it was away, or because somebody deleted it.
+
+        Raises MemberLost when its lease is gone, and EtcdError.
+        """
+        with self._turn(WRITE_TIMEOUT):
             mine, now = self.kv, self._etcd.range(Get(Span(self.key))).one
             if mine is None:
                 return
@@ -88,11 +98,15 @@ class MemberKey:
             elif now is None or now.mod_revision != mine.mod_revision:
                 log.warning("etcd lost what member %x asked for: asking again", self._session.lease_id)
                 put = Put(self.key, mine.value, self._session.lease_id)
-                self.kv = write_once(self._etcd, put, now.mod_revision if now else 0).kv or mine
+                try:
+                    self.kv = write_once(self._etcd, put, now.mod_revision if now else 0).kv or mine
+                except LeaseLost as error:
+                    raise MemberLost(str(error)) from None
 
     @contextmanager
     def _turn(self, timeout: float) -> Iterator[None]:
-        if not self._writing.acquire(timeout=ATTEMPT + timeout):  # what was put soon ends within an attempt
+        # What was put soon ends within an attempt.
+        if not self._writing.acquire(timeout=WRITE_ATTEMPT_TIMEOUT + timeout):
             raise EtcdUnavailable(f"etcd has not answered what was written to {self.key} before")
         try:
             yield

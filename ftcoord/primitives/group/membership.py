@@ -11,6 +11,7 @@ from ftcoord.core.lease import SessionState
 from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost, StateError, ThreadFailed
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.group.group import Group
+from ftcoord.primitives.group.member_key import MemberLost
 from ftcoord.primitives.group.policy import Policy
 from ftcoord.primitives.session import Session
 
@@ -114,8 +115,11 @@ class Membership(Generic[R]):
             self._changed.notify_all()
 
     def _on_failure(self, error: BaseException) -> None:
-        with self._changed:  # before `lost`, which tells those that wait to look
-            self.failure = error if isinstance(error, ClientClosed) else ThreadFailed("takes part in a group", error)
+        if not isinstance(error, MemberLost):  # that is no failure: the member joins again
+            with self._changed:  # before `lost`, which tells those that wait to look
+                self.failure = (
+                    error if isinstance(error, ClientClosed) else ThreadFailed("takes part in a group", error)
+                )
         self.orphan()
 
     def _on_state(self, state: SessionState) -> None:

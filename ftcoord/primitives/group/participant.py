@@ -45,18 +45,26 @@ class LeaseKeeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds.
+class ParticipantOptions:
+    """How a participant behaves. Times in seconds.
 
     Args:
-        lease_ttl: that a member's lease lives after its last renewal.
-        record_ttl: that the decided record outlives the last decider.
-        request: that a request to etcd may take.
+        lease_ttl: how long a member's lease lives after its last renewal.
+        record_ttl: how long the decided record outlives the last decider.
+        request_timeout: how long a request to etcd may take.
+        renews: whether a member whose lease is lost joins again by itself and asks the same. If not, its asks end with
+            LOST.
+        keeps_lease: whether the lease is renewed also while nobody asks. If not, each call shows that the member lives.
+        batches: whether a member that has joined writes together with others, and does not wait for that. For groups
+            whose members rewrite their keys often: they watch their predecessors for deletion only, see `Group`.
     """
 
     lease_ttl: int
     record_ttl: int
-    request: float
+    request_timeout: float
+    renews: bool = True
+    keeps_lease: bool = True
+    batches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +133,8 @@ class Participant(Generic[R, A]):
     Args:
         etcd: the etcd client.
         use: what the group is about.
-        timing: of leases and requests.
+        options: how it behaves.
         changed: notified whenever there may be news; a new condition, if None.
-        renews: whether a member whose lease is lost joins again by itself and asks the same. If not, its asks end with
-            LOST.
-        keeps_lease: whether the lease is renewed also while nobody asks. If not, each call shows that the member lives.
-        batches: whether a member that has joined writes together with others, and does not wait for that. For groups
-            whose members rewrite their keys often: they watch their predecessors for deletion only, see `Group`.
         lease_keeper: renews the leases too.
     """
 
@@ -139,16 +142,12 @@ class Participant(Generic[R, A]):
         self,
         etcd: Etcd,
         use: Use[R, A],
-        timing: Timing,
+        options: ParticipantOptions,
         changed: concurrency.Condition | None = None,
         *,
-        renews: bool = True,
-        keeps_lease: bool = True,
-        batches: bool = False,
         lease_keeper: LeaseKeeper | None = None,
     ) -> None:
-        self._etcd, self._use, self._timing = etcd, use, timing  # these never change
-        self._renews, self._keeps_lease, self._batches, self._lease_keeper = renews, keeps_lease, batches, lease_keeper
+        self._etcd, self._use, self._options, self._lease_keeper = etcd, use, options, lease_keeper  # never change
         self._writing = concurrency.lock("Participant._writing")
         """Held while a member is made or written. May be held while `_changed` is taken, never the other way round."""
         self._said: A | None = None  # guarded by _writing
@@ -185,7 +184,7 @@ class Participant(Generic[R, A]):
 
     def prepare(self) -> None:
         """Take a lease, and begin the watch that joining needs. Raises EtcdError, Left."""
-        with self._turn(concurrency.now() + self._timing.request):
+        with self._turn(concurrency.now() + self._options.request_timeout):
             self._live()
 
     def say(self, ask: A, deadline: float, gone: concurrency.Event) -> A:
@@ -196,7 +195,7 @@ class Participant(Generic[R, A]):
         """
         with self._turn(deadline):
             self._said = said = self._use.stamp(ask)
-            if not (self._batches and self._write_soon(said, deadline)):
+            if not (self._options.batches and self._write_soon(said, deadline)):
                 self._insist(self._write, deadline, gone)
             return said
 
@@ -211,7 +210,7 @@ class Participant(Generic[R, A]):
             check_at = self._next_check()
             while True:
                 outlook, look, is_written = self._await(asked, pace, check_at)
-                if not is_written or (look.standing is Standing.LOST and self._renews):
+                if not is_written or (look.standing is Standing.LOST and self._options.renews):
                     pace.tick(look)  # first: a lease that is lost again and again must not outlast the deadline
                     self._say_again(pace)
                 elif outlook.next is Next.RETURN:
@@ -261,7 +260,7 @@ class Participant(Generic[R, A]):
                 member.enter(self._use.encode(self._said))
                 return
             try:
-                member.session.renew(self._timing.request)
+                member.session.renew(self._options.request_timeout)
             except LeaseLost:
                 member.orphan()
                 raise
@@ -346,7 +345,7 @@ class Participant(Generic[R, A]):
         """Write what the outlook tells to. That the lease is lost shows in the next outlook."""
         with self._turn(deadline):
             self._said = said = self._use.stamp(ask)
-            if not (self._batches and self._write_soon(said, deadline)):
+            if not (self._options.batches and self._write_soon(said, deadline)):
                 with contextlib.suppress(LeaseLost):
                     retry(self._write_as_it_is, UNANSWERED, deadline, gone)
         return said
@@ -377,7 +376,7 @@ class Participant(Generic[R, A]):
         with self._changed:
             self._unwritten = False
         member.session.wake()
-        timeout = min(self._timing.request, max(deadline - concurrency.now(), SHORTEST_WRITE))
+        timeout = min(self._options.request_timeout, max(deadline - concurrency.now(), SHORTEST_WRITE))
         member.group.enter_soon(self._use.encode(said), timeout, lambda done: self._note_written(member, done))
         return True
 
@@ -397,24 +396,24 @@ class Participant(Generic[R, A]):
             if member is not None:
                 self._give_up(member)
             member = self._new_member()
-            if not (self._keeps_lease or self._asking):
+            if not (self._options.keeps_lease or self._asking):
                 member.session.rest()
-        elif self._keeps_lease or self._asking:
+        elif self._options.keeps_lease or self._asking:
             member.session.wake()
         return member
 
     def _new_member(self) -> Membership[R]:
-        use, timing = self._use, self._timing
+        use, options = self._use, self._options
         member = Membership(
             self._etcd,
             use.prefix,
             use.policy(),
             use.parse,
             self._changed,
-            ttl=timing.lease_ttl,
-            record_ttl=timing.record_ttl,
-            timeout=timing.request,
-            watch_deletes_only=self._batches,
+            ttl=options.lease_ttl,
+            record_ttl=options.record_ttl,
+            timeout=options.request_timeout,
+            watch_deletes_only=options.batches,
         )
         if self._lease_keeper is not None:  # before anybody can end this membership, and have the keeper drop it
             self._lease_keeper.keep(int(member.id, 16), member.session.ttl)
@@ -441,7 +440,7 @@ class Participant(Generic[R, A]):
 
     def _next_check(self) -> float:
         """When to look at the member's key. Members that `batches` write often, and take over when nothing happens."""
-        return math.inf if self._batches else concurrency.now() + KEY_CHECK_INTERVAL
+        return math.inf if self._options.batches else concurrency.now() + KEY_CHECK_INTERVAL
 
     def _check(self) -> None:
         """Have this member's key put back if it is gone, though its lease is not. Also tells a closed client."""
@@ -480,7 +479,7 @@ class Participant(Generic[R, A]):
     def _outlook(self, member: Membership[R], asked: A) -> Outlook[A]:
         outlook = self._use.outlook(member.record, self._ids, asked)
         # Whoever joins again by itself may take an answer that came before its lease was lost.
-        if member.lost and not (self._renews and outlook.next is Next.RETURN):
+        if member.lost and not (self._options.renews and outlook.next is Next.RETURN):
             return Outlook(Standing.LOST, Next.RETURN)
         return outlook
 
@@ -500,5 +499,5 @@ class Participant(Generic[R, A]):
                 self._asking -= 1
                 if not self._asking:  # before the next call stamps what it asks: that one counts itself first
                     self._use.nobody_asks()
-                if self.member is not None and not (self._asking or self._keeps_lease):
+                if self.member is not None and not (self._asking or self._options.keeps_lease):
                     self.member.session.rest()  # under the lock: the next call counts itself, then wakes it

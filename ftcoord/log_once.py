@@ -1,0 +1,25 @@
+"""Logs of loops that try again and again: each problem is logged when it appears, not each time."""
+
+from __future__ import annotations
+
+import logging
+
+
+class LogOnce:
+    """Logs a text, unless it is the same as the last one. For one thread.
+
+    Args:
+        log: where to.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log, self._last = log, ""
+
+    def say(self, text: str, level: int = logging.WARNING) -> None:
+        """Log a text; at DEBUG if it was the last one too."""
+        self._log.log(logging.DEBUG if text == self._last else level, "%s", text)
+        self._last = text
+
+    def forget(self) -> None:
+        """The problem is over: log it again if it comes back."""
+        self._last = ""

@@ -1,0 +1,252 @@
+"""A thread of ftcoord's that ends by an error tells its owner: nobody waits for what it would have done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+from helpers import DEADLINE, Seen, eventually, in_fork
+
+from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
+from ftcoord.core.lease import SessionState
+from ftcoord.embedded.server import EtcdServer
+from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed
+from ftcoord.etcd.api import Began, Lease, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.rpc.watch import WatchHub
+from ftcoord.heartbeat import Heartbeat
+from ftcoord.primitives.informer import Informer
+from ftcoord.primitives.lease_keeper import LeaseKeeper
+from ftcoord.primitives.leased_keys import LeasedKeys
+from ftcoord.primitives.session import KeptLease, Renewer, Session
+from ftcoord.store import EtcdStore
+from ftcoord.timer.client import EtcdTimerClient
+from ftcoord.timer.listing import Subscription, on_expired
+from ftcoord.timer.server import EtcdTimerServer
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def fail(*_: object, **__: object) -> NoReturn:
+    raise MemoryError("made by the test")
+
+
+class Failing:
+    """An etcd whose renewals fail as no code foresaw."""
+
+    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+        fail()
+
+
+class Answering:
+    """An etcd that renews."""
+
+    def __init__(self) -> None:
+        self.renewed: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+        self.renewed.put(lease_id)
+        return 3
+
+
+def test_a_lease_whose_renewal_fails_is_lost_and_others_are_kept() -> None:
+    told: queue.SimpleQueue[SessionState] = queue.SimpleQueue()
+    renewer, etcd = Renewer(), Answering()
+    lost = KeptLease(Failing(), Lease(1, 3), time.monotonic(), told.put, renewer)
+    kept = KeptLease(etcd, Lease(2, 3), time.monotonic(), renewer=renewer)
+    assert told.get(timeout=DEADLINE) is SessionState.LOST
+    assert lost.state is SessionState.LOST
+    assert [etcd.renewed.get(timeout=DEADLINE) for _ in range(2)] == [2, 2]
+    kept.stop()
+
+
+def test_a_lease_that_no_thread_can_renew_is_kept_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next thread would renew it for as long as the process lives."""
+
+    class NoThreads(concurrency.Python):
+        def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> concurrency.Thread:
+            thread = super().thread(target, name, args)
+            monkeypatch.setattr(thread, "start", lambda: (_ for _ in ()).throw(RuntimeError("no more threads")))
+            return thread
+
+    renewer, etcd = Renewer(), Answering()
+    with concurrency.use(NoThreads()), pytest.raises(RuntimeError, match="no more threads"):
+        KeptLease(etcd, Lease(1, 1), time.monotonic(), renewer=renewer)
+    second = KeptLease(etcd, Lease(2, 1), time.monotonic() - 1, renewer=renewer)
+    assert [etcd.renewed.get(timeout=DEADLINE) for _ in range(2)] == [2, 2]
+    second.stop()
+
+
+def test_a_session_in_a_forked_child_takes_no_lock_of_its_parent(client: EtcdClient) -> None:
+    """The thread that holds it is not there."""
+    with Session(client, 60) as session, session._kept._renewer._wake:
+        assert in_fork(session.orphan) == "None"
+        assert in_fork(session.wake) == "None"
+
+
+def test_an_informer_tells_what_ended_it(client: EtcdClient, prefix: str) -> None:
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    informer = Informer(client, [Span(prefix)], fail, "ftcoord-test", failures.put)
+    assert isinstance(failures.get(timeout=DEADLINE), MemoryError)
+    informer.close()
+    assert failures.empty()
+
+
+def test_an_informer_whose_client_is_closed_ends_and_tells(etcd: EtcdServer, prefix: str) -> None:
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    reported = threading.Event()
+    with etcd.get_client() as own:
+        informer = Informer(own, [Span(prefix)], lambda _: reported.set(), "ftcoord-test", failures.put)
+        assert reported.wait(DEADLINE)
+    assert isinstance(failures.get(timeout=DEADLINE), ClientClosed)
+    eventually(lambda: not informer._thread.is_alive(), "its end")
+
+
+def test_an_informer_that_is_closed_tells_nothing(client: EtcdClient, prefix: str) -> None:
+    failures: list[BaseException] = []
+    with Informer(client, [Span(prefix)], lambda _: None, "ftcoord-test", failures.append):
+        pass
+    assert not failures
+
+
+def test_keys_whose_thread_fails_raise(client: EtcdClient, prefix: str) -> None:
+    keys = LeasedKeys(client, 10, lambda name, lease: f"{prefix}/{name}", "things")
+    keys.put("a", fail)
+    begun = time.monotonic()
+    with pytest.raises(ThreadFailed, match=r"keeps things in etcd.*made by the test"):
+        keys.wait("a", 10 * DEADLINE)
+    assert time.monotonic() - begun < DEADLINE
+    with pytest.raises(ThreadFailed):
+        keys.put("b", lambda: b"")
+    keys.close(DEADLINE)
+
+
+def test_keys_whose_client_is_closed_raise(etcd: EtcdServer, prefix: str) -> None:
+    with etcd.get_client() as own:
+        keys = LeasedKeys(own, 10, lambda name, lease: f"{prefix}/{name}", "things")
+        keys.put("a", lambda: b"1")
+        assert keys.wait("a", DEADLINE)
+    keys.put("a", lambda: b"2")
+    with pytest.raises(ClientClosed, match="not kept in etcd any longer"):
+        keys.wait("a", 10 * DEADLINE, through_outage=True)
+    keys.close(DEADLINE)
+
+
+def test_a_heartbeat_whose_thread_fails_raises(
+    client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Heartbeat(prefix.strip("/"), "me", 10, etcd=client) as heartbeat:
+        monkeypatch.setattr(LeasedKeys, "_step", fail)
+        with pytest.raises(ThreadFailed):
+            heartbeat.update({"step": 1})
+
+
+@pytest.fixture
+def failing_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it to have the next answer of a watch stream fail as no code foresaw; only once."""
+
+    def arm() -> None:
+        real = WatchHub._handle
+
+        def handle(hub: WatchHub, stream: Any, response: Any) -> None:
+            monkeypatch.setattr(WatchHub, "_handle", real)
+            fail()
+
+        monkeypatch.setattr(WatchHub, "_handle", handle)
+
+    return arm
+
+
+def test_watches_whose_thread_fails_end_with_an_error(
+    client: EtcdClient, prefix: str, failing_hub: Callable[[], None]
+) -> None:
+    first, second = Seen(), Seen()
+    client.watch(Span(prefix), 0, first)
+    eventually(lambda: isinstance(first.next(), Began), "the watch stands")
+    failing_hub()
+    client.put(prefix, b"")
+    error = first.error()
+    assert isinstance(error, EtcdError)
+    assert "watch again" in str(error)
+    client.watch(Span(prefix), 0, second)
+    eventually(lambda: isinstance(second.next(), Began), "another thread")
+
+
+def test_who_waits_in_a_store_survives_it(client: EtcdClient, prefix: str, failing_hub: Callable[[], None]) -> None:
+    store = EtcdStore(client, f"{prefix}/")
+    waiting = threading.Thread(target=store.get, args=("late",), daemon=True)
+    failing_hub()
+    waiting.start()
+    eventually(lambda: any(t.name == "ftcoord-watch" for t in threading.enumerate()), "the watch")
+    store.set("late", b"here")
+    waiting.join(DEADLINE)
+    assert not waiting.is_alive()
+    store.close()
+
+
+def test_a_lease_keeper_that_was_killed_is_replaced(etcd: EtcdServer, client: EtcdClient) -> None:
+    keeper = LeaseKeeper(EtcdConfig.load(etcd.get_endpoint(), env={}))
+    first, second = client.grant(60).id, client.grant(60).id
+    keeper.keep(first, 60)
+    before = keeper.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    assert keeper._process is not None
+    keeper._process.wait(DEADLINE)
+    keeper.keep(second, 60)
+    assert keeper.pid not in (None, before)
+    keeper.drop(first)
+    keeper.drop(second)
+    assert keeper.pid is None
+
+
+def test_timers_of_a_worker_raise_nothing_and_say_so(
+    client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timers = EtcdTimerClient(prefix.strip("/"), client, timeout=DEADLINE)
+    monkeypatch.setattr(LeasedKeys, "_step", fail)
+    for _ in range(3):
+        timers.acquire("scope", time.time() + 600)
+        timers.release("scope")
+    said = [one for one in caplog.records if "nobody guards it" in one.message]
+    assert [one.levelno for one in said].count(logging.ERROR) == 1
+    timers.close()
+    with pytest.raises(ClientClosed):
+        timers.acquire("scope", time.time() + 600)
+
+
+def test_a_timer_server_ends_with_its_client_and_says_so(
+    etcd: EtcdServer, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with etcd.get_client() as own:
+        server = EtcdTimerServer(prefix.strip("/"), own, max_interval=0.05)
+        server.start()
+        thread = server._watchdog_thread
+        assert thread is not None
+        eventually(lambda: server._queue._feed.synced, "the watch")
+    eventually(lambda: not thread.is_alive(), "the end of the watchdog")
+    assert "no worker is reaped any longer" in caplog.text
+    server.stop()
+
+
+def test_a_subscription_says_what_ended_it(
+    etcd: EtcdServer, client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prefix.strip("/")
+    with etcd.get_client() as own:
+        closed = on_expired(run, lambda info: None, own)
+        assert closed.failure is None
+    assert isinstance(eventually(lambda: closed.failure, "the end"), ClientClosed)
+    monkeypatch.setattr(Subscription, "_report_until_closed", fail)
+    failed = on_expired(run, lambda info: None, client)
+    assert isinstance(eventually(lambda: failed.failure, "the end"), MemoryError)
+    for subscription in (closed, failed):
+        subscription.close()

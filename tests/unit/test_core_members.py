@@ -1,0 +1,152 @@
+"""Every order of events for members that act only as `outlook` says; and planted bugs in `outlook` are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from members_model import MemberWorld, RoundOutlook
+
+from ftcoord.core import rendezvous
+from ftcoord.core.invariants import InvariantBroken
+from ftcoord.core.outlook import Next, Outlook, Standing
+from ftcoord.core.rendezvous_records import JoinRequest, Round
+
+JOINED = ["A joins", "B joins", "decided"]
+SEATED = [*JOINED, "A hears", "A acts", "B hears", "B acts", "decided"]
+AT_WORK = [*SEATED, "A hears", "A acts", "B hears", "B acts"]
+STARTS = {
+    "nobody is there": ([], 7),
+    "a round is decided": (JOINED, 6),
+    "it is ready": (SEATED, 6),
+    "it runs": (AT_WORK, 6),
+}
+
+ALWAYS = {Standing.PENDING, Standing.SEATED, Standing.ANSWERED, Standing.MISSED, Standing.CLOSED}
+
+
+@pytest.mark.parametrize("limits", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("start", STARTS)
+def test_two_nodes(start: str, limits: tuple[int, int]) -> None:
+    events, depth = STARTS[start]
+    world = MemberWorld(limits)
+    assert world.explore(depth, world.walk(*events)) > 1_000
+    assert world.met >= ALWAYS
+
+
+def test_a_surplus_node() -> None:
+    world = MemberWorld((1, 1))
+    alone = world.walk("A joins", "decided", "A hears", "A acts", "decided", "A hears", "A acts", "B joins")
+    assert world.explore(6, alone) > 1_000
+    assert Standing.SPARE in world.met
+
+
+def test_three_nodes() -> None:
+    world = MemberWorld((1, 2), nodes=3, hanging=False)
+    assert world.explore(5, world.walk(*AT_WORK, "C joins")) > 1_000
+    assert world.met == ALWAYS | {Standing.SPARE}
+
+
+def test_a_node_with_other_limits() -> None:
+    """It is refused or closed, and nobody else is."""
+    world = MemberWorld((2, 2), nodes=3, other_limits="C", hanging=False)
+    assert world.explore(5, world.walk(*AT_WORK, "C joins")) > 1_000
+    assert Standing.REFUSED in world.met
+
+
+# -- the test of the tests: each of these bugs is found ---------------------------------------------------------
+
+
+def instead(standing: Standing, *now: Standing, next_: Next = Next.WAIT) -> RoundOutlook:
+    """An `outlook` that takes one of these standings for another."""
+
+    def outlook(now_decided: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+        right = rendezvous.outlook(now_decided, me, ask)
+        return Outlook(standing, next_) if right.standing in now else right
+
+    return outlook
+
+
+def recalled_is_missed(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+    """It looks at `recalled` before `ready`."""
+    right = rendezvous.outlook(now, me, ask)
+    return (
+        Outlook(Standing.MISSED, Next.RETURN) if right.standing is Standing.ANSWERED and now and now.recalled else right
+    )
+
+
+def starts_when_its_seat_is_taken(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+    right = rendezvous.outlook(now, me, ask)
+    taken = now is not None and ask.seated == now.number and not now.recalled and not now.closed
+    return Outlook(Standing.ANSWERED, Next.RETURN) if taken else right
+
+
+def takes_an_old_seat(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+    """It forgets that it asked for a later round."""
+    return rendezvous.outlook(now, me, replace(ask, after=0))
+
+
+def takes_its_seat_again(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+    return rendezvous.outlook(now, me, replace(ask, seated=0))
+
+
+def takes_a_seat_of_a_recalled_round(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+    return rendezvous.outlook(now and replace(now, recalled=""), me, ask)
+
+
+def forgets_that_it_is_away(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+    return rendezvous.outlook(now and replace(now, away=()), me, ask)
+
+
+def changes_what_it_asks(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+    right = rendezvous.outlook(now, me, ask)
+    return replace(right, ask=replace(right.ask, after=right.ask.after + 1)) if right.ask else right
+
+
+PLANTED: dict[str, tuple[str, tuple[int, int], list[str], RoundOutlook]] = {
+    "it starts when its own seat is taken": ("S1 nobody starts before", (2, 2), JOINED, starts_when_its_seat_is_taken),
+    "it starts when it has a seat": (
+        "S1 nobody starts before",
+        (2, 2),
+        JOINED,
+        instead(Standing.ANSWERED, Standing.SEATED, next_=Next.RETURN),
+    ),
+    "a round that is ready and recalled is missed": ("S1 all that live start", (1, 2), SEATED, recalled_is_missed),
+    "a seat in an earlier round counts": (
+        "S1 a member starts a round that it asked",
+        (1, 2),
+        AT_WORK,
+        takes_an_old_seat,
+    ),
+    "it takes no seat": ("L1", (1, 2), JOINED, instead(Standing.PENDING, Standing.SEATED)),
+    "it takes its seat for ever": ("L1 what a member does", (1, 2), JOINED, takes_its_seat_again),
+    "it takes a seat that was recalled": ("L1", (1, 2), JOINED, takes_a_seat_of_a_recalled_round),
+    "it says more than that": ("says only", (1, 2), JOINED, changes_what_it_asks),
+    "it never starts": ("L1", (1, 2), SEATED, instead(Standing.PENDING, Standing.ANSWERED)),
+    "it waits though it missed its round": ("L1", (1, 2), JOINED, instead(Standing.PENDING, Standing.MISSED)),
+    "it forgets that it is away": ("L1", (1, 2), JOINED, forgets_that_it_is_away),
+    "it waits for its turn and asks again meanwhile": (
+        "missed nothing",
+        (1, 1),
+        [],
+        instead(Standing.MISSED, Standing.SPARE, next_=Next.RETURN),
+    ),
+    "a spare ends": ("L2", (1, 1), [], instead(Standing.CLOSED, Standing.SPARE, next_=Next.RETURN)),
+    "the end is not heard of": ("everybody hears", (1, 2), AT_WORK, instead(Standing.PENDING, Standing.CLOSED)),
+    "all are refused": ("L2 nobody with", (1, 2), [], instead(Standing.REFUSED, Standing.SPARE, next_=Next.RETURN)),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bug_is_found(bug: str) -> None:
+    rule, limits, events, outlook = PLANTED[bug]
+    world = MemberWorld(limits, outlook=outlook)
+    start = MemberWorld(limits).walk(*events)
+    with pytest.raises(InvariantBroken, match=rule):
+        world.explore(9, start)
+
+
+def test_what_led_to_a_broken_rule_is_reported() -> None:
+    world = MemberWorld((2, 2), outlook=starts_when_its_seat_is_taken)
+    with pytest.raises(InvariantBroken, match=r"^S1 nobody starts before .*, after: "):
+        world.explore(9)
