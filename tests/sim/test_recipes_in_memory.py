@@ -313,6 +313,31 @@ def test_a_barrier_while_etcd_comes_and_goes(world: World) -> None:
 
 
 @simulated
+def test_a_party_that_was_counted_under_a_lost_lease_does_not_count_again(world: World) -> None:
+    """It hears only through its next lease that it has passed."""
+    client = world.etcd.client()
+    deaf, other = (Barrier("run", "loaded", 2, etcd=one, lease_ttl=TTL) for one in (client, world.etcd.client()))
+    client.loses = lambda event: event.kv.key == f"{BARRIER}/decided"
+    places: list[int] = []
+    thread = concurrency.thread(lambda: places.append(deaf.wait(60)), "deaf")
+    thread.start()
+    world.until(lambda: world.keys(members_span(BARRIER).start), "it has arrived")
+    key = next(iter(world.keys(members_span(BARRIER).start)))
+    other.wait(60)
+    world.etcd.expire(int(key.rpartition("/")[2], 16))
+    thread.join(60)
+    assert len(places) == 1
+    with pytest.raises(TimeoutError):
+        other.wait(3)
+    thread = concurrency.thread(lambda: places.append(deaf.wait(60)), "deaf")
+    client.loses = lambda event: False
+    thread.start()
+    other.wait(60)
+    thread.join(60)
+    assert len(places) == 2
+
+
+@simulated
 def test_who_gives_up_has_not_arrived(world: World) -> None:
     first = Barrier("run", "loaded", 2, etcd=world.etcd.client(), lease_ttl=TTL)
     with pytest.raises(TimeoutError):
