@@ -1,4 +1,6 @@
-"""What must hold of every decision, whatever happened before: S1 to S5 of `docs/protocol.md`. Pure.
+"""What must hold of every decision, whatever happened before: S1, S2, S3 and S5 of `docs/protocol.md`. Pure.
+
+S4, of a store's operations, is in `core.store_history`.
 
 The functions know nothing of how `decide` comes to its verdict: they compare what it saw with what it wants to publish.
 A decider calls them before it publishes; the model tests call them after each step. Each costs O(members).
@@ -108,7 +110,7 @@ def check_fences(prefix: str, old: Round | None, number: int, decision: Publish[
 
 
 def check_quorum(situation: QuorumSituation, options: QuorumOptions, new: QuorumRecord) -> None:
-    """S1, S2, S4 and S5 of a record that `core.quorum.decide` wants to publish. Raises InvariantBroken."""
+    """S1, S2 and S5 of a record that `core.quorum.decide` wants to publish. Raises InvariantBroken."""
     old = situation.previous
     answered: Mapping[str, int] = old.answered if old else {}
     _check_seats(situation, answered, new)
@@ -142,14 +144,14 @@ def _check_id(situation: QuorumSituation, new: QuorumRecord) -> None:
     old, there = situation.previous, (*situation.silent, *situation.members)
     known = max((one.after for one in there), default=0)
     if old is not None and new.id == old.id:
-        require("S4 an id is of one membership", new.names == old.names)
+        require("S2 an id is of one membership", new.names == old.names)
         require(
-            "S4 process groups are built again after failed commits",
+            "S2 process groups are built again after failed commits",
             all(one.commit_failures <= 0 for one in new.requests),
         )
-        require("S4 ids only grow", new.id >= max(known, situation.highest.id))
+        require("S2 ids only grow", new.id >= max(known, situation.highest.id))
     else:
-        require("S4 ids only grow", new.id > max(known, situation.highest.id, old.id if old else 0))
+        require("S2 ids only grow", new.id > max(known, situation.highest.id, old.id if old else 0))
 
 
 def _check_majority(

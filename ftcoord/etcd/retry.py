@@ -1,13 +1,16 @@
 """Repeats calls until etcd answers. The one place that says how often, and how long to wait in between.
 
-The table "Retries" in docs/architecture.md says which layer repeats what, for how long.
+tenacity drives the attempts, through the seam to time. The table "Retries" in docs/architecture.md says which layer
+repeats what, for how long.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, cast
+
+import tenacity
 
 from ftcoord import concurrency
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
@@ -47,16 +50,46 @@ def retry(
     Raises what the last attempt raised, after the monotonic `deadline` or when `cancelled` is set; that ends a pause
     too, but not an attempt.
     """
-    failures = 0
-    while True:
+
+    # Errors travel as values: tenacity would keep one that it raises in a cycle with the attempt, and so would keep
+    # alive, until the garbage collector comes by, a store that its user has dropped.
+    def tried() -> tuple[T | None, Exception | None]:
         try:
-            return attempt()
-        except transient:
-            left = deadline - concurrency.now()
-            if left <= 0 or cancelled.is_set():
-                raise
-        failures += 1
-        cancelled.wait(min(backoff(failures), left / 2))  # half of it: leaves time for one more attempt
+            return attempt(), None
+        except transient as error:
+            return None, error
+
+    def is_over(_: object = None) -> bool:
+        return cancelled.is_set() or concurrency.now() >= deadline
+
+    def pause(failures: int) -> float:
+        return min(backoff(failures), max(deadline - concurrency.now(), 0) / 2)  # leaves time for one more attempt
+
+    def wait(seconds: float) -> None:
+        cancelled.wait(seconds)
+
+    value, error = tried()  # nearly all attempts succeed at once, and pay for no more than this
+    if error is not None and not is_over():
+        wait(pause(1))
+        again = tenacity.Retrying(
+            retry=tenacity.retry_if_result(lambda one: one[1] is not None),
+            stop=is_over,
+            wait=lambda state: pause(state.attempt_number + 1),
+            sleep=wait,
+            retry_error_callback=_last,
+        )
+        value, error = again(tried)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # else its traceback and this frame would hold each other
+    return cast(T, value)
+
+
+def _last(state: tenacity.RetryCallState) -> Any:
+    assert state.outcome is not None
+    return state.outcome.result()
 
 
 def backoff(failures: int) -> float:

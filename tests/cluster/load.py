@@ -14,13 +14,13 @@ from datetime import timedelta
 
 from clusters import pass_time
 from helpers import DEADLINE, Seen, eventually
-from histories import Operation, check
 from rdzv_nodes import Node, Nodes, Seat, join_all, join_as_agents
 from replicas import Told, agreed, managed, replica_processes
 from rounds import Rounds
 from torch.distributed import DistNetworkError
 
 from ftcoord.config import EtcdConfig
+from ftcoord.core.store_history import Operation, check
 from ftcoord.core.store_values import plain
 from ftcoord.etcd.api import Batch, Span
 from ftcoord.etcd.client import EtcdClient

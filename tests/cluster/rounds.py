@@ -10,12 +10,12 @@ from concurrent.futures import Future, wait
 from copy import copy
 
 from helpers import DEADLINE, Seen
-from histories import History, Operation, check_reads
 from rdzv_nodes import Node, Nodes, Seat, spawn
 
 from ftcoord.core.invariants import check_succession
 from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix
 from ftcoord.core.rendezvous_records import NO_ROUND, Round, parse_round
+from ftcoord.core.store_history import History, Operation, check_reads
 from ftcoord.etcd.api import Batch, Span
 from ftcoord.etcd.client import EtcdClient
 

@@ -151,8 +151,8 @@ class QuorumWorld:
         require("S1 nobody is answered by a quorum from before it asked", heard.number > mind.asked_after)
         if (before := mind.answer) is not None:
             require("S2 nobody is answered twice by one quorum", heard.number > before.number)
-            require("S4 ids never go back", heard.id >= before.id)
-            require("S4 an id is of one membership", heard.id > before.id or heard.names == before.names)
+            require("S2 ids never go back", heard.id >= before.id)
+            require("S2 an id is of one membership", heard.id > before.id or heard.names == before.names)
         answered = _with(state, mind, waits=False, answer=heard)
         # A seat of an earlier member leaves the request of the present one open.
         return answered if mind.ids[-1] in heard.seated else _said(answered, mind, 0)

@@ -176,17 +176,17 @@ QUORUMS: dict[str, tuple[str, QuorumSituation, QuorumRecord]] = {
         replace(AGAIN, members=[*AGAIN.members, replica("c")], previous=replace(ONE, idle=(IdleMember("mc", 1),))),
         NEXT,
     ),
-    "an id of others": ("S4 an id", replace(AGAIN, previous=replace(ONE, seats=ONE.seats[:1])), NEXT),
+    "an id of others": ("S2 an id", replace(AGAIN, previous=replace(ONE, seats=ONE.seats[:1])), NEXT),
     "an id after failures": (
-        "S4 process groups",
+        "S2 process groups",
         QuorumSituation([replica("a", 2, failures=1), replica("b", 2)], ONE),
         replace(
             agreed(QuorumSituation([replica("a", 2, failures=1), replica("b", 2)], ONE)),
             id=ONE.id,
         ),
     ),
-    "an id that a member knows": ("S4 ids", replace(AGAIN, members=[replica("a", 2, 9), replica("b", 2)]), NEXT),
-    "an id that goes back": ("S4 ids", replace(AGAIN, previous=replace(ONE, id=5)), replace(NEXT, id=4)),
+    "an id that a member knows": ("S2 ids", replace(AGAIN, members=[replica("a", 2, 9), replica("b", 2)]), NEXT),
+    "an id that goes back": ("S2 ids", replace(AGAIN, previous=replace(ONE, id=5)), replace(NEXT, id=4)),
     "nobody": ("S5 no quorum", AGAIN, replace(NEXT, seats=(), idle=(IdleMember("ma", 2), IdleMember("mb", 2)), id=2)),
     "too few": (
         "S5 min_replicas",

@@ -22,7 +22,7 @@ FLOORS = (
     "errors concurrency closing log_once",
     "files fork",
     "config",
-    "core.strict core.layout core.outlook core.lease core.vote core.store_values",
+    "core.strict core.layout core.outlook core.lease core.vote core.store_values core.store_history",
     "core.verdict core.situation core.election_records core.barrier_records",
     "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records",
     "core.rendezvous core.quorum core.election core.barrier core.recovery core.timers core.heartbeats",

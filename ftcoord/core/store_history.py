@@ -1,5 +1,6 @@
-"""Whether what the clients of a store were told could have come from one store that does one thing at a time.
+"""S4: an acknowledged store operation happened exactly once, an unacknowledged one at most once. Pure.
 
+It judges whether what the clients of a store were told could have come from one store that does one thing at a time.
 etcd is the witness: each change of a key has a revision, and revisions are one order for all. What a client was told
 names the revision at which its operation took place, or for a read the revisions between which it can have. The
 history is linearizable if these fit the order in which operations began and ended, and if every change was asked for
@@ -21,7 +22,7 @@ States = Mapping[str, History]
 
 @dataclass(slots=True)
 class Operation:
-    """One call of a client's.
+    """One call of a client.
 
     Args:
         kind: get, set, add, append or compare_set.
@@ -49,7 +50,7 @@ class Findings:
     lost: list[Operation] = field(default_factory=list)
     """Answered, but etcd knows nothing of it."""
     doubled: list[tuple[str, int]] = field(default_factory=list)
-    """ExactlyOnceWriter (key and revision) that nobody asked for, or that were made once more."""
+    """Changes (key and revision) that nobody asked for, or that were made twice."""
     out_of_order: list[Operation] = field(default_factory=list)
     """They do not fit in the order in which operations began and ended."""
 
