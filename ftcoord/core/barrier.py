@@ -2,9 +2,12 @@
 
 Rules
   1. All parties want to be the same number: that of the record as long as any live member wants it, else that of the
-     oldest member. Members that want another number count for nothing, and the record tells them.
-  2. A member has arrived when it asks to pass after the last generation that it passed.
-  3. When as many have arrived as are wanted, the oldest of them pass together, as the next generation.
+     oldest member. Members that want another number count for nothing, and the record names them. A record that
+     vanished is put back.
+  2. A party has arrived when it asks to pass after the last generation that it passed, through whatever lease. Of a
+     party with several members the newest counts.
+  3. When as many have arrived as are wanted, the oldest of them pass together, as the next generation. Its number is
+     higher than all that the decider, or any member, ever heard of.
 """
 
 from __future__ import annotations
@@ -26,24 +29,26 @@ def decide(situation: BarrierSituation) -> Verdict[Generation]:
     if not situation.members:
         return Wait("nobody has arrived", rule="2")
     parties = _parties(situation)
+    refused = tuple(one.member for one in situation.members if one.ask.parties != parties)
     last = situation.previous or Generation(0, parties, ())
     if situation.vanished:
         return Publish(last, "the record vanished", "1")
-    if last.parties != parties or (situation.previous is None and _disagree(situation)):
-        return Publish(replace(last, parties=parties), f"{parties} parties pass together", "1")
-    before = {one.member: one for one in last.passed}
+    if last.parties != parties or not set(refused) <= set(last.refused):
+        return Publish(replace(last, parties=parties, refused=refused), f"{parties} parties pass together", "1")
+    asks = {one.ask.party: one.ask for one in situation.members}  # in the order in which the parties came
+    before = {one.party: one for one in last.passed if one.party in asks}
     arrived = [
-        one.member
-        for one in situation.members
-        if one.ask.parties == parties and one.ask.after >= (before[one.member].number if one.member in before else 0)
+        party
+        for party, ask in asks.items()
+        if ask.parties == parties and (party not in before or ask.after >= before[party].number)
     ]
     if len(arrived) < parties:
         return Wait(f"{len(arrived)} of {parties} parties have arrived", rule="2")
-    number = max(situation.highest, last.number, *(one.ask.after for one in situation.members)) + 1
-    now = {member: Passed(member, number, index) for index, member in enumerate(arrived[:parties])}
-    live = {one.member for one in situation.members}
-    passed = tuple(one for member, one in {**before, **now}.items() if member in live)
-    return Publish(Generation(number, parties, passed), f"generation {number} passes", "3")
+    number = max(situation.highest, last.number, *(max(ask.after, ask.known) for ask in asks.values())) + 1
+    now = {party: Passed(party, number, index) for index, party in enumerate(arrived[:parties])}
+    return Publish(
+        Generation(number, parties, (*{**before, **now}.values(),), refused), f"generation {number} passes", "3"
+    )
 
 
 def _parties(situation: BarrierSituation) -> int:
@@ -52,19 +57,15 @@ def _parties(situation: BarrierSituation) -> int:
     return last.parties if last is not None and last.parties in wanted else wanted[0]
 
 
-def _disagree(situation: BarrierSituation) -> bool:
-    return len({one.ask.parties for one in situation.members}) > 1
-
-
 def outlook(now: Generation | None, me: Sequence[str], ask: Arrival) -> Outlook[Arrival]:
-    """What the record means for a member that has arrived. REFUSED: others want another number of parties.
+    """What the record means for a member that has arrived. REFUSED: others, who live, want another number of parties.
 
     One that hears late has passed all the same, also when later generations have passed since.
     """
     if now is None:
         return Outlook(Standing.PENDING)
-    if any(one.member in me and one.number > ask.after for one in now.passed):
+    if any(one.party == ask.party and one.number > ask.after for one in now.passed):
         return Outlook(Standing.ANSWERED, Next.RETURN)
-    if now.parties != ask.parties:
+    if me[-1] in now.refused and now.parties != ask.parties:
         return Outlook(Standing.REFUSED, Next.RETURN)
     return Outlook(Standing.PENDING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftcoord.core.strict import build, build_each, dump, load
+from ftcoord.core.strict import build, build_each, check_number, dump, load, texts
 from ftcoord.errors import StateError
 
 
@@ -13,21 +13,25 @@ class Arrival:
     """What a party asks: to pass the barrier once more, after the generation `after`.
 
     Args:
+        party: who asks, through all of its leases.
         parties: how many pass together.
         after: the last generation that it passed; 0 for none.
+        known: the highest generation that it ever heard of.
         nonce: makes each arrival unlike all others of the member.
     """
 
+    party: str
     parties: int
     after: int
+    known: int = 0
     nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The last generation that a live member passed, and its place among those that passed with it."""
+    """The last generation that a live party passed, and its place among those that passed with it."""
 
-    member: str
+    party: str
     number: int
     index: int
 
@@ -39,13 +43,15 @@ class Generation:
     Args:
         number: of the last generation that passed: 1, 2, ...; 0 if none did.
         parties: how many pass together.
-        passed: the live members that ever passed.
+        passed: the live parties that ever passed.
+        refused: the members that want to be another number than `parties`.
         by: the member that decided this, and the revision of the record before.
     """
 
     number: int
     parties: int
     passed: tuple[Passed, ...]
+    refused: tuple[str, ...] = ()
     by: str = ""
 
 
@@ -59,10 +65,15 @@ def parse_arrival(key: str, value: bytes) -> Arrival:
     arrival = build(Arrival, key, load(key, value))
     if arrival.parties < 1:
         raise StateError(key, f"waits for {arrival.parties} parties, which cannot be")
+    check_number(key, arrival.after)
+    check_number(key, arrival.known)
     return arrival
 
 
 def parse_generation(key: str, value: bytes) -> Generation:
     """Raises StateError."""
     raw = load(key, value)
-    return build(Generation, key, {**raw, "passed": build_each(Passed, key, raw, "passed")})
+    lists = {"passed": build_each(Passed, key, raw, "passed"), "refused": texts(key, raw, "refused")}
+    generation = build(Generation, key, {**raw, **lists})
+    check_number(key, generation.number)
+    return generation

@@ -2,7 +2,9 @@
 
 Rules
   1. The leader of the last term leads as long as it is a member. A record that vanished is put back.
-  2. Else the oldest candidate leads the next term. Terms only grow.
+  2. Else the oldest candidate leads the next term. Terms only grow: the number is higher than all that the decider, or
+     any candidate, ever heard of. If one of them heard of a later term than the record's, etcd has lost that, and the
+     record's leader is none: its term was over.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ ElectionSituation: TypeAlias = Situation[Term, Candidacy]
 def decide(situation: ElectionSituation) -> Verdict[Term]:
     """What to do now."""
     last = situation.previous
-    if last is not None and any(one.member == last.member for one in situation.members):
+    known = max(situation.highest, *(one.ask.after for one in situation.members), 0)
+    if last is not None and last.number >= known and any(one.member == last.member for one in situation.members):
         if situation.vanished:
             return Publish(last, f"term {last.number} goes on, though its record vanished", "1")
         return Wait(f"{last.name} leads term {last.number}", rule="1")
     if not situation.members:
         return Wait("nobody wants to lead", rule="2")
-    known = [one.ask.after for one in situation.members]
-    number = max(situation.highest, last.number if last else 0, *known) + 1
+    number = max(known, last.number if last else 0) + 1
     first = situation.members[0]
     return Publish(Term(number, first.member, first.ask.name), f"{first.ask.name} leads term {number}", "2")
 
@@ -37,6 +39,6 @@ def outlook(now: Term | None, me: Sequence[str], ask: Candidacy) -> Outlook[Cand
     """What the record means for a candidate. SPARE: another one leads, and may do so forever."""
     if now is None:
         return Outlook(Standing.PENDING)
-    if now.member == me[-1] and now.number > ask.after:
+    if now.member == me[-1]:  # also when it asks while it leads
         return Outlook(Standing.ANSWERED, Next.RETURN)
     return Outlook(Standing.SPARE)

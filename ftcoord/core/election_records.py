@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftcoord.core.strict import build, dump, load
+from ftcoord.core.strict import build, check_number, dump, load
 
 
 @dataclass(frozen=True, slots=True)
 class Candidacy:
-    """What a candidate asks: to lead a term later than `after`, the highest one that it knows of.
+    """What a candidate asks: to lead.
 
     Args:
         name: for people.
+        after: the highest term that it ever heard of.
         nonce: makes each candidacy unlike all others of the member.
     """
 
     name: str
-    after: int
+    after: int = 0
     nonce: str = ""
 
 
@@ -45,9 +46,13 @@ def encode(record: Candidacy | Term) -> bytes:
 
 def parse_candidacy(key: str, value: bytes) -> Candidacy:
     """Raises StateError."""
-    return build(Candidacy, key, load(key, value))
+    candidacy = build(Candidacy, key, load(key, value))
+    check_number(key, candidacy.after)
+    return candidacy
 
 
 def parse_term(key: str, value: bytes) -> Term:
     """Raises StateError."""
-    return build(Term, key, load(key, value))
+    term = build(Term, key, load(key, value))
+    check_number(key, term.number)
+    return term

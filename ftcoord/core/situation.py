@@ -26,7 +26,7 @@ class Situation(Generic[R, A]):
         members: the live members, oldest first.
         previous: the last decided record.
         vanished: `previous` is known, but its key is gone from etcd.
-        highest: the highest number that the decider ever saw, also in records that etcd has lost since.
+        highest: the highest number that the decider ever heard of, also in records that etcd has lost since.
     """
 
     members: Sequence[Asking[A]]

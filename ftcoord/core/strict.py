@@ -18,6 +18,9 @@ VERSION: Final = 1
 LARGEST: Final = 2**63 - 1
 """Of the numbers in a record."""
 
+LARGEST_COUNT: Final = 10**18
+"""Of the numbers that are counted on from, such as a term's: there is room for more."""
+
 Record = TypeVar("Record")
 Raw = Mapping[str, Any]
 """A JSON object as `json` gives it."""
@@ -87,6 +90,12 @@ def part(key: str, raw: Raw, name: str) -> Raw:
 def texts(key: str, raw: Raw, name: str) -> tuple[str, ...]:
     """The field `name`, which must be a list of texts. Raises StateError."""
     return tuple(_items(str, key, raw, name))
+
+
+def check_number(key: str, number: int) -> None:
+    """Raises StateError for a number that nobody has counted to."""
+    if not 0 <= number <= LARGEST_COUNT:
+        raise StateError(key, f"has the number {number}, which nobody has counted to, so it is not ftcoord's")
 
 
 def json_problem(text: str) -> str:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from ftcoord.config import full_text, whole
 from ftcoord.core import election
@@ -17,13 +17,15 @@ from ftcoord.core.layout import KEY_PREFIX, Span, decided_key, election_prefix, 
 from ftcoord.core.outlook import Outlook
 from ftcoord.etcd.api import Compare, Get, exists
 from ftcoord.etcd.namespace import Namespace
-from ftcoord.primitives.group.participant import Participant, UntilDeadline
-from ftcoord.primitives.group.plain_policy import PlainPolicy, Writes
+from ftcoord.primitives.group.participant import UntilDeadline
+from ftcoord.primitives.group.plain_policy import Heard, PlainPolicy, Writes
 from ftcoord.primitives.group.use import Use
 from ftcoord.recipes.member import LEAVE_TIMEOUT, EtcdLike, RecipeMember
 
 P = ParamSpec("P")
 T = TypeVar("T")
+MOST_FENCES: Final = 32
+"""Fences that are deleted at once; etcd takes 128 operations in a transaction."""
 _lease_ttl = whole(1, 86_400, " (seconds); etcd on default settings grants 2 s at the least")
 
 
@@ -31,30 +33,32 @@ class ElectionUse(Use[Term, Candidacy]):
     """Elections as a use of the group."""
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+        self._prefix, self._heard = prefix, Heard(parse_term)
 
     @property
     def prefix(self) -> str:
         return self._prefix
 
     def policy(self) -> PlainPolicy[Term, Candidacy]:
-        return PlainPolicy(election.decide, parse_candidacy, parse_term, encode, self._writes)
+        return PlainPolicy(election.decide, parse_candidacy, self._heard, encode, self._writes)
 
     def parse(self, key: str, value: bytes) -> Term:
-        return parse_term(key, value)
+        return self._heard.read(key, value)
 
     def stamp(self, ask: Candidacy) -> Candidacy:
         return replace(ask, nonce=uuid.uuid4().hex)
 
     def encode(self, ask: Candidacy) -> bytes:
-        return encode(ask)
+        return encode(replace(ask, after=self._heard.highest))
 
     def outlook(self, record: Term | None, me: Sequence[str], ask: Candidacy) -> Outlook[Candidacy]:
         return election.outlook(record, me, ask)
 
     def _writes(self, before: Term | None, now: Term) -> Writes:
-        """The fence of a term goes with the transaction that begins the next one."""
-        old = [Span(term_key(self._prefix, before.number))] if before and before.number != now.number else []
+        """The fence of a term goes with the transaction that begins the next one. Numbers are left out only where etcd
+        lost a record: the terms in between may have left theirs."""
+        first = max(before.number if before else 1, now.number - MOST_FENCES)
+        old = [Span(term_key(self._prefix, number)) for number in range(first, now.number)]
         return Writes(((term_key(self._prefix, now.number), b""),), old)
 
 
@@ -71,21 +75,25 @@ class Leadership:
     number: int
     fence: Compare
     _member: str
-    _participant: Participant[Term, Candidacy]
+    _election: Election  # which so lives, and remains a member, for as long as this is held
 
     @property
     def lost(self) -> bool:
-        """Whether this process knows that it leads no longer: it resigned, or its lease was lost. From memory."""
-        return not self._participant.holds(self._member)
+        """Whether this process knows that it leads no longer: it resigned, its lease was lost, or a later term began,
+        as where its key was deleted. From memory."""
+        participant = self._election.participant
+        now = participant.record
+        return not participant.holds(self._member) or (now is not None and now.number > self.number)
 
     def wait_lost(self, timeout: float | None = None) -> bool:
         """Wait until it is `lost`, `timeout` seconds at most; whether it is."""
-        return self._participant.wait_for(lambda: self.lost, timeout)
+        return self._election.participant.wait_for(lambda: self.lost, timeout)
 
     def resign(self) -> None:
-        """Let the next candidate lead at once. Idempotent; never raises for an etcd that is out of reach."""
-        if not self.lost:
-            self._participant.leave(LEAVE_TIMEOUT)
+        """Let the next candidate lead at once. Idempotent; never raises for an etcd that is out of reach. Does nothing
+        in a forked child."""
+        if self._election.is_own_process and self._election.participant.holds(self._member):
+            self._election.participant.leave(LEAVE_TIMEOUT)
 
     def __enter__(self) -> Leadership:
         return self
@@ -134,26 +142,27 @@ class Election(RecipeMember[Term, Candidacy]):
         self._name = full_text("candidate", candidate or f"{socket.gethostname()} (pid {os.getpid()})")
         namespace = Namespace.open(run, etcd, key_prefix)
         self._prefix = election_prefix(namespace.prefix, text)
-        self._led: Leadership | None = None  # the last one; any thread that campaigns replaces it
         super().__init__(namespace, ElectionUse(self._prefix), ttl)
 
     def campaign(self, timeout: float | None = None) -> Leadership:
         """Wait until this process leads.
 
         Raises TimeoutError after `timeout` seconds, and takes its candidacy back; EtcdError when etcd refuses, or does
-        not answer in that time; StateError when the record of the election cannot be read.
+        not answer in that time; StateError when the record of the election cannot be read; FtcoordError when it is
+        closed meanwhile.
         """
         self._check_process()
         pace: UntilDeadline[Term, Candidacy] = UntilDeadline(timeout, f"leading as {self._name!r}")
-        last = self._led
-        # Terms go on from the last one here, even if etcd has lost it. Who leads still is given the same term again.
-        after = 0 if last is None else last.number - (not last.lost)
         with self._or_leave():  # else nobody would lead, if this member were elected
-            term = self._participant.ask(Candidacy(self._name, after), pace).record
-        assert term is not None
-        fence = exists(term_key(self._prefix, term.number))
-        self._led = Leadership(term.number, fence, term.member, self._participant)
-        return self._led
+            while True:
+                look = self.participant.ask(Candidacy(self._name), pace)
+                term = look.record
+                assert term is not None
+                fence = exists(term_key(self._prefix, term.number))
+                leadership = Leadership(term.number, fence, term.member, self)
+                if not leadership.lost:
+                    return leadership
+                pace.tick(look)  # it was elected under a lease that is lost by now
 
     def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait until this process leads, call `work`, resign, and return what `work` returned."""

@@ -30,33 +30,48 @@ LEAVE_TIMEOUT: Final = 2.0
 
 
 class RecipeMember(Generic[R, A]):
-    """A context manager around a participant: leaves with `close()`, at the end of the context, or when dropped."""
+    """A context manager around a participant: leaves with `close()`, at the end of the context, or when dropped.
+
+    `participant` is for the classes of this package.
+    """
 
     def __init__(self, namespace: Namespace, use: Use[R, A], lease_ttl: int) -> None:
         self._namespace, self._pid = namespace, os.getpid()  # these never change
-        self._participant = Participant(
+        self.participant = Participant(
             namespace.etcd, use, ParticipantOptions(lease_ttl, RECIPE_RECORD_TTL, REQUEST_TIMEOUT)
         )
-        self._cancel_finalizer = concurrency.when_forgotten(self, _end, self._participant, namespace, self._pid)
+        self._lock = concurrency.lock("RecipeMember._lock")
+        self._calls = 0  # guarded by _lock: the calls that wait
+        self._cancel_finalizer = concurrency.when_forgotten(self, _end, self.participant, namespace, self._pid)
 
     def close(self) -> None:
         """Leave at once: calls that wait end with an error. Idempotent; does nothing in a forked child."""
         self._cancel_finalizer()
-        _end(self._participant, self._namespace, self._pid)
+        _end(self.participant, self._namespace, self._pid)
+
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this is no forked child."""
+        return os.getpid() == self._pid
 
     @contextlib.contextmanager
     def _or_leave(self) -> Iterator[None]:
-        """Leave if the block ends early, also by an interrupt."""
-        done = False
+        """Leave if the block ends early, also by an interrupt: unless another call waits, which would end with it."""
+        with self._lock:
+            self._calls += 1
+        is_done = False
         try:
             yield
-            done = True
+            is_done = True
         finally:
-            if not done:
-                self._participant.leave(LEAVE_TIMEOUT)
+            with self._lock:
+                self._calls -= 1
+                leaves = not is_done and not self._calls
+            if leaves:
+                self.participant.leave(LEAVE_TIMEOUT)
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if not self.is_own_process:
             raise ForkedProcessError.of(f"this {type(self).__name__.lower()} belongs to the parent process")
 
     def __enter__(self: T) -> T:

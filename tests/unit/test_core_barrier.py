@@ -1,154 +1,244 @@
-"""Who passes a barrier: each rule, and what every order of events keeps."""
+"""The barrier's two halves: each rule, then every order of arrivals, lost leases, decisions and late hearing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 
-from ftcoord.core.barrier import decide, outlook
+from ftcoord.core.barrier import BarrierSituation, decide, outlook
 from ftcoord.core.barrier_records import Arrival, Generation, Passed, encode, parse_arrival, parse_generation
 from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.situation import Asking, Situation
-from ftcoord.core.verdict import Publish, Wait
+from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
 
 
-def arrived(*members: str, parties: int = 2, after: int = 0) -> list[Asking[Arrival]]:
-    return [Asking(member, Arrival(parties, after)) for member in members]
+def asking(member: str, after: int = 0, parties: int = 2, party: str = "", known: int = 0) -> Asking[Arrival]:
+    return Asking(member, Arrival(party or member, parties, after, known))
 
 
-def decided(situation: Situation[Generation, Arrival]) -> Generation:
-    verdict = decide(situation)
-    assert isinstance(verdict, Publish), verdict
-    return verdict.record
+A, B = asking("a"), asking("b")
 
 
-def test_nobody_passes_before_all_have_arrived() -> None:
-    assert isinstance(decide(Situation(arrived("a"))), Wait)
-    assert isinstance(decide(Situation([])), Wait)
+def published(situation: BarrierSituation) -> Generation:
+    found = decide(situation)
+    assert isinstance(found, Publish), found
+    return found.record
 
 
-def test_they_pass_together_in_the_order_in_which_they_came() -> None:
-    assert decided(Situation(arrived("b", "a"))) == Generation(1, 2, (Passed("b", 1, 0), Passed("a", 1, 1)))
+def test_nobody_passes_before_enough_have_arrived() -> None:
+    assert decide(Situation([])) == Wait("nobody has arrived", rule="2")
+    assert decide(Situation([A])) == Wait("1 of 2 parties have arrived", rule="2")
 
 
-def test_one_that_is_too_many_waits_for_the_next_generation() -> None:
-    first = decided(Situation(arrived("a", "b", "c")))
-    assert [one.member for one in first.passed] == ["a", "b"]
-    assert isinstance(decide(Situation(arrived("a", "b", "c"), first, highest=1)), Wait)
-    again = [*arrived("a", after=1), *arrived("b"), *arrived("c")]
-    second = decided(Situation(again, first, highest=1))
-    assert {one.member: (one.number, one.index) for one in second.passed} == {"a": (2, 0), "b": (1, 1), "c": (2, 1)}
+def test_the_oldest_pass_together() -> None:
+    found = published(Situation([A, B, asking("c")]))
+    assert found == Generation(1, 2, (Passed("a", 1, 0), Passed("b", 1, 1)))
 
 
-def test_one_that_left_is_forgotten_and_counts_for_nothing() -> None:
-    first = decided(Situation(arrived("a", "b")))
-    second = decided(Situation([*arrived("b", after=1), *arrived("c")], first, highest=1))
-    assert {one.member for one in second.passed} == {"b", "c"}
+def test_who_has_passed_has_not_arrived_again() -> None:
+    last = Generation(1, 2, (Passed("a", 1, 0), Passed("b", 1, 1)))
+    assert isinstance(decide(Situation([A, B, asking("c")], last, highest=1)), Wait)
+    assert published(Situation([A, asking("b", 1), asking("c")], last, highest=1)).passed == (
+        Passed("a", 1, 0),
+        Passed("b", 2, 0),
+        Passed("c", 2, 1),
+    )
 
 
-def test_all_must_want_the_same_number_of_parties() -> None:
-    both = [*arrived("a", parties=2), *arrived("b", parties=3)]
-    stated = decided(Situation(both))
-    assert (stated.number, stated.parties, stated.passed) == (0, 2, ())
-    assert isinstance(decide(Situation(both, stated)), Wait)
-    only = decided(Situation(arrived("b", parties=3), stated))
-    assert only.parties == 3
+def test_a_party_with_another_lease_counts_once() -> None:
+    assert isinstance(decide(Situation([A, asking("a2", party="a")])), Wait)
+    last = Generation(1, 2, (Passed("a", 1, 0), Passed("b", 1, 1)))
+    assert isinstance(decide(Situation([asking("b", 1), asking("a2", party="a")], last, highest=1)), Wait), (
+        "it has passed through its old lease, and is about to hear of it"
+    )
+
+
+def test_a_number_of_parties_counts_as_long_as_somebody_wants_it() -> None:
+    three = asking("c", parties=3)
+    last = Generation(4, 2, ())
+    assert published(Situation([three, A], last, highest=4)) == Generation(4, 2, (), ("c",))
+    assert outlook(Generation(4, 2, (), ("c",)), ["c"], three.ask).standing is Standing.REFUSED
+    assert published(Situation([three], last, highest=4)) == Generation(4, 3, (), ())
+    assert outlook(last, ["c"], three.ask).standing is Standing.PENDING, "those who wanted two may be long gone"
+    assert published(Situation([A, three])).refused == ("c",)
+
+
+def test_what_a_party_hears() -> None:
+    now = Generation(5, 2, (Passed("a", 3, 1), Passed("b", 5, 0)))
+    assert outlook(None, ["a"], A.ask).standing is Standing.PENDING
+    assert outlook(now, ["other"], replace(A.ask, after=2)).next is Next.RETURN, "late, and through another lease"
+    assert outlook(now, ["a"], replace(A.ask, after=3)).standing is Standing.PENDING
 
 
 def test_a_record_that_vanished_is_put_back() -> None:
-    first = decided(Situation(arrived("a", "b")))
-    assert decided(Situation(arrived("a", "b"), first, vanished=True, highest=1)) == first
+    last = Generation(5, 2, (Passed("a", 5, 0), Passed("b", 5, 1)))
+    assert published(Situation([asking("a", 4), asking("b", 5)], last, vanished=True, highest=5)) == last
+
+
+def test_no_generation_is_used_twice_though_etcd_lost_writes() -> None:
+    assert published(Situation([asking("a", 7), asking("b", 7)])).number == 8
+    assert published(Situation([asking("a", known=9), B])).number == 10
+    assert published(Situation([A, B], highest=9)).number == 10
+
+
+def test_records_are_read_as_they_were_written() -> None:
+    arrival, record = Arrival("p", 2, 3, 4, "nonce"), Generation(3, 2, (Passed("p", 3, 0),), ("c",), "a 7")
+    assert parse_arrival("/k", encode(arrival)) == arrival
+    assert parse_generation("/k", encode(record)) == record
 
 
 @pytest.mark.parametrize(
-    "situation",
-    [Situation(arrived("a", "b"), highest=9), Situation(arrived("a", "b", after=9))],
-    ids=["seen, and lost", "known to a member"],
+    "bad", [Arrival("p", 0, 0), Arrival("p", 2, -1), Arrival("p", 2, 0, 2**62), Arrival("p", 2, 2**62)], ids=str
 )
-def test_a_generation_is_above_all_that_were_ever_known(situation: Situation[Generation, Arrival]) -> None:
-    assert decided(situation).number == 10
+def test_arrivals_that_cannot_be_are_refused(bad: Arrival) -> None:
+    with pytest.raises(StateError, match="/k"):
+        parse_arrival("/k", encode(bad))
 
 
-def test_outlook() -> None:
-    ask = Arrival(2, 3)
-    assert outlook(None, ["x"], ask).standing is Standing.PENDING
-    assert outlook(Generation(3, 2, (Passed("x", 3, 0),)), ["x"], ask).standing is Standing.PENDING
-    assert outlook(Generation(4, 2, (Passed("y", 4, 0),)), ["x"], ask).standing is Standing.PENDING
-    assert outlook(Generation(4, 3, ()), ["x"], ask).next is Next.RETURN
-    assert outlook(Generation(4, 3, ()), ["x"], ask).standing is Standing.REFUSED
+# -- every order of events --------------------------------------------------------------------------------------------
 
-
-def test_one_that_hears_late_has_passed_under_whatever_lease() -> None:
-    now = Generation(6, 2, (Passed("old", 4, 1), Passed("y", 6, 0)))
-    look = outlook(now, ["old", "new"], Arrival(2, 3))
-    assert (look.standing, look.next) == (Standing.ANSWERED, Next.RETURN)
+PROCESSES, PARTIES, WAITS, LEASES = 3, 2, 2, (2, 2, 1)
+Decide = Callable[[BarrierSituation], Verdict[Generation]]
 
 
 @dataclass(frozen=True)
-class World:
-    """Members by age, with the last generation that each has heard that it passed; and the record."""
+class Process:
+    """One process.
 
-    alive: tuple[tuple[str, int], ...] = ()
+    Args:
+        leases: how many it had; the last one's key holds `ask`.
+        waits: how many waits it has begun; `waiting` in the last one.
+        after: the last generation that it knows to have passed.
+        counted: the generation that its present wait was counted in, 0 for none: the truth, which it may not know.
+        heard: the last record that it heard of.
+    """
+
+    leases: int = 0
+    waits: int = 0
+    waiting: bool = False
+    after: int = 0
+    counted: int = 0
+    heard: Generation | None = None
+
+
+@dataclass(frozen=True)
+class Now:
+    """The whole world. A member's id is its process and the number of its lease; a party's is its process."""
+
+    processes: tuple[Process, ...]
+    members: tuple[Asking[Arrival], ...] = ()
     record: Generation | None = None
-    vanished: bool = False
-    numbers: tuple[int, ...] = ()
 
-    def next(self) -> Iterator[World]:
-        names = {name for name, _ in self.alive}
-        for name in set("abc") - names:
-            yield replace(self, alive=(*self.alive, (name, 0)))
-        for one in self.alive:
-            yield replace(self, alive=tuple(other for other in self.alive if other != one))
-            heard = max(
-                (p.number for p in (self.record.passed if self.record else ()) if p.member == one[0]), default=0
-            )
-            if heard > one[1]:
-                yield replace(self, alive=tuple((one[0], heard) if other == one else other for other in self.alive))
-        if self.record is not None and not self.vanished:
-            yield replace(self, vanished=True)
-        members = [Asking(name, Arrival(2, after)) for name, after in self.alive]
-        verdict = decide(Situation(members, self.record, self.vanished, max(self.numbers, default=0)))
-        if isinstance(verdict, Publish):
-            self.check(verdict.record)
-            yield replace(
-                self, record=verdict.record, vanished=False, numbers=(*self.numbers, verdict.record.number)[-2:]
-            )
-
-    def check(self, now: Generation) -> None:
-        """What a new generation must be, after this."""
-        last = self.numbers[-1] if self.numbers else 0
-        if now.number > last:
-            new = [one for one in now.passed if one.number == now.number]
-            assert sorted(one.index for one in new) == [0, 1]
-            waited = dict(self.alive)
-            before = {one.member: one.number for one in (self.record.passed if self.record else ())}
-            assert all(one.member in waited for one in new)
-            assert all(waited[one.member] >= before.get(one.member, 0) for one in new), "it had not arrived again"
-        else:
-            assert now == self.record
+    def with_process(self, at: int, process: Process, **more: object) -> Now:
+        processes = (*self.processes[:at], process, *self.processes[at + 1 :])
+        return replace(self, processes=processes, **more)  # type: ignore[arg-type]
 
 
-def test_every_order_of_events_lets_two_pass_who_both_arrived() -> None:
-    seen, new = {World()}, [World()]
-    for _ in range(9):
-        new = [state for state in {state for world in new for state in world.next()} if state not in seen]
-        seen.update(new)
-    assert max(world.record.number for world in seen if world.record) > 2
+def writes(now: Now, at: int, process: Process) -> Now:
+    """It says that it has arrived, in the key of its last lease."""
+    one = Asking(f"{at}.{process.leases}", Arrival(str(at), PARTIES, process.after))
+    there = any(other.member == one.member for other in now.members)
+    kept = tuple(one if other.member == one.member else other for other in now.members)
+    return now.with_process(at, process, members=kept if there else (*kept, one))
 
 
-@pytest.mark.parametrize("record", [Arrival(2, 3, "x"), Generation(3, 2, (Passed("m", 3, 1),), "by")])
-def test_records_are_read_as_they_were_written(record: Arrival | Generation) -> None:
-    parse, other = (
-        (parse_arrival, parse_generation) if isinstance(record, Arrival) else (parse_generation, parse_arrival)
+def after_decision(now: Now, decide: Decide) -> Now | None:
+    highest = now.record.number if now.record else 0
+    verdict = decide(Situation(now.members, now.record, False, highest))
+    if isinstance(verdict, Wait):
+        return None
+    record = verdict.record
+    passed = [one for one in record.passed if one.number == record.number]
+    if record.number == highest:
+        return replace(now, record=record)
+    assert record.number == highest + 1
+    assert len({one.party for one in passed}) == PARTIES, "some party counts twice"
+    assert sorted(one.index for one in passed) == list(range(PARTIES))
+    processes = list(now.processes)
+    for one in passed:
+        process = processes[int(one.party)]
+        assert process.waiting, "it has not arrived"
+        assert not process.counted, "it was counted before"
+        processes[int(one.party)] = replace(process, counted=record.number)
+    return replace(now, processes=tuple(processes), record=record)
+
+
+def following(now: Now, decide: Decide) -> list[Now]:
+    found = []
+    for at, process in enumerate(now.processes):
+        if not process.waiting and process.waits < WAITS:
+            begun = replace(process, leases=max(process.leases, 1), waits=process.waits + 1, waiting=True, counted=0)
+            found.append(writes(now, at, begun))
+        if process.leases and process.waiting and process.leases < LEASES[at]:  # lost; the old key may live on
+            found.append(writes(now, at, replace(process, leases=process.leases + 1)))
+        if now.record is not None and process.waiting and process.heard != now.record:
+            found.append(now.with_process(at, hears(process, at, now.record)))
+    for one in now.members:
+        at, lease = map(int, one.member.split("."))
+        if lease < now.processes[at].leases:  # a lease that was lost ends at last
+            found.append(replace(now, members=tuple(other for other in now.members if other != one)))
+    if now.members and (decided := after_decision(now, decide)) is not None:
+        found.append(decided)
+    return found
+
+
+def hears(process: Process, at: int, record: Generation) -> Process:
+    heard = replace(process, heard=record)
+    ask = Arrival(str(at), PARTIES, process.after)
+    if outlook(record, [f"{at}.{process.leases}"], ask).standing is not Standing.ANSWERED:
+        return heard
+    mine = next(one for one in record.passed if one.party == str(at))
+    assert mine.number == process.counted, "it passes a generation that it was not counted in"
+    return replace(heard, waiting=False, after=mine.number)
+
+
+def explore(decide: Decide) -> int:
+    start = Now((Process(),) * PROCESSES)
+    seen, new = {start}, [start]
+    while new:
+        now = new.pop()
+        steps = following(now, decide)
+        if not steps:
+            waiting = [one for one in now.processes if one.waiting]
+            assert len(waiting) < PARTIES, "enough have arrived, and nobody passes"
+        for one in steps:
+            if one not in seen:
+                seen.add(one)
+                new.append(one)
+    return len(seen)
+
+
+def test_every_order_of_events() -> None:
+    assert explore(decide) > 10_000
+
+
+def counts_who_has_passed(situation: BarrierSituation) -> Verdict[Generation]:
+    return decide(
+        replace(situation, members=[asking(one.member, 10**6, 2, one.ask.party) for one in situation.members])
     )
-    assert parse("/k", encode(record)) == record
-    with pytest.raises(StateError, match="/k"):
-        other("/k", encode(record))
 
 
-def test_a_barrier_of_nobody_is_no_request() -> None:
-    with pytest.raises(StateError, match="parties"):
-        parse_arrival("/k", encode(Arrival(0, 0)))
+def too_few(situation: BarrierSituation) -> Verdict[Generation]:
+    found = decide(situation)
+    if isinstance(found, Publish) and found.record.passed:
+        return replace(found, record=replace(found.record, passed=found.record.passed[:-1]))
+    return found
+
+
+def forgets_who_passed(situation: BarrierSituation) -> Verdict[Generation]:
+    last = situation.previous
+    return decide(replace(situation, previous=replace(last, passed=()) if last else None))
+
+
+def never(situation: BarrierSituation) -> Verdict[Generation]:
+    found = decide(situation)
+    return Wait("forever") if isinstance(found, Publish) and found.record.number == 2 else found
+
+
+@pytest.mark.parametrize("planted", [counts_who_has_passed, too_few, forgets_who_passed, never])
+def test_planted_faults_are_found(planted: Decide) -> None:
+    with pytest.raises(AssertionError):
+        explore(planted)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from ftcoord import concurrency
 from ftcoord.core.layout import Span, member_of
 from ftcoord.core.situation import Asking, Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait
@@ -27,6 +28,29 @@ class Numbered(Protocol):
 N = TypeVar("N", bound=Numbered)
 
 
+class Heard(Generic[N]):
+    """What one participant remembers of all records that it heard of, whatever etcd and its leases forget. Thread-safe.
+
+    A use has one, and gives it to each `PlainPolicy` that it makes.
+
+    Args:
+        parse: reads a record. Raises StateError.
+    """
+
+    def __init__(self, parse: Callable[[str, bytes], N]) -> None:
+        self._parse = parse
+        self._lock = concurrency.lock("Heard._lock")  # guards highest: two threads may read a record at the same time
+        self.highest = 0
+        """The highest number of a record."""
+
+    def read(self, key: str, value: bytes) -> N:
+        """A decided record, which is remembered. Raises StateError."""
+        record = self._parse(key, value)
+        with self._lock:
+            self.highest = max(self.highest, record.number)
+        return record
+
+
 @dataclass(frozen=True, slots=True)
 class Writes:
     """What changes together with a record."""
@@ -40,7 +64,8 @@ class PlainPolicy(Generic[N, A]):
 
     Args:
         decide: the pure decision.
-        parse_ask, parse_record: read what members ask, and the record. They raise StateError.
+        parse_ask: reads what a member asks. Raises StateError.
+        heard: reads the record, and remembers its number. One for all leases of a participant.
         encode: the bytes of a record.
         writes: what changes with it; gets the record before, and the new one.
     """
@@ -49,21 +74,19 @@ class PlainPolicy(Generic[N, A]):
         self,
         decide: Callable[[Situation[N, A]], Verdict[N]],
         parse_ask: Callable[[str, bytes], A],
-        parse_record: Callable[[str, bytes], N],
+        heard: Heard[N],
         encode: Callable[[Any], bytes],
         writes: Callable[[N | None, N], Writes] = lambda before, now: Writes(),
     ) -> None:
         self._decide, self._encode, self._writes = decide, encode, writes
-        self._members, self._decided = ParsedKeys(parse_ask), ParsedKey(parse_record)
-        self._highest = 0
+        self._members, self._decided, self._heard = ParsedKeys(parse_ask), ParsedKey(heard.read), heard
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read."""
         previous = self._decided.of(view.decided) if view.decided else None
-        # An etcd that lost its last writes may show an older record than this member has seen.
-        self._highest = max(self._highest, previous.number if previous else 0)
         members = [Asking(member_of(kv.key), ask) for kv, ask in self._members.of(view.members)]
-        verdict = self._decide(Situation(members, previous, view.vanished, self._highest))
+        # An etcd that lost its last writes may show an older record than this participant has heard of.
+        verdict = self._decide(Situation(members, previous, view.vanished, self._heard.highest))
         if isinstance(verdict, Wait):
             return verdict
         # The record that it replaces makes it unlike all that were published before.
