@@ -109,9 +109,10 @@ class Node:
 
     def crash(self) -> None:
         """Stop like a process that was killed: nothing is said or given up, the lease is just not renewed any more."""
-        member = self.handler._node.participant.member
-        if member is not None:
-            member.orphan()
+        part = self.handler._node.participant
+        part._stopped = True  # whoever waits hears of both at once: a process that was killed joins no more
+        if part.member is not None:
+            part.member.orphan()
         self.handler._leave()
 
     def fail(self) -> None:

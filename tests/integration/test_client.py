@@ -21,7 +21,7 @@ from ftcoord.config import Credentials, EtcdConfig
 from ftcoord.embedded import member
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable, ForkedProcessError, OutcomeUnknown
+from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd import client as client_module
 from ftcoord.etcd import release
 from ftcoord.etcd.api import Get, Put, RangeResult, Span
@@ -627,7 +627,7 @@ def test_closing_while_threads_use_it(etcd: EtcdServer, prefix: str) -> None:
         seen = []
 
         def use(client: EtcdClient = client, seen: list[str] = seen) -> None:
-            with contextlib.suppress(EtcdUnavailable, OutcomeUnknown):
+            with contextlib.suppress(ClientClosed, EtcdUnavailable, OutcomeUnknown):
                 while True:
                     client.put(prefix, b"")
                     client.get(prefix)

@@ -144,7 +144,8 @@ def test_nobody_keeps_a_member_alive_that_hears_nothing(
     membership = participant.Membership
     monkeypatch.setattr(participant, "Membership", away)
     crashed = crash()
-    with pytest.raises(RuntimeError, match="failed: MemoryError"):
+    # The manager's own thread may notice first, and then holds the key until etcd gives it a lease again.
+    with pytest.raises((RuntimeError, TimeoutError), match=r"failed: MemoryError|not done in time"):
         ask(server, timeout=SHORT).result(DEADLINE)
     assert crashed.wait(DEADLINE)
     eventually(lambda: key not in job.keys("members/"), "its lease is over")

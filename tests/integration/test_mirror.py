@@ -11,6 +11,7 @@ import pytest
 from accidents import Forgetful, Rewinding, cut_off, settle
 from helpers import DEADLINE, eventually
 
+from ftcoord.core.layout import timer_key
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Put, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
@@ -145,11 +146,12 @@ def test_the_end_of_a_heartbeat_that_was_never_seen_is_no_news(door: Forgetful, 
 
 
 def test_the_end_of_a_timer_that_was_never_seen_is_no_news(door: Forgetful, prefix: str) -> None:
-    requests = EtcdRequestQueue(door, prefix)
+    requests = EtcdRequestQueue(door, prefix, "host")
     eventually(lambda: requests.size() == 0 and requests.began, what="the watch")
-    with door.losing(f"{prefix}/timer"):
-        door.txn((), [Put(f"{prefix}/timer", b"")])
-    door.txn((), [Delete(Span(f"{prefix}/timer"))])
+    key = timer_key(prefix, "host", 1, "0")
+    with door.losing(key):
+        door.txn((), [Put(key, b"")])
+    door.txn((), [Delete(Span(key))])
     eventually(lambda: requests.size() == 0 and requests.began > 2, what="that it has read again")
     requests.close()
 
