@@ -111,8 +111,7 @@ class Node:
         """Stop like a process that was killed: nothing is said or given up, the lease is just not renewed any more."""
         part = self.handler._node.participant
         part._stopped = True  # whoever waits hears of both at once: a process that was killed joins no more
-        if part.member is not None:
-            part.member.orphan()
+        part.orphan()
         self.handler._leave()
 
     def fail(self) -> None:
