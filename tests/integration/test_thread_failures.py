@@ -9,13 +9,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
 from helpers import DEADLINE, Seen, eventually, in_fork
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
+from ftcoord.core import barrier as core_barrier
+from ftcoord.core import election as core_election
 from ftcoord.core.lease import SessionState
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed
@@ -27,6 +31,11 @@ from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.lease_keeper import LeaseKeeper
 from ftcoord.primitives.leased_keys import LeasedKeys
 from ftcoord.primitives.session import KeptLease, Renewer, Session
+from ftcoord.recipes.barrier import Barrier
+from ftcoord.recipes.election import Election
+from ftcoord.rendezvous import policy
+from ftcoord.rendezvous.node import Node
+from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
 from ftcoord.timer.client import EtcdTimerClient
 from ftcoord.timer.listing import Subscription, on_expired
@@ -262,3 +271,55 @@ def test_a_subscription_says_what_ended_it(
     assert isinstance(eventually(lambda: failed.failure, "the end"), MemoryError)
     for subscription in (closed, failed):
         subscription.close()
+
+
+# -- the thread of a group: of a node here, of a replica in test_job_members.py, of any participant in tests/sim ------
+
+
+@pytest.fixture
+def failing_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
+    """`failing_once(module)` makes its next `decide` end the thread that calls it."""
+
+    def begin(module: ModuleType) -> None:
+        failures, decide = [fail], module.decide
+        monkeypatch.setattr(
+            module, "decide", lambda *args, **how: failures.pop()() if failures else decide(*args, **how)
+        )
+
+    return begin
+
+
+def test_a_node_whose_thread_fails_raises(
+    client: EtcdClient, prefix: str, failing_once: Callable[[ModuleType], None]
+) -> None:
+    failing_once(policy)
+    settings = RendezvousSettings("etcd-v3", "run", 1, 1, None, None, key_prefix=prefix, last_call_timeout=0.1)
+    node = Node(client, settings, "127.0.0.1", "host")
+    node.begin()
+    with pytest.raises(RendezvousError, match="made by the test"):
+        node.ask(1234)
+    node.begin()
+    found = node.ask(1235)
+    assert found is not None
+    assert found.ready
+    node.leave("the test is over")
+
+
+def test_an_election_whose_thread_fails_raises(
+    client: EtcdClient, prefix: str, failing_once: Callable[[ModuleType], None]
+) -> None:
+    failing_once(core_election)
+    with Election("run", "e", etcd=client, key_prefix=prefix) as election:
+        with pytest.raises(ThreadFailed, match="made by the test"):
+            election.campaign(DEADLINE)
+        assert not election.campaign(DEADLINE).lost
+
+
+def test_a_barrier_whose_thread_fails_raises(
+    client: EtcdClient, prefix: str, failing_once: Callable[[ModuleType], None]
+) -> None:
+    failing_once(core_barrier)
+    with Barrier("run", "b", 1, etcd=client, key_prefix=prefix) as barrier:
+        with pytest.raises(ThreadFailed, match="made by the test"):
+            barrier.wait(DEADLINE)
+        assert barrier.wait(DEADLINE) == 0
