@@ -339,7 +339,8 @@ def test_a_lease_that_is_not_renewed_ends_with_its_keys(client: Client, prefix: 
     """All of them at one revision, in the order of the keys; those under another lease, or none, stay."""
     seen = Seen()
     client.watch(Span(prefix, is_prefix=True), 0, seen)
-    short, kept = client.grant(2).id, client.grant(60).id
+    assert isinstance(seen.next(), Began)
+    short, kept = client.grant(4).id, client.grant(60).id
     client.txn((), [*(Put(f"{prefix}/{name}", b"", short) for name in "cab"), Put(f"{prefix}/kept", b"", kept)])
     client.put(f"{prefix}/moved", b"", short)
     client.put(f"{prefix}/moved", b"")

@@ -31,6 +31,7 @@ from ftcoord.coordination import (
 )
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.gateway_sessions import GatewaySessions
+from ftcoord.core.verdict import Publish, Wait
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ServerError
 from ftcoord.etcd.api import KeyValue
@@ -91,18 +92,23 @@ def together(*asks: Callable[[], Any]) -> tuple[int, list[str]]:
 # -- a thread of ours that fails --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[[], threading.Event]:
-    """`crash()` makes the thread of the next one that decides end; what it returns is set when that has happened."""
+Crash = Callable[["type[Publish[Any]] | type[Wait]"], threading.Event]
 
-    def begin() -> threading.Event:
+
+@pytest.fixture
+def crash(monkeypatch: pytest.MonkeyPatch) -> Crash:
+    """`crash(verdict)` makes the thread of the next one that comes to such a verdict end; what it returns is set when
+    that has happened."""
+
+    def begin(kind: type[Publish[Any]] | type[Wait]) -> threading.Event:
         crashed, decide = threading.Event(), policy.decide
 
         def decide_or_crash(*args: Any, **kwargs: Any) -> Any:
-            if not crashed.is_set():
+            verdict = decide(*args, **kwargs)
+            if isinstance(verdict, kind) and not crashed.is_set():
                 crashed.set()
                 raise MemoryError("made by the test")
-            return decide(*args, **kwargs)
+            return verdict
 
         monkeypatch.setattr(policy, "decide", decide_or_crash)
         return crashed
@@ -111,11 +117,11 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[[], threading.Event]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_member_whose_thread_failed_says_so_and_comes_back(job: Job, crash: Callable[[], threading.Event]) -> None:
+def test_a_member_whose_thread_failed_says_so_and_comes_back(job: Job, crash: Crash) -> None:
     job.rules(min_replicas=2)
     servers = [job.manager(name) for name in "ab"]
     assert {one.result(DEADLINE).quorum_id for one in [ask(server) for server in servers]} == {1}
-    crashed = crash()
+    crashed = crash(Publish)
     calls = {ask(server): server for server in servers}
     failed = next(one for one in as_completed(calls, DEADLINE) if one.exception() is not None)
     with pytest.raises(RuntimeError, match="takes part in a group failed: MemoryError"):
@@ -131,7 +137,7 @@ def test_a_member_whose_thread_failed_says_so_and_comes_back(job: Job, crash: Ca
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_keeps_a_member_alive_that_hears_nothing(
-    job: Job, crash: Callable[[], threading.Event], monkeypatch: pytest.MonkeyPatch
+    job: Job, crash: Crash, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot come back either as long as etcd gives it no lease."""
     job.rules(min_replicas=2, heartbeat_timeout_ms=3_000)
@@ -143,7 +149,7 @@ def test_nobody_keeps_a_member_alive_that_hears_nothing(
 
     membership = participant.Membership
     monkeypatch.setattr(participant, "Membership", away)
-    crashed = crash()
+    crashed = crash(Wait)
     # The manager's own thread may notice first, and then holds the key until etcd gives it a lease again.
     with pytest.raises((RuntimeError, TimeoutError), match=r"failed: MemoryError|not done in time"):
         ask(server, timeout=SHORT).result(DEADLINE)

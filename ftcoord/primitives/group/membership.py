@@ -115,12 +115,15 @@ class Membership(Generic[R]):
             self._changed.notify_all()
 
     def _on_failure(self, error: BaseException) -> None:
-        if not isinstance(error, MemberLost):  # that is no failure: the member joins again
-            with self._changed:  # before `lost`, which tells those that wait to look
-                self.failure = (
-                    error if isinstance(error, ClientClosed) else ThreadFailed("takes part in a group", error)
-                )
-        self.orphan()
+        self.group.close()
+        self.session.orphan()
+        with self._changed:  # both at once: who is told of the failure must not find this member alive
+            if isinstance(error, ClientClosed):
+                self.failure = error
+            elif not isinstance(error, MemberLost):  # that is no failure: the member joins again
+                self.failure = ThreadFailed("takes part in a group", error)
+            self.lost = True
+            self._changed.notify_all()
 
     def _on_state(self, state: SessionState) -> None:
         if state is SessionState.SUSPENDED:

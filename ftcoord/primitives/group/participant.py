@@ -11,7 +11,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.errors import EtcdError, FtcoordError, LeaseLost
+from ftcoord.errors import EtcdError, FtcoordError, LeaseLost, ThreadFailed
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.membership import Membership
@@ -160,6 +160,8 @@ class Participant(Generic[R, A]):
         self._asking = 0
         self._unwritten = False
         """Whether a write that nobody waited for has failed: whoever waits for its answer writes again."""
+        self._failure: EtcdError | ThreadFailed | None = None
+        """What ended a member that was replaced while a call waited."""
         self._stopped = False
 
     @property
@@ -394,6 +396,7 @@ class Participant(Generic[R, A]):
         member = self.member
         if member is None or member.lost:
             if member is not None:
+                self._note_failure(member)
                 self._give_up(member)
             member = self._new_member()
             if not (self._options.keeps_lease or self._asking):
@@ -426,6 +429,12 @@ class Participant(Generic[R, A]):
             self._give_up(member)
             self._check_stopped()
         return member
+
+    def _note_failure(self, member: Membership[R]) -> None:
+        """A call under way hears of it, though another thread has this member replaced before that call looks."""
+        with self._changed:
+            if member.failure is not None and self._asking:
+                self._failure = member.failure
 
     def _give_up(self, member: Membership[R]) -> None:
         """A member can be lost while its lease lives on: the others would wait for it, or for what it decides."""
@@ -467,6 +476,9 @@ class Participant(Generic[R, A]):
 
     def _member_that_hears(self) -> Membership[R]:
         self._check_stopped()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         member = self.member
         if member is None:
             raise Left("this participant has left")
@@ -492,6 +504,10 @@ class Participant(Generic[R, A]):
         """While somebody asks, the lease is renewed."""
         with self._changed:
             self._asking += 1
+            if self._asking == 1:
+                self._failure = None
+            if self.member is not None and self.member.lost:
+                self.member.failure = None  # it was logged, and is over: this call joins again
         try:
             yield
         finally:
