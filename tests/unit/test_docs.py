@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_uses import kinds, uses
 
 import ftcoord
 from ftcoord import cli, config
 from ftcoord.core.heartbeats import Beat
-from ftcoord.core.quorum import QuorumRecord
-from ftcoord.core.quorum_records import ReplicaRecord
-from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.core.timers import Timer
 from ftcoord.rendezvous import settings
 
@@ -235,7 +233,7 @@ def test_the_hooks_run_the_checks_of_make_lint() -> None:
     assert hooks == lint
 
 
-RECORDS = (JoinRequest, Round, ReplicaRecord, QuorumRecord, Timer, Beat)
+RECORDS = (*(kind for use in uses() for kind in kinds(use)), Timer, Beat)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,9 +44,34 @@ GOOD = [
     quorum_records.encode(QuorumRecord(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, "")),
     election_records.encode(Candidacy("n", 0, "x")),
     election_records.encode(Term(7, "0000000000000001", "n")),
-    barrier_records.encode(Arrival(2, 0, "x")),
+    barrier_records.encode(Arrival("p", 2, 0)),
     barrier_records.encode(Generation(7, 2, (Passed("0000000000000001", 7, 0),))),
 ]
+
+
+PARSERS = (
+    rendezvous_records.parse_join_request,
+    rendezvous_records.parse_round,
+    quorum_records.parse_replica,
+    quorum_records.parse_quorum,
+    election_records.parse_candidacy,
+    election_records.parse_term,
+    barrier_records.parse_arrival,
+    barrier_records.parse_generation,
+)
+
+
+def reads(parse: Callable[[str, bytes], object], value: bytes) -> bool:
+    try:
+        parse("key", value)
+    except StateError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("value", GOOD)
+def test_a_good_record_is_one(value: bytes) -> None:
+    assert any(reads(parse, value) for parse in PARSERS)
 
 
 class Executed(Exception):

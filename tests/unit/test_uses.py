@@ -22,9 +22,10 @@ from test_layering import MODULES, imported, imports, place_of
 import ftcoord
 
 ROOT = Path(__file__).parents[2]
+FOR_DEVELOPERS = {"architecture.md", "benchmarks.md", "extending.md", "protocol.md"}
 FOR_USERS = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("configuration", "running", "timers", "torchft", "elections")),
+    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md") if page.name not in FOR_DEVELOPERS),
 ]
 
 
@@ -127,7 +128,13 @@ def floors(use: Found) -> str:
 
 
 def public(use: Found) -> str:
-    return "" if public_names(use) else "nothing in ftcoord.__all__, or in a public module's, leads to it"
+    names = public_names(use)
+    if not names:
+        return "nothing in ftcoord._HOMES, or in a public module's __all__, leads to it"
+    ours, source = names & ftcoord._HOMES.keys(), text("ftcoord/__init__.py")
+    typed = {name for name in ours if re.search(rf"^    from .* import .*\b{name}\b", source, re.MULTILINE)}
+    missing = ", ".join(sorted(ours - typed | ours - {*ftcoord.__all__}))
+    return f"ftcoord/__init__.py lacks {missing} in __all__ or among its typed imports" if missing else ""
 
 
 def in_memory(use: Found) -> str:
