@@ -426,7 +426,7 @@ print("fine")
 def test_children_that_do_not_use_etcd_are_left_alone(etcd: EtcdServer, capfd: pytest.CaptureFixture[str]) -> None:
     """DataLoader's workers and other forked processes, while calls are under way."""
     with python("-c", IDLE_CHILDREN, etcd.get_endpoint()) as process:
-        answer, _ = process.communicate(timeout=2 * DEADLINE)
+        answer, _ = process.communicate(timeout=3 * DEADLINE)
     assert (process.returncode, answer) == (0, "fine\n"), capfd.readouterr().err
 
 
