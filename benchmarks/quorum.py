@@ -8,17 +8,21 @@ Needs `pip install torchft==0.2.0`. A few minutes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks import ranks, reforming
+from benchmarks import ranks, reforming, restarts
 from benchmarks.crowd import Crowd
+from benchmarks.delay import delayed
 from benchmarks.lighthouses import KINDS, OURS, TIMEOUT, TORCHFT, serving
 from benchmarks.metrics import AS_ETCD_DOES, Load
+from benchmarks.processes import PROCESSES
 from benchmarks.report import publish, table
 from benchmarks.store import measure_raw
 from ftcoord.config import EtcdConfig
@@ -28,7 +32,12 @@ from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
 
 SIZES: Final = (2, 4, 8, 16, 32, 64)
-TARGET_SMALL: Final = 3.0
+MOST_PROCESSES: Final = 8
+"""Sizes up to this have a process for each replica."""
+ROUND_TRIPS: Final = (0.002, 0.005)
+"""Seconds that a slow network adds."""
+TARGET_SMALL: Final = 4.0
+TARGET_EIGHT: Final = 2.5
 TARGET_LARGE: Final = 2.0
 _RATIOS: Final = ("ours / one write", "ours / N writes", "ours / torchft")
 
@@ -74,19 +83,57 @@ class Round:
     load: Load | None
 
 
-def measure(kind: str, count: int, repeat: int) -> Round:
-    """Rounds of `count` replicas that all ask at once."""
-    with serving(kind, count) as (address, etcd), Crowd(partial(Asker, kind, address), count, Asker.ask) as crowd:
+def processes(count: int) -> int:
+    """One for each replica, as users run them, up to the number that this machine can wake at once."""
+    return count if count <= MOST_PROCESSES else PROCESSES
+
+
+def measure(kind: str, count: int, repeat: int, round_trip: float = 0.0) -> Round:
+    """Rounds of `count` replicas that all ask at once. `round_trip`: seconds that the network adds."""
+    with (
+        serving(kind, count) as (address, etcd),
+        far_away(address, round_trip) as far,
+        Crowd(partial(Asker, kind, far), count, Asker.ask, processes(count)) as crowd,
+    ):
         before = Load.read(etcd) if etcd else None
         seconds = median(crowd.do(Asker.ask) for _ in range(repeat))
         return Round(seconds, Load.read(etcd).since(before) if etcd and before else None)
+
+
+@contextlib.contextmanager
+def far_away(address: str, round_trip: float) -> Iterator[str]:
+    """The same etcd, or lighthouse, behind a slow network."""
+    scheme, rest = address.split("://", 1)
+    endpoint, slash, path = rest.partition("/")
+    with delayed(endpoint, round_trip) as far:
+        yield f"{scheme}://{far}{slash}{path}"
+
+
+def run_far(sizes: tuple[int, ...], repeat: int) -> str:
+    """What a network that takes its time costs, in its round trips."""
+    rows = []
+    for count in sizes:
+        near = {kind: measure(kind, count, repeat).seconds for kind in (OURS, TORCHFT)}
+        for round_trip in ROUND_TRIPS:
+            cells = []
+            for kind in (OURS, TORCHFT):
+                far = measure(kind, count, repeat, round_trip).seconds
+                cells += [f"{1000 * far:.2f}", f"{(far - near[kind]) / round_trip:.1f}"]
+            rows.append([str(count), f"{1000 * round_trip:g}", *cells])
+    names = [f"{kind}, {what}" for kind in (OURS, TORCHFT) for what in ("ms", "round trips")]
+    return f"""### Quorums over a slow network
+
+Each replica a process of its own; a proxy adds the round trip to etcd, or to torchft's lighthouse. "Round trips" is
+what a round takes longer than without it, in added round trips (target: at most 2 more than torchft).
+
+{table(["N", "added, ms", *names], rows)}"""
 
 
 def measure_writes(count: int, repeat: int) -> float:
     """Seconds until the last of `count` raw writes is done, which all begin at once."""
     with (
         EtcdServer(extra_args=AS_ETCD_DOES) as etcd,
-        Crowd(partial(Writer, etcd.get_endpoint()), count, Writer.ask) as crowd,
+        Crowd(partial(Writer, etcd.get_endpoint()), count, Writer.ask, processes(count)) as crowd,
     ):
         return median(crowd.do(Writer.ask) for _ in range(repeat))
 
@@ -114,13 +161,15 @@ def run(sizes: tuple[int, ...], repeat: int) -> str:
     small, large = found[sizes[0]][OURS].seconds / raw, found[sizes[-1]]
     return f"""## Quorums
 
-Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. A round: N replicas, in 4 processes (of ftcoord's,
-those of a process share its connection), all ask at once; ms until the last one is answered, median of {repeat}.
+Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. A round: N replicas, up to
+{MOST_PROCESSES} with a process each, more in {PROCESSES} processes (of ftcoord's, those of a process share its
+connection), all ask at once; ms until the last one is answered, median of {repeat}.
 A raw transaction that puts one key took {1000 * raw:.3f} ms by itself; "N writes" is N of them at once, from as many
 clients in the same processes.
 
 {table(["N", *(f"{kind}, ms" for kind in KINDS), "N writes, ms", *_RATIOS, "etcd writes a replica"], rows)}
 - N = {sizes[0]}: {small:.1f} raw transactions (target {TARGET_SMALL:g}).
+- N = 8: the target is {TARGET_EIGHT:g} times torchft.
 - N = {sizes[-1]}: {large[OURS].seconds / large[TORCHFT].seconds:.1f} times torchft's lighthouse (bar {TARGET_LARGE:g}).
 """
 
@@ -136,7 +185,14 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     sizes, world_sizes = tuple(options.sizes), tuple(options.world_sizes)
-    parts = [run(sizes, options.repeat), ranks.run(world_sizes, options.repeat), reforming.run(options.trials)]
+    near = tuple(size for size in sizes if size <= MOST_PROCESSES)
+    parts = [
+        run(sizes, options.repeat),
+        run_far(near, options.repeat),
+        ranks.run(world_sizes, options.repeat),
+        reforming.run(options.trials),
+        restarts.run(options.trials),
+    ]
     publish("\n".join(parts), options.write)
 
 

@@ -8,13 +8,18 @@ Objects keep what they were made with: install another runtime before they are m
 
 from __future__ import annotations
 
+import atexit
+import enum
+import math
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Protocol, TypeVar
 
@@ -101,8 +106,7 @@ class Python:
         self._own: dict[tuple[int, Callable[[], Any]], Any] = {}
         os.register_at_fork(after_in_child=self._renew_lock)
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)  # not wrapped: every wait and every request asks for it
 
     def wall(self) -> float:
         return time.time()
@@ -219,21 +223,184 @@ def held(lock: Lock, deadline: float, late: Exception) -> Iterator[None]:
         lock.release()
 
 
-def detached(work: Callable[..., None], *arguments: object) -> None:
-    """Call `work(*arguments)` on a thread of its own, without waiting for it: the way out of a finalizer.
+# -- what is closed when nobody refers to it any longer, or when the process ends -------------------------------------
 
-    A finalizer may run in any line that allocates, whatever locks are held there, so it must take none itself. Raises
-    RuntimeError when no thread can be started.
+CLOSERS: Final = 4
+"""Threads that close what was forgotten, at most. One that waits for an etcd that is away must not hold up all."""
+EXIT_TIMEOUT: Final = 2.0
+"""Seconds that the end of the process may take for all requests to etcd together."""
+
+
+class Stage(enum.IntEnum):
+    """The order in which the end of the process closes what is left; within a stage the newest comes first."""
+
+    MEMBERS = 0
+    """Whoever has something to say when it leaves. It needs its lease for that."""
+    LEASES = 1
+    CLIENTS = 2
+    """What the first two need to reach etcd."""
+    SERVERS = 3
+
+
+class DetachedThreads:
+    """A few threads that do work which a finalizer has found. No locks, for a finalizer may run in any line that
+    allocates, whatever locks are held there: a step of a deque is atomic.
+
+    Args:
+        work: does all the work that there is, on any of the threads.
+        waiting: what is true as long as there is some.
+        limit: how many threads there are at most.
     """
-    thread(work, "ftcoord-forget", *arguments).start()
+
+    def __init__(self, work: Callable[[], None], waiting: Sized, limit: int) -> None:
+        self._runtime, self._work, self._waiting = _runtime, work, waiting  # never change
+        self._permits = deque([None] * limit)  # one for each thread that may be started
+        self._threads: set[Thread] = set()
+
+    def start(self) -> None:
+        """To be called when there is new work. If no thread can be had, that waits for the next call."""
+        try:
+            self._permits.pop()
+        except IndexError:  # all are at work, and look at what waits once more after they gave their permits back
+            return
+        thread = self._runtime.thread(self._run, "ftcoord-forget")
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._end(thread)
+
+    def join(self, deadline: float) -> None:
+        """Wait until no thread is left, until the monotonic deadline at most."""
+        for thread in self._threads.copy():
+            thread.join(max(deadline - now(), 0))
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._end(self._runtime.current_thread())
+            if self._waiting:
+                self.start()
+
+    def _end(self, thread: Thread) -> None:
+        self._threads.discard(thread)
+        self._permits.append(None)
 
 
-def when_forgotten(owner: object, close: Callable[..., None], *arguments: object) -> Callable[[], object]:
-    """Call `close(*arguments)` when nobody refers to `owner` any longer; not at the end of the process.
+class _Closers:
+    """The threads of this process that close what was forgotten."""
 
-    On a thread of its own, see `detached`. The arguments must not refer to `owner`. Returns what cancels this: call it
-    when `owner` is closed, or a thread is started later for nothing.
+    def __init__(self) -> None:
+        self._waiting: deque[Ending] = deque()
+        self._threads = DetachedThreads(self._close_all, self._waiting, CLOSERS)
+        self.join = self._threads.join
+
+    def put(self, ending: Ending) -> None:
+        self._waiting.append(ending)
+        self._threads.start()
+
+    def _close_all(self) -> None:
+        while self._waiting:
+            with suppress(IndexError):  # another thread was faster
+                self._waiting.popleft().close()
+
+
+class Ending:
+    """Closes what an object had: once, whether that is forgotten first, or the process ends.
+
+    Args:
+        close: must not refer to the object, must not start a thread, and must end soon though etcd is away.
+        stage: when it is called at the end of the process.
     """
-    finalizer = weakref.finalize(owner, detached, close, *arguments)
+
+    def __init__(self, close: Callable[[], None], stage: Stage = Stage.MEMBERS) -> None:
+        self.stage, self._pid, self._runtime = stage, os.getpid(), _runtime  # never change
+        self._closers = of_process(_Closers)  # here, for it takes a lock
+        self._close = deque([close])  # whoever takes it out closes, or cancels
+        _endings[self] = None
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child, and when the simulation is over that the object lived in."""
+        return self._pid == os.getpid() and (self._runtime is _runtime or isinstance(self._runtime, Python))
+
+    def close_soon(self) -> None:
+        """Close on a thread, for a finalizer. Does nothing in a forked child."""
+        if self.is_ours:
+            self._closers.put(self)
+        else:
+            self.cancel()
+
+    def close(self) -> None:
+        """Close here and now."""
+        close = self._take()
+        if close is not None:
+            close()
+
+    def close_at_exit(self) -> None:
+        """Requests that come too late would only fail, each in a moment of its own: their leases expire instead."""
+        if self.stage >= Stage.LEASES:  # what a thread is closing at this moment needs its lease and its client
+            self._closers.join(_exit_deadline)
+        if self.stage >= Stage.CLIENTS or now() < _exit_deadline:
+            self.close()
+
+    def cancel(self) -> None:
+        """Never close. Idempotent."""
+        self._take()
+
+    def _take(self) -> Callable[[], None] | None:
+        _endings.pop(self, None)
+        try:
+            return self._close.pop()
+        except IndexError:
+            return None
+
+
+_endings: dict[Ending, None] = {}
+"""All that are not closed, the oldest first. Any thread, one step at a time."""
+_exit_deadline = math.inf
+
+
+def when_forgotten(
+    owner: object, close: Callable[..., None], *arguments: object, stage: Stage = Stage.MEMBERS
+) -> Callable[[], None]:
+    """Call `close(*arguments)` once: when nobody refers to `owner` any longer, or when the process ends before.
+
+    The first happens on a thread of ftcoord's. The second happens on the main thread, where `atexit` calls: the other
+    threads still run then. What takes too long is given up (`EXIT_TIMEOUT`). In a forked child nothing is called for
+    what its parent made.
+
+    The arguments must not refer to `owner`, nor may a thread; see `Ending` for `close`. Returns what cancels this: call
+    it when `owner` is closed.
+    """
+    ending = Ending(partial(close, *arguments), stage)
+    finalizer = weakref.finalize(owner, ending.close_soon)
     finalizer.atexit = False
-    return finalizer.detach
+
+    def cancel() -> None:
+        finalizer.detach()
+        ending.cancel()
+
+    return cancel
+
+
+def exit_deadline() -> float:
+    """When all requests to etcd must have ended, on the monotonic clock: infinity until the process ends."""
+    return _exit_deadline
+
+
+def join(thread: Thread) -> None:
+    """Wait until a thread has ended, but not beyond `exit_deadline()`: it may be in a user's callback."""
+    thread.join(None if math.isinf(_exit_deadline) else max(_exit_deadline - now(), 0))
+
+
+@atexit.register
+def _close_all() -> None:
+    """Registered before anything of ftcoord's can be used, so what users register runs earlier, and may use it."""
+    global _exit_deadline
+    left = [ending for ending in reversed(_endings.copy()) if ending.is_ours]
+    _exit_deadline = now() + EXIT_TIMEOUT
+    with ExitStack() as stack:  # which calls all, the last one first, though one of them fails
+        for ending in sorted(left, key=lambda one: one.stage)[::-1]:
+            stack.callback(ending.close_at_exit)

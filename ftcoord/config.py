@@ -102,6 +102,10 @@ def whole(low: int, high: int, why: str = "") -> Callable[[str, object], int]:
     return parse
 
 
+lease_seconds = whole(1, 86_400, " (seconds); etcd on default settings grants 2 s at the least")
+"""A parser for the TTL of a lease that a user gives."""
+
+
 def _number(value: object) -> int | float | None:
     if isinstance(value, str):
         return float(value) if _NUMBER.fullmatch(value.strip()) else None

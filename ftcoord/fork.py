@@ -27,3 +27,32 @@ class OwnerProcess:
         there, by a thread that the child does not have."""
         if not self.is_current:
             raise ForkedProcessError.of(self._problem)
+
+
+_hidden: set[int] = set()
+"""File descriptors that no forked child may keep open. Any thread, one step of a set at a time."""
+
+
+def hide(descriptor: int) -> None:
+    """Have a forked child lose its copy of a descriptor: else its peer does not see that this process has ended.
+
+    `unhide` it before it is closed: its number may be given again.
+    """
+    _hidden.add(descriptor)
+
+
+def unhide(descriptor: int) -> None:
+    """Without effect for one that is not hidden."""
+    _hidden.discard(descriptor)
+
+
+def _lose_hidden() -> None:
+    """In the child. The numbers stay taken, by /dev/null: objects of the parent's, copied, will close them once."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in _hidden:
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+    _hidden.clear()
+
+
+os.register_at_fork(after_in_child=_lose_hidden)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
-from ftcoord.config import EtcdConfig, full_text, whole
+from ftcoord.config import EtcdConfig, full_text, lease_seconds
 from ftcoord.core.heartbeat_records import Beat, encode, parse_beat
 from ftcoord.core.heartbeats import HeartbeatEvent, Roll
 from ftcoord.core.layout import KEY_PREFIX, heartbeat_key, heartbeats_span
@@ -49,8 +51,6 @@ HEARTBEAT_TIMEOUT: Final = 5.0
 LEAVE_STEP_TIMEOUT: Final = 1.0
 """Seconds that each of the three steps of its end may take."""
 
-_ttl = whole(1, 86_400, " (seconds); etcd on default settings grants 2 s at the least")
-
 
 class Heartbeat:
     """Shows others that this process lives, with some data, for as long as the context lasts.
@@ -63,8 +63,8 @@ class Heartbeat:
         data: anything that JSON can represent.
         etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
 
-    A heartbeat that etcd lost, because it was out of reach for too long, comes back by itself as soon as it can. For
-    one thread.
+    A heartbeat that etcd lost, because it was out of reach for too long, comes back by itself as soon as it can. One
+    that nobody refers to any longer ends as at the end of its context. For one thread.
 
     Raises ConfigError (a ValueError) or TypeError for bad arguments, before any socket is opened.
     """
@@ -79,23 +79,21 @@ class Heartbeat:
         etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
         key_prefix: str = KEY_PREFIX,
     ) -> None:
-        self._name = full_text("name", name)
-        self._ttl = _ttl("ttl", ttl)
-        self._data = _json(data)
+        self._beat = Beat(full_text("name", name), _json(data), left=False)
+        self._ttl = lease_seconds("ttl", ttl)
         self._run = Namespace.open(run, etcd, key_prefix)
-        self._keys: LeasedKeys | None = None
+        self._beating: _Beating | None = None
+        self._cancel_finalizer: Callable[[], None] | None = None
 
     def __enter__(self) -> Heartbeat:
         """Begin. Raises EtcdError when etcd takes no heartbeat within 5 seconds, and EtcdUnavailable if it is away."""
-        prefix, name = self._run.prefix, self._name
-        self._keys = LeasedKeys(
-            self._run.etcd, self._ttl, lambda _, lease: heartbeat_key(prefix, name, lease), "heartbeats"
-        )
-        try:
-            self._put()
-        except (EtcdError, ThreadFailed):
-            self._end()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._run.close)
+            beating = _Beating(self._run, self._ttl, self._beat)
+            undo.callback(beating.end)
+            beating.put(self._beat)
+            undo.pop_all()
+        self._beating, self._cancel_finalizer = beating, concurrency.when_forgotten(self, beating.leave)
         return self
 
     def update(self, data: Any) -> None:
@@ -104,53 +102,83 @@ class Heartbeat:
         Raises ThreadFailed if the thread that writes has failed (start another heartbeat), and TypeError for data that
         JSON cannot represent.
         """
-        self._data = _json(data)
-        self._put()
+        self._beat = replace(self._beat, data=_json(data))
+        self._running().put(self._beat)
 
     def __exit__(self, *_error: object) -> None:
         """End: the others see at once that it left, or if etcd is out of reach for 3 s, that it expired."""
-        with suppress(EtcdError, ThreadFailed):
-            self._put(left=True)
-        self._end()
+        beating, self._beating = self._running(), None
+        if self._cancel_finalizer is not None:
+            self._cancel_finalizer()
+        beating.leave()
 
-    def _put(self, left: bool = False) -> None:
-        if self._keys is None:
+    def _running(self) -> _Beating:
+        if self._beating is None:
             raise RuntimeError(
                 "the heartbeat does not run: use it as a context manager, `with Heartbeat(...) as beat:`"
             )
-        value = encode(Beat(self._name, self._data, left))
+        return self._beating
+
+
+class _Beating:
+    """What a heartbeat has while it runs. Does not refer to the heartbeat, whose finalizer ends this."""
+
+    def __init__(self, run: Namespace, ttl: int, beat: Beat) -> None:
+        prefix, name = run.prefix, beat.name
+        self._run, self._beat = run, beat
+        self._keys = LeasedKeys(run.etcd, ttl, lambda _, lease: heartbeat_key(prefix, name, lease), "heartbeats")
+
+    def put(self, beat: Beat) -> None:
+        """Raises EtcdError when etcd does not take it in time, and ThreadFailed."""
+        self._beat, value = beat, encode(beat)
         self._keys.put("", lambda: value)
-        if not self._keys.wait("", LEAVE_STEP_TIMEOUT if left else HEARTBEAT_TIMEOUT, through_outage=not left):
+        limit = LEAVE_STEP_TIMEOUT if beat.left else HEARTBEAT_TIMEOUT
+        if not self._keys.wait("", limit, through_outage=not beat.left):
             raise self._keys.problem or EtcdUnavailable(
                 "etcd did not answer in time: check that it is up, and that your user may write"
             )
 
-    def _end(self) -> None:
-        keys, self._keys = self._keys, None
-        if keys is not None:
-            keys.close(LEAVE_STEP_TIMEOUT)
+    def leave(self) -> None:
+        """Say so, and end. Never raises for an etcd that is away."""
+        with suppress(EtcdError, ThreadFailed):
+            self.put(replace(self._beat, left=True))
+        self.end()
+
+    def end(self) -> None:
+        self._keys.close(LEAVE_STEP_TIMEOUT)
         self._run.close()
 
 
 class HeartbeatWatch(Closing):
     """An iterator of `HeartbeatEvent`, without end until `close()` or the end of its etcd client. A context manager.
 
-    For one thread; only `close()` may be called from others.
+    For one thread; only `close()` may be called from others. A watch that nobody refers to any longer is closed.
     """
 
     def __init__(self, run: Namespace) -> None:
-        self._run = run
         # Only the thread that iterates, but for `Feed.wake()`:
         self._feed = Feed(run.etcd, heartbeats_span(run.prefix))
         self._closed = concurrency.event()
         self._roll = Roll()
-        self._events = self._follow()
+        self._events: deque[HeartbeatEvent] = deque()  # those that came, and were not given out
+        # Also for one that was closed: only the thread that iterates may end the feed, and it may never come back.
+        self._cancel_finalizer = concurrency.when_forgotten(
+            self, _end_watch, self._feed, run, stage=concurrency.Stage.CLIENTS
+        )
+        self._run = run
 
     def __iter__(self) -> Iterator[HeartbeatEvent]:
         return self
 
     def __next__(self) -> HeartbeatEvent:
-        return next(self._events)
+        with ExitStack() as end:
+            end.callback(self._end)
+            while not (self._events or self._closed.is_set()):
+                self._events.extend(event for change in self._changes() if (event := self._judge(change)))
+            if self._events:
+                end.pop_all()
+                return self._events.popleft()
+        raise StopIteration
 
     def close(self) -> None:
         """End the iteration, also one that waits in another thread. Idempotent."""
@@ -158,16 +186,10 @@ class HeartbeatWatch(Closing):
         self._feed.wake()
         self._run.close()
 
-    def _follow(self) -> Iterator[HeartbeatEvent]:
-        try:
-            while not self._closed.is_set():
-                for change in self._changes():
-                    event = self._judge(change)
-                    if event is not None:
-                        yield event
-        finally:
-            self._feed.close()
-            self._run.close()
+    def _end(self) -> None:
+        self._closed.set()
+        self._cancel_finalizer()
+        _end_watch(self._feed, self._run)
 
     def _changes(self) -> list[Change]:
         try:
@@ -191,6 +213,11 @@ class HeartbeatWatch(Closing):
         if change.now is None:
             return self._roll.drop(kv.key, beat.name)
         return self._roll.note(kv.key, kv.create_revision, beat)
+
+
+def _end_watch(feed: Feed, run: Namespace) -> None:
+    feed.close()
+    run.close()
 
 
 def watch_heartbeats(

@@ -142,13 +142,14 @@ class Blind(Door):
 
 
 class Counting(Door):
-    """Counts what its watches deliver, and knows what is watched now."""
+    """Counts what its watches deliver, and knows what is watched now, and what it ever began to watch."""
 
     def __init__(self, real: Etcd) -> None:
         super().__init__(real)
         self.events: list[str] = []
         self.errors: list[Exception] = []
         self.watched: list[Span] = []
+        self.begun: list[Span] = []
 
     def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
         def count(item: WatchItem) -> None:
@@ -166,6 +167,7 @@ class Counting(Door):
                 watch.cancel()
 
         self.watched.append(span)
+        self.begun.append(span)
         return Counted()
 
 
@@ -195,7 +197,7 @@ class Node:
         self.group.close()
         self.session.close()
 
-    def _listen(self, kv: KeyValue | None) -> None:
+    def _listen(self, kv: KeyValue | None, roster: KeyValue | None) -> None:
         with self._heard:
             try:
                 if kv is not None:

@@ -54,6 +54,16 @@ def manager(name: str, lighthouse: str, retries: int = 0, world_size: int = 1) -
     return str(server.address())
 
 
+def connect(name: str, address: str, ranks: int = 1) -> None:
+    """Be ranks of a manager that is elsewhere."""
+    managers[name] = (None, [native.ManagerClient(address, CONNECT) for _ in range(ranks)])
+
+
+def commit(name: str, rank: int, step: int, yes: bool = True, timeout: float = 60) -> bool:
+    client = managers[name][1][rank]
+    return bool(client.should_commit(rank, step, yes, timeout=timedelta(seconds=timeout)))
+
+
 def quorum(name: str, rank: int = 0, step: int = 0, failures: int = 0, timeout: float = 60) -> dict[str, Any]:
     result = managers[name][1][rank]._quorum(
         group_rank=rank,
@@ -87,7 +97,7 @@ def client(lighthouse: str) -> Any:
     return clients[lighthouse]
 
 
-DO = {one.__name__: one for one in (manager, quorum, metadata, client_quorum, beat)}
+DO = {one.__name__: one for one in (manager, connect, quorum, commit, metadata, client_quorum, beat)}
 
 
 def answer(line: str) -> None:

@@ -29,6 +29,7 @@ class ReplicaProcess:
     """One process of scripts/replica.py. Orders return at once; their futures raise what the order raised there."""
 
     def __init__(self, job: str) -> None:
+        self.job = job
         source = str(Path(str(ftcoord.__file__)).parent.parent)
         self._process = subprocess.Popen(
             [sys.executable, str(SCRIPT), job],
@@ -46,9 +47,9 @@ class ReplicaProcess:
         """With a client of its own; see LighthouseClient.quorum."""
         return self._order("ask", replica=replica, timeout=timeout, **request)
 
-    def manage(self, replica: str, world_size: int = 1) -> str:
+    def manage(self, replica: str, world_size: int = 1, bind: str = "[::]:0") -> str:
         """Start a manager; its address."""
-        return str(self._order("manage", replica=replica, world_size=world_size).result(DEADLINE))
+        return str(self._order("manage", replica=replica, world_size=world_size, bind=bind).result(DEADLINE))
 
     def quorum(
         self, manager: str, rank: int = 0, timeout: float = DEADLINE, step: int = 0, failures: int = 0

@@ -1,6 +1,7 @@
 """Everything at speed for a while: what grows? soak.py [MINUTES] prints a table, and fails when something did.
 
-Rounds, quorums, changes of a store, timers and broken connections, on a local cluster. Memory is judged by its slope
+Rounds, quorums, changes of a store, timers, broken connections, and one of everything public that is made, used and
+dropped, on a local cluster. Memory is judged by its slope
 over the second half, in MiB an hour; threads, file descriptors, keys and leases by being back where they were.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent / "cluster"))
 
 from clusters import LocalCluster, client_of
+from forgettable import KEPT, MAKERS
 from helpers import eventually
 from lines import Lines
 from load import Guarded, Run, StoreLoad, Training
@@ -30,6 +32,9 @@ from ftcoord.etcd.api import Get, Span
 PREFIX = "/ftcoord/v1/"
 TRAINING = "training"
 """Its last quorum is remembered for days, so that no id comes twice."""
+DROPPED = "dropped"
+"""The run of what is dropped. What its groups decided last is remembered, too."""
+OWN_ETCD = {"EtcdCluster", "EtcdServer"}
 SAMPLE = 5.0
 SLOPE = 30.0
 """MiB an hour; a leak of one round or reconnect grows by far more at this speed."""
@@ -72,7 +77,8 @@ def leases(cluster: LocalCluster) -> int:
 def keys(cluster: LocalCluster) -> int:
     with client_of(cluster) as client:
         found = client.range(Get(Span(PREFIX, is_prefix=True), keys_only=True), timeout=60).kvs
-        return sum(not kv.key.startswith(f"{PREFIX}{TRAINING}/") for kv in found)
+    remembered = {kv.lease for kv in found if kv.key.startswith(f"{PREFIX}{DROPPED}") and kv.key.endswith(KEPT)}
+    return sum(not kv.key.startswith(f"{PREFIX}{TRAINING}/") and kv.lease not in remembered for kv in found)
 
 
 def slope(samples: list[tuple[float, float]]) -> float:
@@ -94,10 +100,26 @@ def one_pass(lines: Lines, number: int) -> int:
     return 12
 
 
+class Cycle:
+    """Keeps something until the collector finds it."""
+
+    def __init__(self, held: object) -> None:
+        self.held, self.me = held, self
+
+
+def make_and_drop(cluster: LocalCluster) -> int:
+    """Half of them in a reference cycle; how many."""
+    names = sorted(MAKERS.keys() - OWN_ETCD)
+    for name in names:
+        for hold in (lambda made: made, Cycle):
+            hold(MAKERS[name](cluster.endpoints, DROPPED))
+    gc.collect()
+    return 2 * len(names)
+
+
 def work(cluster: LocalCluster, minutes: float) -> tuple[list[tuple[float, float]], dict[str, int]]:
     samples: list[tuple[float, float]] = []
-    done = {"rounds": 0, "reconnects": 0}
-    until, sampled = time.monotonic() + 60 * minutes, 0.0
+    done = {"rounds": 0, "reconnects": 0, "dropped objects": 0}
     with ExitStack() as stack:
         lines = stack.enter_context(Lines(cluster.endpoints.split(",")))
         store = StoreLoad(lines.endpoints, f"{PREFIX}soak-store", ttl=5, keep=False)
@@ -106,9 +128,12 @@ def work(cluster: LocalCluster, minutes: float) -> tuple[list[tuple[float, float
         stack.callback(training.close)
         guarded = Guarded(lines.endpoints, "soak-timers")
         stack.callback(guarded.close)
+        # From here: the first, short work must do all once, or what it leaves by design counts as left by the second.
+        until, sampled = time.monotonic() + 60 * minutes, 0.0
         while time.monotonic() < until:
             done["rounds"] += one_pass(lines, done["reconnects"])
             done["reconnects"] += 1
+            done["dropped objects"] += make_and_drop(cluster)
             store.progress(1)
             if time.monotonic() > sampled + SAMPLE:
                 sampled = time.monotonic()

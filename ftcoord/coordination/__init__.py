@@ -2,7 +2,8 @@
 
 from ftcoord.coordination.gateway import Gateway
 from ftcoord.coordination.lighthouse import LighthouseClient, LighthouseServer
-from ftcoord.coordination.manager import ManagerClient, ManagerServer
+from ftcoord.coordination.manager import ManagerServer
+from ftcoord.coordination.manager_client import ManagerClient
 from ftcoord.coordination.observer import Observer
 from ftcoord.coordination.types import Quorum, QuorumMember, QuorumResult, Timestamp
 

@@ -19,6 +19,10 @@ from ftcoord.errors import ConfigError
 SCHEMES: Final[dict[str, bool | None]] = {"etcd": None, "etcds": True}
 DAY_MS: Final = 24 * 3600 * 1000
 _FORM: Final = "write it as etcd://host:port,host:port/job?min_replicas=2"
+_LIGHTHOUSE: Final = (
+    "this is the address of a lighthouse or a gateway, which torchft's own classes take: run the script without"
+    f" ftcoord.torchft to use it; for ftcoord.torchft {_FORM}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Job:
         min_replicas: the fewest replicas that may go on.
         join_timeout_ms: how long a quorum waits for replicas that live but do not ask.
         heartbeat_timeout_ms: how long a replica counts as alive after its last beat.
-        manager: the replica id of a ManagerServer, in its address.
+        allow_kill: 1 if whoever reaches a manager's port may end its process; else 0.
     """
 
     scheme: str
@@ -41,7 +45,7 @@ class Job:
     min_replicas: int = 1
     join_timeout_ms: int = 60_000
     heartbeat_timeout_ms: int = 5_000
-    manager: str = ""
+    allow_kill: int = 0
 
     @property
     def prefix(self) -> str:
@@ -69,8 +73,8 @@ class Job:
 
     def __str__(self) -> str:
         query = {name: getattr(self, name) for name in _NUMBERS}
-        if self.manager:
-            query["manager"] = self.manager
+        if not self.allow_kill:
+            del query["allow_kill"]
         return f"{self.scheme}://{self.endpoints}/{quote(self.name, safe='')}?{urlencode(query)}"
 
 
@@ -78,6 +82,7 @@ _NUMBERS: Final = {
     "min_replicas": whole(1, 2**31 - 1),
     "join_timeout_ms": whole(0, DAY_MS),
     "heartbeat_timeout_ms": whole(10, DAY_MS),
+    "allow_kill": whole(0, 1),
 }
 
 
@@ -90,7 +95,8 @@ def parse_address(address: str) -> Job:
     """The job of an address. Raises ConfigError, before any socket is opened."""
     parts = urlsplit(address)
     if parts.scheme not in SCHEMES:
-        raise ConfigError("address", redacted(address), _FORM)
+        hint = _LIGHTHOUSE if parts.scheme in ("http", "https") else _FORM
+        raise ConfigError("address", redacted(address), hint)
     name = unquote(parts.path.removeprefix("/"))
     if not name:
         raise ConfigError("address", redacted(address), f"it names no job; {_FORM}")
@@ -102,11 +108,10 @@ def parse_address(address: str) -> Job:
     for key, value in pairs:
         if value != given[key]:
             raise ConfigError(key, redacted(value), "it is given twice; give it once")
-    manager = given.pop("manager", "")
     for key in given:
         if key not in _NUMBERS:
             raise ConfigError(key, redacted(given[key]), f"an address takes {', '.join(_NUMBERS)}")
     numbers = {key: _NUMBERS[key](key, value) for key, value in given.items()}
-    job = Job(parts.scheme, parts.netloc, name, manager=manager, **numbers)
+    job = Job(parts.scheme, parts.netloc, name, **numbers)
     job.config()
     return job

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, parse_address
-from ftcoord.errors import ConfigError, EtcdError, ForkedProcessError, StateError, ThreadFailed
+from ftcoord.coordination.failure import KNOWN, Failure
+from ftcoord.errors import ConfigError, EtcdError, ForkedProcessError
 from ftcoord.etcd.shared import SharedClient
 
 REQUEST_TIMEOUT: Final = 5.0
@@ -37,11 +37,11 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
     return job, client
 
 
-def unreachable(address: str, connect_timeout: float, problem: object) -> RuntimeError:
+def unreachable(address: str, connect_timeout: float, problem: object, who: str = "etcd") -> RuntimeError:
     """The error for an address at which nobody is found in time; users match the beginning of its text."""
     return RuntimeError(
         f"failed to connect to {address.partition('?')[0]} within timeout of {connect_timeout:g}s; verify the"
-        f" address and that etcd is up: {problem}"
+        f" address and that {who} is up: {problem}"
     )
 
 
@@ -59,9 +59,5 @@ def torchft_errors() -> Iterator[None]:
     """Raises TimeoutError and RuntimeError with torchft's texts."""
     try:
         yield
-    except TimeoutError as error:
-        raise checks.timed_out(str(error)) from None
-    except (StateError, ThreadFailed) as error:
-        raise checks.failed("Internal", str(error)) from None
-    except EtcdError as error:
-        raise checks.failed("Unavailable", str(error)) from None
+    except KNOWN as error:
+        raise Failure.of(error).error() from None

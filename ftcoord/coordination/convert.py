@@ -12,7 +12,6 @@ from ftcoord.coordination.types import Quorum as QuorumReply
 from ftcoord.coordination.types import QuorumMember, QuorumResult, Timestamp
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.core.recovery import recovery
-from ftcoord.errors import NotInQuorum
 
 
 def quorum_reply(quorum: QuorumRecord) -> QuorumReply:
@@ -43,11 +42,8 @@ def _member(request: QuorumRequest) -> QuorumMember:
 
 
 def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
-    """What a quorum means for one rank of a replica. Raises RuntimeError if the replica is not in it."""
-    try:
-        plan = recovery(quorum.requests, replica_id, rank, init_sync)
-    except NotInQuorum as error:
-        raise checks.failed("NotFound", str(error)) from None
+    """What a quorum means for one rank of a replica. Raises NotInQuorum."""
+    plan = recovery(quorum.requests, replica_id, rank, init_sync)
     result = QuorumResult()
     result.quorum_id = quorum.id
     result.replica_rank, result.replica_world_size = plan.replica_rank, plan.replica_world_size
@@ -59,6 +55,19 @@ def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: b
     result.max_replica_rank, result.heal = plan.max_replica_rank, plan.heal
     result.replica_ids = list(plan.replica_ids)
     result.reconfigure_handles = list(plan.reconfigure_handles)
+    return result
+
+
+def result_fields(result: QuorumResult) -> dict[str, Any]:
+    """For JSON."""
+    return {name: getattr(result, name) for name in QuorumResult.__slots__}
+
+
+def result_of(fields: Mapping[str, Any]) -> QuorumResult:
+    """From what `result_fields` gave. Raises AttributeError for other names."""
+    result = QuorumResult()
+    for name, value in fields.items():
+        setattr(result, name, value)
     return result
 
 

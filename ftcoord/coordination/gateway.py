@@ -7,6 +7,7 @@ at once, and each may be killed at any time: what was decided, and who lives, is
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job, parse_address
@@ -31,6 +32,7 @@ from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import ConfigError, EtcdError, ServerError, StateError, ThreadFailed
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+from ftcoord.pool import DaemonPool
 
 log = logging.getLogger(__name__)
 
@@ -61,26 +63,26 @@ class Gateway:
 
     A quorum call keeps its replica alive for as long as its connection lives; otherwise a replica lives while it beats.
     If a thread of the gateway fails by an error of ftcoord's own, that is logged, and all calls are refused: see
-    `has_failed`.
+    `has_failed`. A gateway that nobody refers to any longer is shut down.
     """
 
     def __init__(self, address: str, listen: str = "127.0.0.1:0") -> None:
         job = parse_address(address)
         host, port = _parse_listen(listen)
-        self._beat_timeout = min(job.heartbeat_timeout, REQUEST_TIMEOUT)
-        # Any thread replaces it as a whole; two that do so at once only encode the same quorum twice.
-        self._last_response: tuple[QuorumRecord, bytes] | None = None
-        self._pool = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="ftcoord-gateway")
-        self._asks = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="ftcoord-asks")
-        self._etcd = EtcdClient(replace(job.config(), request_timeout=REQUEST_TIMEOUT))
-        try:
-            self._server, port = self._bind(host, port, job)
-        except ServerError:
-            self._etcd.close()
-            raise
-        self._sessions = GatewaySessions(self._etcd, job)
+        with contextlib.ExitStack() as undo:
+            pool = DaemonPool(CALL_THREADS, "ftcoord-gateway")
+            undo.callback(pool.close)
+            self._etcd = EtcdClient(replace(job.config(), request_timeout=REQUEST_TIMEOUT))
+            undo.callback(self._etcd.close)
+            server, port = _bind(host, port, job, pool)
+            self._service = _Service(self._etcd, job)
+            undo.callback(self._service.close)
+            self._service.serve(server)
+            server.start()
+            undo.pop_all()
         self._address = f"http://{_reachable(host)}:{port}"
-        self._server.start()
+        self._end = functools.partial(_end, server, pool, self._service, self._etcd)
+        self._cancel_finalizer = concurrency.when_forgotten(self, self._end)
 
     def address(self) -> str:
         """`http://host:port`, for TORCHFT_LIGHTHOUSE; the name of this host if it listens on all addresses."""
@@ -93,19 +95,15 @@ class Gateway:
     @property
     def has_failed(self) -> bool:
         """Whether a thread of it has ended by an error: calls are then refused until the gateway is started again."""
-        return self._sessions.has_failed
+        return self._service.has_failed
 
     def shutdown(self) -> None:
         """Stop serving, within some seconds. Idempotent.
 
         Its replicas count as alive until their heartbeats time out, and may come back through another gateway.
         """
-        self._server.stop(None)
-        # In this order: calls under way are cancelled, then their requests are taken back, then nobody asks any more.
-        self._pool.shutdown()
-        self._asks.shutdown()
-        self._sessions.close()
-        self._etcd.close()
+        self._cancel_finalizer()
+        self._end()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -115,21 +113,34 @@ class Gateway:
     ) -> None:
         self.shutdown()
 
-    def _bind(self, host: str, port: int, job: Job) -> tuple[grpc.Server, int]:
+
+class _Service:
+    """What gRPC's threads know of a gateway: torchft's calls. They do not know the gateway, so it can be forgotten."""
+
+    def __init__(self, etcd: EtcdClient, job: Job) -> None:
+        self._beat_timeout = min(job.heartbeat_timeout, REQUEST_TIMEOUT)
+        # Any thread replaces it as a whole; two that do so at once only encode the same quorum twice.
+        self._last_response: tuple[QuorumRecord, bytes] | None = None
+        self._asks = DaemonPool(CALL_THREADS, "ftcoord-asks")
+        self._sessions = GatewaySessions(etcd, job)
+
+    @property
+    def has_failed(self) -> bool:
+        """See `Gateway.has_failed`."""
+        return self._sessions.has_failed
+
+    def serve(self, server: grpc.Server) -> None:
+        """Have a server that was not started pass its calls on to this."""
         methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             "Quorum": grpc.unary_unary_rpc_method_handler(self._quorum),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
         }
-        with quiet_grpc():
-            server = grpc.server(self._pool, options=_options(job))
-            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-            try:
-                return server, server.add_insecure_port(f"{host}:{port}")
-            except RuntimeError:
-                why = "it is in use, or no address of this host"
-                raise ServerError(f"cannot listen on {host}:{port}: {why}") from None
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
-    # -- torchft's calls ----------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Call it when no call is under way."""
+        self._asks.close()
+        self._sessions.close()
 
     def _quorum(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with _answering(context):
@@ -153,6 +164,25 @@ class Gateway:
         if last is None or last[0] is not quorum:
             last = self._last_response = (quorum, quorum_response(quorum))
         return last[1]
+
+
+def _bind(host: str, port: int, job: Job, pool: DaemonPool) -> tuple[grpc.Server, int]:
+    """A server and its port. Raises ServerError."""
+    with quiet_grpc():
+        server = grpc.server(cast(ThreadPoolExecutor, pool), options=_options(job))  # gRPC only submits calls to it
+        try:
+            return server, server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            why = "it is in use, or no address of this host"
+            raise ServerError(f"cannot listen on {host}:{port}: {why}") from None
+
+
+def _end(server: grpc.Server, pool: DaemonPool, service: _Service, etcd: EtcdClient) -> None:
+    """In this order: calls under way are cancelled, then their requests are taken back, then nobody asks any more."""
+    server.stop(None)
+    pool.close()
+    service.close()
+    etcd.close()
 
 
 @contextlib.contextmanager

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
-from ftcoord.coordination.replica import Replica, TakeoverToken
+from ftcoord.coordination.replica import BEAT_FRACTION, Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import ServerError
 from ftcoord.etcd.api import Etcd
+from ftcoord.pool import DaemonPool
+from ftcoord.primitives.group.pace import TakeoverToken
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,6 @@ REVOKE_TIMEOUT: Final = 2.0
 """Seconds that etcd may take to revoke the lease of a replica that has gone silent."""
 SWEEP_INTERVAL: Final = 0.2
 """Seconds between two looks for replicas that have gone silent."""
-FORWARD_FRACTION: Final = 1 / 4
-"""Of a heartbeat time-out that is too short for leases: the time between two beats that are written to etcd."""
 
 
 class _GatewaySession:
@@ -58,14 +57,14 @@ class GatewaySessions:
     def __init__(self, etcd: Etcd, job: Job) -> None:
         self._etcd, self._job = etcd, job
         timeout = job.heartbeat_timeout
-        self._forward_interval = timeout * FORWARD_FRACTION if timeout < LEASE_FLOOR else None
+        self._forward_interval = timeout * BEAT_FRACTION if timeout < LEASE_FLOOR else None
         self._silent_after = max(timeout, LEASE_FLOOR)
         self._takeover = TakeoverToken()
         self._lock = concurrency.lock("GatewaySessions._lock")
         self._sessions: dict[str, _GatewaySession] = {}  # guarded by _lock
         self._failed = False  # guarded by _lock
         self._closed = concurrency.event()  # set under _lock
-        self._leaving = ThreadPoolExecutor(4, thread_name_prefix="ftcoord-leaving")
+        self._leaving = DaemonPool(4, "ftcoord-leaving")
         self._sweeper = concurrency.thread(self._run_sweeper, "ftcoord-sweeper")
         self._sweeper.start()
 
@@ -96,7 +95,7 @@ class GatewaySessions:
             self._closed.set()
         self._sweeper.join()
         self._orphan_all()
-        self._leaving.shutdown()
+        self._leaving.close()
 
     @contextmanager
     def _visit(self, replica_id: str) -> Iterator[_GatewaySession]:

@@ -16,15 +16,17 @@ from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
 from ftcoord.coordination.connection import check_process, connect, torchft_errors
 from ftcoord.coordination.convert import json_text, quorum_reply
-from ftcoord.coordination.replica import Replica, TakeoverToken
+from ftcoord.coordination.kills import order_kill
+from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import Quorum
 from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.etcd.shared import SharedClient
+from ftcoord.primitives.group.pace import TakeoverToken
 
 SERVER_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
 """How long a new LighthouseServer looks for etcd."""
 LEAVE_TIMEOUT: Final = 2.0
-"""Seconds that etcd may take to let a replica leave; after that its lease expires."""
+"""Seconds that etcd may take to let replicas leave; after that their leases expire."""
 
 
 class LighthouseServer:
@@ -84,7 +86,8 @@ class LighthouseClient:
 
     Raises RuntimeError when it is not found in that time.
 
-    A call of `quorum` keeps the replica alive while it waits, and is one beat when it returns.
+    A call of `quorum` keeps the replica alive while it waits, and is one beat when it returns. A client that nobody
+    refers to any longer ends as with `close()`: its replicas leave at once, so nobody waits for one that was dropped.
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
@@ -93,7 +96,7 @@ class LighthouseClient:
         self._takeover = TakeoverToken()
         self._lock = concurrency.lock("LighthouseClient._lock")
         self._replicas: dict[str, Replica] = {}  # guarded by _lock
-        concurrency.when_forgotten(self, _forget, self._replicas, self._etcd)
+        self._cancel_finalizer = concurrency.when_forgotten(self, _leave_all, self._replicas, self._etcd)
 
     def quorum(
         self,
@@ -159,13 +162,33 @@ class LighthouseClient:
         if replica is not None:
             replica.leave(LEAVE_TIMEOUT)
 
+    def kill(self, replica_id: str, message: str, timeout: timedelta = timedelta(seconds=10)) -> None:
+        """End the process of a replica's manager with status 1. Beyond torchft's Python: there only its dashboard can.
+
+        Returns when the manager has received it, or is gone. A successor of the same name is left alone.
+
+        Args:
+            replica_id: its name.
+            message: why, for the manager's log.
+            timeout: how long to wait for that.
+
+        Raises TimeoutError, and RuntimeError, also if there is no such replica.
+        """
+        deadline = concurrency.now() + checks.seconds("timeout", timeout)
+        replica, why = checks.string("replica_id", replica_id), checks.string("message", message)
+        check_process(self._pid)
+        with torchft_errors():
+            order_kill(self._etcd, self._job.prefix, replica, why, deadline)
+
     def close(self) -> None:
-        """Leave for all replica ids, and disconnect. Idempotent. Beyond torchft."""
+        """Leave for all replica ids, and disconnect. Idempotent; does nothing in a forked child. Beyond torchft."""
+        if os.getpid() != self._pid:  # the replicas are the parent's
+            return
+        self._cancel_finalizer()
         with self._lock:
-            replica_ids = list(self._replicas)
-        for replica_id in replica_ids:
-            self.leave(replica_id)
-        self._etcd.close()
+            replicas = self._replicas.copy()
+            self._replicas.clear()
+        _leave_all(replicas, self._etcd)
 
     def _replica(self, replica_id: str) -> Replica:
         check_process(self._pid)
@@ -177,10 +200,15 @@ class LighthouseClient:
             return self._replicas[replica_id]
 
 
-def _forget(replicas: dict[str, Replica], etcd: SharedClient) -> None:
-    """For a client that nobody refers to: the leases of its replicas expire by themselves."""
+def _leave_all(replicas: dict[str, Replica], etcd: SharedClient) -> None:
+    """The time is for all of them together: if etcd is away, it is away for each."""
+    deadline = concurrency.now() + LEAVE_TIMEOUT
     for replica in replicas.values():
-        replica.orphan()
+        left = deadline - concurrency.now()
+        if left > 0:
+            replica.leave(left)
+        else:
+            replica.orphan()
     etcd.close()
 
 

@@ -15,7 +15,15 @@ from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_reply
 from ftcoord.coordination.replica import RECORD_TTL
 from ftcoord.coordination.types import Quorum as QuorumReply
-from ftcoord.core.layout import config_key, configs_span, decided_key, member_key, members_span
+from ftcoord.core.layout import (
+    config_key,
+    configs_span,
+    decided_key,
+    decided_span,
+    member_key,
+    members_span,
+    roster_key,
+)
 from ftcoord.core.quorum_records import QuorumRecord, parse_quorum
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Get, KeyValue, RangeResult, Span
@@ -71,12 +79,17 @@ class Observer:
         self._failure: BaseException | None = None
         self._informer: Informer | None = None
         if any((on_quorum, on_lost, on_config)):
-            spans = [Span(self._decided_key), members_span(prefix), configs_span(prefix)]
+            spans = [decided_span(prefix), members_span(prefix), configs_span(prefix)]
             # Weak references: the informer's thread must not keep this object alive.
-            self._informer = Informer(
-                self._etcd, spans, _weak(self._report), "ftcoord-observer", failed=_weak(self._note_failure)
-            )
-        concurrency.when_forgotten(self, _end, self._informer, self._etcd)
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._etcd.close)  # where no thread can be started
+                self._informer = Informer(
+                    self._etcd, spans, _weak(self._report), "ftcoord-observer", failed=_weak(self._note_failure)
+                )
+                undo.pop_all()
+        self._cancel_finalizer = concurrency.when_forgotten(
+            self, _end, self._informer, self._etcd, stage=concurrency.Stage.CLIENTS
+        )
 
     def quorum(self) -> QuorumReply | None:
         """The last quorum, None before the first. Raises RuntimeError."""
@@ -90,10 +103,11 @@ class Observer:
         revision = 0  # the newest
         for _ in range(limit):
             with self._answering():
-                kv = self._read_decided(revision)
+                kvs = self._read_decided(revision)
+                kv = kvs.get(self._decided_key)
                 if kv is None:
                     return
-                decided = parse_quorum(kv.key, kv.value)
+                decided = self._parse(kv, kvs)
             yield quorum_reply(decided)
             revision = kv.mod_revision - 1
 
@@ -123,6 +137,7 @@ class Observer:
 
     def close(self) -> None:
         """End it: no callback begins after this returns, unless it is a callback that closes it. Idempotent."""
+        self._cancel_finalizer()
         _end(self._informer, self._etcd)
 
     # -- how ----------------------------------------------------------------------------------------------------
@@ -139,18 +154,23 @@ class Observer:
     def _note_failure(self, error: BaseException) -> None:
         self._failure = error
 
-    def _read_decided(self, revision: int) -> KeyValue | None:
+    def _read_decided(self, revision: int) -> dict[str, KeyValue]:
+        """The decided record and its roster, at one revision."""
         try:
-            found: RangeResult = self._etcd.range(Get(Span(self._decided_key), revision=revision))
+            found: RangeResult = self._etcd.range(Get(decided_span(self._prefix), revision=revision))
         except RequestRefused as error:
             log.debug("etcd's history ends: %s", error)
-            return None
-        return found.one
+            return {}
+        return {kv.key: kv for kv in found.kvs}
+
+    def _parse(self, decided: KeyValue, kvs: Mapping[str, KeyValue]) -> QuorumRecord:
+        roster = kvs.get(roster_key(decided.key))
+        return parse_quorum(decided.key, decided.value, roster.value if roster else None)
 
     def _report(self, quorum: Mirror, alive: Mirror, config: Mirror) -> None:
         kv = quorum.one
         if kv is not None:
-            decided = parse_quorum(kv.key, kv.value)
+            decided = self._parse(kv, quorum.kvs)
             if decided != self._current:
                 self._current, self._reported_lost = decided, set()
                 if self._on_quorum is not None:

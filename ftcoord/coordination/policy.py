@@ -6,17 +6,27 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.core.invariants import check_quorum
-from ftcoord.core.layout import member_of
+from ftcoord.core.layout import decided_key, member_of, roster_key
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
-from ftcoord.core.quorum_records import QuorumRecord, encode, parse_quorum, parse_replica
+from ftcoord.core.quorum_records import (
+    Profile,
+    QuorumRecord,
+    QuorumRequest,
+    ReplicaRecord,
+    Roster,
+    encode_quorum,
+    parse_quorum,
+    parse_replica,
+    parse_roster,
+)
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
-from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
+from ftcoord.primitives.group.parse_cache import ParsedKeys
 from ftcoord.primitives.group.policy import View
 
 log = logging.getLogger(__name__)
@@ -34,13 +44,27 @@ class HighestSeen:
     def __init__(self) -> None:
         self._lock = concurrency.lock("HighestSeen._lock")  # two threads may read a record at the same time
         self.highest: Highest = NOTHING_HEARD
+        self._last: QuorumRecord | None = None
 
-    def read(self, key: str, value: bytes) -> QuorumRecord:
+    def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
         """A decided record, which is remembered. Raises StateError."""
-        quorum = parse_decided(key, value)
+        quorum = parse_decided(key, value, roster)
         with self._lock:
-            self.highest = self.highest.and_of(quorum)
+            self.highest, self._last = self.highest.and_of(quorum), quorum
         return quorum
+
+    def has_profile_of(self, request: QuorumRequest) -> bool:
+        """Whether the quorum that was read last has a seat for this replica, with the same profile."""
+        last = self._last
+        return last is not None and last.has_profile_of(request)
+
+
+class _Heard(NamedTuple):
+    """A member's key, what it says, and what that makes the member."""
+
+    kv: KeyValue
+    record: ReplicaRecord
+    candidate: QuorumCandidate
 
 
 class QuorumPolicy:
@@ -50,6 +74,7 @@ class QuorumPolicy:
     record within that many seconds, on the decider's clock.
 
     Args:
+        prefix: the group's.
         options: the job's.
         heartbeat_timeout: in seconds.
         look: the members' mod revisions in etcd now, by their keys. Raises EtcdError.
@@ -59,25 +84,25 @@ class QuorumPolicy:
 
     def __init__(
         self,
+        prefix: str,
         options: QuorumOptions,
         heartbeat_timeout: float,
         look: Callable[[], Mapping[str, int]],
         seen: HighestSeen,
         wall_clock: Callable[[], float] = concurrency.wall,
     ) -> None:
-        self._options, self._look, self._seen, self._wall_clock = options, look, seen, wall_clock
+        self._prefix, self._options, self._look, self._seen, self._wall_clock = prefix, options, look, seen, wall_clock
         self._patience = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
         self._members = ParsedKeys(parse_replica)
-        self._decided = ParsedKey(seen.read)
-        self._known: dict[str, tuple[KeyValue, QuorumCandidate]] = {}
+        self._known: dict[str, _Heard] = {}
         self._silent: dict[str, int] = {}
         self._said = ""
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record is not ours to read, and EtcdError."""
-        previous = self._decided.of(view.decided) if view.decided else None
-        self._note(view)
+        previous, roster = self._read_decided(view)
+        self._note(view, roster.profiles if roster else {})
         alive, silent, next_death = self._judge(view, now)
         situation = QuorumSituation(alive, previous, view.decided_at, silent, self._seen.highest, self._wall_clock())
         verdict = decide(situation, self._options, now)
@@ -85,29 +110,38 @@ class QuorumPolicy:
         verdict = self._guard.passed(verdict, check, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
-            return Publish(encode(replace(verdict.record, by=me)), verdict.reason, verdict.rule)
+            head, changed = encode_quorum(replace(verdict.record, by=me), roster)
+            puts = [] if changed is None else [(roster_key(decided_key(self._prefix)), changed)]
+            return Publish(head, verdict.reason, verdict.rule, puts)
         times = [at for at in (verdict.until, next_death) if at is not None]
         return Wait(verdict.reason, min(times, default=None), verdict.rule)
 
-    def _note(self, view: View) -> None:
+    def _read_decided(self, view: View) -> tuple[QuorumRecord | None, Roster | None]:
+        """The last quorum, and its roster as it lies in etcd. Raises StateError."""
+        decided, roster = view.decided, view.roster
+        if decided is None:
+            return None, None
+        quorum = self._seen.read(decided.key, decided.value, roster.value if roster else None)
+        return quorum, parse_roster(roster.key, roster.value) if roster else None
+
+    def _note(self, view: View, profiles: Mapping[str, Profile]) -> None:
         """The members, and what each was when it said what it says. Beats do not change since when it asks."""
         before, self._known = self._known, {}
-        for kv, one in self._members.of(view.members):
+        for kv, record in self._members.of(view.members):
             known = before.get(kv.key)
             # The whole value counts: an etcd that lost writes gives their revisions to others.
-            if known is None or known[0] != kv:
-                same = known[1] if known and known[1].asked == one.asked else None
+            if known is None or known.kv != kv:
+                same = known.candidate if known and known.record.asked == record.asked else None
                 since, asked_at = (same.joined, same.asked_at) if same else (view.seen[kv.key], kv.mod_revision)
-                member = member_of(kv.key)
-                replica = QuorumCandidate(
-                    member, one.request, one.asked, one.after, since, kv.create_revision, asked_at
-                )
-                known = kv, replica
+                known = _Heard(kv, record, _candidate(kv, record, profiles, since, asked_at))
+            elif not known.candidate.is_whole:  # there may be another roster now
+                one = known.candidate
+                known = known._replace(candidate=_candidate(kv, record, profiles, one.joined, one.asked_at))
             self._known[kv.key] = known
 
     def _judge(self, view: View, now: float) -> tuple[list[QuorumCandidate], list[QuorumCandidate], float | None]:
         """Who lives, who is silent, and when the next one may be called so."""
-        replicas = [(key, replica) for key, (_, replica) in self._known.items()]
+        replicas = [(key, known.candidate) for key, known in self._known.items()]
         if self._patience is None:
             return [replica for _, replica in replicas], [], None
         dies_at = {key: view.seen[key] + self._patience for key, _ in replicas}
@@ -118,7 +152,7 @@ class QuorumPolicy:
 
     def _confirm_silence(self, unheard: list[str]) -> None:
         """Only who wrote nothing is silent. A decider that was stopped, or cut off, has not heard of all yet."""
-        wrote = {key: self._known[key][0].mod_revision for key in unheard}
+        wrote = {key: self._known[key].kv.mod_revision for key in unheard}
         if any(self._silent.get(key) != revision for key, revision in wrote.items()):
             now = self._look()
             wrote = {key: revision for key, revision in wrote.items() if now.get(key, revision) == revision}
@@ -128,3 +162,20 @@ class QuorumPolicy:
         if reason != self._said:
             self._said = reason
             log.info("%s", reason)
+
+
+def _candidate(
+    kv: KeyValue, record: ReplicaRecord, profiles: Mapping[str, Profile], since: float, asked_at: int
+) -> QuorumCandidate:
+    request = record.completed(profiles)
+    return QuorumCandidate(
+        member_of(kv.key),
+        record.request if request is None else request,
+        record.asked,
+        record.after,
+        since,
+        kv.create_revision,
+        asked_at,
+        kv.mod_revision,
+        is_whole=request is not None,
+    )

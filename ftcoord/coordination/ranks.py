@@ -5,18 +5,19 @@ Ranks call from any thread and wait for a future. A rank that gives up is forgot
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.core.vote import Ballot, Vote, decide_vote, next_ballot
+from ftcoord.core.vote import Vote, different_steps, tally
 from ftcoord.errors import FtcoordError
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
+
 _INTERRUPTED: Final = "the rank that asked for the whole group was interrupted: ask again"
 
 
@@ -31,23 +32,11 @@ class RankRequest:
     commit_failures: int
     timeout: float
     handle: str
+    init_sync: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class RankVote:
-    """One rank's vote on a step."""
-
-    rank: int
-    step: int
-    yes: bool
-
-
-@dataclass(slots=True)
-class _Arrival:
-    """A rank that is there: its last request, and the futures of all its calls."""
-
-    request: RankRequest
-    calls: list[Future[QuorumRecord]]
+_Calls: TypeAlias = "dict[Future[QuorumRecord], RankRequest]"
+"""What the calls of one rank that is there have asked, the last one last."""
 
 
 class RankBarrier:
@@ -61,38 +50,50 @@ class RankBarrier:
     def __init__(self, world_size: int, ask: Callable[[Mapping[int, RankRequest], RankRequest], QuorumRecord]) -> None:
         self._world_size, self._ask = world_size, ask
         self._lock = concurrency.lock("RankBarrier._lock")
-        self._there: dict[int, _Arrival] = {}  # guarded by _lock, as are the arrivals in it
+        self._there: dict[int, _Calls] = {}  # by rank; guarded by _lock, as are the calls in it
+        self._closed: Exception | None = None  # guarded by _lock
+        self._last_number = 0  # guarded by _lock
+        """Of the last quorum that was told."""
 
     def join(self, request: RankRequest) -> tuple[Future[QuorumRecord], Callable[[], None] | None]:
         """This rank's future answer; and for the last rank, what it must call to have the group's quorum asked for.
 
-        If a rank calls several times, its last request counts, and all of its calls are answered.
+        If a rank calls several times, its last request counts, and all of its calls are answered: also one that comes
+        while the group's request is under way.
         """
         future: Future[QuorumRecord] = Future()
         with self._lock:
-            arrival = self._there.setdefault(request.rank, _Arrival(request, []))
-            arrival.request = request
-            arrival.calls.append(future)
+            if self._closed is not None:
+                future.set_exception(self._closed)
+                return future, None
+            self._there.setdefault(request.rank, {})[future] = request
             if len(self._there) < self._world_size:
                 return future, None
             all_there, self._there = self._there, {}  # from here on they belong to this thread
         return future, lambda: self._ask_for(all_there, request)
 
     def leave(self, rank: int, future: Future[QuorumRecord]) -> bool:
-        """A rank gave up one call, whether the group has asked already or not. Always True: see `await_outcome`."""
+        """A rank gave up one call, whether the group has asked already or not. Always True: see `WaitingCall`."""
         with self._lock:
-            arrival = self._there.get(rank)
-            if arrival is not None and future in arrival.calls:
-                arrival.calls.remove(future)
-                if not arrival.calls:
-                    del self._there[rank]
+            calls = self._there.get(rank, {})
+            if calls.pop(future, None) is not None and not calls:
+                del self._there[rank]
         return True
 
-    def _ask_for(self, all_there: Mapping[int, _Arrival], last: RankRequest) -> None:
+    def close(self, error: Exception) -> None:
+        """All calls that wait for other ranks end with this error, and so do later ones."""
+        with self._lock:
+            self._closed = error
+            left, self._there = self._there, {}
+        for future in _futures(left):
+            future.set_exception(error)
+
+    def _ask_for(self, all_there: Mapping[int, _Calls], last: RankRequest) -> None:
         """Without the lock: asking takes as long as the quorum, and ranks may join the next barrier meanwhile."""
-        futures = [future for arrival in all_there.values() for future in arrival.calls]
+        futures = _futures(all_there)
         try:
-            quorum = self._ask({rank: arrival.request for rank, arrival in all_there.items()}, last)
+            quorum = self._ask({rank: [*calls.values()][-1] for rank, calls in all_there.items()}, last)
+            futures += self._take_second_calls(quorum)
             for future in futures:
                 future.set_result(quorum)
         except (TimeoutError, FtcoordError) as error:
@@ -103,6 +104,23 @@ class RankBarrier:
                 if not future.done():
                     future.set_exception(RuntimeError(_INTERRUPTED))
 
+    def _take_second_calls(self, quorum: QuorumRecord) -> list[Future[QuorumRecord]]:
+        """The calls that came while this quorum was asked for, by ranks that had called before.
+
+        Nobody had been told of it yet, so nobody can have called for the next one. But of two requests of the group
+        that the same quorum answers, the second finds ranks that were told by the first.
+        """
+        with self._lock:
+            if quorum.number <= self._last_number:
+                return []
+            self._last_number = quorum.number
+            second, self._there = self._there, {}
+        return _futures(second)
+
+
+def _futures(there: Mapping[int, _Calls]) -> list[Future[QuorumRecord]]:
+    return [future for calls in there.values() for future in calls]
+
 
 class VoteCounter:
     """Counts the votes on whether a step is committed."""
@@ -110,65 +128,47 @@ class VoteCounter:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._lock = concurrency.lock("VoteCounter._lock")  # guards all below
-        self._votes: dict[int, Vote] = {}  # the last vote of each rank
-        self._waiting: dict[Future[bool], tuple[int, Ballot]] = {}  # the rank of each call, and what it waits for
-        self._last_ballot: Ballot | None = None  # the last one that was decided
+        self._waiting: dict[Future[bool], Vote] = {}  # what each call that waits has said
+        self._has_warned = False
+        self._closed: Exception | None = None
 
     def cast(self, rank: int, step: int, yes: bool) -> Future[bool]:
-        """Vote; the future tells whether all said yes, when all have voted.
+        """Vote; the future tells whether all said yes, as soon as a call of each rank waits. All of them are answered.
 
-        A rank's last vote counts, and all of its calls that wait for that ballot are answered.
+        The first time that ranks vote on different steps is logged; their votes count together all the same.
         """
         future: Future[bool] = Future()
         with self._lock:
-            ballot = next_ballot(self._votes, rank, step, self._last_ballot)
-            self._votes[rank] = Vote(ballot.step, ballot.attempt, yes)
-            self._waiting[future] = (rank, ballot)
-            self._recast(ballot)
-            decided = decide_vote(self._votes, self._world_size)
-            if decided is None:
+            if self._closed is not None:
+                future.set_exception(self._closed)
                 return future
-            self._last_ballot = decided.ballot
-            answered = [one for one, (_, ballot) in self._waiting.items() if ballot == decided.ballot]
-            for one in answered:
-                del self._waiting[one]
+            self._waiting[future] = Vote(rank, step, yes)
+            outcome = tally(self._waiting.values(), self._world_size)
+            if outcome is None:
+                return future
+            answered, self._waiting = self._waiting, {}
+            steps = "" if self._has_warned else different_steps(answered.values())
+            self._has_warned |= bool(steps)
+        if steps:
+            log.warning(
+                "ranks vote on different steps: %s. The votes count together, as in torchft, but the ranks should name"
+                " the same step: check that all of them load the same checkpoint",
+                steps,
+            )
         # Without the lock: callbacks of a future run in `set_result`. `leave` finds these calls gone already.
         for one in answered:
-            one.set_result(decided.yes)
+            one.set_result(outcome)
         return future
 
-    def _recast(self, newest: Ballot) -> None:
-        """Let calls that wait in an earlier attempt at the same step vote again in this one. Under the lock."""
-        for future, (rank, ballot) in self._waiting.items():
-            if ballot.step == newest.step and ballot < newest:
-                self._waiting[future] = (rank, newest)
-                if self._voted(rank, ballot):
-                    self._votes[rank] = Vote(newest.step, newest.attempt, self._votes[rank].yes)
-
     def leave(self, rank: int, future: Future[bool]) -> bool:
-        """A rank gave up one call: its vote no longer counts, unless another call of it waits for the same ballot.
-
-        False if the vote has counted; the outcome is then about to come.
-        """
+        """A rank gave up one call, which takes the vote back. False if it has counted: the outcome is about to come."""
         with self._lock:
-            waiting = self._waiting.pop(future, None)
-            if waiting is None:
-                return False
-            if self._voted(*waiting) and waiting not in self._waiting.values():
-                del self._votes[rank]
-            return True
+            return self._waiting.pop(future, None) is not None
 
-    def _voted(self, rank: int, ballot: Ballot) -> bool:
-        """Whether the rank's last vote was for that ballot. Under the lock."""
-        vote = self._votes.get(rank)
-        return vote is not None and vote.ballot == ballot
-
-
-def await_outcome(future: Future[T], timeout: float, leave: Callable[[], bool]) -> T:
-    """What a rank receives. After `timeout` seconds it leaves, if it still can, and TimeoutError is raised."""
-    try:
-        return future.result(timeout)
-    except FutureTimeout:
-        if future.done() or not leave():
-            return future.result()  # which may be a TimeoutError that the group's request ended with
-        raise TimeoutError("the other ranks did not come in time") from None
+    def close(self, error: Exception) -> None:
+        """All calls that wait for other ranks end with this error, and so do later ones."""
+        with self._lock:
+            self._closed = error
+            left, self._waiting = self._waiting, {}
+        for future in left:
+            future.set_exception(error)

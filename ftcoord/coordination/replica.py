@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Iterator
 from typing import Final
 
@@ -15,41 +14,15 @@ from ftcoord.coordination.use import QuorumUse, asking, idle
 from ftcoord.core.layout import members_span
 from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
-from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
 from ftcoord.etcd.api import Etcd, Get
-from ftcoord.primitives.group.participant import LeaseKeeper, Left, Look, Participant, ParticipantOptions
+from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken
+from ftcoord.primitives.group.participant import LeaseKeeper, Left, Participant, ParticipantOptions
 
 RECORD_TTL: Final = 7 * 24 * 3600
 """Seconds that the last quorum is remembered when all replicas are gone, so that its id does not come again."""
-DECIDER_PATIENCE: Final = 5.0
-"""Seconds without a decision until a replica that waits decides too: the decider's interpreter may be stuck."""
-PATIENCE_PER_REPLICA: Final = 0.1
-"""Seconds more for each replica of the last quorum. Everyone waits a random part of them: few take over at a time."""
-MOST_EXTRA_PATIENCE: Final = 10.0
-TAKEOVER_TIME: Final = 2.0
-"""Seconds for which it decides, too. It then waits again: the decider may well be right to wait."""
-
-
-class TakeoverToken:
-    """Lets one replica at a time take over, of all in this process: one is enough, and each costs a mirror of all
-    members. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = concurrency.lock("TakeoverToken._lock")
-        self._holder: object | None = None  # guarded by _lock
-
-    def take(self, holder: object) -> bool:
-        """Whether the holder has it now. Never waits."""
-        with self._lock:
-            if self._holder is None:
-                self._holder = holder
-            return self._holder is holder
-
-    def give_back(self, holder: object) -> None:
-        """Without effect for whoever does not have it."""
-        with self._lock:
-            if self._holder is holder:
-                self._holder = None
+BEAT_FRACTION: Final = 1 / 4
+"""Of a heartbeat time-out that is too short for leases: the time between two beats that are written."""
 
 
 class Replica:
@@ -60,7 +33,7 @@ class Replica:
     Args:
         etcd: the etcd client.
         job: the job and its rules.
-        replica_id: its name. Of several members with one name the last one counts that came, or that asked.
+        replica_id: its name. Several members with one name are one replica: its last request counts, for all of them.
         keeps_lease: whether its lease is kept alive between calls too. If not, each call is one sign of life.
         lease_keeper: keeps its leases alive while this interpreter is stuck.
         takeover: shared by all replicas of this process.
@@ -106,19 +79,25 @@ class Replica:
         """Whether it is a member of the job, as far as is known here."""
         return self._participant.joined
 
+    def was(self, member: str) -> bool:
+        """Whether it is the member with this id, or was before it lost a lease."""
+        return self._participant.was(member)
+
     def ask(self, request: QuorumRequest, deadline: float, gone: concurrency.Event | None = None) -> QuorumRecord:
         """The next quorum with this replica in it, decided after it asked.
 
         Raises TimeoutError after the monotonic `deadline`, or when the caller is `gone` (see `nudge`), and takes the
-        request back; EtcdError if etcd refuses; StateError when the decided record cannot be read; ThreadFailed.
+        request back; ServerError once it left; EtcdError if etcd refuses; StateError when the decided record cannot be
+        read; ThreadFailed.
         """
-        pace = _QuorumPace(self._participant, self._job, self._takeover, deadline, gone or concurrency.event())
+        beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, idle(request))
+        pace = _QuorumPace(self._participant, self._job, self._takeover, beats, deadline, gone or concurrency.event())
         answered = False
         try:
-            with _in_time():
+            with _in_time(self.replica_id):
                 quorum = self._participant.ask(asking(request), pace).record
             assert quorum is not None
-            answered = self._has_seat(quorum)
+            answered = self._is_answered(quorum)
             return quorum
         finally:
             pace.end()
@@ -126,7 +105,10 @@ class Replica:
                 self._participant.withdraw(idle(request))
 
     def beat(self, deadline: float) -> None:
-        """Show that it lives. Raises TimeoutError after the monotonic `deadline`, and EtcdError if etcd refuses."""
+        """Show that it lives.
+
+        Raises TimeoutError after the monotonic `deadline`, ServerError once it left, and EtcdError if etcd refuses.
+        """
         nothing = QuorumRequest(
             replica_id=self.replica_id,
             address="",
@@ -138,7 +120,7 @@ class Replica:
             commit_failures=0,
             handles=(),
         )
-        with _in_time():
+        with _in_time(self.replica_id):
             self._participant.touch(idle(nothing), deadline, by_writing=self._by_writing)
 
     def nudge(self) -> None:
@@ -160,10 +142,10 @@ class Replica:
         self._participant.stop()
         self._participant.orphan()
 
-    def _has_seat(self, quorum: QuorumRecord) -> bool:
-        """Whether it was answered as the member that it is now: an older one's seat leaves this one's request open."""
+    def _is_answered(self, quorum: QuorumRecord) -> bool:
+        """Whether the member that it is now was answered: an older one's seat may leave this one's request open."""
         member = self._participant.member
-        return member is None or member.id in quorum.seated
+        return member is None or member.id in quorum.answered
 
     def _revisions(self) -> dict[str, int]:
         members = Get(members_span(self._job.prefix), keys_only=True)
@@ -178,53 +160,73 @@ class _QuorumPace:
         participant: Participant[QuorumRecord, ReplicaRecord],
         job: Job,
         token: TakeoverToken,
+        beats: _WaitingBeats,
         deadline: float,
         gone: concurrency.Event,
     ) -> None:
         self.deadline, self.gone = deadline, gone
-        self._participant, self._job, self._token = participant, job, token
-        self._takes_over = False
-        self._change_at = concurrency.now() + self._patience()
+        self._fewest, self._beats = job.min_replicas, beats
+        self._standby = Standby(participant, token)
 
     def see(self, look: Look[QuorumRecord, ReplicaRecord]) -> Standing:
+        self._standby.see(look.record, len(look.record.seats) if look.record else self._fewest, waits=True)
         return look.standing
 
     def wake_at(self, standing: Standing) -> float:
-        return 0.0 if self.gone.is_set() else min(self.deadline, self._change_at)
+        return 0.0 if self.gone.is_set() else min(self.deadline, self._standby.at(), self._beats.at)
 
     def tick(self, look: Look[QuorumRecord, ReplicaRecord]) -> None:
         """Raises TimeoutError."""
-        now = concurrency.now()
-        if now >= self.deadline or self.gone.is_set():
+        if concurrency.now() >= self.deadline or self.gone.is_set():
             raise TimeoutError("no quorum was decided in time")
-        if now >= self._change_at:
-            self._take_over(not self._takes_over and self._token.take(self))
-            self._change_at = now + (TAKEOVER_TIME if self._takes_over else self._patience())
+        self._beats.tick(self.deadline)
+        self._standby.tick()
 
     def end(self) -> None:
         """Leave the decision to others again."""
-        self._take_over(False)
+        self._standby.end()
 
-    def _take_over(self, on: bool) -> None:
-        if on != self._takes_over:
-            self._takes_over = on
-            self._participant.take_over(on)
-        if not on:
-            self._token.give_back(self)
 
-    def _patience(self) -> float:
-        """Seconds that it waits for the decider; others wait longer or shorter."""
-        quorum = self._participant.record
-        size = len(quorum.seats) if quorum else self._job.min_replicas
-        return DECIDER_PATIENCE + random.uniform(0, min(PATIENCE_PER_REPLICA * size, MOST_EXTRA_PATIENCE))
+class _WaitingBeats:
+    """The beats of one call that waits for long.
+
+    Where beats are judged, a lease alone does not show that its replica lives. And everywhere, a member of the same
+    name that comes later and does not ask hides this call's request, until that is written again.
+
+    Args:
+        participant: the replica.
+        heartbeat_timeout: the job's, in seconds.
+        nothing: what the replica writes if it never asked.
+    """
+
+    def __init__(
+        self, participant: Participant[QuorumRecord, ReplicaRecord], heartbeat_timeout: float, nothing: ReplicaRecord
+    ) -> None:
+        self._participant, self._nothing = participant, nothing
+        self._interval = heartbeat_timeout * (BEAT_FRACTION if heartbeat_timeout < LEASE_FLOOR else 1)
+        self.at = concurrency.now() + self._interval
+        """The monotonic time of the next beat."""
+
+    def tick(self, deadline: float) -> None:
+        """Write again what the replica asks, if it is time. Ends with the next beat's time, or the deadline."""
+        now = concurrency.now()
+        if now < self.at:
+            return
+        self.at = now + self._interval
+        # Not in time: another call writes, which is a beat, or etcd is away, and then nobody is judged. If the lease is
+        # lost the outlook says so, and the call joins again in its own time, which is longer than a beat's.
+        with contextlib.suppress(TimeoutError, EtcdUnavailable, OutcomeUnknown, LeaseLost):
+            self._participant.touch(self._nothing, min(self.at, deadline), by_writing=True)
 
 
 @contextlib.contextmanager
-def _in_time() -> Iterator[None]:
-    """What keeps a call from being answered is a time-out to its caller."""
+def _in_time(replica_id: str) -> Iterator[None]:
+    """What keeps a call from being answered is a time-out to its caller; but not that somebody closed the replica."""
     try:
         yield
     except Left:
-        raise TimeoutError("the replica left") from None
-    except (EtcdUnavailable, OutcomeUnknown) as error:
+        raise ServerError(
+            f"replica {replica_id} left the job meanwhile: its client or its manager was closed"
+        ) from None
+    except (EtcdUnavailable, OutcomeUnknown, LeaseLost) as error:  # the last one again and again, until the deadline
         raise TimeoutError(str(error)) from None

@@ -8,9 +8,9 @@ from typing import Final
 
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
-from ftcoord.core.outlook import Outlook
+from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum import outlook
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, digest_of, encode
 from ftcoord.primitives.group.use import Use
 
 UNNUMBERED: Final = -1
@@ -20,11 +20,17 @@ UNNUMBERED: Final = -1
 class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
     """The quorums of one job, as one replica asks for them.
 
+    A request that is asked for the first time is written without its profile if the last quorum has that. If the
+    outlook then says that it is not known there, it is written whole. Of several calls that wait the last one's request
+    counts, for all of them: an earlier call that has to write again writes that one.
+
     Args:
         job: the job and its rules.
         replica_id: the replica's name.
         look: the members' mod revisions in etcd now, by their keys. Raises EtcdError.
     """
+
+    has_roster = True
 
     def __init__(self, job: Job, replica_id: str, look: Callable[[], Mapping[str, int]]) -> None:
         self._job, self._replica_id, self._look = job, replica_id, look
@@ -32,6 +38,8 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         # The numbers of requests: the last one, written by `stamp`, and the last one that needs no answer any more,
         # written by `nobody_asks`. Both only grow, and no request is stamped before its call is counted.
         self._asked = self._closed = 0
+        self._last: ReplicaRecord | None = None
+        """The request with the number `_asked`; only `stamp`."""
         self._writes = 0
 
     @property
@@ -39,15 +47,21 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         return self._job.prefix
 
     def policy(self) -> QuorumPolicy:
-        return QuorumPolicy(self._job.options, self._job.heartbeat_timeout, self._look, self._seen)
+        return QuorumPolicy(self.prefix, self._job.options, self._job.heartbeat_timeout, self._look, self._seen)
 
     def parse(self, key: str, value: bytes) -> QuorumRecord:
-        return self._seen.read(key, value)
+        return self.parse_with_roster(key, value, None)
+
+    def parse_with_roster(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
+        return self._seen.read(key, value, roster)
 
     def stamp(self, ask: ReplicaRecord) -> ReplicaRecord:
         if ask.asked == UNNUMBERED:
             self._asked += 1
-            ask = replace(ask, asked=self._asked)
+            profile = digest_of(ask.request.profile) if self._seen.has_profile_of(ask.request) else ""
+            self._last = ask = replace(ask, asked=self._asked, profile=profile)
+        elif self._last is not None and 0 < ask.asked < self._asked:
+            ask = replace(self._last, profile="")  # else nobody would know of the last request any longer
         self._writes += 1
         return replace(ask, beat=self._writes)
 
@@ -60,8 +74,11 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         self._closed = self._asked
 
     def outlook(self, record: QuorumRecord | None, me: Sequence[str], ask: ReplicaRecord) -> Outlook[ReplicaRecord]:
-        found = outlook(record, me, self._replica_id, ask.asked)
-        return Outlook(found.standing, found.next, replace(ask, asked=UNNUMBERED))
+        found = outlook(record, me, self._replica_id, ask.asked, ask.request if ask.profile else None)
+        if found.next is not Next.WRITE:
+            return found
+        again = replace(ask, asked=UNNUMBERED) if found.standing is Standing.MISSED else replace(ask, profile="")
+        return Outlook(found.standing, found.next, again)
 
 
 def idle(request: QuorumRequest) -> ReplicaRecord:

@@ -1,25 +1,29 @@
 """Who passes a barrier, and when: pure.
 
 Rules
-  1. All parties want to be the same number: that of the record as long as any live member wants it, else that of the
-     oldest member. Members that want another number count for nothing, and the record names them. A record that
+  B1 parties. All parties want to be the same number: that of the record as long as any live member wants it, else that
+     of the oldest member. Members that want another number count for nothing, and the record names them. A record that
      vanished is put back.
-  2. A party has arrived when it asks to pass after the last generation that it passed, through whatever lease. Of a
-     party with several members the newest counts.
-  3. When as many have arrived as are wanted, the oldest of them pass together, as the next generation. Its number is
-     higher than all that the decider, or any member, ever heard of.
+  B2 arriving. A party has arrived when it asks to pass after the last generation that it passed, through whatever
+     lease. Of a party with several members the newest counts.
+  B3 passing. When as many have arrived as are wanted, the oldest of them pass together, as the next generation. Its
+     number is higher than all that the decider, or any member, ever heard of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ftcoord.core.barrier_records import Arrival, Generation, Passed
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.situation import Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait
+
+RULES: Final = ("B1 parties", "B2 arriving", "B3 passing")
+"""The rules above, as verdicts name them."""
+PARTIES, ARRIVING, PASSING = RULES
 
 BarrierSituation: TypeAlias = Situation[Generation, Arrival]
 
@@ -27,14 +31,14 @@ BarrierSituation: TypeAlias = Situation[Generation, Arrival]
 def decide(situation: BarrierSituation) -> Verdict[Generation]:
     """What to do now."""
     if not situation.members:
-        return Wait("nobody has arrived", rule="2")
+        return Wait("nobody has arrived", rule=ARRIVING)
     parties = _parties(situation)
     refused = tuple(one.member for one in situation.members if one.ask.parties != parties)
     last = situation.previous or Generation(0, parties, ())
     if situation.vanished:
-        return Publish(last, "the record vanished", "1")
+        return Publish(last, "the record vanished", PARTIES)
     if last.parties != parties or not set(refused) <= set(last.refused):
-        return Publish(replace(last, parties=parties, refused=refused), f"{parties} parties pass together", "1")
+        return Publish(replace(last, parties=parties, refused=refused), f"{parties} parties pass together", PARTIES)
     asks = {one.ask.party: one.ask for one in situation.members}  # in the order in which the parties came
     before = {one.party: one for one in last.passed if one.party in asks}
     arrived = [
@@ -43,11 +47,11 @@ def decide(situation: BarrierSituation) -> Verdict[Generation]:
         if ask.parties == parties and (party not in before or ask.after >= before[party].number)
     ]
     if len(arrived) < parties:
-        return Wait(f"{len(arrived)} of {parties} parties have arrived", rule="2")
+        return Wait(f"{len(arrived)} of {parties} parties have arrived", rule=ARRIVING)
     number = max(situation.highest, last.number, *(max(ask.after, ask.known) for ask in asks.values())) + 1
     now = {party: Passed(party, number, index) for index, party in enumerate(arrived[:parties])}
     return Publish(
-        Generation(number, parties, (*{**before, **now}.values(),), refused), f"generation {number} passes", "3"
+        Generation(number, parties, (*{**before, **now}.values(),), refused), f"generation {number} passes", PASSING
     )
 
 

@@ -1,21 +1,25 @@
 """Who leads: one candidate at a time, pure.
 
 Rules
-  1. The leader of the last term leads as long as it is a member. A record that vanished is put back.
-  2. Else the oldest candidate leads the next term. Terms only grow: the number is higher than all that the decider, or
-     any candidate, ever heard of. If one of them heard of a later term than the record's, etcd has lost that, and the
-     record's leader is none: its term was over.
+  E1 leading. The leader of the last term leads as long as it is a member. A record that vanished is put back.
+  E2 next term. Else the oldest candidate leads the next term. Terms only grow: the number is higher than all that the
+     decider, or any candidate, ever heard of. If one of them heard of a later term than the record's, etcd has lost
+     that, and the record's leader is none: its term was over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ftcoord.core.election_records import Candidacy, Term
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.situation import Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait
+
+RULES: Final = ("E1 leading", "E2 next term")
+"""The rules above, as verdicts name them."""
+LEADING, NEXT_TERM = RULES
 
 ElectionSituation: TypeAlias = Situation[Term, Candidacy]
 
@@ -26,13 +30,13 @@ def decide(situation: ElectionSituation) -> Verdict[Term]:
     known = max(situation.highest, *(one.ask.after for one in situation.members), 0)
     if last is not None and last.number >= known and any(one.member == last.member for one in situation.members):
         if situation.vanished:
-            return Publish(last, f"term {last.number} goes on, though its record vanished", "1")
-        return Wait(f"{last.name} leads term {last.number}", rule="1")
+            return Publish(last, f"term {last.number} goes on, though its record vanished", LEADING)
+        return Wait(f"{last.name} leads term {last.number}", rule=LEADING)
     if not situation.members:
-        return Wait("nobody wants to lead", rule="2")
+        return Wait("nobody wants to lead", rule=NEXT_TERM)
     number = max(known, last.number if last else 0) + 1
     first = situation.members[0]
-    return Publish(Term(number, first.member, first.ask.name), f"{first.ask.name} leads term {number}", "2")
+    return Publish(Term(number, first.member, first.ask.name), f"{first.ask.name} leads term {number}", NEXT_TERM)
 
 
 def outlook(now: Term | None, me: Sequence[str], ask: Candidacy) -> Outlook[Candidacy]:

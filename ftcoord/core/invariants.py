@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ftcoord.core.barrier import BarrierSituation
+from ftcoord.core.barrier_records import Arrival, Generation
+from ftcoord.core.election import ElectionSituation
+from ftcoord.core.election_records import Term
 from ftcoord.core.layout import Span, round_key, round_store_prefix
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord
@@ -124,15 +128,39 @@ def _check_seats(situation: QuorumSituation, answered: Mapping[str, int], new: Q
     members = {one.member: one for one in situation.members}
     require("S1 one seat for each", len(new.names) == len(new.seated) == len(new.seats))
     require("S1 only live members are seated", members.keys() >= new.seated.keys())
+    require("S1 only known requests are answered", all(members[seat.member].is_whole for seat in new.seats))
     asked = all(
         (members[seat.member].asked, members[seat.member].request) == (seat.asked, seat.request) for seat in new.seats
     )
     require("S1 a seat answers what its member asks", asked)
     open_ = all(seat.asked > answered.get(seat.member, 0) for seat in new.seats)
     require("S1 no request is answered twice", open_)
+    _check_namesakes(situation, answered, new)
     there = (*situation.silent, *situation.members)
     kept = all(new.answered.get(one.member, 0) >= answered[one.member] for one in there if _was_answered(one, answered))
     require("S1 no answer is forgotten", kept)
+
+
+def _check_namesakes(situation: QuorumSituation, answered: Mapping[str, int], new: QuorumRecord) -> None:
+    """Of several members with one replica id the last request counts, and all of them are answered."""
+    seats = {seat.request.replica_id: seat.member for seat in new.seats}
+    asked_at = {one.member: one.asked_at for one in situation.members}
+    wrote_at: dict[str, int] = {}
+    for one in situation.members:
+        if _asks_now(one, answered):
+            wrote_at[one.request.replica_id] = max(wrote_at.get(one.request.replica_id, 0), one.wrote_at)
+    for one in situation.members:
+        if one.request.replica_id not in seats:
+            continue
+        if not _asks_now(one, answered):
+            require("S1 a newcomer hides what was asked before", one.came_at <= wrote_at[one.request.replica_id])
+            continue
+        require("S1 the last request counts", one.asked_at <= asked_at[seats[one.request.replica_id]])
+        require("S1 members of one name are answered together", new.answered.get(one.member, 0) >= one.asked)
+
+
+def _asks_now(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
+    return one.is_whole and one.asked > answered.get(one.member, 0)
 
 
 def _was_answered(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
@@ -163,6 +191,48 @@ def _check_majority(
     if before and before <= new.names:
         return
     alive = {one.request.replica_id for one in situation.members}
-    asking = {one.request.replica_id for one in situation.members if one.asked > answered.get(one.member, 0)}
+    asking = {one.request.replica_id for one in situation.members if _asks_now(one, answered)}
     require("S5 min_replicas are in", len(new.seats) >= options.min_replicas)
     require("S5 more than half of the live replicas ask", 2 * len(asking) > len(alive))
+
+
+# -- elections and barriers -------------------------------------------------------------------------------------
+
+
+def check_term(situation: ElectionSituation, new: Term) -> None:
+    """S1 and S2 of a record that `core.election.decide` wants to publish. Raises InvariantBroken."""
+    old, live = situation.previous, {one.member for one in situation.members}
+    known = max(situation.highest, *(one.ask.after for one in situation.members), 0)
+    require("S1 only a live member leads", new.member in live)
+    if old is not None and new.number == old.number:
+        require("S1 one leader a term", new.member == old.member)
+        require("S2 no term that was over begins again", new.number >= known)
+        return
+    require("S2 terms only grow", new.number > max(known, old.number if old else 0))
+    leads = old is not None and old.number >= known and old.member in live
+    require("S1 a leader that lives is not replaced", not leads)
+
+
+def check_generation(situation: BarrierSituation, new: Generation) -> None:
+    """S1 and S2 of a record that `core.barrier.decide` wants to publish. Raises InvariantBroken."""
+    old = situation.previous or Generation(0, new.parties, ())
+    if new.number == old.number:
+        require("S1 who has passed has passed", new.passed == old.passed)
+        return
+    asks = {one.ask.party: one.ask for one in situation.members}
+    known = max((max(ask.after, ask.known) for ask in asks.values()), default=0)
+    require("S2 generations only grow", new.number > max(known, old.number, situation.highest))
+    together = [one for one in new.passed if one.number == new.number]
+    require("S1 as many pass as agreed", sorted(one.index for one in together) == [*range(new.parties)])
+    require("S1 a party passes once", len({one.party for one in new.passed}) == len(new.passed))
+    before = {one.party: one.number for one in old.passed}
+    arrived = all(_arrives(asks.get(one.party), new.parties, before.get(one.party, 0)) for one in together)
+    require("S1 only those that have arrived pass", arrived)
+    now = {one.party: one.number for one in new.passed}
+    kept = all(now.get(party, 0) >= number for party, number in before.items() if party in asks)
+    require("S1 nobody forgets who has passed", kept)
+
+
+def _arrives(ask: Arrival | None, parties: int, passed: int) -> bool:
+    """Whether that is the ask of a live party which wants to pass after the generation that it `passed`."""
+    return ask is not None and ask.parties == parties and ask.after >= passed

@@ -81,6 +81,16 @@ def decided_key(prefix: str) -> str:
     return f"{prefix}/decided"
 
 
+def roster_key(decided: str) -> str:
+    """The key beside a decided record for what seldom changes; `decided` is the key of the record."""
+    return f"{decided}/roster"
+
+
+def decided_span(prefix: str) -> Span:
+    """A group's decided record and its roster."""
+    return Span(decided_key(prefix), is_prefix=True)
+
+
 # -- rounds and their stores ------------------------------------------------------------------------------------------
 
 
@@ -138,7 +148,7 @@ def store_counts_span(store: str) -> Span:
     return Span(f"{store}ops/", is_prefix=True)
 
 
-# -- quorums, and the mailboxes of managers -------------------------------------------------------------------------
+# -- quorums -------------------------------------------------------------------------------------------------------
 
 
 def quorum_prefix(key_prefix: str, job: str) -> str:
@@ -156,34 +166,14 @@ def config_key(prefix: str, name: str) -> str:
     return f"{configs_span(prefix).start}{name}"
 
 
-def mailbox_prefix(prefix: str, manager: str) -> str:
-    """The prefix of a manager's mailbox."""
-    return f"{prefix}/managers/{quote(manager, safe='')}"
+def kills_span(prefix: str) -> Span:
+    """The orders to managers of a job to end their processes."""
+    return Span(f"{prefix}/kill/", is_prefix=True)
 
 
-def mailbox_server_key(mailbox: str) -> str:
-    """Which incarnation of a manager answers."""
-    return f"{mailbox}/server"
-
-
-def mailbox_metadata_key(mailbox: str, rank: int) -> str:
-    """What a peer needs to fetch the weights of one rank."""
-    return f"{mailbox}/metadata/{rank}"
-
-
-def mailbox_calls_span(mailbox: str) -> Span:
-    """The calls of all ranks."""
-    return Span(f"{mailbox}/in/", is_prefix=True)
-
-
-def mailbox_call_key(mailbox: str, channel: str) -> str:
-    """The last call on a channel, which is named `<call>-<rank>`."""
-    return f"{mailbox_calls_span(mailbox).start}{channel}"
-
-
-def mailbox_answer_key(mailbox: str, channel: str) -> str:
-    """The last answer on a channel."""
-    return f"{mailbox}/out/{channel}"
+def kill_key(prefix: str, member: str) -> str:
+    """The order to the manager that is, or was, a member, by its id."""
+    return f"{kills_span(prefix).start}{member}"
 
 
 # -- timers and heartbeats ------------------------------------------------------------------------------------------

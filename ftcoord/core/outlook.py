@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 
 class Standing(enum.Enum):
@@ -23,8 +23,6 @@ class Standing(enum.Enum):
     """It has what it asked for."""
     MISSED = "missed"
     """What answered it is over already, or went on without it."""
-    OUTRANKED = "outranked"
-    """Another member of the same name counts instead of it."""
     SPARE = "spare"
     """Others go on without it for now: it may wait forever."""
     CLOSED = "closed"
@@ -47,7 +45,7 @@ class Next(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook(Generic[A]):
+class Outlook(Generic[A_co]):
     """Where a member stands, and what it does next.
 
     Args:
@@ -56,4 +54,4 @@ class Outlook(Generic[A]):
 
     standing: Standing
     next: Next = Next.WAIT
-    ask: A | None = None
+    ask: A_co | None = None

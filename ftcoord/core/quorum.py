@@ -2,8 +2,11 @@
 
 Rules
   Q1 asking. A replica is alive while it is among the situation's members. It asks while no quorum has answered its
-     request. Of several members with one replica id only one counts: the one that showed last that it wants to, by
-     joining or by asking for what is not answered yet.
+     request. Several members with one replica id are one replica: its request is the last one of any of them, and the
+     quorum with that request answers all of them. But when a member has come and does not ask yet, what the others
+     asked counts only if it was written again since: otherwise that may be what a process asked that was killed.
+     Whoever leaves its profile out of its request asks only where the last quorum has that profile. It writes the
+     request whole when it hears of a quorum that has not.
   Q2 fast. When all replicas of the last quorum ask again, everybody who asks is in, at once.
   Q3 enough. Otherwise `min_replicas` must ask, and more than half of the live replicas; and either all live replicas
      ask, or the earliest request is `join_timeout` old. Replicas that the last quorum left out count as asking since
@@ -24,10 +27,10 @@ Times are the decider's own monotonic seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final
+from typing import Final, NoReturn
 
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, QuorumSeat
@@ -49,6 +52,9 @@ class QuorumCandidate:
         after: the highest quorum id that it knows of; 0 for none.
         joined: when it was first seen asking that; means nothing while it does not ask.
         came_at, asked_at: etcd's revisions at which it became a member, and at which it said what it asks.
+        wrote_at: the revision at which it last wrote that, or wrote it again.
+        is_whole: whether its request is known. A member leaves its profile out when the last quorum has it; if that is
+            not the last quorum here, the member asks nothing until it writes its request whole, or this is.
     """
 
     member: str
@@ -58,6 +64,8 @@ class QuorumCandidate:
     joined: float
     came_at: int = 0
     asked_at: int = 0
+    wrote_at: int = 0
+    is_whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,24 +145,27 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
 
 
 def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
-    counted: dict[str, QuorumCandidate] = {}
+    alive: dict[str, list[QuorumCandidate]] = {}
     for one in replicas:
-        other = counted.get(one.request.replica_id)
-        if other is None or _last_sign(one, answered) >= _last_sign(other, answered):
-            counted[one.request.replica_id] = one
-    asking = {name: one for name, one in counted.items() if _asks(one, answered)}
+        alive.setdefault(one.request.replica_id, []).append(one)
+    requests = {name: _request_of(members, answered) for name, members in alive.items()}
+    asking = {name: one for name, one in requests.items() if one is not None}
     shrink_only = any(one.request.shrink_only for one in asking.values())
     eligible = [one for name, one in asking.items() if not (shrink_only and before) or name in before]
-    return _QuorumPoll(len(counted), asking, eligible, shrink_only)
+    return _QuorumPoll(len(alive), asking, eligible, shrink_only)
+
+
+def _request_of(members: Sequence[QuorumCandidate], answered: Mapping[str, int]) -> QuorumCandidate | None:
+    """The member of one replica id whose request counts; None while none does."""
+    requests = [one for one in members if _asks(one, answered)]
+    came_at = max((one.came_at for one in members if not _asks(one, answered)), default=0)
+    if not requests or max(one.wrote_at for one in requests) < came_at:
+        return None
+    return max(reversed(requests), key=lambda one: one.asked_at)  # of requests in one write the newest member's
 
 
 def _asks(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
-    return one.asked > answered.get(one.member, 0)
-
-
-def _last_sign(one: QuorumCandidate, answered: Mapping[str, int]) -> int:
-    """The revision at which a member last showed that it wants to be the one of its name."""
-    return max(one.came_at, one.asked_at) if _asks(one, answered) else one.came_at
+    return one.is_whole and one.asked > answered.get(one.member, 0)
 
 
 def _obstacle(poll: _QuorumPoll, options: QuorumOptions, previous_at: float, now: float) -> Wait | None:
@@ -178,15 +189,25 @@ def _obstacle(poll: _QuorumPoll, options: QuorumOptions, previous_at: float, now
 
 def _conclude(chosen: Iterable[QuorumCandidate], situation: QuorumSituation) -> QuorumRecord:
     previous, members = situation.previous, (*situation.silent, *situation.members)
-    answered = previous.answered if previous else {}
     # Python compares texts by code point, which is the order of their UTF-8 bytes.
     ordered = sorted(chosen, key=lambda one: one.request.replica_id)
     seats = tuple(QuorumSeat(one.member, one.asked, one.request) for one in ordered)
-    idle = tuple(
-        IdleMember(one.member, answered[one.member]) for one in members if 0 < one.asked <= answered.get(one.member, 0)
-    )
+    idle = tuple(_idle(members, seats, previous.answered if previous else {}))
     number = max(previous.number if previous else 0, situation.highest.number) + 1
     return QuorumRecord(number, _id_of(seats, members, previous, situation.highest.id), seats, idle, situation.created)
+
+
+def _idle(
+    members: Iterable[QuorumCandidate], seats: Sequence[QuorumSeat], answered: Mapping[str, int]
+) -> Iterator[IdleMember]:
+    """The members without a seat that were answered: before, or now by the seat of another one with their name."""
+    seated, names = {seat.member for seat in seats}, {seat.request.replica_id for seat in seats}
+    for one in members:
+        if one.member in seated or one.asked == 0:
+            continue
+        last = answered.get(one.member, 0)
+        if one.asked <= last or (one.is_whole and one.request.replica_id in names):
+            yield IdleMember(one.member, max(one.asked, last))
 
 
 def _id_of(
@@ -204,22 +225,36 @@ def _id_of(
 # -- the member's half ------------------------------------------------------------------------------------------
 
 
-def outlook(now: QuorumRecord | None, me: Sequence[str], replica_id: str, asked: int) -> Outlook[int]:
+def outlook(
+    now: QuorumRecord | None,
+    me: Sequence[str],
+    replica_id: str,
+    asked: int,
+    shortened: QuorumRequest | None = None,
+) -> Outlook[NoReturn]:
     """What the decided record `now` means for a replica that asked this.
 
-    ANSWERED: a quorum with it was decided after it asked. MISSED: that quorum was replaced before the replica heard of
-    it, so it asks again. OUTRANKED: another member of the same replica id has the seat; it waits, since whoever asked
-    last counts in the next quorum.
+    ANSWERED: this quorum, decided after it asked, has the replica. MISSED: its quorum was replaced by one without the
+    replica before it heard of it, so it asks again. PENDING with something to write: a decider may not know the profile
+    that the request was written without, so the replica writes it whole.
 
     Args:
         me: the ids of all members that this replica has been, through all of its leases, the present one last.
         asked: which of its requests that is.
+        shortened: the request, if it was written without its profile.
     """
     if now is None:
-        return Outlook(Standing.PENDING)
-    if any(now.seated.get(member, 0) >= asked for member in me):
-        return Outlook(Standing.ANSWERED, Next.RETURN)
-    if any(now.answered.get(member, 0) >= asked for member in me):
-        return Outlook(Standing.MISSED, Next.WRITE)
-    outranked = replica_id in now.names and not any(member in now.seated for member in me)
-    return Outlook(Standing.OUTRANKED if outranked else Standing.PENDING)
+        return _PENDING if shortened is None else _UNKNOWN_PROFILE
+    answered = now.answered
+    if any(answered.get(member, 0) >= asked for member in me):
+        return _ANSWERED if replica_id in now.names else _MISSED
+    if shortened is not None and not now.has_profile_of(shortened):
+        return _UNKNOWN_PROFILE
+    return _PENDING
+
+
+# Said for every member at every event, so made once.
+_PENDING: Final[Outlook[NoReturn]] = Outlook(Standing.PENDING)
+_UNKNOWN_PROFILE: Final[Outlook[NoReturn]] = Outlook(Standing.PENDING, Next.WRITE)
+_ANSWERED: Final[Outlook[NoReturn]] = Outlook(Standing.ANSWERED, Next.RETURN)
+_MISSED: Final[Outlook[NoReturn]] = Outlook(Standing.MISSED, Next.WRITE)

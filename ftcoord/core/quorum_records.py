@@ -1,16 +1,25 @@
 """The JSON records of a quorum, layout v1: what its members ask, and what was decided.
 
 Parsing is strict, see `core.strict`. `core.layout` has the keys.
+
+A replica's profile is the part of its request that stays the same from step to step. A decided quorum lies under two
+keys: its roster (who sits where, with all profiles) is written only when it changes, and its head with each decision.
+A member leaves its profile out of a request when the roster that it knows has it, and names it by its digest. A digest
+stands for one content, whatever etcd has lost or whoever wrote it, so a roster or a profile is never taken for another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from math import isfinite
+from operator import attrgetter
+from typing import Any, Final
 
-from ftcoord.core.strict import Raw, build, build_each, dump, json_problem, load, objects, texts
+from ftcoord.core.layout import roster_key
+from ftcoord.core.strict import Raw, build, build_each, dump, json_problem, load, numbers, objects, part, texts
 from ftcoord.errors import StateError
 
 
@@ -40,6 +49,33 @@ class QuorumRequest:
     commit_failures: int
     handles: tuple[str, ...]
 
+    @property
+    def profile(self) -> Profile:
+        """The part of it that stays the same from step to step."""
+        return Profile(self.replica_id, self.address, self.store_address, self.world_size, self.data, self.handles)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a replica says of itself in all of its requests; the fields are those of QuorumRequest."""
+
+    replica_id: str
+    address: str
+    store_address: str
+    world_size: int
+    data: str
+    handles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is left of a request without its profile: what changes from step to step, and whose it is."""
+
+    replica_id: str
+    step: int
+    shrink_only: bool
+    commit_failures: int
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
@@ -50,12 +86,22 @@ class ReplicaRecord:
         asked: which of its requests that is, never 0 and never the same twice; 0 while it does not ask.
         after: the highest quorum id that it knows of; 0 for none.
         beat: means nothing, but that a record with another one is a sign of life.
+        profile: if the request is written without its profile, the digest of that; empty if it is written whole. A
+            record that is read without its profile has empty texts and a world size of 0 in its place.
     """
 
     request: QuorumRequest
     asked: int
     after: int
     beat: int
+    profile: str = ""
+
+    def completed(self, profiles: Mapping[str, Profile]) -> QuorumRequest | None:
+        """The whole request, with the profile that is known by its digest; None if it is not among them."""
+        if not self.profile:
+            return self.request
+        profile = profiles.get(self.profile)
+        return None if profile is None else _joined(profile, self.request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +115,47 @@ class QuorumSeat:
 
 @dataclass(frozen=True, slots=True)
 class IdleMember:
-    """A member that has no seat, and which of its requests an earlier quorum answered."""
+    """A member that has no seat, and which of its requests was answered last: by an earlier quorum, or by the seat of
+    another member with its replica id."""
 
     member: str
     asked: int
 
 
+@dataclass(frozen=True, slots=True)
+class RosterSeat:
+    """Who has a seat, and what it says of itself; its place in the roster is its rank."""
+
+    member: str
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who sits where, as it lies in etcd.
+
+    Args:
+        digest: of its bytes there.
+    """
+
+    digest: str
+    seats: tuple[RosterSeat, ...]
+
+    @cached_property
+    def profiles(self) -> Mapping[str, Profile]:
+        """By their digests."""
+        return {digest_of(seat.profile): seat.profile for seat in self.seats}
+
+
 @dataclass(frozen=True)
 class QuorumRecord:
-    """The decided record.
+    """The decided quorum: what its head and its roster say together.
 
     Args:
         number: 1, 2, ...; another one for every decision.
         id: changes when process groups must be built again; never used for other replicas.
         seats: the participants, byte-wise by their replica id.
-        idle: the members whose last request was answered before: they do not ask now.
+        idle: the members without a seat whose last request is answered: they do not ask now.
         created: wall clock, seconds since 1970, for people only.
         by: the member that decided this.
     """
@@ -99,6 +171,15 @@ class QuorumRecord:
     def names(self) -> frozenset[str]:
         """The replica ids of the participants."""
         return frozenset(seat.request.replica_id for seat in self.seats)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, QuorumRequest]:
+        return {seat.request.replica_id: seat.request for seat in self.seats}
+
+    def has_profile_of(self, request: QuorumRequest) -> bool:
+        """Whether the replica has a seat, with the same profile."""
+        seated = self._by_name.get(request.replica_id)
+        return seated is not None and _profile_fields(seated) == _profile_fields(request)
 
     @property
     def requests(self) -> tuple[QuorumRequest, ...]:
@@ -116,31 +197,203 @@ class QuorumRecord:
         return {one.member: one.asked for one in self.idle} | dict(self.seated)
 
 
-def encode(record: ReplicaRecord | QuorumRecord) -> bytes:
+@dataclass(frozen=True, slots=True)
+class QuorumHead:
+    """What is written of a quorum with each decision. The lists are in the order of the roster's seats.
+
+    Args:
+        number, id, idle, created, by: see QuorumRecord.
+        roster: the digest of the roster that this goes with.
+        asked, step, commit_failures: of each seat; see QuorumSeat and QuorumRequest.
+        shrink_only: the ranks of those that ask to let nobody new in.
+    """
+
+    number: int
+    id: int
+    roster: str
+    asked: tuple[int, ...]
+    step: tuple[int, ...]
+    commit_failures: tuple[int, ...]
+    shrink_only: tuple[int, ...]
+    idle: tuple[IdleMember, ...]
+    created: float
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class _ShortReplicaRecord:
+    """A ReplicaRecord that is written without its profile."""
+
+    request: Progress
+    asked: int
+    after: int
+    beat: int
+    profile: str
+
+
+@dataclass(frozen=True, slots=True)
+class _RosterRecord:
+    seats: tuple[RosterSeat, ...]
+
+
+_DIGEST_BYTES: Final = 8
+"""Of a digest; enough that two of one job's profiles or rosters never have the same by chance."""
+_ROSTERS: Final = 4
+"""Rosters that a process keeps parsed."""
+_PROFILES: Final = 4096
+"""Profiles of which a process keeps the digests."""
+
+
+@lru_cache(_PROFILES)
+def digest_of(profile: Profile) -> str:
+    """What a record names a profile by."""
+    return _digest(dump(profile))
+
+
+def encode(record: ReplicaRecord) -> bytes:
     """The record as JSON, with the layout's version."""
-    return dump(record)
+    if not record.profile:
+        return dump(record)
+    progress = _progress(record.request)
+    return dump(_ShortReplicaRecord(progress, record.asked, record.after, record.beat, record.profile))
+
+
+def encode_quorum(quorum: QuorumRecord, known: Roster | None = None) -> tuple[bytes, bytes | None]:
+    """The head as JSON, and the roster too unless it is the `known` one."""
+    if known is not None and _has_roster(quorum, known):
+        return dump(_head(quorum, known.digest)), None
+    seats = tuple(RosterSeat(seat.member, seat.request.profile) for seat in quorum.seats)
+    roster = dump(_RosterRecord(seats))
+    return dump(_head(quorum, _digest(roster))), roster
 
 
 def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     """Raises StateError."""
-    return build(ReplicaRecord, key, _with_request(key, load(key, value)))
+    raw = load(key, value)
+    request = part(key, raw, "request")
+    if raw.get("profile"):
+        progress = build(Progress, key, request)
+        return build(ReplicaRecord, key, {**raw, "request": _joined(_UNKNOWN, progress)})
+    built = build(QuorumRequest, key, {**request, "handles": texts(key, request, "handles")})
+    _check_data(key, built.data)
+    return build(ReplicaRecord, key, {**raw, "request": built})
 
 
-def parse_quorum(key: str, value: bytes) -> QuorumRecord:
+@lru_cache(_ROSTERS)
+def parse_roster(key: str, value: bytes) -> Roster:
     """Raises StateError."""
     raw = load(key, value)
-    seats = tuple(build(QuorumSeat, key, _with_request(key, seat)) for seat in objects(key, raw, "seats"))
-    quorum = build(QuorumRecord, key, {**raw, "seats": seats, "idle": build_each(IdleMember, key, raw, "idle")})
-    if not isfinite(quorum.created):
+    record = build(_RosterRecord, key, {**raw, "seats": tuple(_seat(key, one) for one in objects(key, raw, "seats"))})
+    return Roster(_digest(value), record.seats)
+
+
+def parse_quorum(key: str, value: bytes, roster_value: bytes | None) -> QuorumRecord:
+    """The quorum whose head has this key and value, with what the key of its roster holds; None if that is absent.
+
+    Raises StateError, also when the roster is not the one that the head names.
+    """
+    head = _parse_head(key, value)
+    if roster_value is None:
+        problem = f"goes with a roster that is gone from {roster_key(key)!r}: delete both keys"
+        raise StateError(key, f"{problem}, and the replicas go on from the last quorum that they know")
+    roster = parse_roster(roster_key(key), roster_value)
+    if roster.digest != head.roster:
+        problem = f"is not the roster that {key!r} goes with, since somebody else wrote one of them: delete both keys"
+        raise StateError(roster_key(key), f"{problem}, and the replicas go on from the last quorum that they know")
+    return _seated(key, head, roster)
+
+
+def _digest(value: bytes) -> str:
+    return blake2b(value, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+_UNKNOWN: Final = Profile("", "", "", 0, "", ())
+"""Stands for a profile that was left out."""
+
+
+# The functions below run for each replica at each step.
+
+_profile_fields: Final[Callable[[Any], tuple[Any, ...]]] = attrgetter(*Profile.__dataclass_fields__)
+"""What a Profile says, and the same of a QuorumRequest."""
+
+
+def _has_roster(quorum: QuorumRecord, roster: Roster) -> bool:
+    return len(quorum.seats) == len(roster.seats) and all(
+        new.member == old.member and _profile_fields(new.request) == _profile_fields(old.profile)
+        for new, old in zip(quorum.seats, roster.seats, strict=True)
+    )
+
+
+def _request(profile: Profile, step: int, shrink_only: bool, commit_failures: int) -> QuorumRequest:
+    return QuorumRequest(
+        profile.replica_id,
+        profile.address,
+        profile.store_address,
+        step,
+        profile.world_size,
+        shrink_only,
+        profile.data,
+        commit_failures,
+        profile.handles,
+    )
+
+
+def _joined(profile: Profile, progress: Progress | QuorumRequest) -> QuorumRequest:
+    """The request of this profile and this progress, which says whose it is."""
+    whole = _request(profile, progress.step, progress.shrink_only, progress.commit_failures)
+    return whole if whole.replica_id == progress.replica_id else replace(whole, replica_id=progress.replica_id)
+
+
+def _progress(request: QuorumRequest) -> Progress:
+    return Progress(request.replica_id, request.step, request.shrink_only, request.commit_failures)
+
+
+def _head(quorum: QuorumRecord, roster: str) -> QuorumHead:
+    requests = quorum.requests
+    return QuorumHead(
+        quorum.number,
+        quorum.id,
+        roster,
+        tuple(seat.asked for seat in quorum.seats),
+        tuple(one.step for one in requests),
+        tuple(one.commit_failures for one in requests),
+        tuple(rank for rank, one in enumerate(requests) if one.shrink_only),
+        quorum.idle,
+        quorum.created,
+        quorum.by,
+    )
+
+
+def _parse_head(key: str, value: bytes) -> QuorumHead:
+    raw = load(key, value)
+    lists = {name: numbers(key, raw, name) for name in ("asked", "step", "commit_failures", "shrink_only")}
+    head = build(QuorumHead, key, {**raw, **lists, "idle": build_each(IdleMember, key, raw, "idle")})
+    if not isfinite(head.created):
         raise StateError(key, "has a created that is no time")
-    return quorum
+    return head
 
 
-def _with_request(key: str, raw: Raw) -> Raw:
-    request = raw.get("request")
-    if not isinstance(request, dict):
-        raise StateError(key, "has no request")
-    built = build(QuorumRequest, key, {**request, "handles": texts(key, request, "handles")})
-    if problem := json_problem(built.data):
+def _seated(key: str, head: QuorumHead, roster: Roster) -> QuorumRecord:
+    size, shrinking = len(roster.seats), frozenset(head.shrink_only)
+    if not len(head.asked) == len(head.step) == len(head.commit_failures) == size:
+        raise StateError(key, f"has an asked, step and commit_failures that are not of the {size} seats of its roster")
+    if not all(0 <= rank < size for rank in shrinking):
+        raise StateError(key, f"has a shrink_only that is not of the {size} seats of its roster")
+    rows = enumerate(zip(roster.seats, head.asked, head.step, head.commit_failures, strict=True))
+    seats = tuple(
+        QuorumSeat(seat.member, asked, _request(seat.profile, step, rank in shrinking, failures))
+        for rank, (seat, asked, step, failures) in rows
+    )
+    return QuorumRecord(head.number, head.id, seats, head.idle, head.created, head.by)
+
+
+def _seat(key: str, raw: Raw) -> RosterSeat:
+    inner = part(key, raw, "profile")
+    profile = build(Profile, key, {**inner, "handles": texts(key, inner, "handles")})
+    _check_data(key, profile.data)
+    return build(RosterSeat, key, {**raw, "profile": profile})
+
+
+def _check_data(key: str, data: str) -> None:
+    if problem := json_problem(data):
         raise StateError(key, f"has a request whose data is no JSON: {problem}")
-    return {**raw, "request": built}

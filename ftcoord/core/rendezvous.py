@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final, Literal, TypeAlias
 
 from ftcoord.core.outlook import Next, Outlook, Standing
@@ -106,6 +107,7 @@ class RoundSituation:
         previous_at: when `previous` was first seen.
         vanished: `previous` is known, but its key is gone from etcd.
         highest: the highest number that the decider ever saw, also in records that etcd has lost since.
+        read_at: when the decider read the members as a whole. What they asked then, they may have said long before.
     """
 
     members: Sequence[RoundCandidate]
@@ -114,6 +116,11 @@ class RoundSituation:
     previous_at: float
     vanished: bool = False
     highest: int = 0
+    read_at: float = -inf
+
+    def was_said_since(self, member: RoundCandidate, time: float) -> bool:
+        """Whether what a member asks of the last round was certainly said after that time."""
+        return member.seen > time and (member.seen > self.read_at or self.previous_at > time)
 
 
 def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verdict[Round]:
@@ -230,17 +237,25 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
     if new and len(previous.seats) - len(gone) < poll.limits[1]:
         return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
     if not previous.ready:
-        return _judge_seated(previous, running, poll.situation.previous_at, options, now)
+        return _judge_seated(previous, running, poll.situation, options, now)
     return Wait(f"round {previous.number} is running on {len(running)} nodes", rule=RECALL)
 
 
 def _judge_seated(
-    previous: Round, participants: Sequence[RoundCandidate], decided_at: float, options: RoundOptions, now: float
+    previous: Round,
+    participants: Sequence[RoundCandidate],
+    situation: RoundSituation,
+    options: RoundOptions,
+    now: float,
 ) -> Verdict[Round]:
     """R2. All take their seats, or nobody starts."""
-    until = decided_at + max(options.last_call_timeout, options.seat_timeout)
+    until = situation.previous_at + max(options.last_call_timeout, options.seat_timeout)
     since = now - options.fresh
-    missing = [member for member in participants if member.ask.seated != previous.number or member.seen <= since]
+    missing = [
+        member
+        for member in participants
+        if member.ask.seated != previous.number or not situation.was_said_since(member, since)
+    ]
     if not missing:
         reason = f"round {previous.number} is ready on {len(participants)} nodes"
         return Publish(replace(previous, ready=True), reason, SEATS)

@@ -92,6 +92,14 @@ def texts(key: str, raw: Raw, name: str) -> tuple[str, ...]:
     return tuple(_items(str, key, raw, name))
 
 
+def numbers(key: str, raw: Raw, name: str) -> tuple[int, ...]:
+    """The field `name`, which must be a list of numbers. Raises StateError."""
+    items = raw.get(name)
+    if not isinstance(items, list) or not all(type(item) is int and abs(item) <= LARGEST for item in items):
+        raise StateError(key, f"has no list of {name}")
+    return tuple(items)
+
+
 def check_number(key: str, number: int) -> None:
     """Raises StateError for a number that nobody has counted to."""
     if not 0 <= number <= LARGEST_COUNT:

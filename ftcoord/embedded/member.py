@@ -9,8 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,7 +73,7 @@ class EtcdMember:
         self._client_port: ReservedPort | None = None
         self._peer_port: ReservedPort | None = None
         self._process: SupervisedProcess | None = None
-        self._end: weakref.finalize[..., EtcdMember] | None = None
+        self._cancel_finalizer: Callable[[], None] | None = None
         self._data = ""
         self._log: Path | None = None
         self._log_start = 0
@@ -191,8 +190,9 @@ class EtcdMember:
             except OSError as error:
                 raise ServerError(f"cannot start etcd: {error}; choose another data_dir or log_path") from error
             undo.pop_all()
-        # Called at exit, and when nobody holds this member any more (so it must not hold it).
-        self._end = weakref.finalize(self, _end, self._process, self._ports())
+        self._cancel_finalizer = concurrency.when_forgotten(
+            self, _end, self._process, self._ports(), stage=concurrency.Stage.SERVERS
+        )
         self.relaunch()
 
     def relaunch(self) -> None:
@@ -258,8 +258,10 @@ class EtcdMember:
         """End etcd and remove its temporary data. Idempotent. Without effect in a forked child of the starter."""
         if self._process is not None and not self._process.is_owner():
             return
-        if self._end is not None:
-            self._end()
+        if self._process is not None:
+            if self._cancel_finalizer is not None:
+                self._cancel_finalizer()
+            self._process.close()
         self._process = None
         self._paused = False
         for port in self._ports():

@@ -63,12 +63,14 @@ Op: TypeAlias = Get | Put | Delete
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """One guard of a transaction: `key`'s `target` stands in `relation` to `operand`."""
+    """One guard of a transaction: `key`'s `target` stands in `relation` to `operand`. With an `end`, that of all keys
+    from `key` on and before `end`, in the order of their bytes."""
 
     key: str
     target: Literal["create", "mod", "version", "value", "lease"]
     relation: Literal["=", "!=", ">", "<"]
     operand: int | bytes
+    end: bytes = b""
 
 
 def absent(key: str) -> Compare:

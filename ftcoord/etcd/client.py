@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError, LeaseLost
@@ -37,13 +36,6 @@ GRPC_CLOSE_TIMEOUT: Final = 2.0
 """Seconds that `close()` waits for gRPC's threads, which have nothing left to do."""
 
 _warned_of: set[str] = set()
-_open_clients: weakref.WeakSet[EtcdClient] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for client in list(_open_clients):
-        client.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +60,8 @@ class EtcdClient(KeyCalls, Closing):
         etcd: endpoints such as "h1:2379,h2:2379", or a sequence of them, or an EtcdConfig; None takes them from
             FTCOORD_ENDPOINTS and friends. ConfigError is raised for what is none of these.
 
-    Thread-safe. Connects on first use. Closed when the interpreter exits, at the latest.
+    Thread-safe. Connects on first use. Closed when nobody refers to it any longer, and its watches with it; when the
+    interpreter exits, at the latest.
 
     In a forked child every call raises `ForkedProcessError`, and so does making a client there, if the parent ever had
     one: gRPC does not survive `fork()`. Children that do not use etcd are not disturbed.
@@ -79,7 +72,9 @@ class EtcdClient(KeyCalls, Closing):
         self._transport = Transport(self.config)
         self._watches = WatchHub(self._transport)
         self._batcher = Batcher(self._transport.write)
-        _open_clients.add(self)
+        self._cancel_finalizer = concurrency.when_forgotten(
+            self, _close, self._transport, self._watches, self._batcher, stage=concurrency.Stage.CLIENTS
+        )
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
         request = messages.message("RangeRequest")()
@@ -164,11 +159,8 @@ class EtcdClient(KeyCalls, Closing):
         """End all watches and connections; idempotent, nothing in a forked child. Leases stay: revoke them first."""
         if not self._transport.is_owner():
             return
-        _open_clients.discard(self)
-        self._transport.close()
-        self._watches.close()
-        self._batcher.close()
-        self._transport.join(GRPC_CLOSE_TIMEOUT)
+        self._cancel_finalizer()
+        _close(self._transport, self._watches, self._batcher)
 
     def __repr__(self) -> str:
         return f"EtcdClient({self.config.describe()})"
@@ -181,6 +173,14 @@ class EtcdClient(KeyCalls, Closing):
             log.debug("etcd does not list its members: %s", error)
             return False
         return any(member.id == member_id and member.name.startswith(EMBEDDED_NAMES) for member in response.members)
+
+
+def _close(transport: Transport, watches: WatchHub, batcher: Batcher) -> None:
+    """In this order: calls fail, then watches end and nothing more is sent, then no thread is in gRPC."""
+    transport.close()
+    watches.close()
+    batcher.close()
+    transport.join(GRPC_CLOSE_TIMEOUT)
 
 
 def _warn_below_floor(version: str) -> None:
@@ -237,6 +237,8 @@ def _write_compare(raw: Any, compare: Compare) -> None:
     raw.key, raw.result = encode_key(compare.key), messages.COMPARE_RESULT[compare.relation]
     raw.target = messages.COMPARE_TARGET[compare.target]
     setattr(raw, messages.COMPARE_FIELD[compare.target], compare.operand)
+    if compare.end:
+        raw.range_end = compare.end
 
 
 def _txn_result(response: Any, revision: int) -> TxnResult:

@@ -31,28 +31,61 @@ class _Clients:
         self.known: dict[EtcdConfig, _Counted] = {}
 
 
+class _Hold:
+    """One hold on a client, and the watches that were made through it: all that a `SharedClient` has to let go of."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self._config = config
+        self._clients = concurrency.of_process(_Clients)
+        # Any thread, one step of a dict at a time: `watch()` looks at `closed` after it has put its own.
+        self.watched: dict[_Watched, Callable[[WatchItem], None]] = {}
+        with self._clients.lock:
+            self.closed = False  # written with the lock held; becomes True once, and is read without it
+            known = self._clients.known
+            self._counted = known.get(config) or known.setdefault(config, _Counted(config))
+            self._counted.holders += 1
+
+    @property
+    def client(self) -> EtcdClient:
+        """Raises ClientClosed."""
+        if self.closed:
+            raise ClientClosed(CLIENT_CLOSED)
+        return self._counted.client
+
+    def let_go(self) -> None:
+        """Idempotent."""
+        with self._clients.lock:
+            if self.closed:
+                return
+            self.closed = True
+            self._counted.holders -= 1
+            is_last = not self._counted.holders
+            if is_last:
+                del self._clients.known[self._config]
+        if is_last:  # without the lock: it waits for threads, which may take it
+            self._counted.client.close()
+            return
+        for watched, deliver in list(self.watched.items()):
+            watched.cancel()
+            deliver(ClientClosed(CLIENT_CLOSED))
+
+
 class SharedClient(KeyCalls, Closing):
     """A hold on the process's client for `config`. Implements `ftcoord.etcd.api.Etcd`.
 
-    Its watches end with its `close()`, and the client with that of the last hold. Thread-safe. Making one raises
-    ConfigError when a TLS file cannot be read, and ForkedProcessError, see `EtcdClient`. After `close()` every call
-    raises ClientClosed.
+    Its watches end with its `close()`, and the client with that of the last hold. A hold that nobody refers to any
+    longer is let go of. Thread-safe. Making one raises ConfigError when a TLS file cannot be read, and
+    ForkedProcessError, see `EtcdClient`. After `close()` every call raises ClientClosed.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
         self._owner = OwnerProcess("this etcd client belongs to the parent process")
-        self._clients = concurrency.of_process(_Clients)
-        # Any thread, one step of a dict at a time: `watch()` looks at `_closed` after it has put its own.
-        self._watched: dict[_Watched, Callable[[WatchItem], None]] = {}
-        with self._clients.lock:
-            self._closed = False  # written with the lock held; becomes True once, and is read without it
-            known = self._clients.known
-            self._counted = known.get(config) or known.setdefault(config, _Counted(config))
-            self._counted.holders += 1
+        self._hold = _Hold(config)
+        self._cancel_finalizer = concurrency.when_forgotten(self, self._hold.let_go, stage=concurrency.Stage.CLIENTS)
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        return self._client.range(get, timeout=timeout)
+        return self._hold.client.range(get, timeout=timeout)
 
     def txn(
         self,
@@ -62,7 +95,7 @@ class SharedClient(KeyCalls, Closing):
         *,
         timeout: float | None = None,
     ) -> TxnResult:
-        return self._client.txn(compares, success, failure, timeout=timeout)
+        return self._hold.client.txn(compares, success, failure, timeout=timeout)
 
     def submit(
         self,
@@ -73,58 +106,40 @@ class SharedClient(KeyCalls, Closing):
         timeout: float,
     ) -> None:
         try:
-            client = self._client
+            client = self._hold.client
         except ClientClosed as error:
             done(error)
             return
         client.submit(compares, success, done, timeout=timeout)
 
     def grant(self, ttl: int) -> Lease:
-        return self._client.grant(ttl)
+        return self._hold.client.grant(ttl)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        return self._client.renew(lease_id, timeout=timeout)
+        return self._hold.client.renew(lease_id, timeout=timeout)
 
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
-        self._client.revoke(lease_id, timeout=timeout)
+        self._hold.client.revoke(lease_id, timeout=timeout)
 
     def status(self, *, timeout: float | None = None) -> Status:
-        return self._client.status(timeout=timeout)
+        return self._hold.client.status(timeout=timeout)
 
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
     ) -> Watch:
-        watched = _Watched(self._client.watch(span, start_revision, deliver, deletes_only=deletes_only), self._watched)
-        self._watched[watched] = deliver
-        if self._closed:  # meanwhile: `close()` may not have seen this one
+        hold = self._hold
+        watched = _Watched(hold.client.watch(span, start_revision, deliver, deletes_only=deletes_only), hold.watched)
+        hold.watched[watched] = deliver
+        if hold.closed:  # meanwhile: `let_go()` may not have seen this one
             watched.cancel()
             raise ClientClosed(CLIENT_CLOSED)
         return watched
 
     def close(self) -> None:
         """Let go of the client. Idempotent; does nothing in a forked child."""
-        if not self._owner.is_current:
-            return
-        with self._clients.lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._counted.holders -= 1
-            is_last = not self._counted.holders
-            if is_last:
-                del self._clients.known[self.config]
-        if is_last:  # without the lock: it waits for threads, which may take it
-            self._counted.client.close()
-            return
-        for watched, deliver in list(self._watched.items()):
-            watched.cancel()
-            deliver(ClientClosed(CLIENT_CLOSED))
-
-    @property
-    def _client(self) -> EtcdClient:
-        if self._closed:
-            raise ClientClosed(CLIENT_CLOSED)
-        return self._counted.client
+        if self._owner.is_current:
+            self._cancel_finalizer()
+            self._hold.let_go()
 
 
 class _Watched:

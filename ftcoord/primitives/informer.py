@@ -53,7 +53,7 @@ class Informer(Closing):
         """Report nothing more. Waits for a report under way, unless that is what closes it. Idempotent."""
         self._inbox.put(None)
         if self._thread is not concurrency.current_thread():
-            self._thread.join()
+            concurrency.join(self._thread)
 
     def _run(self) -> None:
         try:

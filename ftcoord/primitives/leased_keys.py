@@ -29,11 +29,184 @@ KEYS_RETRY_PAUSE: Final = 0.25
 Render: TypeAlias = Callable[[], bytes]
 
 
-class _Sent(NamedTuple):
-    """The value that was sent last, and what rendered it."""
+class Rendered(NamedTuple):
+    """The value for a key, and what rendered it."""
 
     render: Render
     value: bytes
+
+
+class WantedKeys:
+    """Which keys should be there, and what their users and the thread that writes them tell each other. Thread-safe.
+
+    Nobody holds its lock during a request or a `render`.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what  # never changes
+        self._changed = concurrency.condition("WantedKeys._changed")  # guards all below
+        self.problem: EtcdError | None = None  # why etcd does not have the keys now; anybody may read it
+        self._wanted: dict[str, Render] = {}
+        self._dirty: dict[str, None] = {}  # the names whose keys may not be as they should be, in order
+        self._lost = False  # the lease
+        self._closing = False
+        self._away = False  # whether etcd is out of reach
+        self._failure: BaseException | None = None  # what ended the thread
+
+    # -- for users ----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, render: Render) -> None:
+        """Raises ClientClosed and ThreadFailed."""
+        with self._changed:
+            if self._closing:
+                raise ClientClosed(f"these {self._what} were closed: make new ones")
+            self._check_thread()
+            self._wanted[name] = render
+            self._dirty[name] = None
+            self._changed.notify_all()
+
+    def wait(self, name: str, timeout: float, through_outage: bool) -> bool:
+        """Raises ClientClosed and ThreadFailed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled(name) or (self._away and not through_outage), timeout)
+            self._check_thread()
+            done = name not in self._dirty
+            if not done:
+                self._go_away("it does not answer")
+        return done
+
+    def close(self) -> None:
+        """Have the thread end after its present step."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def _is_settled(self, name: str) -> bool:
+        return name not in self._dirty or self._failure is not None
+
+    def _check_thread(self) -> None:
+        """With the lock held."""
+        if isinstance(self._failure, ClientClosed):
+            raise ClientClosed(f"these {self._what} are not kept in etcd any longer: {self._failure}")
+        if self._failure is not None:
+            raise ThreadFailed(f"keeps {self._what} in etcd", self._failure)
+
+    # -- for the thread that writes them ------------------------------------------------------------------------
+
+    def wait_for_work(self, has_lease: bool) -> bool:
+        """Wait until there is something to do; False at the end."""
+        with self._changed:
+            if self._away:
+                self._changed.wait_for(lambda: self._closing, KEYS_RETRY_PAUSE)
+            self._changed.wait_for(lambda: self._closing or self._lost or self._dirty or not has_lease)
+            return not self._closing
+
+    def take(self) -> dict[str, Render]:
+        """What is to be written next, by name."""
+        with self._changed:
+            return {name: self._wanted[name] for name in list(self._dirty)[:KEYS_PER_WRITE]}
+
+    def note_done(self, taken: dict[str, Render], done: set[str], absent: set[str]) -> None:
+        """Keys that are as they should be by now: `done` are written, `absent` are not there and should not be."""
+        with self._changed:
+            for name in done | absent:
+                if self._wanted[name] is taken[name]:  # else it was put again meanwhile
+                    del self._dirty[name]
+                    if name in absent:
+                        del self._wanted[name]
+            self._changed.notify_all()
+
+    @property
+    def is_lease_lost(self) -> bool:
+        return self._lost
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether keys may still lie in etcd under a lease that nobody keeps or revokes."""
+        return self._lost or self._failure is not None
+
+    def note_lost(self) -> None:
+        """The lease is lost. Runs on the keep-alive thread, too."""
+        with self._changed:
+            self._lost = True
+            self._changed.notify_all()
+
+    def expect_lease(self) -> None:
+        """A new lease is about to be granted: only what is said from now on is about that one."""
+        with self._changed:
+            self._lost = False
+
+    def want_all(self) -> bool:
+        """There is a new lease, under which no key is written yet; whether anybody still wants them."""
+        with self._changed:
+            self._dirty = dict.fromkeys(self._wanted)
+            return not self._closing
+
+    def note_problem(self, error: EtcdError) -> None:
+        """A step failed, and will be repeated."""
+        with self._changed:
+            self.problem = error
+            self._go_away(str(error))
+            self._changed.notify_all()
+
+    def note_end(self, failure: BaseException) -> None:
+        """The thread has failed for good."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()  # or somebody would wait for what nobody writes
+
+    def come_back(self) -> None:
+        """etcd has answered."""
+        with self._changed:
+            if self._away:
+                log.warning("%s are written to etcd again", self._what)
+            self._away, self.problem = False, None
+
+    def _go_away(self, why: str) -> None:
+        """With the lock held."""
+        if not self._away:
+            log.warning("%s are not written to etcd until it can be reached again: %s", self._what, why)
+        self._away = True
+
+
+class KeysUnderLease:
+    """Writes keys under one lease, and remembers what is known of them. For one thread.
+
+    Args:
+        key_of: the key of a name under a lease.
+    """
+
+    def __init__(self, etcd: Etcd, key_of: Callable[[str, int], str], lease: int) -> None:
+        self._etcd, self._key_of, self._lease = etcd, key_of, lease
+        self._versions: dict[str, int] = {}
+        self._sent: dict[str, Rendered] = {}  # what was sent last; its answer may have been lost
+
+    def may_exist(self, name: str) -> bool:
+        """Whether the name's key was ever written."""
+        return name in self._versions
+
+    def write(self, writes: dict[str, Rendered]) -> set[str]:
+        """Write all of these, or none if a key is not as expected; the names whose keys are now as they should be.
+
+        Raises EtcdError.
+        """
+        keys = {name: self._key_of(name, self._lease) for name in writes}
+        before = {name: (self._versions.setdefault(name, 0), self._sent.get(name)) for name in writes}
+        self._sent.update(writes)  # before the request: its answer may get lost
+        result = self._etcd.txn(
+            [Compare(keys[name], "version", "=", version) for name, (version, _) in before.items()],
+            [Put(keys[name], sent.value, self._lease) for name, sent in writes.items()],
+            [Get(Span(key)) for key in keys.values()],
+            timeout=WRITE_ATTEMPT_TIMEOUT,
+        )
+        done = set[str]()
+        for index, (name, (version, sent)) in enumerate(before.items()):
+            found = None if result.succeeded else result.range(index).one
+            self._versions[name] = version + 1 if result.succeeded else (found.version if found else 0)
+            ours = found is not None and sent is not None and found.value == sent.value  # its answer was lost
+            if result.succeeded or (ours and sent is not None and sent.render is writes[name].render):
+                done.add(name)
+        return done
 
 
 class LeasedKeys:
@@ -54,21 +227,16 @@ class LeasedKeys:
     def __init__(self, etcd: Etcd, ttl: int, key_of: Callable[[str, int], str], what: str) -> None:
         self._etcd, self._ttl, self._key_of, self._what = etcd, ttl, key_of, what  # never change
         self._owner = OwnerProcess(f"these {what} belong to the parent process")
-        # Guards all in the next paragraph. Never held during a request or a `render`.
-        self._changed = concurrency.condition("LeasedKeys._changed")
-        self.problem: EtcdError | None = None  # why etcd does not have the keys now; anybody may read it
-        self._wanted: dict[str, Render] = {}
-        self._dirty: dict[str, None] = {}  # the names whose keys may not be as they should be, in order
-        self._lost = False  # the lease
-        self._closing = False
-        self._away = False  # whether etcd is out of reach
-        self._failure: BaseException | None = None  # what ended the thread
-        # Only the thread: what it knows of the keys under its lease.
-        self._versions: dict[str, int] = {}
-        self._sent: dict[str, _Sent] = {}
+        self._wanted = WantedKeys(what)
+        self._keys: KeysUnderLease | None = None  # only the thread
         self._session: Session | None = None  # only the thread; `close()` too, when the thread has ended or hangs
         self._thread = concurrency.thread(self._run, f"ftcoord-{what}")
         self._thread.start()
+
+    @property
+    def problem(self) -> EtcdError | None:
+        """Why etcd does not have the keys now."""
+        return self._wanted.problem
 
     def check_process(self) -> None:
         """Raises ForkedProcessError in a child that was forked after this was made."""
@@ -81,13 +249,7 @@ class LeasedKeys:
         and when the etcd client is closed, and ThreadFailed.
         """
         self.check_process()
-        with self._changed:
-            if self._closing:
-                raise ClientClosed(f"these {self._what} were closed: make new ones")
-            self._check_thread()
-            self._wanted[name] = render
-            self._dirty[name] = None
-            self._changed.notify_all()
+        self._wanted.put(name, render)
 
     def wait(self, name: str, timeout: float, through_outage: bool = False) -> bool:
         """Wait until the name's key is as it should be; whether it is, after `timeout` seconds at most.
@@ -95,24 +257,17 @@ class LeasedKeys:
         Does not wait while etcd is known to be out of reach, unless `through_outage`: one caller waits for an outage,
         and the others need not. Raises ClientClosed when the etcd client is closed, and ThreadFailed.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_settled(name) or (self._away and not through_outage), timeout)
-            self._check_thread()
-            done = name not in self._dirty
-            if not done:
-                self._go_away("it does not answer")
-        return done
+        return self._wanted.wait(name, timeout, through_outage)
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float) -> bool:
         """Revoke the lease, and delete the keys with it; takes `timeout` seconds, twice at most. Idempotent.
 
-        Never raises for an etcd that is out of reach: the lease then expires. Does nothing in a forked child.
+        Never raises for an etcd that is out of reach: the lease then expires. Whether the keys are known to be gone.
+        Does nothing in a forked child.
         """
         if not self._owner.is_current:
-            return
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+            return False
+        self._wanted.close()
         self._thread.join(timeout)
         session = self._session
         if session is not None:
@@ -120,16 +275,9 @@ class LeasedKeys:
                 session.close(timeout)
             except EtcdError as error:
                 log.debug("the lease of these %s was not revoked, it expires: %s", self._what, error)
-
-    def _is_settled(self, name: str) -> bool:
-        return name not in self._dirty or self._failure is not None
-
-    def _check_thread(self) -> None:
-        """With the lock held."""
-        if isinstance(self._failure, ClientClosed):
-            raise ClientClosed(f"these {self._what} are not kept in etcd any longer: {self._failure}")
-        if self._failure is not None:
-            raise ThreadFailed(f"keeps {self._what} in etcd", self._failure)
+                return False
+        # Otherwise it was lost or left to expire, or a thread that hangs may still write.
+        return not (self._thread.is_alive() or self._wanted.is_in_doubt)
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -143,117 +291,50 @@ class LeasedKeys:
                 self._fail(failure)
 
     def _fail(self, failure: BaseException) -> None:
-        with self._changed:
-            self._failure = failure
-            self._changed.notify_all()  # or somebody would wait for what nobody writes
+        self._wanted.note_end(failure)
         if self._session is not None:
             self._session.orphan()
 
     def _run_until_closed(self) -> None:
-        while self._wait_for_work():
+        while self._wanted.wait_for_work(has_lease=self._keys is not None):
             try:
                 self._step()
             except LeaseLost as error:
                 log.debug("%s: %s", self._what, error)
-                self._note_lost()
+                self._wanted.note_lost()
             except ClientClosed as error:
-                self._note_failure(error)
+                self._wanted.note_problem(error)
                 self._fail(error)
                 return
             except EtcdError as error:
-                self._note_failure(error)
-
-    def _wait_for_work(self) -> bool:
-        """Wait until there is something to do; False at the end."""
-        with self._changed:
-            if self._away:
-                self._changed.wait_for(lambda: self._closing, KEYS_RETRY_PAUSE)
-            self._changed.wait_for(lambda: self._closing or self._lost or self._dirty or self._session is None)
-            return not self._closing
+                self._wanted.note_problem(error)
 
     def _step(self) -> None:
-        session = self._live_session()
-        with self._changed:
-            wanted = {name: self._wanted[name] for name in list(self._dirty)[:KEYS_PER_WRITE]}
-        values = {name: render() for name, render in wanted.items()}
-        writes = {name: _Sent(wanted[name], value) for name, value in values.items() if value or name in self._versions}
-        done = wanted.keys() - writes.keys()  # these are not there, and should not be
-        if writes:
-            done |= self._write(session.lease_id, writes)
-            self._come_back()
-        with self._changed:
-            for name in done:
-                if self._wanted[name] is wanted[name]:  # else it was put again meanwhile
-                    del self._dirty[name]
-                    if name not in writes:
-                        del self._wanted[name]
-            self._changed.notify_all()
-
-    def _write(self, lease: int, writes: dict[str, _Sent]) -> set[str]:
-        """Write all of these, or none if a key is not as expected; the names whose keys are now as they should be."""
-        keys = {name: self._key_of(name, lease) for name in writes}
-        before = {name: (self._versions.setdefault(name, 0), self._sent.get(name)) for name in writes}
-        self._sent.update(writes)  # before the request: its answer may get lost
-        result = self._etcd.txn(
-            [Compare(keys[name], "version", "=", version) for name, (version, _) in before.items()],
-            [Put(keys[name], sent.value, lease) for name, sent in writes.items()],
-            [Get(Span(key)) for key in keys.values()],
-            timeout=WRITE_ATTEMPT_TIMEOUT,
-        )
+        keys = self._live_keys()
+        taken = self._wanted.take()
+        rendered = {name: Rendered(render, render()) for name, render in taken.items()}
+        writes = {name: one for name, one in rendered.items() if one.value or keys.may_exist(name)}
         done = set[str]()
-        for index, (name, (version, sent)) in enumerate(before.items()):
-            found = None if result.succeeded else result.range(index).one
-            self._versions[name] = version + 1 if result.succeeded else (found.version if found else 0)
-            ours = found is not None and sent is not None and found.value == sent.value  # its answer was lost
-            if result.succeeded or (ours and sent is not None and sent.render is writes[name].render):
-                done.add(name)
-        return done
+        if writes:
+            done = keys.write(writes)
+            self._wanted.come_back()
+        self._wanted.note_done(taken, done, absent=taken.keys() - writes.keys())
 
-    def _live_session(self) -> Session:
-        if self._lost and self._session is not None:
+    def _live_keys(self) -> KeysUnderLease:
+        if self._session is not None and self._wanted.is_lease_lost:
             self._session.orphan()
-            self._session = None
+            self._session = self._keys = None
             log.warning("the lease of these %s was lost: they are put back under a new one", self._what)
-        if self._session is None:
-            with self._changed:
-                self._lost = False
-            self._versions.clear()
-            self._sent.clear()
+        if self._keys is None:
+            self._wanted.expect_lease()
             session = self._session = Session(self._etcd, self._ttl, self._on_state)
-            self._come_back()
-            with self._changed:
-                self._dirty = dict.fromkeys(self._wanted)
-                closing = self._closing
-            if closing:  # meanwhile: `close()` may not wait for this thread any longer
+            self._keys = KeysUnderLease(self._etcd, self._key_of, session.lease_id)
+            self._wanted.come_back()
+            if not self._wanted.want_all():  # `close()` may not wait for this thread any longer
                 session.orphan()
-        return self._session
+        return self._keys
 
     def _on_state(self, state: SessionState) -> None:
         """Runs on the keep-alive thread."""
         if state is SessionState.LOST:
-            self._note_lost()
-
-    def _note_lost(self) -> None:
-        with self._changed:
-            self._lost = True
-            self._changed.notify_all()
-
-    # -- etcd that is away --------------------------------------------------------------------------------------
-
-    def _note_failure(self, error: EtcdError) -> None:
-        with self._changed:
-            self.problem = error
-            self._go_away(str(error))
-            self._changed.notify_all()
-
-    def _go_away(self, why: str) -> None:
-        """With the lock held."""
-        if not self._away:
-            log.warning("%s are not written to etcd until it can be reached again: %s", self._what, why)
-        self._away = True
-
-    def _come_back(self) -> None:
-        with self._changed:
-            if self._away:
-                log.warning("%s are written to etcd again", self._what)
-            self._away, self.problem = False, None
+            self._wanted.note_lost()

@@ -64,7 +64,7 @@ class Mirror:
 
     @property
     def one(self) -> KeyValue | None:
-        """The value of a mirror of a single key."""
+        """The key that the span begins with: in a mirror of a single key, that one."""
         return self.kvs.get(self.span.start)
 
     def sync(self) -> None:
@@ -134,11 +134,15 @@ class Mirror:
             raise item
         return []
 
-    def learn(self, kv: KeyValue) -> None:
-        """Take over what a transaction says about the key of a single-key mirror; the watch will not repeat it."""
-        if kv.mod_revision > self.revision:
-            self.revision = kv.mod_revision
-            self.kvs[kv.key] = kv
+    def learn(self, *kvs: KeyValue) -> None:
+        """Take over what one transaction says about the keys of this mirror; the watch will not repeat it.
+
+        It must say of all keys of the mirror that changed up to then: those that are not given here are as known.
+        """
+        revision = max(kv.mod_revision for kv in kvs)
+        if revision > self.revision:
+            self.revision = revision
+            self.kvs.update((kv.key, kv) for kv in kvs)
 
     def doubt(self) -> None:
         """Something does not fit this copy: have the next `sync()` check whether etcd ever held what it says."""

@@ -7,6 +7,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TypeAlias
 
 from ftcoord import concurrency
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 SHORTEST_RENEWAL_TIMEOUT = 0.25
 """Seconds that a renewal may take even if many others wait behind it."""
+GIVE_BACK_TIMEOUT = 2.0
+"""Seconds that etcd may take to revoke a lease that nobody has any longer; after that it expires."""
 
 Clock: TypeAlias = Callable[[], float]
 Listener: TypeAlias = Callable[[SessionState], None]
@@ -163,6 +166,11 @@ class KeptLease:
         return SessionState.LOST if self._lost else self._times.state(self._renewer.clock())
 
     @property
+    def rests(self) -> bool:
+        """Whether it is not renewed until `resume()`."""
+        return self._resting
+
+    @property
     def ttl(self) -> float:
         """The TTL that was granted last, in seconds."""
         return self._times.ttl
@@ -241,7 +249,8 @@ class KeptLease:
 
 
 class Session(Closing):
-    """One lease of this process, kept alive until `close()`; keys put under it vanish with it.
+    """One lease of this process, kept alive until `close()`; keys put under it vanish with it. A session that nobody
+    refers to any longer is closed.
 
     Args:
         etcd: the etcd client.
@@ -265,7 +274,14 @@ class Session(Closing):
         sent_at = renewer.clock()
         lease = etcd.grant(ttl)
         self.ttl = lease.ttl
-        self._kept = KeptLease(etcd, lease, sent_at, listener, renewer)
+        with ExitStack() as undo:
+            undo.callback(_give_back, etcd, lease.id)  # where no thread can be started
+            self._kept = KeptLease(etcd, lease, sent_at, listener, renewer)
+            undo.pop_all()
+        # In the listener may be whoever has this session: then the renewer keeps both, until that one ends it.
+        self._cancel_finalizer = concurrency.when_forgotten(
+            self, _end, etcd, self._kept, stage=concurrency.Stage.LEASES
+        )
 
     @property
     def lease_id(self) -> int:
@@ -276,6 +292,11 @@ class Session(Closing):
     @property
     def state(self) -> SessionState:
         return self._kept.state
+
+    @property
+    def rests(self) -> bool:
+        """Whether nobody wants it renewed now."""
+        return self._kept.rests
 
     def rest(self) -> None:
         """Stop renewing; the keys live until the TTL is over, unless `wake()` is called before."""
@@ -298,6 +319,7 @@ class Session(Closing):
         if not self._owner.is_current:  # the renewer's lock may be held there forever
             return
         self._closed = True
+        self._cancel_finalizer()
         self._kept.stop()
 
     def close(self, timeout: float | None = None) -> None:
@@ -312,3 +334,17 @@ class Session(Closing):
         if self._kept.state is not SessionState.LOST:
             self._etcd.revoke(self._kept.id, timeout=timeout)
             self._kept.revoked()
+
+
+def _end(etcd: Etcd, kept: KeptLease) -> None:
+    """For a session that nobody refers to any longer."""
+    kept.stop()
+    if kept.state is not SessionState.LOST:
+        _give_back(etcd, kept.id)
+
+
+def _give_back(etcd: Etcd, lease_id: int) -> None:
+    try:
+        etcd.revoke(lease_id, timeout=GIVE_BACK_TIMEOUT)
+    except EtcdError as error:
+        log.debug("lease %x was not revoked, it expires by itself: %s", lease_id, error)

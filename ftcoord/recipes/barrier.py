@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ftcoord.config import full_text, whole
 from ftcoord.core import barrier
 from ftcoord.core.barrier_records import Arrival, Generation, encode, parse_arrival, parse_generation
+from ftcoord.core.invariants import check_generation
 from ftcoord.core.layout import KEY_PREFIX, barrier_prefix
-from ftcoord.core.outlook import Outlook, Standing
+from ftcoord.core.outlook import Standing
 from ftcoord.errors import ConfigError
-from ftcoord.etcd.namespace import Namespace
-from ftcoord.primitives.group.participant import UntilDeadline
-from ftcoord.primitives.group.plain_policy import Heard, PlainPolicy
-from ftcoord.primitives.group.use import Use
+from ftcoord.primitives.group.pace import UntilDeadline
+from ftcoord.primitives.group.plain_policy import PlainRules
+from ftcoord.primitives.group.plain_use import PlainUse
 from ftcoord.recipes.member import EtcdLike, RecipeMember
 
 _parties = whole(1, 1_000_000)
-_lease_ttl = whole(1, 86_400, " (seconds); etcd on default settings grants 2 s at the least")
 
 
-class BarrierUse(Use[Generation, Arrival]):
+class BarrierUse(PlainUse[Generation, Arrival]):
     """Barriers as a use of the group."""
 
     def __init__(self, prefix: str) -> None:
-        self._prefix, self._heard = prefix, Heard(parse_generation)
+        rules = PlainRules(barrier.decide, barrier.outlook, parse_arrival, parse_generation, encode, check_generation)
+        super().__init__(prefix, rules)
 
-    @property
-    def prefix(self) -> str:
-        return self._prefix
-
-    def policy(self) -> PlainPolicy[Generation, Arrival]:
-        return PlainPolicy(barrier.decide, parse_arrival, self._heard, encode)
-
-    def parse(self, key: str, value: bytes) -> Generation:
-        return self._heard.read(key, value)
-
-    def stamp(self, ask: Arrival) -> Arrival:
-        return replace(ask, nonce=uuid.uuid4().hex)
-
-    def encode(self, ask: Arrival) -> bytes:
-        return encode(replace(ask, known=self._heard.highest))
-
-    def outlook(self, record: Generation | None, me: Sequence[str], ask: Arrival) -> Outlook[Arrival]:
-        return barrier.outlook(record, me, ask)
+    def tell(self, ask: Arrival, highest: int) -> Arrival:
+        return replace(ask, known=highest)
 
 
 class Barrier(RecipeMember[Generation, Arrival]):
@@ -81,12 +64,10 @@ class Barrier(RecipeMember[Generation, Arrival]):
         key_prefix: str = KEY_PREFIX,
         lease_ttl: int = 10,
     ) -> None:
-        ttl, text = _lease_ttl("lease_ttl", lease_ttl), full_text("name", name)
-        self._name, self._parties = text, _parties("parties", parties)
+        self._name, self._parties = full_text("name", name), _parties("parties", parties)
         self._party = uuid.uuid4().hex  # through all of its leases: a lost one must not make it count twice
         self._after = 0  # the last generation that it passed; for the one thread that waits
-        namespace = Namespace.open(run, etcd, key_prefix)
-        super().__init__(namespace, BarrierUse(barrier_prefix(namespace.prefix, text)), ttl)
+        super().__init__(lambda of: BarrierUse(barrier_prefix(of, name)), run, etcd, key_prefix, lease_ttl)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until as many have arrived; this one's place among them, 0 to `parties` - 1.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig
+from ftcoord.closing import Closing
+from ftcoord.config import EtcdConfig, lease_seconds
 from ftcoord.errors import ForkedProcessError
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
@@ -18,7 +18,6 @@ from ftcoord.primitives.group.use import Use
 
 R = TypeVar("R")
 A = TypeVar("A")
-T = TypeVar("T", bound="RecipeMember")  # type: ignore[type-arg]
 
 EtcdLike = Etcd | EtcdConfig | str | Sequence[str] | None
 RECIPE_RECORD_TTL: Final = 24 * 3600
@@ -29,17 +28,26 @@ LEAVE_TIMEOUT: Final = 2.0
 """Seconds that leaving may take; if etcd is away for longer, the lease expires by itself."""
 
 
-class RecipeMember(Generic[R, A]):
+class RecipeMember(Closing, Generic[R, A]):
     """A context manager around a participant: leaves with `close()`, at the end of the context, or when dropped.
 
     `participant` is for the classes of this package.
+
+    Args:
+        use_of: makes the use; gets what the keys of the run begin with.
+        run, etcd, key_prefix, lease_ttl: as a user gives them.
+
+    Raises ConfigError for bad arguments, before any socket is opened.
     """
 
-    def __init__(self, namespace: Namespace, use: Use[R, A], lease_ttl: int) -> None:
-        self._namespace, self._pid = namespace, os.getpid()  # these never change
-        self.participant = Participant(
-            namespace.etcd, use, ParticipantOptions(lease_ttl, RECIPE_RECORD_TTL, REQUEST_TIMEOUT)
-        )
+    def __init__(
+        self, use_of: Callable[[str], Use[R, A]], run: str, etcd: EtcdLike, key_prefix: str, lease_ttl: int
+    ) -> None:
+        options = ParticipantOptions(lease_seconds("lease_ttl", lease_ttl), RECIPE_RECORD_TTL, REQUEST_TIMEOUT)
+        namespace = Namespace.open(run, etcd, key_prefix)
+        use = use_of(namespace.prefix)
+        self._namespace, self._prefix, self._pid = namespace, use.prefix, os.getpid()  # these never change
+        self.participant = Participant(namespace.etcd, use, options)
         self._lock = concurrency.lock("RecipeMember._lock")
         self._calls = 0  # guarded by _lock: the calls that wait
         self._cancel_finalizer = concurrency.when_forgotten(self, _end, self.participant, namespace, self._pid)
@@ -73,14 +81,6 @@ class RecipeMember(Generic[R, A]):
     def _check_process(self) -> None:
         if not self.is_own_process:
             raise ForkedProcessError.of(f"this {type(self).__name__.lower()} belongs to the parent process")
-
-    def __enter__(self: T) -> T:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _end(participant: Participant[R, A], namespace: Namespace, pid: int) -> None:

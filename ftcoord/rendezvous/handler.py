@@ -6,7 +6,6 @@ The contract is torch's `RendezvousHandler`
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -26,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
 from ftcoord.core.layout import round_key, round_store_prefix
 from ftcoord.core.rendezvous_records import Round
@@ -45,6 +45,32 @@ from ftcoord.store import EtcdStore
 log = logging.getLogger(__name__)
 
 
+class HandlerResources:
+    """What a handler has to give up. Does not refer to the handler, whose finalizer does so."""
+
+    def __init__(self, node: Node, ends: contextlib.ExitStack) -> None:
+        self.node, self.ends = node, ends  # never change
+        self.store: EtcdStore | None = None
+        self.tcp_store: TCPStore | None = None
+        self.left = False  # any thread; becomes True once
+
+    def end_round(self) -> None:
+        """Close the round's stores."""
+        if self.store is not None:
+            self.store.close()
+        self.store = self.tcp_store = None
+
+    def leave(self, why: str = "its process ends") -> None:
+        """Give everything up. Idempotent; never raises for an etcd that is away."""
+        if self.left:
+            return
+        self.left = True
+        self.node.stop()
+        self.node.leave(why)
+        self.end_round()
+        self.ends.close()
+
+
 class EtcdRendezvousHandler(RendezvousHandler):
     """One node's part in the rendezvous of a run.
 
@@ -54,6 +80,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     Not promised: that a node which etcd cannot hear has stopped. Its writes to the store of an old round are refused.
 
+    A handler that nobody refers to any longer leaves the run to the others, and its store is closed; so does one whose
+    process ends without `shutdown()`.
+
     Args:
         settings: the run and its time-outs.
         etcd: used, and closed at the end.
@@ -61,22 +90,24 @@ class EtcdRendezvousHandler(RendezvousHandler):
     """
 
     def __init__(self, settings: RendezvousSettings, etcd: EtcdClient, server: EtcdServer | None = None) -> None:
-        self._settings, self._etcd, self._ends = settings, etcd, contextlib.ExitStack()
+        self._settings, self._etcd = settings, etcd
+        ends = contextlib.ExitStack()
         if server is not None:
-            self._ends.callback(server.stop)
-        self._ends.callback(etcd.close)
+            ends.callback(server.stop)
+        ends.callback(etcd.close)
         self._run = RunRecord(etcd, settings)
         self._address = own_address(settings.local_addr, etcd.config)
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
-        self._node = Node(etcd, settings, self._address, self.host)
+        self._resources = HandlerResources(Node(etcd, settings, self._address, self.host), ends)
         self._users_error: BaseException | None = None
-        self._store: EtcdStore | None = None
-        self._tcp_store: TCPStore | None = None
-        self._left = False
         self._told = True
         self._called_back = 0
         self._pid = os.getpid()
-        atexit.register(self._leave)
+        self._cancel_finalizer = concurrency.when_forgotten(self, self._resources.leave)
+
+    @property
+    def _node(self) -> Node:
+        return self._resources.node
 
     # -- torch's interface --------------------------------------------------------------------------------------
 
@@ -114,9 +145,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._record(
             "next_rendezvous", f"{self.host} is rank {rank} of {len(round_.seats)} in round {round_.number}", rank
         )
-        assert self._store is not None
+        assert self._resources.store is not None
         bootstrap = RendezvousStoreInfo(round_.address, round_.port)
-        return RendezvousInfo(self._store, rank, len(round_.seats), bootstrap)
+        return RendezvousInfo(self._resources.store, rank, len(round_.seats), bootstrap)
 
     def num_nodes_waiting(self) -> int:
         """More than 0 when the agent should come back to `next_rendezvous`. From memory: never blocks, never raises.
@@ -148,7 +179,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         An agent that ends for any other reason leaves the run to the others, as does one that the others went on
         without. Idempotent. Whether closing reached etcd.
         """
-        if self._left:
+        if self._resources.left:
             return self._told
         error = sys.exc_info()[1]
         if error is self._users_error:
@@ -168,22 +199,26 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def prepare(self) -> None:
         """Take the lease and begin the watch that the first round needs; if etcd is away for now, that does so itself.
 
-        Serves timers from now on, if that is asked for. Raises RendezvousConnectionError when etcd refuses.
+        Serves timers from now on, if that is asked for. Raises RendezvousConnectionError when etcd refuses, and
+        RuntimeError when no thread can be started; the handler has then left.
         """
-        if self._settings.timers:
-            self._ends.callback(serve_timers(self._settings.prefix, self._etcd))
-        try:
-            self._node.participant.prepare()
-        except UNANSWERED as error:
-            log.debug("nothing could be prepared: %s", error)
-        except EtcdError as error:
-            self._leave("it could not prepare")
-            raise RendezvousConnectionError(f"could not prepare for run {self._settings.run_id!r}: {error}") from None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._leave, "it could not prepare")
+            if self._settings.timers:
+                self._resources.ends.callback(serve_timers(self._settings.prefix, self._etcd))
+            try:
+                self._node.participant.prepare()
+            except UNANSWERED as error:
+                log.debug("nothing could be prepared: %s", error)
+            except EtcdError as error:
+                run = self._settings.run_id
+                raise RendezvousConnectionError(f"could not prepare for run {run!r}: {error}") from None
+            undo.pop_all()
 
     def _join(self) -> tuple[Round, int]:
-        if self._left:
+        if self._resources.left:
             raise RendezvousClosedError(SHUT_DOWN)
-        self._end_round()
+        self._resources.end_round()
         self._node.begin()
         while True:
             reservation = Reservation(self._address)
@@ -203,9 +238,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         rank = round_.rank_of(member.id)
         assert rank is not None
         if rank == 0 and self.use_agent_store:
-            self._tcp_store = reservation.serve()
+            self._resources.tcp_store = reservation.serve()
         prefix = self._settings.prefix
-        self._store = EtcdStore(
+        self._resources.store = EtcdStore(
             self._etcd,
             round_store_prefix(prefix, round_.number),
             lease=member.record_lease or None,  # 0 if the record was deleted just now
@@ -213,23 +248,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
         )
         return rank
 
-    def _end_round(self) -> None:
-        if self._store is not None:
-            self._store.close()
-        self._store = self._tcp_store = None
-
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _leave(self, why: str = "its process ends") -> None:
-        """Give everything up: at the end, and when the process ends on a signal, which skips `shutdown()`."""
-        if self._left or os.getpid() != self._pid:
-            return
-        self._left = True
-        self._node.stop()
-        atexit.unregister(self._leave)
-        self._node.leave(why)
-        self._end_round()
-        self._ends.close()
+        """Give everything up: at the end, and when the process ends on a signal, which skips `shutdown()`. Does nothing
+        in a forked child."""
+        if os.getpid() == self._pid:
+            self._cancel_finalizer()
+            self._resources.leave(why)
 
     # -- events -------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import EtcdError, StateError, ThreadFailed
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
-from ftcoord.primitives.group.participant import Left, Look, Participant, ParticipantOptions
+from ftcoord.primitives.group.pace import Look
+from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -122,7 +123,10 @@ class Node:
             # Behind all rounds that have left something, though the record that would tell of them may be gone.
             highest = retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone)
             self._after, self._numbers_known = max(self._after, highest), True
-        look = self.participant.ask(self._new_ask(port), pace)
+        try:
+            look = self.participant.ask(self._new_ask(port), pace)
+        finally:
+            pace.rest()
         if look.standing is Standing.ANSWERED:
             assert look.record is not None
             return self._started(look.record)

@@ -12,7 +12,8 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import SEATING
 from ftcoord.core.rendezvous_records import JoinRequest, Round
 from ftcoord.errors import EtcdError
-from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, SIGNAL_LATENCY, Look, Participant
+from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Look, Standby, TakeoverToken
+from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Participant
 from ftcoord.rendezvous.limits import OtherLimits
 from ftcoord.rendezvous.logs import SHOWN, attendance, named
 from ftcoord.rendezvous.run_record import RunRecord
@@ -43,6 +44,7 @@ class RoundPace:
     ) -> None:
         now = concurrency.now()
         self._participant, self._settings, self._run, self._host = participant, settings, run, host
+        self._standby = Standby(participant, TakeoverToken())
         self.gone = concurrency.event()
         self.deadline = now + settings.join_timeout
         self.has_waited = False
@@ -63,6 +65,7 @@ class RoundPace:
             self._check_at = min(self._check_at, now + SEAT_INTERVAL)
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
             self.deadline = now + self._settings.join_timeout
+        self._standby.see(look.record, self._seats(look.record), _may_look(look.record, standing))
         if standing in (Standing.PENDING, Standing.SPARE):
             self.has_waited = True
         return standing
@@ -71,7 +74,7 @@ class RoundPace:
         now = concurrency.now()
         if standing is Standing.REFUSED:
             return now
-        return min(self.deadline, self._check_at, self._line_at, now + SIGNAL_LATENCY)
+        return min(self.deadline, self._check_at, self._line_at, self._standby.at(), now + SIGNAL_LATENCY)
 
     def tick(self, look: Look[Round, JoinRequest]) -> None:
         """Raises RendezvousTimeoutError after the join time-out, and RendezvousStateError where the limits differ."""
@@ -83,12 +86,20 @@ class RoundPace:
             return
         if now >= self.deadline:
             raise RendezvousTimeoutError(self._why_no_round())
+        self._standby.tick()
         if now >= self._check_at:
             self._check(look, now)
         if now >= self._line_at:
             self._line_at = now + LINE_INTERVAL
             if look.standing is Standing.PENDING:
                 log.info("run %r: waiting for a round: %s", self._settings.run_id, self._attendance())
+
+    def rest(self) -> None:
+        """This node waits no longer, for now."""
+        self._standby.end()
+
+    def _seats(self, record: Round | None) -> int:
+        return len(record.seats) if record is not None and record.seats else self._settings.min_nodes
 
     def _check(self, look: Look[Round, JoinRequest], now: float) -> None:
         self._tolerated = None
@@ -117,3 +128,13 @@ class RoundPace:
             if old:
                 return f"{named(old)} of the run that had ended has still to end"
         return attendance([ask.host for ask in asks], count, self._settings.min_nodes)
+
+
+def _may_look(record: Round | None, standing: Standing) -> bool:
+    """Whether a node that stands like this may decide in place of the decider.
+
+    Not while the nodes of a round take their seats: these count only if they were taken a moment ago, and whoever hears
+    late of the round cannot tell. It would start the round with a node that is dead.
+    """
+    takes_seats = record is not None and bool(record.seats) and not (record.ready or record.recalled)
+    return standing in (Standing.PENDING, Standing.SPARE) and not takes_seats

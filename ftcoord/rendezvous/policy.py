@@ -35,7 +35,9 @@ class RendezvousPolicy:
         members = [
             RoundCandidate(member_of(kv.key), ask, view.seen[kv.key]) for kv, ask in self._members.of(view.members)
         ]
-        situation = RoundSituation(members, view.changed_at, previous, view.decided_at, view.vanished, self._highest)
+        situation = RoundSituation(
+            members, view.changed_at, previous, view.decided_at, view.vanished, self._highest, view.read_at
+        )
         verdict = decide(situation, self._options, now)
         verdict = self._guard.passed(verdict, lambda one: check_round(situation, one.record), now)
         if isinstance(verdict, Wait):

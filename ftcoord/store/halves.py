@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections import deque
 from typing import Final
 
 from torch.distributed import PrefixStore, Store
 
 from ftcoord import concurrency
-from ftcoord.concurrency import detached
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
@@ -44,6 +44,8 @@ class StoreResources:
     ) -> None:
         self._changes, self._waiting, self._client, self.closed = changes, waiting, client, closed  # never change
         self._owner = OwnerProcess("this store belongs to the parent process")
+        self.ending = concurrency.Ending(self._close)
+        self.held_in_cpp = concurrency.of_process(_HeldInCpp)  # here, for it takes a lock
 
     @property
     def is_ours(self) -> bool:
@@ -52,11 +54,41 @@ class StoreResources:
 
     def close(self) -> None:
         """Wake all that wait, let the lease expire, and close the client if it is the store's own. Idempotent."""
+        self.ending.close()
+
+    def _close(self) -> None:
         self.closed.set()
         self._waiting.wake()
         self._changes.close()
         if self._client is not None:
             self._client.close()
+
+
+class _HeldInCpp:
+    """The stores of this process that C++ may call, though Python has freed them; and the thread that sees them off."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[list[Store], StoreResources]] = deque()  # finalizers append, the thread removes
+        self._thread = concurrency.DetachedThreads(self._see_off, self._held, 1)
+
+    def put(self, box: list[Store], resources: StoreResources) -> None:
+        """From a finalizer. The store in the box is closed when nothing else holds it."""
+        self._held.append((box, resources))
+        self._thread.start()
+
+    def _see_off(self) -> None:
+        """A finalizer runs once, so a box stays until its store is closed, though the thread fails."""
+        while self._held:
+            for _ in range(len(self._held)):
+                box, resources = self._held[0]
+                if _is_over(box, resources):
+                    resources.close()
+                    self._held.popleft()
+                    box.clear()
+                else:
+                    self._held.rotate(-1)
+            if self._held:
+                concurrency.sleep(HOLDERS_CHECK_INTERVAL)
 
 
 _kept: list[Store] = []
@@ -66,25 +98,12 @@ _kept: list[Store] = []
 def let_go(store: Store, resources: StoreResources) -> None:
     """For the finalizer of a store: close it, or keep it as long as C++ may call it, and close it then."""
     held = holders(store)
-    if held == 1 and (resources.closed.is_set() or not resources.is_ours):
-        return
-    try:
-        if held == 1:
-            detached(resources.close)
-        elif held is not None and resources.is_ours:
-            detached(_see_off, [store], resources)
-        else:
-            _kept.append(store)
-    except RuntimeError:  # no thread can be had; a lease that is kept for nobody is the lesser evil
+    if held == 1:
+        resources.ending.close_soon()
+    elif held is not None and resources.is_ours:
+        resources.held_in_cpp.put([store], resources)
+    else:
         _kept.append(store)
-
-
-def _see_off(box: list[Store], resources: StoreResources) -> None:
-    """Close the store in the box when nothing else holds it. A finalizer runs once, so this must not let go earlier."""
-    while not _is_over(box, resources):
-        concurrency.sleep(HOLDERS_CHECK_INTERVAL)
-    resources.close()
-    box.clear()
 
 
 def _is_over(box: list[Store], resources: StoreResources) -> bool:

@@ -134,14 +134,11 @@ class KeySpace:
         return _replay(self._base, self._log[:last])
 
     def _holds(self, compare: Compare) -> bool:
-        kv = self._kvs.get(compare.key)
-        if kv is None and compare.target == "value":
-            return False  # a key that does not exist has no value, not even an empty one
-        if compare.target == "value":
-            actual: int | bytes = kv.value if kv else b""
-        else:
-            actual = getattr(kv, _FIELDS[compare.target]) if kv else 0
-        return _RELATIONS[compare.relation](actual, compare.operand)
+        if not compare.end:
+            return _fits(compare, self._kvs.get(compare.key))
+        start = encode_key(compare.key)
+        found: list[KeyValue | None] = [kv for key, kv in self._kvs.items() if start <= encode_key(key) < compare.end]
+        return all(_fits(compare, kv) for kv in found or [None])
 
     def _run(self, op: Op, events: list[Event]) -> RangeResult | int | None:
         if isinstance(op, Get):
@@ -170,6 +167,16 @@ class KeySpace:
         if events:
             self.revision += 1
             self._log.append((self.revision, tuple(events)))
+
+
+def _fits(compare: Compare, kv: KeyValue | None) -> bool:
+    if kv is None and compare.target == "value":
+        return False  # a key that does not exist has no value, not even an empty one
+    if compare.target == "value":
+        actual: int | bytes = kv.value if kv else b""
+    else:
+        actual = getattr(kv, _FIELDS[compare.target]) if kv else 0
+    return _RELATIONS[compare.relation](actual, compare.operand)
 
 
 def concerning(events: Iterable[Event], span: Span, deletes_only: bool) -> tuple[Event, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import heapq
 import logging
 import math
@@ -77,7 +77,8 @@ class EtcdTimerClient(TimerClient):
         ttl: seconds after which the timers of a host that vanished are gone.
 
     As with torch's clients there is one timer for each scope of a process: acquiring it again replaces it, and one
-    release ends it. Timers of different scopes run side by side. Thread-safe; not usable in a forked child.
+    release ends it. Timers of different scopes run side by side. A client that nobody refers to any longer is closed.
+    Thread-safe; not usable in a forked child.
 
     Promised: `release` wins if it began before the timer's time was over, whatever etcd knows of it. One write each. An
     etcd that is out of reach, or refuses, raises nothing: `acquire` waits for `timeout` once, and then neither call
@@ -105,22 +106,27 @@ class EtcdTimerClient(TimerClient):
         if run is None and etcd is not None:
             raise ConfigError("run", None, "name the run too, where you name its etcd")
         host_id()
-        self._run = inherited() if run is None else Namespace.open(run, etcd, key_prefix)
-        self._ledger = Ledger()
-        self._worker = worker = this_process(self._ledger.fd, ttl)
-        prefix = self._run.prefix
-        # Guards all below, and the order of the ledger's entries and the keys' writes. Reentrant: a signal handler may
-        # use timers in the middle of a call.
-        self._lock = concurrency.rlock("EtcdTimerClient._lock")
-        self._held: dict[str, int] = {}  # slots, by scope
+        self._held: dict[str, int] = {}  # slots, by scope; guarded by _lock, as all below
         self._free: list[int] = []  # a heap of slots below the highest one in use
+        with contextlib.ExitStack() as undo:
+            run_ = inherited() if run is None else Namespace.open(run, etcd, key_prefix)
+            undo.callback(run_.close)
+            self._ledger = Ledger()
+            undo.callback(self._ledger.close)
+            self._worker = worker = this_process(self._ledger.fd, ttl)
+            prefix = run_.prefix
+            self._keys = LeasedKeys(
+                run_.etcd, ttl, lambda slot, lease: timer_key(prefix, worker.host, lease, slot), "timers"
+            )
+            undo.pop_all()
+        self._end = functools.partial(_end, self._ledger, self._held, self._keys, run_, max(self._timeout, 0.1))
+        # Also guards the order of the ledger's entries and the keys' writes. Reentrant: a signal handler may use timers
+        # in the middle of a call.
+        self._lock = concurrency.rlock("EtcdTimerClient._lock")
         self._wall_ahead = concurrency.wall() - concurrency.now()  # of the last call
         self._closed = False
         self._problem = LogOnce(log)
-        self._keys = LeasedKeys(
-            self._run.etcd, ttl, lambda slot, lease: timer_key(prefix, worker.host, lease, slot), "timers"
-        )
-        atexit.register(self.close)
+        self._cancel_finalizer = concurrency.when_forgotten(self, self._end)
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         """Have this process reaped unless `scope_id` is released by then.
@@ -134,6 +140,8 @@ class EtcdTimerClient(TimerClient):
         self._keys.check_process()
         scope, after = _scope(scope_id), self._from_now(expiration_time)
         with self._lock:
+            if self._closed:
+                raise ClientClosed("these timers were closed: make new ones, with a new EtcdTimerClient")
             slot = self._held.get(scope)
             if slot is None:
                 slot = self._held[scope] = self._free_slot()
@@ -170,20 +178,19 @@ class EtcdTimerClient(TimerClient):
         return True
 
     def close(self) -> None:
-        """Release all, and give the lease up: at the latest when the process ends. Idempotent.
+        """Release all, and give the lease up: at the latest when the process ends, or nobody refers to it any longer.
+        Idempotent.
 
         Takes `timeout` seconds, twice at the most, when etcd is out of reach.
         """
         if os.getpid() != self._worker.pid:
             return
-        atexit.unregister(self.close)
+        self._cancel_finalizer()
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
-            for slot in self._held.values():
-                self._ledger.release(slot)
-            self._held.clear()
-        self._keys.close(max(self._timeout, 0.1))
-        self._run.close()
+        self._end()  # without the lock: it waits for etcd
 
     def _free_slot(self) -> int:
         """The lowest one, so that there are only as many slots as timers at once."""
@@ -207,6 +214,16 @@ class EtcdTimerClient(TimerClient):
         if after > MAX_SECONDS:
             raise ConfigError("expiration_time", expiration_time, f"give a time within {MAX_SECONDS:g} s from now")
         return after
+
+
+def _end(ledger: Ledger, held: dict[str, int], keys: LeasedKeys, run: Namespace, timeout: float) -> None:
+    """Release all at once, whatever etcd knows, and then have etcd know it."""
+    for slot in held.values():
+        ledger.release(slot)
+    held.clear()
+    if keys.close(timeout):
+        ledger.close()
+    run.close()
 
 
 def _released() -> bytes:

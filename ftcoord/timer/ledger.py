@@ -19,7 +19,8 @@ _WIDTH: Final = 8
 
 
 class Ledger:
-    """This process's own, until it ends. Written through a mapping: quick, and never into what took its descriptor."""
+    """This process's own, until it ends or `close()`. Written through a mapping: quick, and never into what took its
+    descriptor."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create(LEDGER_NAME)
@@ -33,6 +34,11 @@ class Ledger:
     def release(self, slot: int) -> None:
         """Note that it is not held any longer."""
         self._memory[slot * _WIDTH : (slot + 1) * _WIDTH] = bytes(_WIDTH)
+
+    def close(self) -> None:
+        """Give the memory back. Not before etcd has none of its timers: a server that cannot read it would kill."""
+        self._memory.close()
+        os.close(self.fd)
 
 
 def holds(pid: int, ledger: int, slot: int, token: int) -> bool | None:

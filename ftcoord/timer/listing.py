@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Final
 
 from ftcoord import concurrency
@@ -49,15 +50,36 @@ def active(
 
 
 class Subscription(Closing):
-    """Reports timers that expire, until `close()`. A context manager.
+    """Reports timers that expire, until `close()`, or until nobody refers to this any longer. A context manager.
 
     It ends by itself when its etcd client is closed, or when its thread fails by an error that nobody foresaw. Both are
     logged as errors, and `failure` says why.
     """
 
     def __init__(self, run: Namespace, callback: Callable[[TimerInfo], object]) -> None:
-        self.failure: BaseException | None = None
-        """What ended it; None while it reports, and after `close()`. Written once, by its thread."""
+        self._reports = _Reports(run, callback)
+        self._cancel_finalizer = concurrency.when_forgotten(self, self._reports.close)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended it; None while it reports, and after `close()`."""
+        return self._reports.failure
+
+    def begin(self, timeout: float) -> None:
+        """Returns when no later expiry can be missed, after `timeout` seconds at most. Raises EtcdError."""
+        self._reports.begin(timeout)
+
+    def close(self) -> None:
+        """Report nothing more; waits for a callback under way, unless that is what closes it. Idempotent."""
+        self._cancel_finalizer()
+        self._reports.close()
+
+
+class _Reports:
+    """The thread of a subscription, which does not know it: so a subscription can be forgotten."""
+
+    def __init__(self, run: Namespace, callback: Callable[[TimerInfo], object]) -> None:
+        self.failure: BaseException | None = None  # written once, by the thread
         self._run, self._callback = run, callback  # never change
         # `begin()`'s thread, and from its end on only our thread:
         self._feed = Feed(run.etcd, timers_span(run.prefix))
@@ -66,7 +88,6 @@ class Subscription(Closing):
         self._thread = concurrency.thread(self._run_reports, "ftcoord-expired")
 
     def begin(self, timeout: float) -> None:
-        """Returns when no later expiry can be missed, after `timeout` seconds at most. Raises EtcdError."""
         deadline = concurrency.now() + timeout
         while not self._feed.synced:
             news = self._feed.next(deadline - concurrency.now())
@@ -77,11 +98,10 @@ class Subscription(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Report nothing more; waits for a callback under way, unless that is what closes it. Idempotent."""
         self._closed.set()
         self._feed.wake()
         if self._thread.ident is not None and self._thread is not concurrency.current_thread():
-            self._thread.join()
+            concurrency.join(self._thread)
         self._feed.close()
         self._run.close()
 
@@ -139,6 +159,8 @@ def on_expired(
 ) -> Subscription:
     """Call `callback` with each timer that a server finds expired from now on, on any host, until `close()`.
 
+    Keep what this returns: it is closed when nobody refers to it any longer.
+
     It is called on a thread of its own, once for each timer. If several timers of one worker expire together, it is
     called for the first. It survives outages of etcd, but misses what etcd compacted away during one.
 
@@ -152,11 +174,10 @@ def on_expired(
     if not callable(callback):
         raise TypeError("callback must be something to call with a TimerInfo")
     subscription = Subscription(Namespace.open(run, etcd, key_prefix), callback)
-    try:
+    with ExitStack() as undo:
+        undo.callback(subscription.close)
         subscription.begin(SUBSCRIPTION_BEGIN_TIMEOUT)
-    except EtcdError:
-        subscription.close()
-        raise
+        undo.pop_all()
     return subscription
 
 

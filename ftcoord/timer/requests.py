@@ -11,7 +11,7 @@ from torch.distributed.elastic.timer.api import RequestQueue
 from ftcoord import concurrency
 from ftcoord.core.layout import timers_span
 from ftcoord.core.timer_records import Timer, parse_timer
-from ftcoord.errors import StateError
+from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.mirror import Change
@@ -48,6 +48,7 @@ class EtcdRequestQueue(RequestQueue):
         self._feed = Feed(etcd, timers_span(prefix, host))
         self._ready: deque[TimerRequest] = deque()
         self._began = 0
+        self._problem: EtcdError | None = None  # what `wait` met, for the next call to raise
 
     @property
     def began(self) -> int:
@@ -67,15 +68,33 @@ class EtcdRequestQueue(RequestQueue):
             pass
         return [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
 
+    def wait(self, timeout: float) -> None:
+        """Wait for a request to `get`, or something for it to raise, or a `wake()`; `timeout` seconds at most."""
+        deadline = concurrency.now() + timeout
+        try:
+            while not self._ready and self._pump(deadline - concurrency.now()):
+                pass
+        except EtcdError as error:
+            self._problem = error
+
     def wake(self) -> None:
-        """End the `get` that waits. From any thread."""
+        """End the `get` or `wait` that waits. From any thread."""
         self._feed.wake()
 
     def close(self) -> None:
         """Stop watching; idempotent."""
         self._feed.close()
 
+    def _take_problem(self) -> EtcdError:
+        """No frame of the traceback to come may hold the error: a cycle would keep the server, which is in it too,
+        until the collector runs."""
+        assert self._problem is not None
+        problem, self._problem = self._problem, None
+        return problem
+
     def _pump(self, timeout: float) -> bool:
+        if self._problem is not None:
+            raise self._take_problem()
         news = self._feed.next(timeout)
         if news is None:
             return False

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from torch.distributed.elastic.timer import TimerRequest, TimerServer
@@ -61,6 +64,8 @@ class EtcdTimerServer(TimerServer):
 
     Also keeps the lease of a worker that holds a timer: a worker that is stuck in C code cannot renew it by itself.
 
+    Keep the server: one that nobody refers to any longer is stopped.
+
     Raises ConfigError (a ValueError) for bad arguments, before any socket is opened.
     """
 
@@ -86,6 +91,11 @@ class EtcdTimerServer(TimerServer):
         # `stop()` when that has ended:
         self._book: Book[TimerRequest] = Book()
         self._leases = WorkerLeases(self._run.etcd)
+        self._planned = math.inf  # when the watchdog meant to look again
+        self._resources = _ServerResources(self._queue, self._leases, self._run, self._stopping)
+        # torch's thread would keep this server for ever.
+        setattr(self, "_watchdog_loop", partial(_watch, weakref.ref(self), self._resources))  # noqa: B010
+        self._cancel_finalizer = concurrency.when_forgotten(self, self._resources.end)
         self._began = 0  # the queue's `began` that is in the book
         self._problem = LogOnce(log)
 
@@ -146,33 +156,40 @@ class EtcdTimerServer(TimerServer):
             log.info("worker %d has ended by itself", worker_id.pid)
         return True
 
+    def start(self) -> None:
+        """Begin to watch. Raises RuntimeError when no thread can be started."""
+        super().start()
+        self._resources.thread = self._watchdog_thread
+
     def stop(self) -> None:
         """End the watchdog; running timers are left to another server. Idempotent."""
-        thread = self._watchdog_thread
         self._stop_signaled = True
-        self._stopping.set()
-        self._queue.wake()
-        super().stop()
-        if thread is not None and thread is not concurrency.current_thread():
-            thread.join(STOP_TIMEOUT)
-        self._queue.close()
-        self._leases.close()
-        self._run.close()
+        self._cancel_finalizer()
+        self._resources.end()
+        self._watchdog_thread = None
 
     # -- the watchdog -------------------------------------------------------------------------------------------
 
-    def _run_watchdog(self) -> None:
-        now = self._clock()
-        planned = now + min(max(self._book.look_at() - now, 0), self._max_interval)
+    def _turn(self) -> float:
+        """One turn of the watchdog's thread; the seconds until the next one, if no request comes before."""
         try:
-            requests = self._queue.get(max(1, self._queue.size()), planned - now)
+            self._run_watchdog()
+        except Exception:  # of a user's subclass; torch's rule: the watchdog goes on
+            log.exception("a turn of the timer server failed")
+        now = self._clock()
+        self._planned = now + min(max(self._book.look_at() - now, 0), self._max_interval)
+        return self._planned - now
+
+    def _run_watchdog(self) -> None:
+        try:
+            requests = self._queue.get(max(1, self._queue.size()), 0)
         except ClientClosed as error:
             self._end(error)
             return
         except EtcdError as error:
             self._wait_for_etcd(error)
             return
-        self._notice_gaps(planned)
+        self._notice_gaps(self._planned)
         self.register_timers(requests)
         self._leases.keep(self._book.entries.values(), self._clock())
         for key, entry in self._book.expired(self._clock()):
@@ -256,6 +273,38 @@ class EtcdTimerServer(TimerServer):
             self._book.drop(key)
         else:
             self._book.postpone(key, self._clock() + TIMER_RETRY_PAUSE, request)
+
+
+class _ServerResources:
+    """What a server has to end. Does not refer to the server."""
+
+    def __init__(
+        self, queue: EtcdRequestQueue, leases: WorkerLeases, run: Namespace, stopping: concurrency.Event
+    ) -> None:
+        self.queue, self._leases, self._run, self.stopping = queue, leases, run, stopping  # never change
+        self.thread: concurrency.Thread | None = None  # set once, by `start()`
+
+    def end(self) -> None:
+        """Idempotent."""
+        self.stopping.set()
+        self.queue.wake()
+        if self.thread is not None and self.thread is not concurrency.current_thread():
+            self.thread.join(STOP_TIMEOUT)
+        self.queue.close()
+        self._leases.close()
+        self._run.close()
+
+
+def _watch(reference: weakref.ref[EtcdTimerServer], resources: _ServerResources) -> None:
+    """The watchdog's thread, which holds the server only while it has something to do."""
+    timeout = 0.0
+    while not resources.stopping.is_set():
+        resources.queue.wait(timeout)
+        server = reference()
+        if server is None or server._stop_signaled:
+            return
+        timeout = server._turn()
+        del server
 
 
 def _key(request: TimerRequest) -> Hashable:

@@ -343,6 +343,35 @@ def test_a_rank_that_votes_twice_is_told_twice(site: Site) -> None:
     assert [one.result() for one in twice] == [True, True]
 
 
+def test_votes_on_different_steps_count_together(site: Site) -> None:
+    ranks = site.ranks(site.manager(site.job(), "a", world_size=2), 2)
+    for votes in itertools.product((True, False), repeat=2):
+        told = [
+            spawn(lambda rank=rank, yes=yes: ranks[rank].should_commit(rank, 10 * rank, yes, timeout=LONG))
+            for rank, yes in enumerate(votes)
+        ]
+        assert [future.result(DEADLINE) for future in told] == [all(votes)] * 2
+
+
+def test_a_second_call_of_a_rank_is_answered_with_the_first(site: Site) -> None:
+    job = site.job(2)
+    both, (other,) = site.ranks(site.manager(job, "a", world_size=2), 2), site.ranks(site.manager(job, "b"))
+    calls = [group_ask(rank, group_rank=number) for number, rank in enumerate(both)]
+    calls.append(group_ask(both[0], group_rank=0))
+
+    def all_are_answered() -> bool:
+        asked = [group_ask(other, timeout=timedelta(seconds=1))]
+        if calls[0].done():  # the second call came so late that it is the next one
+            asked.append(group_ask(both[1], group_rank=1, timeout=timedelta(seconds=1)))
+        for one in asked:
+            with contextlib.suppress(TimeoutError):
+                one.result(DEADLINE)
+        return all(call.done() for call in calls)
+
+    eventually(all_are_answered, "all calls are answered", timeout=DEADLINE / 2)
+    assert {call.result().quorum_id for call in calls} == {1}
+
+
 def test_time_outs_of_a_rank(site: Site) -> None:
     rank, _ = site.ranks(site.manager(site.job(), "a", world_size=2), 2)
     with pytest.raises(TimeoutError, match=TIMED_OUT):

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
-from helpers import eventually
+from helpers import DEADLINE, eventually
 from rdzv_nodes import MakeNodes, all_signalled, join_all
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
+from ftcoord.coordination.address import Job
+from ftcoord.coordination.replica import Replica
+from ftcoord.core.layout import decided_key, roster_key
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, encode_quorum
+from ftcoord.errors import StateError
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
 
@@ -65,3 +73,91 @@ def test_a_run_among_garbage(make_nodes: MakeNodes, client: EtcdClient, run_id: 
         kv = client.get(key).one
         assert kv is not None
         assert (kv.value, kv.version) == (value, 1)
+
+
+# -- quorums ----------------------------------------------------------------------------------------------------------
+
+REQUEST = QuorumRequest("x", "addr", "store", 0, 1, False, "", 0, ())
+
+
+class Pair:
+    """Two replicas that ask together."""
+
+    def __init__(self, client: EtcdClient, prefix: str) -> None:
+        job = Job("etcd", "", prefix, min_replicas=2)
+        self.key = decided_key(job.prefix)
+        self._replicas = [Replica(client, job, name, keeps_lease=True) for name in "xy"]
+        self._threads = ThreadPoolExecutor(2)
+
+    def ask(self, step: int) -> QuorumRecord:
+        """Their next quorum. Raises what either raises."""
+        asked = [replace(REQUEST, replica_id=one.replica_id, step=step) for one in self._replicas]
+        until = time.monotonic() + DEADLINE
+        calls = [
+            self._threads.submit(one.ask, request, until) for one, request in zip(self._replicas, asked, strict=True)
+        ]
+        told = [call.exception() or call.result() for call in calls]
+        for one in told:
+            if isinstance(one, BaseException):
+                raise one
+            assert list(one.requests) == asked
+        return told[0]  # type: ignore[return-value]
+
+    def may_ask(self) -> bool:
+        """Whether neither of them knows of a record that it cannot read."""
+        members = [one._participant.member for one in self._replicas]
+        return all(member is not None and member.problem is None for member in members)
+
+    def end(self) -> None:
+        for one in self._replicas:
+            one.leave(DEADLINE)
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def pair(client: EtcdClient, prefix: str) -> Iterator[Pair]:
+    made = Pair(client, prefix)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quorum_among_garbage(pair: Pair, client: EtcdClient, kind: str) -> None:
+    """It is said with the key's name, and never decided over. Who knew the quorum goes on when the key is deleted."""
+    dice = random.Random(kind)
+    beside = [f"{pair.key}s", f"{pair.key}/other", f"{pair.key}/roster/1"]
+    there = {key: anything(dice, kind) for key in beside}
+    for key, value in there.items():
+        client.put(key, value)
+    number = pair.ask(1).number
+    for step, key in enumerate((pair.key, roster_key(pair.key)) * ROUNDS, 2):
+        garbage = anything(dice, kind)
+        client.put(key, garbage)
+        with pytest.raises(StateError, match=repr(key)) as caught:
+            pair.ask(step)
+        assert caught.value.key == key
+        left = client.get(key).one
+        assert left is not None
+        assert left.value == garbage
+        client.delete(Span(key))
+        eventually(pair.may_ask, what="both hear that it is gone")
+        quorum = pair.ask(step)
+        assert quorum.number > number
+        number = quorum.number
+    for key, value in there.items():
+        kv = client.get(key).one
+        assert kv is not None
+        assert (kv.value, kv.version) == (value, 1)
+
+
+def test_the_roster_of_another_quorum(pair: Pair, client: EtcdClient) -> None:
+    """It could be read, and is not the one that the head names."""
+    pair.ask(1)
+    _, other = encode_quorum(QuorumRecord(9, 9, (QuorumSeat("0" * 16, 1, REQUEST),), (), 0.0))
+    assert other is not None
+    client.put(roster_key(pair.key), other)
+    with pytest.raises(StateError, match="delete both keys"):
+        pair.ask(2)
+    client.delete(Span(pair.key, is_prefix=True))
+    eventually(pair.may_ask, what="both hear that it is gone")
+    assert pair.ask(2).number > 1

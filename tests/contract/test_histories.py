@@ -17,6 +17,7 @@ from rdzv_nodes import spawn
 from sites import KINDS, Site, group_ask
 
 from ftcoord.coordination.address import parse_address
+from ftcoord.core.layout import decided_span
 from ftcoord.core.quorum_records import parse_quorum, parse_replica
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, Span
@@ -82,10 +83,11 @@ def waiting(kind: str, job: str, etcd: EtcdClient) -> int:
         assert found is not None
         return int(found[1])
     prefix = parse_address(job).prefix
-    decided = etcd.get(f"{prefix}/decided").one
+    kvs = etcd.range(Get(decided_span(prefix))).kvs
     answered = set()
-    if decided is not None:
-        quorum = parse_quorum(decided.key, decided.value)
+    if kvs:
+        decided, roster = kvs
+        quorum = parse_quorum(decided.key, decided.value, roster.value)
         answered = {(one.member, one.asked) for one in (*quorum.seats, *quorum.idle)}
     members = etcd.range(Get(Span(f"{prefix}/members/", is_prefix=True))).kvs
     asked = {(kv.key.rpartition("/")[2], parse_replica(kv.key, kv.value).asked) for kv in members}

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from helpers import DEADLINE, eventually, freeze
+from helpers import DEADLINE, eventually, freeze, python
 from natives import Natives
 
 from benchmarks.metrics import Load
@@ -64,16 +64,27 @@ def gateway(job: str) -> Iterator[Gateway]:
 
 def members(job: str) -> int:
     """How many members the job has in etcd."""
+    return len(member_keys(job))
+
+
+def member_keys(job: str) -> set[str]:
+    """Of the members that the job has in etcd."""
     with EtcdClient(EtcdConfig.load(parse_address(job).endpoints)) as client:
         span = Span(f"{parse_address(job).prefix}/members/", is_prefix=True)
-        return client.range(Get(span, count_only=True)).count
+        return {kv.key for kv in client.range(Get(span, keys_only=True)).kvs}
 
 
 def asked(job: str) -> int:
     """How many times the members asked for a quorum, those left out that took it back."""
+    return sum(askers(job).values())
+
+
+def askers(job: str) -> dict[str, int]:
+    """The keys of the members that ask, or were answered, and how many times each asked."""
     with EtcdClient(EtcdConfig.load(parse_address(job).endpoints)) as client:
         kvs = client.range(Get(Span(f"{parse_address(job).prefix}/members/", is_prefix=True))).kvs
-    return sum(parse_replica(kv.key, kv.value).asked for kv in kvs)
+    found = {kv.key: parse_replica(kv.key, kv.value).asked for kv in kvs}
+    return {key: times for key, times in found.items() if times}
 
 
 class Process:
@@ -144,7 +155,7 @@ def test_two_gateways_are_one(natives: Natives, etcd: EtcdServer) -> None:
 def test_native_and_drop_in_replicas_meet(natives: Natives, gateway: Gateway, job: str) -> None:
     natives.manage(gateway.address(), "a", "c")
     eventually(lambda: members(job) == 2, "they beat")
-    server = ManagerServer("b", job, "", "", "store-of-b", 1, timedelta(seconds=1), LIMIT, 0)
+    server = ManagerServer("b", job, "localhost", "[::]:0", "store-of-b", 1, timedelta(seconds=1), LIMIT, 0)
     client = ManagerClient(server.address(), LIMIT)
     try:
         for step in range(3):
@@ -254,14 +265,43 @@ def test_a_gateway_is_killed_and_another_takes_its_port(natives: Natives, job: s
         assert natives.ask("a", "b")[0]["quorum_id"] == 1
         waiting = natives.do("quorum", name="a", step=1)
         eventually(lambda: asked(job) == 3, "a asks")
+        before = askers(job).keys()
         first.end(signal.SIGKILL)
         with process(job, first.port):
+            # Else b may meet the member that a was, which asks until its lease ends.
+            eventually(lambda: askers(job).keys() - before, "a asks again")
             (b,) = natives.ask("b", step=1)
             a = waiting.result(DEADLINE)
             assert (a["replica_world_size"], b["replica_world_size"]) == (2, 2)
             assert a["quorum_id"] == b["quorum_id"] >= 1
             after = natives.ask("a", "b", step=2, failures=1)
             assert after[0]["quorum_id"] == after[1]["quorum_id"] == a["quorum_id"] + 1
+
+
+@pytest.mark.parametrize("retries", [0, 20])
+def test_nobody_hangs_when_one_of_two_gateways_is_killed(natives: Natives, job: str, retries: int) -> None:
+    """Not even a native manager without retries, for longer than the time-out of its call."""
+    with process(job) as first, process(job) as second:
+        natives.manage(first.address, "a", retries=retries)
+        natives.manage(second.address, "b", retries=retries)
+        assert natives.ask("a", "b")[0]["quorum_id"] == 1
+        waiting = natives.do("quorum", name="a", step=1, timeout=3.0 if retries == 0 else 60.0)
+        raw = natives.do("client_quorum", lighthouse=first.address, name="a", timeout=60.0)
+        eventually(lambda: asked(job) >= 4, "a asks, through two connections")
+        first.end(signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="transport error"):  # long before its time is over
+            raw.result(DEADLINE / 2)
+        before = member_keys(job)
+        with process(job, first.port):
+            eventually(lambda: member_keys(job) - before, "a beats again, so what it asked before does not count")
+            other = natives.do("quorum", name="b", step=1)
+            if retries == 0:
+                with pytest.raises(TimeoutError):
+                    waiting.result(DEADLINE)
+                waiting = natives.do("quorum", name="a", step=1)
+            a, b = waiting.result(DEADLINE), other.result(DEADLINE)
+            assert a["replica_ids"] == b["replica_ids"] == ["a", "b"]
+            assert a["quorum_id"] == b["quorum_id"]
 
 
 def test_ids_grow_though_every_gateway_and_replica_is_new(natives: Natives, job: str) -> None:
@@ -368,6 +408,30 @@ def test_a_taken_port_and_a_bad_address_are_refused(gateway: Gateway, job: str) 
     for address, listen in ((job, "29510"), (job, "host:port"), ("http://x", "127.0.0.1:0")):
         with pytest.raises(ConfigError):
             Gateway(address, listen)
+
+
+ENDS = """
+import sys
+from ftcoord.coordination import Gateway
+gateway = Gateway(sys.argv[1])
+print(gateway.address(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_call_that_waits_does_not_keep_the_process_from_ending(job: str) -> None:
+    """Python waits for the threads of its own executors before it tells anybody that the process ends."""
+    with python("-c", ENDS, job) as process:
+        assert process.stdout is not None
+        target = process.stdout.readline().strip().removeprefix("http://")
+        with grpc.insecure_channel(target) as channel:
+            call = channel.unary_unary("/torchft.LighthouseService/Quorum").future(
+                text(1, text(1, "x")), timeout=10 * DEADLINE
+            )
+            eventually(lambda: asked(job), "the request")
+            process.communicate("\n", timeout=DEADLINE)
+            assert process.returncode == 0
+            assert call.exception(timeout=DEADLINE).code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff", b"\x0a\x05\x3a\x03{x}"])

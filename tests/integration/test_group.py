@@ -97,7 +97,10 @@ def test_most_members_hear_of_decisions_without_their_threads(join: Join) -> Non
     second.sees(first, second)
     heard_on: list[str] = []
     listener = second.group._record._listener
-    second.group._record._listener = lambda kv: (heard_on.append(threading.current_thread().name), listener(kv))[1]
+    second.group._record._listener = lambda kv, roster: (
+        heard_on.append(threading.current_thread().name),
+        listener(kv, roster),
+    )[1]
     for ask in "abc":
         first.ask(ask)
         second.hears(lambda roll, ask=ask: roll["members"][first.id] == f"{ask}/1")

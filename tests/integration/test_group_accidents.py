@@ -57,7 +57,7 @@ class Broken(Roll):
         raise MemoryError("of the test")
 
 
-def parse(key: str, value: bytes) -> bytes:
+def parse(key: str, value: bytes, roster: bytes | None) -> bytes:
     if value == b"junk":
         raise StateError(key, "is junk")
     return value
@@ -106,7 +106,7 @@ def test_a_member_without_a_thread_is_none(
     """As where a process may start no more of them. It can be tried again."""
     with Session(client, 60) as session:
         heard = threading.Event()
-        group = Group(client, session, prefix, Roll(prefix), 60, lambda kv: heard.set())
+        group = Group(client, session, prefix, Roll(prefix), 60, lambda kv, roster: heard.set())
 
         def refuse() -> None:
             raise RuntimeError("can't start new thread")
@@ -126,7 +126,7 @@ def test_a_member_without_a_thread_is_none(
 
 def test_a_decider_decides_however_much_it_hears(client: EtcdClient, prefix: str) -> None:
     with Session(client, 60) as session:
-        group = Group(client, session, prefix, Roll(prefix), 60, lambda kv: None)
+        group = Group(client, session, prefix, Roll(prefix), 60, lambda kv, roster: None)
 
         class Endless(queue.SimpleQueue[Any]):
             taken = 0

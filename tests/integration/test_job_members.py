@@ -26,15 +26,18 @@ from ftcoord.coordination import (
     ManagerClient,
     ManagerServer,
     Observer,
-    manager,
     policy,
+    rank_group,
 )
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.gateway_sessions import GatewaySessions
+from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.ranks import VoteCounter
+from ftcoord.coordination.replica import Replica
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ServerError
-from ftcoord.etcd.api import KeyValue
+from ftcoord.etcd.api import KeyValue, Put
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group import participant
 
@@ -62,7 +65,7 @@ class Job:
         return client
 
     def manager(self, name: str, world_size: int = 1) -> ManagerServer:
-        server = ManagerServer(name, self.address, "", "", "store", world_size, EVERY, LONG, 0)
+        server = ManagerServer(name, self.address, "localhost", "[::]:0", "store", world_size, EVERY, LONG, 0)
         self.stack.callback(server.shutdown)
         return server
 
@@ -151,7 +154,7 @@ def test_nobody_keeps_a_member_alive_that_hears_nothing(
     monkeypatch.setattr(participant, "Membership", away)
     crashed = crash(Wait)
     # The manager's own thread may notice first, and then holds the key until etcd gives it a lease again.
-    with pytest.raises((RuntimeError, TimeoutError), match=r"failed: MemoryError|not done in time"):
+    with pytest.raises((RuntimeError, TimeoutError), match=r"failed: MemoryError|not done in time|made by the test"):
         ask(server, timeout=SHORT).result(DEADLINE)
     assert crashed.wait(DEADLINE)
     eventually(lambda: key not in job.keys("members/"), "its lease is over")
@@ -159,21 +162,29 @@ def test_nobody_keeps_a_member_alive_that_hears_nothing(
     eventually(lambda: job.keys("members/"), "it is back")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_manager_that_receives_no_calls_any_more_leaves_the_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ranks see that it is gone, and do not wait until their time is over."""
+def test_a_call_of_a_rank_that_fails_ends_that_call_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     server = job.manager("a", world_size=2)
-    assert len(job.keys("members/")) == 1
-    monkeypatch.setattr(manager, "_managers", {})  # so the call goes through etcd
-    rank = ManagerClient(server.address(), LONG)
+    monkeypatch.setattr(rank_group, "_local", {})  # so the calls go through the port
+    rank, ranks = ManagerClient(server.address(), LONG), RankGroup.at(server.address())
+    assert ranks is None
+    with monkeypatch.context() as broken:
+        broken.setattr(VoteCounter, "cast", fail)
+        with pytest.raises(RuntimeError, match="transport error"):
+            rank.should_commit(1, 0, True, LONG)
+    votes = [spawn(partial(rank.should_commit, number, 0, True, LONG)) for number in range(2)]
+    assert [vote.result(DEADLINE) for vote in votes] == [True, True]
 
-    def fail(*args: Any) -> None:
-        raise MemoryError("made by the test")
 
-    monkeypatch.setattr(server._vote_counter, "cast", fail)
-    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*is gone"):
-        rank.should_commit(1, 0, True, LONG)
-    assert not job.keys("members/")
+def test_an_answer_that_cannot_be_made_ends_the_call(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = job.manager("a", world_size=1)
+    monkeypatch.setattr(rank_group, "_local", {})
+    monkeypatch.setattr(RankGroup, "result", fail)
+    with pytest.raises(RuntimeError, match="transport error"):
+        ManagerClient(server.address(), LONG)._quorum(0, 0, "", False, True, 0, LONG)
+
+
+def fail(*args: Any, **kwargs: Any) -> None:
+    raise MemoryError("made by the test")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -183,14 +194,12 @@ def test_a_manager_that_cannot_come_back_any_more_leaves_the_job(
     job.rules(heartbeat_timeout_ms=3_000)
     server = job.manager("a")
     (key,) = job.keys("members/").values()
-
-    def fail(*args: Any) -> None:
-        raise MemoryError("made by the test")
-
-    monkeypatch.setattr(server._advertised, "put", fail)
+    monkeypatch.setattr(Replica, "beat", fail)
     job.client.revoke(key.lease)
     eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
     eventually(lambda: not job.keys("members/"), "nobody counts on it")
+    with pytest.raises(RuntimeError, match="failed to connect to"):
+        ManagerClient(server.address(), SHORT)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -253,12 +262,12 @@ def test_an_id_is_not_given_again_though_etcd_lost_its_quorum(job: Job) -> None:
     """The decider heard of it, and is not in the next one; those that are know nothing."""
     old, fresh = job.lighthouse(), job.lighthouse()
     assert together(partial(old.quorum, "x", LONG)) == (1, ["x"])
-    (before,) = job.keys("decided").values()
+    before = job.keys("decided").values()
     other = spawn(partial(old.quorum, "y", LONG))
     eventually(lambda: len(job.keys("members/")) == 2, "y asks")
     assert together(partial(old.quorum, "x", LONG), other.result) == (2, ["x", "y"])
     old.leave("y")
-    job.client.put(before.key, before.value, before.lease)
+    job.client.txn((), [Put(kv.key, kv.value, kv.lease) for kv in before])
     last, names = together(partial(fresh.quorum, "v", LONG), partial(fresh.quorum, "w", LONG))
     assert last > 2
     assert names == ["v", "w"]
@@ -349,14 +358,14 @@ def test_errors_are_one_line_that_says_all(fragile: EtcdServer) -> None:
     address = f"etcd://{fragile.get_endpoint()}/job?min_replicas=2"
     client = LighthouseClient(address, LONG)
     assert "no quorum was decided in time" in lines(lambda: client.quorum("a", SHORT))
-    assert "there is no manager" in lines(lambda: ManagerClient(f"{address}&manager=nobody", SHORT))
+    assert "http://host:port" in lines(lambda: ManagerClient(address, SHORT))
+    assert "its manager is up" in lines(lambda: ManagerClient("http://127.0.0.1:1", SHORT))
     fragile.kill()
     calls = [
         lambda: client.quorum("a", timedelta(seconds=5)),
         lambda: client.heartbeat("a", SHORT),
         lambda: LighthouseClient(address, SHORT),
-        lambda: ManagerServer("a", address, "", "", "store", 1, EVERY, SHORT, 0),
-        lambda: ManagerClient(f"{address}&manager=a", SHORT),
+        lambda: ManagerServer("a", address, "localhost", "[::]:0", "store", 1, EVERY, SHORT, 0),
         lambda: Observer(address, SHORT),
     ]
     for call in calls:
@@ -380,6 +389,7 @@ def test_a_forked_child_is_refused_at_once(job: Job) -> None:
         lambda: rank.should_commit(0, 0, True, LONG),
         lambda: rank._checkpoint_metadata(0, LONG),
         lambda: rank.kill("", LONG),
+        lambda: client.kill("a", "", LONG),
         observer.quorum,
         lambda: observer.get_config("lr"),
     ]

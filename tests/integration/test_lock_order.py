@@ -14,7 +14,8 @@ from members import Node
 
 from ftcoord import concurrency
 from ftcoord.coordination.lighthouse import LighthouseClient
-from ftcoord.coordination.manager import ManagerClient, ManagerServer
+from ftcoord.coordination.manager import ManagerServer
+from ftcoord.coordination.manager_client import ManagerClient
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.heartbeat import Heartbeat
@@ -138,4 +139,4 @@ def test_a_store_timers_and_heartbeats(
         client.release("scope")
     client.close()
     server.stop()
-    assert {"ExactlyOnceWriter._lock", "EtcdTimerClient._lock", "LeasedKeys._changed"} <= recorder.names
+    assert {"ExactlyOnceWriter._lock", "EtcdTimerClient._lock", "WantedKeys._changed"} <= recorder.names

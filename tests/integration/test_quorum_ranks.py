@@ -1,43 +1,46 @@
-"""Replica groups of two ranks in two processes: the ranks reach their manager through etcd, which may go away."""
+"""Replica groups whose ranks are in several processes, which die, stop and come back, as etcd does."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import json
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 
 import pytest
 from helpers import DEADLINE, eventually
-from late import Late
 from rdzv_nodes import spawn
 from replicas import ReplicaProcess, replica_processes
 
-from ftcoord.config import EtcdConfig
-from ftcoord.coordination import ManagerClient, ManagerServer
+from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer
 from ftcoord.coordination.address import parse_address
-from ftcoord.core.layout import mailbox_prefix
+from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.core.layout import kill_key, member_of, members_span
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.etcd import shared
-from ftcoord.etcd.api import Batch, Get, Span, WatchItem
+from ftcoord.etcd.api import Get
 
 LONG = timedelta(seconds=DEADLINE)
+SHORT = timedelta(seconds=0.5)
 WAIT = threading.Event().wait
 """For the passing of time itself, never for a condition."""
+GONE = r'status: Unknown, message: "transport error"'
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
 
 
 class Group:
     """A replica group: its manager and rank 0 in the process `zero`, rank 1 in `one`."""
 
-    def __init__(self, server: EtcdServer, job: str, zero: ReplicaProcess, one: ReplicaProcess) -> None:
-        self.zero, self.one, self._server = zero, one, server
-        self.address = zero.manage("a", world_size=2)
-        address = parse_address(self.address)
-        self._prefix = mailbox_prefix(address.prefix, address.manager)
+    def __init__(self, zero: ReplicaProcess, one: ReplicaProcess) -> None:
+        self.zero, self.one = zero, one
+        self.bind = f"[::]:{free_port()}"
+        self.address = zero.manage("a", world_size=2, bind=self.bind)
 
     def train(self, step: int) -> int:
         """One step of all ranks; its quorum's id."""
@@ -49,11 +52,15 @@ class Group:
         assert [vote.result(DEADLINE) for vote in votes] == [True, True]
         return told[0][0]
 
-    def await_call(self, channel: str, there: bool = True) -> None:
-        """Until a rank has called its manager through etcd; or until its call is gone."""
-        key = Get(Span(f"{self._prefix}/in/{channel}"))
-        with self._server.get_client() as client:
-            eventually(lambda: bool(client.range(key).kvs) is there, f"call on {channel}: {there}")
+    def await_quorum_call(self) -> None:
+        """Until the manager has heard of rank 1, which then asks for the first time."""
+        eventually(lambda: metadata_of(self.address, 1) is not None, "rank 1 asks")
+
+
+def metadata_of(address: str, rank: int) -> str | None:
+    with contextlib.suppress(RuntimeError):  # rank not found
+        return ManagerClient(address, LONG)._checkpoint_metadata(rank, LONG)
+    return None
 
 
 @pytest.fixture
@@ -61,7 +68,38 @@ def group(fragile: EtcdServer) -> Iterator[Group]:
     """On an etcd that the test may kill; a heartbeat time-out of 3 s."""
     job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=3000"
     with replica_processes(job, 2) as (zero, one):
-        yield Group(fragile, job, zero, one)
+        yield Group(zero, one)
+
+
+class Here:
+    """A manager in the test's own process, and rank 1 of its group in another one."""
+
+    def __init__(self, job: str, one: ReplicaProcess) -> None:
+        self.server = ManagerServer("a", job, "localhost", "[::]:0", "store", 2, timedelta(seconds=1), LONG, 0)
+        self.one, self.address = one, self.server.address()
+        self.zero = ManagerClient(self.address, LONG)
+        ranks = RankGroup.at(self.address)
+        assert ranks is not None
+        self._ranks = ranks
+
+    def await_votes(self, count: int) -> None:
+        """Until so many ranks wait for the others' votes."""
+        eventually(lambda: len(self._ranks._votes._waiting) == count, f"{count} ranks have voted")
+
+    def await_requests(self, count: int) -> None:
+        """Until so many ranks wait for others that are to ask too."""
+        eventually(lambda: len(self._ranks._barrier._there) == count, f"{count} ranks ask")
+
+
+@pytest.fixture
+def here(etcd: EtcdServer, prefix: str) -> Iterator[Here]:
+    job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1&heartbeat_timeout_ms=600000"
+    with replica_processes(job, 1) as (one,):
+        made = Here(job, one)
+        try:
+            yield made
+        finally:
+            made.server.shutdown()
 
 
 def test_ranks_train_and_vote(group: Group) -> None:
@@ -71,117 +109,184 @@ def test_ranks_train_and_vote(group: Group) -> None:
     assert [vote.result(DEADLINE) for vote in votes] == [False, False]
 
 
-def test_a_kill_ends_the_manager_that_it_was_meant_for(fragile: EtcdServer) -> None:
-    """Its successor of the same name finds the call in etcd, and lives; a call of its own ends it."""
-    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1"
-    prefix = mailbox_prefix(parse_address(job).prefix, "a")
+def test_a_step_costs_no_more_than_a_write_for_the_group_and_one_for_the_quorum(fragile: EtcdServer) -> None:
+    """However many ranks there are; votes cost none."""
+    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=600000"
     with fragile.get_client() as client, replica_processes(job, 2) as (zero, one):
-        client.put(f"{prefix}/in/kill-0", json.dumps({"id": "1", "timeout": DEADLINE, "message": "before"}).encode())
-        group = Group(fragile, job, zero, one)
-        assert group.train(0) == 1
-        ManagerClient(group.address, LONG).kill("now", LONG)
+        group = Group(zero, one)
+        group.train(0)
+        before = client.range(Get(members_span("/"))).revision
+        for step in range(5):
+            group.train(step + 1)
+        assert client.range(Get(members_span("/"))).revision - before <= 5 * 2
+
+
+# -- kills ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_ends_the_manager_that_it_was_meant_for(etcd: EtcdServer, prefix: str) -> None:
+    """Not its successor of the same name, though the order is still there."""
+    job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1&heartbeat_timeout_ms=600000"
+    keys = parse_address(job).prefix
+    lighthouse = LighthouseClient(job, LONG)
+    with etcd.get_client() as client, replica_processes(job, 2) as (first, second):
+        with pytest.raises(RuntimeError, match=r"status: NotFound, message.*replica a"):
+            lighthouse.kill("a", "nobody is there", LONG)
+        first.manage("a")
+        (member,) = [member_of(kv.key) for kv in client.range(Get(members_span(keys))).kvs]
+        lighthouse.kill("a", "now", LONG)
+        assert first.code() == 1
+        client.put(kill_key(keys, member), b"once more")
+        address = second.manage("a")
+        assert second.quorum(address).result(DEADLINE)[1] == ["a"]
+        client.put(kill_key(keys, "another"), b"")  # what it hears after the one above
+        assert second.quorum(address, step=1).result(DEADLINE)[1] == ["a"]
+        lighthouse.kill("a", "now", LONG)
+        assert second.code() == 1
+    lighthouse.close()
+
+
+def test_a_manager_under_a_new_lease_takes_its_kill(etcd: EtcdServer, prefix: str) -> None:
+    job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1&heartbeat_timeout_ms=600000"
+    keys = parse_address(job).prefix
+    lighthouse = LighthouseClient(job, LONG)
+    with etcd.get_client() as client, replica_processes(job, 1) as (zero,):
+        zero.manage("a")
+        (before,) = client.range(Get(members_span(keys))).kvs
+        client.revoke(before.lease)
+        eventually(lambda: [kv for kv in client.range(Get(members_span(keys))).kvs if kv.key != before.key], "is back")
+        lighthouse.kill("a", "now", LONG)
         assert zero.code() == 1
+    lighthouse.close()
 
 
-def is_call(item: WatchItem) -> bool:
-    """Whether a watch tells with this of a rank's call, or of its end."""
-    return isinstance(item, Batch) and any("/in/" in event.kv.key for event in item.events)
+def test_nobody_takes_a_kill_for_one_that_is_no_manager(etcd: EtcdServer, prefix: str) -> None:
+    job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1&heartbeat_timeout_ms=600000"
+    lighthouse = LighthouseClient(job, LONG)
+    lighthouse.heartbeat("a")
+    with pytest.raises(TimeoutError, match="was not taken"):
+        lighthouse.kill("a", "now", SHORT)
+    with etcd.get_client() as client:
+        assert not client.range(Get(members_span(f"{parse_address(job).prefix}/kill"))).kvs
+    lighthouse.close()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="votes go through etcd until issue 15: they and their withdrawal may arrive late"
-)
-def test_a_vote_that_was_taken_back_does_not_count_for_a_manager_that_was_busy(
-    fragile: EtcdServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=600000"
-    made: list[Late] = []
-
-    def late_client(config: EtcdConfig) -> Late:
-        made.append(Late(config))
-        return made[-1]
-
-    monkeypatch.setattr(shared, "EtcdClient", late_client)
-    second = timedelta(seconds=1)
-    with ExitStack() as stack:
-        server = ManagerServer("a", job, "", "", "store", 2, second, LONG, 0)
-        stack.callback(server.shutdown)
-        (one,) = stack.enter_context(replica_processes(job, 1))
-        (late,) = made
-        zero = ManagerClient(server.address(), LONG)
-        before = one.commit(server.address(), 1, 0)
-        zero.should_commit(0, 0, True, LONG)
-        before.result(DEADLINE)  # so the manager listens
-        late.hold()
-        with pytest.raises(TimeoutError):
-            one.commit(server.address(), 1, 1, timeout=1).result(DEADLINE)
-        assert late.await_held(is_call, 2, DEADLINE)  # the vote, and that it was taken back
-        vote = spawn(partial(zero.should_commit, 0, 1, True, 5 * second))
-        late.release_first(is_call)
-        with contextlib.suppress(TimeoutError):
-            assert not vote.result(DEADLINE)
-        late.release()
+@pytest.mark.parametrize("in_its_process", [False, True])
+def test_the_port_takes_no_kill_unless_that_is_switched_on(etcd: EtcdServer, prefix: str, in_its_process: bool) -> None:
+    job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1"
+    server = ManagerServer("a", job, "localhost", "[::]:0", "store", 1, timedelta(seconds=1), LONG, 0)
+    with replica_processes(f"{job}&allow_kill=1", 1) as (zero,):
+        if in_its_process:
+            with pytest.raises(RuntimeError, match=r"PermissionDenied.*allow_kill=1.*LighthouseClient.kill"):
+                ManagerClient(server.address(), LONG).kill("no")
+        else:
+            ManagerClient(zero.manage("b"), LONG).kill("yes", LONG)
+            assert zero.code() == 1
+    server.shutdown()
 
 
-def test_who_kills_a_manager_hears_of_it_before_its_lease_ends(fragile: EtcdServer) -> None:
-    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=600000"
-    with replica_processes(job, 1) as (zero,):
-        ManagerClient(zero.manage("a"), LONG).kill("now", LONG)
-        assert zero.code() == 1
+# -- ranks and managers that die, stop or give up ---------------------------------------------------------------------
+
+
+def test_a_vote_that_was_taken_back_does_not_count_for_a_manager_that_was_busy(group: Group) -> None:
+    """It reads both when it goes on: the vote, and that it was taken back."""
+    group.train(0)
+    group.zero.stop()
+    with pytest.raises(TimeoutError):
+        group.one.commit(group.address, 1, 1, timeout=1).result(DEADLINE)
+    vote = group.zero.commit(group.address, 0, 1, timeout=2)
+    group.zero.resume()
+    with pytest.raises(TimeoutError):
+        vote.result(DEADLINE)
+
+
+def test_what_a_rank_asked_before_it_was_killed_does_not_count(here: Here) -> None:
+    here.one.quorum(here.address, 1)
+    here.await_requests(1)
+    here.one.kill()
+    here.await_requests(0)
+    with pytest.raises(TimeoutError):
+        here.zero._quorum(0, 0, "", False, True, 0, SHORT)
+
+
+def test_what_a_rank_voted_before_it_was_killed_does_not_count(here: Here) -> None:
+    here.one.commit(here.address, 1, 0)
+    here.await_votes(1)
+    here.one.kill()
+    here.await_votes(0)
+    with pytest.raises(TimeoutError):
+        here.zero.should_commit(0, 0, True, SHORT)
+
+
+def test_metadata_is_known_as_soon_as_its_rank_has_asked(here: Here) -> None:
+    here.one.quorum(here.address, 1)
+    here.await_requests(1)
+    assert here.zero._checkpoint_metadata(1, LONG) == "weights 1"
+
+
+@pytest.mark.parametrize("call", ["quorum", "commit"])
+def test_a_manager_that_is_shut_down_ends_the_calls_of_its_ranks(here: Here, call: str) -> None:
+    if call == "quorum":
+        waiting = [here.one.quorum(here.address, 1), here.one.quorum(here.address, 1)]
+        here.await_requests(1)
+    else:
+        mine = spawn(partial(here.zero.should_commit, 1, 0, True, LONG))
+        waiting = [mine, here.one.commit(here.address, 1, 0)]  # type: ignore[list-item]
+        here.await_votes(2)
+    here.server.shutdown()
+    for one in waiting:
+        with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*was shut down|transport error"):
+            one.result(DEADLINE)
+    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*tcp connect error"):
+        here.one.commit(here.address, 1, 0).result(DEADLINE)
 
 
 def test_what_the_manager_before_was_told_does_not_count(group: Group) -> None:
-    """A vote that was answered, one that was not, and a kill: all of them were for the one that died."""
-    job = group.address.partition("&manager")[0]
+    """The rank that waits hears that it died, at once; its client goes on with the next one at that address."""
+    job, first = group.zero.job, group.zero
     assert group.train(0) == 1
-    first = group.zero
     with replica_processes(job, 1) as (group.zero,):
         first.kill()
-        assert group.zero.manage("a", world_size=2) == group.address
+        assert group.zero.manage("a", world_size=2, bind=group.bind) == group.address
         with pytest.raises(TimeoutError):
             group.zero.commit(group.address, 0, 0, timeout=3).result(DEADLINE)
         assert group.train(0) == 1
-        waiting = group.one.commit(group.address, 1, 1)
-        group.await_call("commit-1")
-        second = group.zero
+        waiting, second = group.one.commit(group.address, 1, 1), group.zero
         with replica_processes(job, 1) as (group.zero,):
             second.kill()
-            assert group.zero.manage("a", world_size=2) == group.address
-            votes = [waiting, group.zero.commit(group.address, 0, 1)]
+            with pytest.raises(RuntimeError, match=f"{GONE}|Unavailable"):
+                waiting.result(DEADLINE)
+            assert group.zero.manage("a", world_size=2, bind=group.bind) == group.address
+            votes = [group.one.commit(group.address, 1, 1), group.zero.commit(group.address, 0, 1)]
             assert [vote.result(DEADLINE) for vote in votes] == [True, True]
 
 
-def test_a_manager_is_looked_for_through_an_outage(fragile: EtcdServer) -> None:
-    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=3000"
+def test_a_manager_is_looked_for_until_it_is_there(etcd: EtcdServer, prefix: str) -> None:
+    job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1"
+    port = free_port()
     with replica_processes(job, 1) as (zero,):
-        looking = spawn(partial(ManagerClient, f"{job}&manager=a", LONG))
-        WAIT(1)
-        fragile.kill()
-        WAIT(8)
-        fragile.restart()
-        zero.manage("a")
-        result = looking.result(DEADLINE)._quorum(0, 0, "", False, True, 0, LONG)
-        assert result.replica_ids == ["a"]
+        looking = spawn(partial(ManagerClient, f"http://localhost:{port}", LONG))
+        zero.manage("a", bind=f"[::]:{port}")
+        assert looking.result(DEADLINE)._quorum(0, 0, "", False, True, 0, LONG).replica_ids == ["a"]
 
 
-def test_a_failed_call_of_the_group_reaches_all_ranks_at_once(fragile: EtcdServer) -> None:
-    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=2"
+def test_a_failed_call_of_the_group_reaches_all_ranks_at_once(etcd: EtcdServer, prefix: str) -> None:
+    job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=2"
     with replica_processes(job, 2) as (zero, one):
-        group = Group(fragile, job, zero, one)
+        group = Group(zero, one)
         early = one.quorum(group.address, 1, timeout=DEADLINE * 10)
-        group.await_call("quorum-1")
+        group.await_quorum_call()
         late = zero.quorum(group.address, 0, timeout=1)  # the last rank's time-out counts for the group
         for future in (late, early):
             with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
                 future.result(DEADLINE)
 
 
-def test_a_rank_that_dies_while_it_asks_is_forgotten(group: Group) -> None:
+def test_a_rank_that_dies_while_it_asks_may_be_replaced(group: Group) -> None:
     group.one.quorum(group.address, 1)
-    group.await_call("quorum-1")
+    group.await_quorum_call()
     group.one.kill()
-    group.await_call("quorum-1", there=False)
-    with replica_processes(group.address.partition("&manager")[0], 1) as (group.one,):
+    with replica_processes(group.zero.job, 1) as (group.one,):
         assert group.train(1) == 1
 
 
@@ -195,46 +300,14 @@ def test_a_rank_whose_time_is_over_is_forgotten(group: Group) -> None:
     assert group.train(1) == 1
 
 
-def test_ranks_learn_that_their_manager_died(group: Group) -> None:
-    group.train(0)
+def test_ranks_learn_at_once_that_their_manager_died(group: Group) -> None:
     waiting = group.one.quorum(group.address, 1, timeout=DEADLINE * 10)
-    group.await_call("quorum-1")
+    group.await_quorum_call()
     group.zero.kill()
-    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*is gone"):
+    with pytest.raises(RuntimeError, match=GONE):
         waiting.result(DEADLINE)
-
-
-@pytest.mark.parametrize("outage", [0, 3, 12])
-def test_etcd_is_killed_while_ranks_call(group: Group, fragile: EtcdServer, outage: float) -> None:
-    group.train(0)
-    vote = group.one.commit(group.address, 1, 0)
-    group.await_call("commit-1")
-    fragile.kill()
-    asked = [group.zero.commit(group.address, 0, 0), vote]
-    WAIT(outage)
-    fragile.restart()
-    assert [future.result(DEADLINE) for future in asked] == [True, True]
-    fragile.kill()
-    asked = [rank.quorum(group.address, number, step=1) for number, rank in enumerate((group.zero, group.one))]
-    WAIT(outage)
-    fragile.restart()
-    assert [future.result(DEADLINE) for future in asked] == [(1, ["a"])] * 2
-    assert group.train(2) == 1
-
-
-def test_a_first_call_while_etcd_is_away(group: Group, fragile: EtcdServer) -> None:
-    client = ManagerClient(group.address, LONG)
-    fragile.kill()
-    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
-        client.should_commit(1, 0, True, timedelta(seconds=1))
-    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
-        client._quorum(1, 0, "", False, True, 0, timedelta(seconds=1))
-    votes = [spawn(partial(client.should_commit, 1, 0, True, LONG)), group.zero.commit(group.address, 0, 0)]
-    WAIT(1)
-    fragile.restart()
-    assert [vote.result(DEADLINE) for vote in votes] == [True, True]
-    del client, votes
-    gc.collect()  # it renews its lease no more, which is checked after every test
+    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*tcp connect error"):
+        group.one.commit(group.address, 1, 0).result(DEADLINE)
 
 
 def test_a_manager_that_was_stopped_for_longer_than_its_lease_comes_back(group: Group) -> None:
@@ -242,5 +315,65 @@ def test_a_manager_that_was_stopped_for_longer_than_its_lease_comes_back(group: 
     group.zero.stop()
     WAIT(6)
     group.zero.resume()
-    ManagerClient(group.address, LONG)  # waits until the manager is there
     assert group.train(1) == 1
+
+
+# -- etcd -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outage", [0, 3, 12])
+def test_etcd_is_killed_while_ranks_call(group: Group, fragile: EtcdServer, outage: float) -> None:
+    """Votes do not need it."""
+    group.train(0)
+    vote = group.one.commit(group.address, 1, 0)
+    fragile.kill()
+    asked = [group.zero.commit(group.address, 0, 0), vote]
+    assert [future.result(DEADLINE) for future in asked] == [True, True]
+    quorums = [rank.quorum(group.address, number, step=1) for number, rank in enumerate((group.zero, group.one))]
+    WAIT(outage)
+    fragile.restart()
+    assert [future.result(DEADLINE) for future in quorums] == [(1, ["a"])] * 2
+    assert group.train(2) == 1
+
+
+def test_a_quorum_that_is_asked_for_while_etcd_is_away_times_out(group: Group, fragile: EtcdServer) -> None:
+    group.train(0)
+    fragile.kill()
+    asked = [rank.quorum(group.address, number, timeout=1) for number, rank in enumerate((group.zero, group.one))]
+    for one in asked:
+        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+            one.result(DEADLINE)
+    fragile.restart()
+    assert group.train(1) == 1
+
+
+# -- one that is dropped ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_manager_that_nobody_holds_leaves_at_once(etcd: EtcdServer, prefix: str, in_a_cycle: bool) -> None:
+    """Its threads, its port, its lease and its key are gone."""
+    job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1&heartbeat_timeout_ms=600000"
+    before = {thread.name for thread in threading.enumerate()}
+
+    def use() -> str:
+        holder: dict[str, object] = {}
+        server = ManagerServer("a", job, "localhost", "[::]:0", "store", 1, timedelta(seconds=1), LONG, 0)
+        assert ManagerClient(server.address(), LONG)._quorum(0, 0, "", False, True, 0, LONG).replica_ids == ["a"]
+        if in_a_cycle:
+            holder |= {"server": server, "self": holder}
+        return server.address()
+
+    address = use()
+    with etcd.get_client() as client:
+        keys = members_span(parse_address(job).prefix)
+
+        def is_gone() -> bool:
+            gc.collect()
+            return not client.range(Get(keys)).kvs
+
+        eventually(is_gone, "its key is gone")
+    with pytest.raises(RuntimeError, match=r"failed to connect to .* within timeout of"):
+        ManagerClient(address, SHORT)
+    mine = {"ftcoord-beats", "ftcoord-ranks", "ftcoord-kills", "ftcoord-group"}
+    eventually(lambda: not mine & {thread.name for thread in threading.enumerate()} - before, "its threads end")

@@ -17,11 +17,10 @@ from members import Counting, Door
 
 from ftcoord import EtcdServer
 from ftcoord.config import EtcdConfig
-from ftcoord.coordination import replica as replicas
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
-from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, ServerError
 from ftcoord.etcd.api import Batch, Etcd, Get, Span, TxnResult, WatchItem
 from ftcoord.etcd.client import EtcdClient
 
@@ -82,7 +81,7 @@ def test_of_two_callers_one_may_go(client: EtcdClient, job: Job, replica: Replic
         first.result(DEADLINE)
     assert requests(client, job) == [2]
     replica.leave(DEADLINE)
-    with pytest.raises(TimeoutError, match="left"):
+    with pytest.raises(ServerError, match="left the job"):
         second.result(DEADLINE)
 
 
@@ -104,7 +103,7 @@ def test_who_left_stays_gone(client: EtcdClient, job: Job, replica: Replica) -> 
     replica.beat(time.monotonic() + DEADLINE)
     assert requests(client, job) == [0]
     replica.leave(DEADLINE)
-    with pytest.raises(TimeoutError, match="left"):
+    with pytest.raises(ServerError, match="left the job"):
         replica.beat(time.monotonic() + DEADLINE)
     assert requests(client, job) == []
 
@@ -216,7 +215,7 @@ def test_requests_that_are_lost_on_the_way_are_made_again(
                 quorum = call.result(DEADLINE)
                 assert quorum.number == number
                 assert list(quorum.requests) == asked
-        assert etcd.lost > 30
+        assert etcd.lost > 15  # one of two: the decider's requests go with its decisions
     finally:
         for one in pair:
             one.leave(DEADLINE)
@@ -317,11 +316,9 @@ def beat_until(calm: threading.Event, interval: float, one: Replica, deadline: f
 
 
 def test_who_waits_long_looks_for_itself_now_and_then(
-    client: EtcdClient, job: Job, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    client: EtcdClient, job: Job, threads: ThreadPoolExecutor
 ) -> None:
     """The decider may be stuck, and may be right to wait: not all others shall watch all members for that."""
-    for name, seconds in (("DECIDER_PATIENCE", 0.2), ("TAKEOVER_TIME", 0.2)):
-        monkeypatch.setattr(replicas, name, seconds)
     doors = [Counting(client) for _ in "abc"]
     group = [
         Replica(door, replace(job, min_replicas=4), name, keeps_lease=True)
@@ -334,9 +331,9 @@ def test_who_waits_long_looks_for_itself_now_and_then(
             one.beat(until)
         calls = [threads.submit(one.ask, replace(REQUEST, replica_id=one.replica_id), until, gone) for one in group]
         members = Span(f"{job.prefix}/members/", is_prefix=True)
-        for _ in range(2):
+        for looks in (1, 2):
             for door in doors[1:]:
-                eventually(lambda door=door: members in door.watched, "it looks")
+                eventually(lambda door=door, looks=looks: door.begun.count(members) >= looks, "it looks")
                 eventually(lambda door=door: members not in door.watched, "it has looked")
         assert members in doors[0].watched, "the oldest one decides"
     finally:

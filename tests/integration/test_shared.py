@@ -130,4 +130,4 @@ def test_a_client_that_nobody_holds_any_more_lets_go_wherever_it_is_found(config
     gc.collect()
     eventually(lambda: let_go_on, "it is closed")
     assert let_go_on == ["ftcoord-forget"]
-    eventually(lambda: holder._closed, "it let go")
+    eventually(lambda: holder._hold.closed, "it let go")

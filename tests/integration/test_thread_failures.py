@@ -38,7 +38,7 @@ from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
 from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.listing import Subscription, on_expired
+from ftcoord.timer.listing import _Reports, on_expired
 from ftcoord.timer.server import EtcdTimerServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -266,7 +266,7 @@ def test_a_subscription_says_what_ended_it(
         closed = on_expired(run, lambda info: None, own)
         assert closed.failure is None
     assert isinstance(eventually(lambda: closed.failure, "the end"), ClientClosed)
-    monkeypatch.setattr(Subscription, "_report_until_closed", fail)
+    monkeypatch.setattr(_Reports, "_report_until_closed", fail)
     failed = on_expired(run, lambda info: None, client)
     assert isinstance(eventually(lambda: failed.failure, "the end"), MemoryError)
     for subscription in (closed, failed):

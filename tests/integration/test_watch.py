@@ -19,7 +19,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdAuthError, EtcdUnavailable, OutcomeUnknown, Rewound
-from ftcoord.etcd.api import Began, Delete, Get, Put, Span
+from ftcoord.etcd.api import Batch, Began, Delete, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc import messages
 from ftcoord.etcd.rpc import watch as watch_module
@@ -138,6 +138,24 @@ def test_those_who_watch_the_same_share_a_watch_of_etcds(own: EtcdClient, prefix
     assert isinstance(again.next(), Began)
     own.put(prefix, b"4")
     assert values(again, 1) == [b"4"]
+
+
+def test_a_watch_that_no_thread_can_read_is_not_begun_by_the_next_one(
+    own: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    refused, seen = Seen(), Seen()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(EtcdUnavailable, match="limit on threads"):
+            own.watch(Span(prefix), 0, refused)
+    own.watch(Span(prefix), 0, seen)
+    assert isinstance(seen.next(), Began)
+    own.put(prefix, b"news")
+    assert isinstance(seen.next(), Batch)
+    assert refused.is_quiet()
 
 
 def test_who_joins_a_watch_misses_nothing_and_hears_nothing_twice(

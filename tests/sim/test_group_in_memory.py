@@ -298,14 +298,16 @@ def test_changes_that_a_watch_missed_are_made_up_for(world: World) -> None:
 def test_two_deciders_at_once_decide_as_one(world: World) -> None:
     hosts = [world.host() for _ in range(4)]
     world.agree(*hosts)
+    judged: list[float | None] = []
     for host in hosts[1:]:
-        host.node.group.take_over(True)
+        host.node.group.take_over(judged.append)
     late = world.host()
     hosts.pop(2).leave()
     world.agree(*hosts, late)
     for host in hosts[1:]:
-        host.node.group.take_over(False)
+        host.node.group.take_over(judged.append)
     world.agree(*hosts, late, world.host())
+    world.until(lambda: len(judged) >= 4, "they have nothing to decide")
     world.check_one_history()
 
 

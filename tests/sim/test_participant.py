@@ -17,7 +17,8 @@ from ftcoord.core.outlook import Standing
 from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed
 from ftcoord.etcd.api import Span, TxnResult
 from ftcoord.primitives.group.group import Group
-from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Left, Look, UntilDeadline
+from ftcoord.primitives.group.pace import Look, UntilDeadline
+from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Left
 from ftcoord.primitives.session import Session
 from ftcoord.testing import LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient, flaky
 
@@ -400,9 +401,10 @@ def test_whoever_takes_over_from_a_decider_that_is_stuck(world: World) -> None:
     asking = Asking(other, timeout=300)
     world.sleep(20)
     assert asking.look is None
-    other.participant.take_over(True)
+    judged: list[float | None] = []
+    other.participant.take_over(judged.append)
     world.until(lambda: asking.look is not None, "it decides itself", 5)
-    other.participant.take_over(False)
+    world.until(lambda: judged == [None], "nothing is to be decided any more", 1)
     world.scheduler.resume("stuck")
     check_answered(stuck, stuck.participant.ask(Called("again"), pace()))
     check_answered(other, other.participant.ask(Called("again"), pace()))

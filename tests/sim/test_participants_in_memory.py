@@ -6,9 +6,10 @@ against the invariants of docs/protocol.md, whatever the seed did to them.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from worlds import World, simulated
@@ -16,12 +17,14 @@ from worlds import World, simulated
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
+from ftcoord.core.layout import members_span
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.core.rendezvous_records import Round
-from ftcoord.errors import EtcdError
+from ftcoord.errors import ClientClosed, EtcdError
+from ftcoord.etcd.api import Get
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.testing import MemoryClient, flaky
+from ftcoord.testing import DELIVERED, Fate, MemoryClient, flaky
 
 JOB = Job("etcd", "", "job", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
 LEASE_TTL = 5
@@ -50,8 +53,9 @@ class Machine:
 class Trainer(Machine):
     """A replica group that asks for a quorum in every step."""
 
-    def __init__(self, world: World, name: str, client: MemoryClient) -> None:
+    def __init__(self, world: World, name: str, client: MemoryClient, replica_id: str = "") -> None:
         super().__init__(world, name, client)
+        self.replica_id = replica_id or name
         self.told: list[QuorumRecord] = []
         self.begin(self._train)
 
@@ -61,10 +65,10 @@ class Trainer(Machine):
         return self.told[-1].names if self.told else frozenset()
 
     def _train(self) -> None:
-        replica = Replica(self.client, JOB, self.name, keeps_lease=True)
+        replica = Replica(self.client, JOB, self.replica_id, keeps_lease=True)
         step = 0
         while not self.stop.is_set():
-            request = QuorumRequest(self.name, "", "", step, 1, False, "", 0, ())
+            request = QuorumRequest(self.replica_id, "", "", step, 1, False, "", 0, ())
             try:
                 self.told.append(replica.ask(request, concurrency.now() + 30))
             except (TimeoutError, EtcdError):
@@ -87,7 +91,7 @@ def trainers(world: World, count: int, wild: bool = False) -> list[Trainer]:
 def train_together(world: World, trainers: Iterable[Trainer], steps: int = 3) -> None:
     """Wait until these, and no others, are in so many quorums more."""
     there = list(trainers)
-    names = frozenset(trainer.name for trainer in there)
+    names = frozenset(trainer.replica_id for trainer in there)
     before = {trainer.name: len(trainer.told) for trainer in there}
     world.until(
         lambda: all(len(trainer.told) >= before[trainer.name] + steps and trainer.names == names for trainer in there),
@@ -114,7 +118,7 @@ def check_quorums(trainers: Iterable[Trainer]) -> None:
         ids = [quorum.id for quorum in trainer.told]
         assert ids == sorted(ids), (trainer.name, ids)
         for quorum in trainer.told:
-            assert trainer.name in quorum.names
+            assert trainer.replica_id in quorum.names
             assert by_number.setdefault(quorum.number, quorum) == quorum
             assert by_id.setdefault(quorum.id, quorum.names) == quorum.names
 
@@ -197,6 +201,122 @@ def test_quorums_while_leaders_change_and_history_is_compacted(world: World) -> 
     train_together(world, group)
     end(world, group)
     check_quorums(group)
+
+
+class Waiter(Machine):
+    """A replica of a job that asks for one quorum, and does not beat meanwhile."""
+
+    def __init__(self, world: World, name: str, job: Job, step: int = 0, client: MemoryClient | None = None) -> None:
+        super().__init__(world, f"{name} at step {step}", client or world.etcd.client())
+        self.told: QuorumRecord | None = None
+        self._request = QuorumRequest(name, "", "", step, 1, False, "", 0, ())
+        self._job = job
+        self.begin(self._wait)
+
+    def _wait(self) -> None:
+        replica = Replica(self.client, self._job, self._request.replica_id, keeps_lease=False)
+        with contextlib.suppress(ClientClosed):  # the world of one that was killed has ended
+            self.told = replica.ask(self._request, concurrency.now() + 100)
+
+
+class Beater(Machine):
+    """Beats for a replica, whoever asks for it."""
+
+    def __init__(self, world: World, name: str, job: Job) -> None:
+        super().__init__(world, f"{name}'s beats", world.etcd.client())
+        self._replica = Replica(self.client, job, name, keeps_lease=False)
+        self.beat_at = 0.0
+        self.begin(self._beat)
+
+    def _beat(self) -> None:
+        while not self.stop.is_set():
+            self._replica.beat(concurrency.now() + 5)
+            self.beat_at = concurrency.now()
+            self.stop.wait(0.1)
+
+
+@simulated
+def test_two_clients_with_one_replica_id_are_both_answered(world: World) -> None:
+    """In whatever order they asked: the last request counts, for both."""
+    job = replace(JOB, min_replicas=2, heartbeat_timeout_ms=60_000)  # nobody writes again what it asked
+    clients = []
+    for step in (3, 9, 5):
+        clients.append(Waiter(world, "twin", job, step))
+        world.sleep(world.seed % 3)
+    world.sleep(3)
+    other = Waiter(world, "other", job)
+    world.until(lambda: all(one.told for one in (*clients, other)), "all are answered")
+    assert other.told is not None
+    assert [one.told for one in clients] == [other.told] * 3
+    assert other.told.names == {"other", "twin"}
+    assert world.seed % 3 == 0 or other.told.requests[1].step == 5
+    end(world, [*clients, other])
+
+
+@simulated
+def test_what_a_killed_process_asked_is_hidden_by_its_successor(world: World) -> None:
+    """And what a living one asked is not, for long."""
+    job = replace(JOB, min_replicas=2, heartbeat_timeout_ms=20_000)
+    killed = Waiter(world, "a", job)
+    world.sleep(1)
+    killed.crash()
+    successor = Beater(world, "a", job)
+    world.until(lambda: successor.beat_at, "its successor is there")
+    other = Waiter(world, "b", job)
+    world.sleep(5)
+    assert other.told is None, "the killed one does not count, though its lease lives"
+    twin, asks = Beater(world, "b", job), Waiter(world, "a", job, step=1)
+    world.until(lambda: other.told and asks.told, "another client of b beats, and yet b asks", 25)
+    end(world, [other, asks, twin, successor])
+
+
+@simulated
+def test_a_call_that_waits_is_alive_below_the_floor_of_leases(world: World) -> None:
+    job = replace(JOB, min_replicas=3, heartbeat_timeout_ms=500)
+    first = [Waiter(world, name, job) for name in "ab"]
+    world.sleep(1 + world.seed % 5)
+    last = Waiter(world, "c", job)
+    world.until(lambda: all(one.told for one in (*first, last)), "all are answered", 0.3)
+    end(world, [*first, last])
+
+
+@simulated
+def test_a_beat_that_finds_the_lease_lost_does_not_end_the_call(world: World) -> None:
+    """Etcd is slow, so the beat's time is over when it hears of that: the call joins again."""
+    job, slow = replace(JOB, min_replicas=2, heartbeat_timeout_ms=500), [True]
+    client = world.etcd.client(lambda call: Fate(answers=0.3) if slow[0] else DELIVERED)
+    first = Waiter(world, "a", job, client=client)
+    world.until(lambda: members(world, job), "it has joined")
+    world.sleep(random.uniform(0.5, 1.5))
+    for member in members(world, job):
+        world.observer.revoke(member)
+    world.sleep(3)
+    slow[0] = False
+    second = Waiter(world, "b", job)
+    world.until(lambda: first.told and second.told, "both are answered")
+    end(world, [first, second])
+
+
+def members(world: World, job: Job) -> list[int]:
+    """Their leases."""
+    return [kv.lease for kv in world.observer.range(Get(members_span(job.prefix))).kvs]
+
+
+@simulated
+def test_survivors_whose_beats_come_from_another_client_get_their_quorum(world: World) -> None:
+    job = replace(JOB, join_timeout_ms=3_600_000, heartbeat_timeout_ms=500)
+    dies = Beater(world, "c", job)
+    world.until(lambda: dies.beat_at, "c beats")
+    asks_first = world.seed % 2
+    survivors = [Waiter(world, name, job) for name in "ab" if asks_first]
+    beats = [Beater(world, name, job) for name in "ab"]
+    world.until(lambda: all(one.beat_at for one in beats), "all beat")
+    survivors = survivors or [Waiter(world, name, job) for name in "ab"]
+    world.sleep(1)
+    assert not any(one.told for one in survivors), "c lives"
+    end(world, [dies])
+    world.until(lambda: all(one.told for one in survivors), "the survivors have their quorum", 0.8)
+    end(world, [*survivors, *beats])
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ WRITTEN = "/written"
 def test_only_what_was_dropped_is_closed_by_a_thread(close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector would start one for each that was closed, whenever it pleases."""
     begun: list[object] = []
-    monkeypatch.setattr(concurrency, "detached", lambda *arguments: begun.append(arguments))
+    monkeypatch.setattr(concurrency.DetachedThreads, "start", lambda threads: begun.append(threads))
     with MemoryEtcd() as etcd:
         election = ftcoord.Election("run", "e", etcd=etcd.client())
         if close:

@@ -1,7 +1,8 @@
 """A small world of replicas that act only as `core.quorum.outlook` says, around one decider.
 
 Each hears late, may miss quorums altogether, loses its lease and comes back under a new one, gives up, dies, and shares
-its replica id with another one where a world says so. Time passes in ticks: the join time-out is one.
+its replica id with another one where a world says so. It leaves its profile out of a request when the quorum that it
+heard of has that; the decider then knows it from the last quorum only. Time passes in ticks: the join time-out is one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.core.verdict import Publish, Wait
 
-QuorumOutlook = Callable[[QuorumRecord | None, Sequence[str], str, int], Outlook[int]]
+QuorumOutlook = Callable[[QuorumRecord | None, Sequence[str], str, int, QuorumRequest | None], Outlook[int]]
 TICK: Final = 1.0
 ASKS: Final = 3
 """How often a replica that has its answer asks again while others wait: as one that goes on training."""
@@ -39,6 +40,7 @@ class Mind(NamedTuple):
         asked_after: the number of the quorum that was decided last when it asked.
         heard: the last quorum that it heard of.
         answer: the last quorum that it returned to its caller.
+        short: whether its last request was written without its profile.
     """
 
     name: str
@@ -48,10 +50,17 @@ class Mind(NamedTuple):
     asked_after: int = 0
     heard: QuorumRecord | None = None
     answer: QuorumRecord | None = None
+    short: bool = False
+
+    @property
+    def request(self) -> QuorumRequest:
+        """What it asks. Two processes with one replica id have two addresses, and so two profiles."""
+        return QuorumRequest(self.name[0], self.name, "", 0, 1, False, "", 0, ())
 
 
 class State(NamedTuple):
-    """The world. Members are oldest first; their revisions are ranks among those that are there."""
+    """The world. Members are oldest first; their revisions are ranks among those that are there. A member is whole here
+    if it wrote its profile; a decider may know the profile of another one too."""
 
     members: tuple[QuorumCandidate, ...] = ()
     record: QuorumRecord | None = None
@@ -107,12 +116,14 @@ class QuorumWorld:
         if not mind.waits:
             yield f"{name} asks", self._ask(state, mind)
             return
+        if _hidden(state, mind):
+            yield f"{name} writes again", _wrote_again(state, mind)
         yield f"{name} gives up", _said(_with(state, mind, waits=False), mind, 0)
         if self._look(mind).next is not Next.WAIT:
             yield f"{name} acts", self._act(state, mind)
 
     def _look(self, mind: Mind) -> Outlook[int]:
-        look = self.outlook(mind.heard, mind.ids, mind.name[0], mind.asked)
+        look = self.outlook(mind.heard, mind.ids, mind.name[0], mind.asked, mind.request if mind.short else None)
         self.met.add(look.standing)
         return look
 
@@ -120,9 +131,9 @@ class QuorumWorld:
         """As a new member, which asks what its process has open."""
         used = _ids(state) | {*mind.ids}  # a lease's id never comes again
         member = next(text for i in range(99) if (text := f"{mind.name}{i}") not in used)
-        request = QuorumRequest(mind.name[0], "", "", 0, 1, False, "", 0, ())
         now = mind._replace(ids=(*mind.ids, member))
-        one = QuorumCandidate(member, request, mind.asked if mind.waits else 0, _known(mind), 0.0, 99, 99)
+        asked = mind.asked if mind.waits else 0
+        one = QuorumCandidate(member, mind.request, asked, _known(mind), 0.0, 99, 99, 99, not mind.short)
         return _ranked(
             state._replace(
                 members=(*state.members, one), minds=tuple(sorted((*state.minds, now), key=lambda one: one.name))
@@ -131,20 +142,26 @@ class QuorumWorld:
 
     def _ask(self, state: State, mind: Mind) -> State:
         after = state.record.number if state.record else 0
-        asked = mind.asked + 1
-        return _said(_with(state, mind, asked=asked, waits=True, asked_after=after), mind, asked)
+        asked, short = mind.asked + 1, mind.heard is not None and mind.heard.has_profile_of(mind.request)
+        now = mind._replace(asked=asked, waits=True, asked_after=after, short=short)
+        return _said(_with(state, now), now, asked)
 
     def _act(self, state: State, mind: Mind) -> State:
         """What the outlook says, and nothing else."""
         look, heard = self._look(mind), mind.heard
         assert heard is not None
-        seated = any(heard.seated.get(member, 0) >= mind.asked for member in mind.ids)
+        seated = mind.name[0] in heard.names
+        if look.standing is Standing.PENDING:
+            unknown = mind.short and not heard.has_profile_of(mind.request)
+            require("only an unknown profile is written again", look.next is Next.WRITE and unknown)
+            whole = mind._replace(short=False)
+            return _said(_with(state, whole), whole, mind.asked)
         if look.standing is Standing.MISSED:
             require("a replica that has its answer does not ask again", look.next is Next.WRITE and not seated)
             after = self._ask(state, mind)
             mine = next(one for one in after.minds if one.name == mind.name)
             again = self._look(mine).standing
-            require("L1 who asks again waits for the next", again in (Standing.PENDING, Standing.OUTRANKED))
+            require("L1 who asks again waits for the next", again is Standing.PENDING)
             return after
         require("only an answer ends a request", look.standing is Standing.ANSWERED and look.next is Next.RETURN)
         require("S1 an answer has a seat for the replica", seated)
@@ -154,11 +171,16 @@ class QuorumWorld:
             require("S2 ids never go back", heard.id >= before.id)
             require("S2 an id is of one membership", heard.id > before.id or heard.names == before.names)
         answered = _with(state, mind, waits=False, answer=heard)
-        # A seat of an earlier member leaves the request of the present one open.
-        return answered if mind.ids[-1] in heard.seated else _said(answered, mind, 0)
+        # A seat of an earlier member may leave the request of the present one open.
+        return answered if mind.ids[-1] in heard.answered else _said(answered, mind, 0)
 
     def _situation(self, state: State) -> QuorumSituation:
-        return QuorumSituation(state.members, state.record, state.record_at)
+        record = state.record
+        members = [
+            one if one.is_whole or record is None else replace(one, is_whole=record.has_profile_of(one.request))
+            for one in state.members
+        ]
+        return QuorumSituation(members, record, state.record_at)
 
     def _decided(self, state: State) -> State | None:
         situation = self._situation(state)
@@ -171,7 +193,7 @@ class QuorumWorld:
     # -- what becomes of all when nothing more happens ------------------------------------------------------------
 
     def _check_calm(self, state: State) -> None:
-        """L1: when nothing more fails and all go on asking, all are answered: of one replica id the last that asked."""
+        """L1: when nothing more fails and all go on asking, all are answered, also processes of one replica id."""
         path: list[State] = []
         asks = Counter({mind.name: 0 for mind in state.minds})
         while state not in self._calm:
@@ -191,6 +213,8 @@ class QuorumWorld:
                 return _with(state, mind, heard=state.record)
             if mind.waits and self._look(mind).next is not Next.WAIT:
                 return self._act(state, mind)
+            if mind.waits and _hidden(state, mind):
+                return _wrote_again(state, mind)
         if (after := self._decided(state)) is not None:
             return after
         verdict = quorum.decide(self._situation(state), self.options, 0.0)
@@ -205,8 +229,8 @@ class QuorumWorld:
 
     def _check_end(self, state: State) -> None:
         names = {mind.name[0] for mind in state.minds}
-        answered = {mind.name[0] for mind in state.minds if not mind.waits}
-        require("L1 nobody waits for ever", names == answered or len(names) < self.options.min_replicas)
+        waiting = any(mind.waits for mind in state.minds)
+        require("L1 nobody waits for ever", not waiting or len(names) < self.options.min_replicas)
 
 
 def _known(mind: Mind) -> int:
@@ -233,7 +257,9 @@ def _without(state: State, mind: Mind) -> tuple[QuorumCandidate, ...]:
 def _said(state: State, mind: Mind, asked: int) -> State:
     """Its member writes what it asks, or that it asks nothing."""
     new = (
-        replace(one, asked=asked, after=_known(mind), joined=0.0, asked_at=99) if one.member == mind.ids[-1] else one
+        replace(one, asked=asked, after=_known(mind), joined=0.0, asked_at=99, wrote_at=99, is_whole=not mind.short)
+        if one.member == mind.ids[-1]
+        else one
         for one in state.members
     )
     return _ranked(state._replace(members=tuple(new)))
@@ -241,10 +267,27 @@ def _said(state: State, mind: Mind, asked: int) -> State:
 
 def _ranked(state: State) -> State:
     """Revisions as ranks: only their order matters."""
-    revisions = sorted({at for one in state.members for at in (one.came_at, one.asked_at)})
-    rank = {at: place for place, at in enumerate(revisions, 1)}
-    members = (replace(one, came_at=rank[one.came_at], asked_at=rank[one.asked_at]) for one in state.members)
-    return state._replace(members=tuple(members))
+    revisions = {at for one in state.members for at in (one.came_at, one.asked_at, one.wrote_at)}
+    rank = {at: place for place, at in enumerate(sorted(revisions), 1)}
+    return state._replace(
+        members=tuple(
+            replace(one, came_at=rank[one.came_at], asked_at=rank[one.asked_at], wrote_at=rank[one.wrote_at])
+            for one in state.members
+        )
+    )
+
+
+def _hidden(state: State, mind: Mind) -> bool:
+    """Whether a member of its replica id came after this replica last wrote."""
+    mine = next(one for one in state.members if one.member == mind.ids[-1])
+    return any(
+        one.came_at > mine.wrote_at for one in state.members if one.request.replica_id == mine.request.replica_id
+    )
+
+
+def _wrote_again(state: State, mind: Mind) -> State:
+    members = (replace(one, wrote_at=99) if one.member == mind.ids[-1] else one for one in state.members)
+    return _ranked(state._replace(members=tuple(members)))
 
 
 def _passed(state: State) -> State:

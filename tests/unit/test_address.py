@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ftcoord.coordination.address import Job, parse_address
+from ftcoord.coordination.connection import connect
 from ftcoord.errors import ConfigError
 
 
 def test_all_of_it() -> None:
     job = parse_address(
-        "etcds://h1:2379,h2:3000/team%2Fjob 7"
-        "?min_replicas=3&join_timeout_ms=10&heartbeat_timeout_ms=1500&manager=a:b%2F"
+        "etcds://h1:2379,h2:3000/team%2Fjob 7?min_replicas=3&join_timeout_ms=10&heartbeat_timeout_ms=1500&allow_kill=1"
     )
-    assert job == Job("etcds", "h1:2379,h2:3000", "team/job 7", 3, 10, 1500, "a:b/")
+    assert job == Job("etcds", "h1:2379,h2:3000", "team/job 7", 3, 10, 1500, 1)
     assert (job.options.min_replicas, job.options.join_timeout, job.heartbeat_timeout) == (3, 0.01, 1.5)
     assert job.prefix == "/ftcoord/v1/team%2Fjob%207/quorum"
     config = job.config({})
@@ -23,14 +23,14 @@ def test_all_of_it() -> None:
 
 def test_defaults_are_those_of_torchfts_command() -> None:
     job = parse_address("etcd://h1/job")
-    assert (job.min_replicas, job.join_timeout_ms, job.heartbeat_timeout_ms, job.manager) == (1, 60_000, 5_000, "")
+    assert (job.min_replicas, job.join_timeout_ms, job.heartbeat_timeout_ms, job.allow_kill) == (1, 60_000, 5_000, 0)
 
 
 @pytest.mark.parametrize(
     "job",
     [
         Job("etcd", "h1:1,h2:2", "job"),
-        Job("etcds", "[::1]:1", "a/b?c#d", 2, 0, 10, "x:y/ü%&="),
+        Job("etcds", "[::1]:1", "a/b?c#d", 2, 0, 10, 1),
         Job("etcd", "", "job", 7),
     ],
 )
@@ -43,6 +43,13 @@ def test_endpoints_from_the_environment_are_named_in_the_address_that_is_given_o
     job = parse_address("etcd:///job")
     config = job.config({"FTCOORD_ENDPOINTS": "h7:1,h8:2"})
     assert job.at(config).endpoints == "h7:1,h8:2"
+
+
+def test_the_address_of_a_lighthouse_is_refused_with_both_ways_out() -> None:
+    with pytest.raises(RuntimeError, match=r"^failed to connect to http://h1:29510 within timeout of 60s") as caught:
+        connect("http://h1:29510", 60.0)
+    assert "run the script without ftcoord.torchft" in str(caught.value)
+    assert "write it as etcd://host:port,host:port/job?min_replicas=2" in str(caught.value)
 
 
 @pytest.mark.parametrize(

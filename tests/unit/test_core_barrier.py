@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from orders import explore
+from orders import checked, explore
 
 from ftcoord.core.barrier import BarrierSituation, decide, outlook
 from ftcoord.core.barrier_records import Arrival, Generation, Passed, encode, parse_arrival, parse_generation
+from ftcoord.core.invariants import check_generation
 from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.situation import Asking, Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait
@@ -30,8 +31,8 @@ def published(situation: BarrierSituation) -> Generation:
 
 
 def test_nobody_passes_before_enough_have_arrived() -> None:
-    assert decide(Situation([])) == Wait("nobody has arrived", rule="2")
-    assert decide(Situation([A])) == Wait("1 of 2 parties have arrived", rule="2")
+    assert decide(Situation([])) == Wait("nobody has arrived", rule="B2 arriving")
+    assert decide(Situation([A])) == Wait("1 of 2 parties have arrived", rule="B2 arriving")
 
 
 def test_the_oldest_pass_together() -> None:
@@ -206,7 +207,7 @@ def explored(decide: Decide) -> int:
 
 
 def test_every_order_of_events() -> None:
-    assert explored(decide) > 10_000
+    assert explored(checked(decide, check_generation)) > 10_000
 
 
 def counts_who_has_passed(situation: BarrierSituation) -> Verdict[Generation]:

@@ -254,12 +254,30 @@ def test_who_is_left_out_goes_on_asking_and_joins_anew() -> None:
     assert names(judge(replicas, shrunk, join_timeout=5.0, previous_at=-5.0)) == "c d"
 
 
-def test_only_the_newest_of_two_incarnations_counts() -> None:
-    old, new = asks("a", member="old"), asks("a", member="new", step=0)
-    verdict = judge([old, new, asks("b")])
-    assert [seat.member for seat in decided(verdict).seats] == ["new", "lease-b"]
+def test_members_of_one_name_are_one_replica() -> None:
+    first, last = asks("a", 3, member="first"), asks("a", member="last", step=0)
+    verdict = judge([first, last, asks("b")])
+    assert [seat.member for seat in decided(verdict).seats] == ["last", "lease-b"]
+    assert decided(verdict).requests[0].step == 0
+    assert decided(verdict).idle == (IdleMember("first", 3),)
     assert "[2/2 participants healthy][2 heartbeating]" in verdict.reason
-    assert waits(judge([old, replace(new, asked=0), asks("b")]), "at least half of 2 healthy workers")
+
+
+def test_one_of_them_may_beat_for_the_other() -> None:
+    verdict = judge([asks("a"), beats("a", member="beats"), asks("b")])
+    assert [seat.member for seat in decided(verdict).seats] == ["lease-a", "lease-b"]
+    assert decided(verdict).idle == ()
+    assert "[2/2 participants healthy][2 heartbeating]" in verdict.reason
+
+
+def test_members_of_a_name_that_is_left_out_go_on_asking() -> None:
+    shrunk = decided(judge([asks("a", shrink_only=True), asks("c"), asks("c", member="other")], quorum("a")))
+    assert (names(Publish(shrunk, "")), shrunk.idle) == ("a", ())
+
+
+def test_a_silent_member_is_answered_by_the_seat_of_its_name() -> None:
+    formed = decided(judge([asks("a")], silent=[asks("a", 4, member="silent"), asks("b", 7)]))
+    assert formed.answered == {"lease-a": 2, "silent": 4}
 
 
 @pytest.mark.parametrize(
@@ -272,15 +290,15 @@ def test_only_the_newest_of_two_incarnations_counts() -> None:
         ((1, 11), (1, 10), "new"),
         ((1, 11), (0, 0), None),
     ],
-    ids=["asks", "asked before", "both, new last", "both, old last", "old was answered", "nobody asks"],
+    ids=["asks, or again", "asked before", "both, new last", "both, old last", "old was answered", "nobody asks"],
 )
-def test_of_two_incarnations_the_last_to_come_or_to_ask_counts(
+def test_of_two_incarnations_the_last_to_ask_counts(
     old: tuple[int, int], new: tuple[int, int], seated: str | None
 ) -> None:
     """Each asks this, and said so at that revision; the new one came at 8, and the old one's first request is over."""
     previous = quorum("x", idle=(IdleMember("old", 1),))
     both = [
-        replace(asks("a", asked, member=member), came_at=came_at, asked_at=asked_at)
+        replace(asks("a", asked, member=member), came_at=came_at, asked_at=asked_at, wrote_at=asked_at)
         for member, came_at, (asked, asked_at) in (("old", 3, old), ("new", 8, new))
     ]
     verdict = judge(both, previous)
@@ -504,8 +522,7 @@ class Case:
     @property
     def asking(self) -> set[str]:
         answered = self.previous.answered if self.previous else {}
-        newest = {one.request.replica_id: one for one in self.replicas}
-        return {name for name, one in newest.items() if one.asked not in (0, answered.get(one.member))}
+        return {one.request.replica_id for one in self.replicas if one.asked > answered.get(one.member, 0)}
 
     @property
     def is_fast(self) -> bool:

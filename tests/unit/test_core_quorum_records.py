@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -12,15 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord.core import strict
+from ftcoord.core.layout import roster_key
 from ftcoord.core.quorum_records import (
     IdleMember,
     QuorumRecord,
     QuorumRequest,
     QuorumSeat,
     ReplicaRecord,
+    Roster,
+    digest_of,
     encode,
+    encode_quorum,
     parse_quorum,
     parse_replica,
+    parse_roster,
 )
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.core.rendezvous_records import encode as encode_ask
@@ -31,9 +38,29 @@ REQUEST = QuorumRequest("rep_0:4f1c", "http://host0:1234", "host0:29500", 7, 8, 
 PETITION = ReplicaRecord(REQUEST, 3, 12, 99)
 QUORUM = QuorumRecord(5, 4, (QuorumSeat("694d", 3, REQUEST),), (IdleMember("694e", 2),), 1_700_000_000.25, "694d")
 
-Parse = Callable[[str, bytes], "ReplicaRecord | QuorumRecord"]
-BOTH = pytest.mark.parametrize(
-    ("parse", "record"), [(parse_replica, PETITION), (parse_quorum, QUORUM)], ids=["ReplicaRecord", "QuorumRecord"]
+SHORT = replace(PETITION, profile=digest_of(REQUEST.profile))
+SEATED = QUORUM.seats[0].request.profile
+
+
+def written(quorum: QuorumRecord) -> tuple[bytes, bytes]:
+    """Head and roster."""
+    head, roster = encode_quorum(quorum)
+    assert roster is not None
+    return head, roster
+
+
+HEAD, ROSTER = written(QUORUM)
+
+
+def parse_head(key: str, value: bytes) -> QuorumRecord:
+    return parse_quorum(key, value, ROSTER)
+
+
+Parse = Callable[[str, bytes], "ReplicaRecord | QuorumRecord | Roster"]
+EACH = pytest.mark.parametrize(
+    ("parse", "value"),
+    [(parse_replica, encode(PETITION)), (parse_replica, encode(SHORT)), (parse_head, HEAD), (parse_roster, ROSTER)],
+    ids=["ReplicaRecord", "without its profile", "QuorumHead", "Roster"],
 )
 
 texts = st.text(st.characters(), max_size=20)
@@ -53,8 +80,8 @@ quorums = st.builds(
 )
 
 
-def fields(record: ReplicaRecord | QuorumRecord) -> dict[str, Any]:
-    raw = json.loads(encode(record))
+def fields(value: bytes) -> dict[str, Any]:
+    raw = json.loads(value)
     assert isinstance(raw, dict)
     return raw
 
@@ -73,41 +100,91 @@ def test_a_petition_is_read_as_it_was_written(petition: ReplicaRecord) -> None:
     assert parse_replica(KEY, encode(petition)) == petition
 
 
+@given(replica_records)
+def test_a_petition_without_its_profile_is_completed_from_a_roster(petition: ReplicaRecord) -> None:
+    profile = petition.request.profile
+    read = parse_replica(KEY, encode(replace(petition, profile=digest_of(profile))))
+    assert read.completed({digest_of(profile): profile}) == petition.request
+    assert read.completed({}) is None
+    assert petition.completed({}) == petition.request
+    assert (read.asked, read.after, read.beat) == (petition.asked, petition.after, petition.beat)
+    assert read.request.replica_id == petition.request.replica_id
+
+
 @given(quorums)
 def test_a_quorum_is_read_as_it_was_written(quorum: QuorumRecord) -> None:
-    assert parse_quorum(KEY, encode(quorum)) == quorum
+    head, roster = written(quorum)
+    assert parse_quorum(KEY, head, roster) == quorum
+    known = parse_roster(roster_key(KEY), roster)
+    assert encode_quorum(quorum, known) == (head, None)
+    assert {digest_of(one.profile) for one in quorum.requests} == known.profiles.keys()
 
 
-@BOTH
-def test_one_record_is_always_the_same_bytes(parse: Parse, record: ReplicaRecord | QuorumRecord) -> None:
-    assert encode(parse(KEY, encode(record))) == encode(record)
-    assert b"\n" not in encode(record)
-    assert fields(record)["v"] == 1
+def test_a_step_writes_no_roster() -> None:
+    """What changes with a step is in the head, all else in the roster."""
+    known = parse_roster(roster_key(KEY), ROSTER)
+    moved = {"step": 8, "commit_failures": 3, "shrink_only": True}
+    for name, value in {
+        **moved,
+        "address": "x",
+        "store_address": "x",
+        "world_size": 9,
+        "data": "",
+        "handles": (),
+    }.items():
+        seat = replace(QUORUM.seats[0], asked=4, request=replace(REQUEST, **{name: value}))
+        changed = replace(QUORUM, number=6, seats=(seat,))
+        head, roster = encode_quorum(changed, known)
+        assert (roster is None) == (name in moved), name
+        assert parse_quorum(KEY, head, roster or ROSTER) == changed
+    assert encode_quorum(replace(QUORUM, seats=(replace(QUORUM.seats[0], member="694f"),)), known)[1] is not None
+
+
+@EACH
+def test_one_record_is_always_the_same_bytes(parse: Parse, value: bytes) -> None:
+    assert b"\n" not in value
+    assert fields(value)["v"] == 1
+    assert json.dumps(fields(value), separators=(",", ":"), sort_keys=True).encode() == value
+    parse(KEY, value)
 
 
 def test_the_form_of_the_records() -> None:
     """Others read them too: this changes with the layout's version only."""
-    request = {
+    profile = {
         "replica_id": "rep_0:4f1c",
         "address": "http://host0:1234",
         "store_address": "host0:29500",
-        "step": 7,
         "world_size": 8,
-        "shrink_only": False,
         "data": '{"a": 1}',
-        "commit_failures": 2,
         "handles": ["h0", "h1"],
     }
-    assert fields(PETITION) == {"v": 1, "request": request, "asked": 3, "after": 12, "beat": 99}
-    assert fields(QUORUM) == {
+    progress = {"replica_id": "rep_0:4f1c", "step": 7, "shrink_only": False, "commit_failures": 2}
+    asked = {"v": 1, "asked": 3, "after": 12, "beat": 99}
+    assert fields(encode(PETITION)) == {**asked, "request": profile | progress, "profile": ""}
+    assert fields(encode(SHORT)) == {**asked, "request": progress, "profile": digest_of(SEATED)}
+    assert fields(ROSTER) == {"v": 1, "seats": [{"member": "694d", "profile": profile}]}
+    assert fields(HEAD) == {
         "v": 1,
         "number": 5,
         "id": 4,
-        "seats": [{"member": "694d", "asked": 3, "request": request}],
+        "roster": parse_roster(KEY, ROSTER).digest,
+        "asked": [3],
+        "step": [7],
+        "commit_failures": [2],
+        "shrink_only": [],
         "idle": [{"member": "694e", "asked": 2}],
         "created": 1_700_000_000.25,
         "by": "694d",
     }
+
+
+def test_a_digest_is_the_same_in_all_releases() -> None:
+    assert (
+        digest_of(SEATED)
+        == blake2b(
+            json.dumps({"v": 1, **asdict(SEATED)}, separators=(",", ":"), sort_keys=True).encode(), digest_size=8
+        ).hexdigest()
+    )
 
 
 def test_a_thousand_replicas_of_eight_ranks_fit_into_one_request() -> None:
@@ -116,61 +193,93 @@ def test_a_thousand_replicas_of_eight_ranks_fit_into_one_request() -> None:
     full = QuorumRecord(
         2**31, 2**31, (QuorumSeat("b" * 16, 2**31, one),) * 1000, (IdleMember("c" * 16, 2**31),) * 1000, 1e9, "b"
     )
-    assert len(encode(full)) < 2**20
+    head, roster = written(full)
+    assert len(head) + len(roster) < 2**20
+    assert len(head) < 2**17
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0], ids=repr)
-def test_another_layout_version_is_refused(parse: Parse, record: ReplicaRecord | QuorumRecord, version: object) -> None:
-    assert f"version {version!r}" in refused(parse, {**fields(record), "v": version})
+def test_another_layout_version_is_refused(parse: Parse, value: bytes, version: object) -> None:
+    assert f"version {version!r}" in refused(parse, {**fields(value), "v": version})
 
 
-@BOTH
-def test_every_field_must_be_there(parse: Parse, record: ReplicaRecord | QuorumRecord) -> None:
-    for name in fields(record):
-        message = refused(parse, {k: v for k, v in fields(record).items() if k != name})
-        assert "version" in message if name == "v" else name in message
-    assert "surprise" in refused(parse, {**fields(record), "surprise": 1})
+@EACH
+def test_every_field_must_be_there(parse: Parse, value: bytes) -> None:
+    for name in fields(value):
+        message = refused(parse, {k: v for k, v in fields(value).items() if k != name})
+        assert {"v": "version", "profile": ""}.get(name, name) in message
+    assert "surprise" in refused(parse, {**fields(value), "surprise": 1})
 
 
-@BOTH
-@pytest.mark.parametrize("wrong", [None, True, float("nan"), {}, [1], [[]], [{}]], ids=repr)
-def test_every_field_must_have_its_type(parse: Parse, record: ReplicaRecord | QuorumRecord, wrong: object) -> None:
-    for name in fields(record):
-        message = refused(parse, {**fields(record), name: wrong})
-        assert {"v": "version", "idle": "", "seats": "", "request": ""}.get(name, name) in message
+@EACH
+@pytest.mark.parametrize("wrong", [None, True, float("nan"), {}, [1.5], [True], [[]], [{}]], ids=repr)
+def test_every_field_must_have_its_type(parse: Parse, value: bytes, wrong: object) -> None:
+    for name in fields(value):
+        message = refused(parse, {**fields(value), name: wrong})
+        assert {"v": "version", "idle": "", "seats": "", "request": "", "profile": ""}.get(name, name) in message
 
 
-@BOTH
-def test_a_request_is_checked_wherever_it_is(parse: Parse, record: ReplicaRecord | QuorumRecord) -> None:
-    wrong: dict[str, object] = dict.fromkeys(fields(PETITION)["request"], None)
+@pytest.mark.parametrize("value", [encode(PETITION), encode(SHORT), ROSTER], ids=["whole", "short", "roster"])
+def test_a_request_and_a_profile_are_checked_wherever_they_are(value: bytes) -> None:
+    parse: Parse = parse_roster if value == ROSTER else parse_replica
+    wrong: dict[str, object] = dict.fromkeys(fields(encode(PETITION))["request"], None)
     wrong |= {"shrink_only": 0, "step": True, "world_size": 1.0, "replica_id": 1, "handles": "ab", "data": "{"}
-    for name, value in {**wrong, "surprise": 1}.items():
-        raw = fields(record)
-        inner = raw["seats"][0]["request"] if "seats" in raw else raw["request"]
-        inner[name] = value
+    for name, bad in {**wrong, "surprise": 1}.items():
+        raw = fields(value)
+        inner = raw["seats"][0]["profile"] if "seats" in raw else raw["request"]
+        inner[name] = bad
         assert name in refused(parse, raw)
     raw["request" if parse is parse_replica else "seats"] = [1]
     refused(parse, raw)
 
 
 def test_every_seat_and_handle_is_checked() -> None:
-    good = fields(QUORUM)["seats"][0]
-    for bad in ({}, [], {**good, "rank": 0}, {**good, "asked": "3"}, {**good, "request": []}):
-        refused(parse_quorum, {**fields(QUORUM), "seats": [good, bad]})
-    assert "asked" in refused(parse_quorum, {**fields(QUORUM), "idle": [{"member": "x", "asked": 1.0}]})
-    request = fields(PETITION)["request"]
-    assert "handles" in refused(parse_replica, {**fields(PETITION), "request": {**request, "handles": ["h", 1]}})
+    good = fields(ROSTER)["seats"][0]
+    for bad in ({}, [], {**good, "rank": 0}, {**good, "member": 3}, {**good, "profile": []}):
+        refused(parse_roster, {**fields(ROSTER), "seats": [good, bad]})
+    assert "asked" in refused(parse_head, {**fields(HEAD), "idle": [{"member": "x", "asked": 1.0}]})
+    request = fields(encode(PETITION))["request"]
+    assert "handles" in refused(
+        parse_replica, {**fields(encode(PETITION)), "request": {**request, "handles": ["h", 1]}}
+    )
+
+
+@pytest.mark.parametrize("name", ["asked", "step", "commit_failures"])
+@pytest.mark.parametrize("numbers", [[], [1, 2], [2**63]], ids=repr)
+def test_a_head_has_one_number_for_each_seat(name: str, numbers: list[int]) -> None:
+    assert name in refused(parse_head, {**fields(HEAD), name: numbers})
+
+
+@pytest.mark.parametrize("ranks", [[1], [-1]], ids=repr)
+def test_only_who_has_a_seat_shrinks(ranks: list[int]) -> None:
+    assert "shrink_only" in refused(parse_head, {**fields(HEAD), "shrink_only": ranks})
+
+
+def test_a_head_goes_with_its_own_roster_only() -> None:
+    """Somebody deleted or wrote one of the two keys: the error names the key that is wrong, and says what to do."""
+    with pytest.raises(StateError, match=r"is gone from .*roster.*: delete both keys") as gone:
+        parse_quorum(KEY, HEAD, None)
+    assert gone.value.key == KEY
+    other = written(replace(QUORUM, seats=(replace(QUORUM.seats[0], member="694f"),)))[1]
+    with pytest.raises(StateError, match=f"not the roster that '{KEY}' goes with.*: delete both keys") as wrong:
+        parse_quorum(KEY, HEAD, other)
+    assert wrong.value.key == roster_key(KEY)
+    with pytest.raises(StateError, match="does not hold JSON") as garbled:
+        parse_quorum(KEY, HEAD, b"x")
+    assert garbled.value.key == roster_key(KEY)
 
 
 @pytest.mark.parametrize("created", [b"NaN", b"Infinity", b"1e999", b"7"])
 def test_created_is_a_time(created: bytes) -> None:
-    assert "created" in refused(parse_quorum, encode(QUORUM).replace(b"1700000000.25", created))
+    assert "created" in refused(parse_head, HEAD.replace(b"1700000000.25", created))
 
 
 def test_one_kind_is_not_read_as_the_other() -> None:
-    refused(parse_replica, encode(QUORUM))
-    refused(parse_quorum, encode(PETITION))
+    refused(parse_replica, HEAD)
+    refused(parse_head, encode(PETITION))
+    refused(parse_head, ROSTER)
+    refused(parse_roster, HEAD)
     refused(parse_replica, encode_ask(JoinRequest("node", "host", 1, 0, "host", "nonce", 1, 2)))
 
 
@@ -184,7 +293,7 @@ json_values = st.recursive(
 @st.composite
 def mangled(draw: st.DrawFn) -> bytes:
     """A good record with a few fields replaced, or cut, or with some bytes changed."""
-    raw = fields(draw(replica_records | quorums))
+    raw = fields(draw(replica_records.map(encode) | quorums.map(written).flatmap(st.sampled_from)))
     for name in draw(st.lists(st.sampled_from(sorted(raw)), max_size=2)):
         raw[name] = draw(json_values)
     value = bytearray(json.dumps(raw).encode())
@@ -195,7 +304,13 @@ def mangled(draw: st.DrawFn) -> bytes:
 
 @given(st.binary(max_size=64) | json_values.map(lambda raw: json.dumps(raw).encode()) | mangled())
 def test_whatever_is_there_is_a_record_or_a_state_error(value: bytes) -> None:
-    for parse in (parse_replica, parse_quorum):
-        with contextlib.suppress(StateError):
-            record = parse(KEY, value)
-            assert parse(KEY, encode(record)) == record
+    with contextlib.suppress(StateError):
+        record = parse_replica(KEY, value)
+        assert parse_replica(KEY, encode(record)) == record
+    with contextlib.suppress(StateError):
+        parse_roster(KEY, value)
+    with contextlib.suppress(StateError):
+        quorum = parse_quorum(KEY, value, ROSTER)
+        assert parse_quorum(KEY, *written(quorum)) == quorum
+    with contextlib.suppress(StateError):
+        assert parse_quorum(KEY, HEAD, value) == QUORUM

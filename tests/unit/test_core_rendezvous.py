@@ -436,6 +436,20 @@ def test_who_took_its_seat_a_while_ago_may_be_dead() -> None:
     assert isinstance(judge(just_now, DECIDED, (2, 2), previous_at=-4.0), Publish)
 
 
+def test_a_seat_that_was_read_may_have_been_taken_long_ago() -> None:
+    """Who begins to decide reads it: its member may have died since, and all would start to wait for it."""
+    taken = [asks("A", seated=1, seen=-1.0), asks("B", seated=1, seen=-0.5)]
+
+    def ready(read_at: float, decided_at: float) -> bool:
+        there = situation(taken, 0.0, DECIDED, (2, 2), decided_at, False, 0, read_at)
+        return isinstance(decide(there, RoundOptions(LAST_CALL), 0.0), Publish)
+
+    assert ready(read_at=-60.0, decided_at=-5.0), "it saw both being taken"
+    assert not ready(read_at=-0.5, decided_at=-5.0), "it read both"
+    assert not ready(read_at=-1.0, decided_at=-5.0), "it read the one, and saw the other being taken"
+    assert ready(read_at=-0.5, decided_at=-FRESH + 0.1), "they cannot be older than the round"
+
+
 @pytest.mark.parametrize("recall_on_loss", [True, False])
 def test_who_dies_before_it_took_its_seat_recalls_the_round(recall_on_loss: bool) -> None:
     """Nobody has started: without a recall the others would wait for it in torch's rank assignment."""

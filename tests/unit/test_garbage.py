@@ -32,6 +32,10 @@ CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
 PREFIX = "/ftcoord/v1/run"
 NOW = 1000.0
 REQUEST = QuorumRequest("a", "addr", "store", 3, 1, False, "", 0, ())
+HEAD, ROSTER = quorum_records.encode_quorum(
+    QuorumRecord(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, "")
+)
+assert ROSTER is not None
 GOOD = [
     rendezvous_records.encode(JoinRequest("n1", "10.0.0.1", 1234, 0, "h", "x", 1, 2)),
     rendezvous_records.encode(JoinRequest("n2", "10.0.0.2", 1234, 7, "h", "y", 1, 2)),
@@ -41,7 +45,9 @@ GOOD = [
     ),
     quorum_records.encode(ReplicaRecord(REQUEST, 1, 0, 0)),
     quorum_records.encode(ReplicaRecord(REQUEST, 2, 7, 9)),
-    quorum_records.encode(QuorumRecord(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, "")),
+    HEAD,
+    ROSTER,
+    quorum_records.encode(ReplicaRecord(REQUEST, 3, 7, 9, quorum_records.digest_of(REQUEST.profile))),
     election_records.encode(Candidacy("n", 0, "x")),
     election_records.encode(Term(7, "0000000000000001", "n")),
     barrier_records.encode(Arrival("p", 2, 0)),
@@ -53,7 +59,8 @@ PARSERS = (
     rendezvous_records.parse_join_request,
     rendezvous_records.parse_round,
     quorum_records.parse_replica,
-    quorum_records.parse_quorum,
+    quorum_records.parse_roster,
+    lambda key, value: quorum_records.parse_quorum(key, value, ROSTER),
     election_records.parse_candidacy,
     election_records.parse_term,
     barrier_records.parse_arrival,
@@ -121,19 +128,21 @@ garbage = (
 def policies() -> list[Any]:
     return [
         RendezvousPolicy(PREFIX, RoundOptions(30.0, 0.1, True)),
-        QuorumPolicy(QuorumOptions(1, 60.0), 5.0, look=dict, seen=HighestSeen(), wall_clock=lambda: 0.0),
+        QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 5.0, look=dict, seen=HighestSeen(), wall_clock=lambda: 0.0),
         ElectionUse(PREFIX).policy(),
         BarrierUse(PREFIX).policy(),
     ]
 
 
-def view(decided: bytes | None, members: list[bytes]) -> View:
+def view(decided: bytes | None, members: list[bytes], roster: bytes | None = None) -> View:
     keys = [
         KeyValue(f"{PREFIX}/members/{number:016x}", value, number, number, 1, number)
         for number, value in enumerate(members, 1)
     ]
     record = None if decided is None else KeyValue(f"{PREFIX}/decided", decided, 1, 99, 1, 5)
-    return View(tuple(keys), {kv.key: NOW - 60 for kv in keys}, NOW - 60, record, NOW - 60, False)
+    beside = None if roster is None else KeyValue(f"{PREFIX}/decided/roster", roster, 1, 99, 1, 5)
+    seen = {kv.key: NOW - 60 for kv in keys}
+    return View(tuple(keys), seen, NOW - 60, record, NOW - 60, False, NOW - 60, beside)
 
 
 def verdict_of(policy: Any, seen: View) -> Publish | Wait | StateError:
@@ -144,18 +153,21 @@ def verdict_of(policy: Any, seen: View) -> Publish | Wait | StateError:
 
 
 @settings(max_examples=CASES)
-@given(st.none() | garbage, st.lists(garbage, max_size=4))
-def test_a_decider_survives_whatever_it_reads(decided: bytes | None, members: list[bytes]) -> None:
+@given(st.none() | garbage, st.lists(garbage, max_size=4), st.sampled_from([None, ROSTER]) | garbage)
+def test_a_decider_survives_whatever_it_reads(
+    decided: bytes | None, members: list[bytes], roster: bytes | None
+) -> None:
     for policy in policies():
-        seen = view(decided, members)
+        seen = view(decided, members, roster)
         verdict = verdict_of(policy, seen)
         if isinstance(verdict, StateError):
-            assert verdict.key == f"{PREFIX}/decided"
+            assert verdict.key in (f"{PREFIX}/decided", f"{PREFIX}/decided/roster")
             assert verdict.key in str(verdict)
         elif isinstance(verdict, Publish):
             touched = [*(Span(key) for key, _ in verdict.puts), *verdict.deletes]
             assert all(
-                span.start.startswith((f"{PREFIX}/rounds/", f"{PREFIX}/store/", f"{PREFIX}/terms/")) for span in touched
+                span.start.startswith(tuple(f"{PREFIX}/{part}" for part in ("rounds/", "store/", "terms/", "decided/")))
+                for span in touched
             )
             number = json.loads(verdict.record)["number"]
             assert number >= (json.loads(decided)["number"] if decided else 0)

@@ -10,8 +10,21 @@ from typing import Any
 import pytest
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
-from ftcoord.core import layout
-from ftcoord.core.invariants import InvariantBroken, check_fences, check_quorum, check_round, check_succession
+from ftcoord.core import election, layout
+from ftcoord.core.barrier import BarrierSituation
+from ftcoord.core.barrier_records import Arrival, Generation, Passed
+from ftcoord.core.election import ElectionSituation
+from ftcoord.core.election_records import Candidacy, Term
+from ftcoord.core.election_records import encode as encode_election
+from ftcoord.core.invariants import (
+    InvariantBroken,
+    check_fences,
+    check_generation,
+    check_quorum,
+    check_round,
+    check_succession,
+    check_term,
+)
 from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum import decide as decide_quorum
 from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, ReplicaRecord
@@ -19,10 +32,12 @@ from ftcoord.core.quorum_records import encode as encode_quorum
 from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous import decide as decide_round
 from ftcoord.core.rendezvous_records import Away, JoinRequest, Round, encode
-from ftcoord.core.verdict import Publish, Wait
+from ftcoord.core.situation import Asking, Situation
+from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue, Span
 from ftcoord.primitives.group.invariant_guard import DECIDE_AGAIN_AFTER, InvariantGuard
 from ftcoord.primitives.group.policy import View
+from ftcoord.recipes.election import ElectionUse
 from ftcoord.rendezvous.policy import RendezvousPolicy
 
 LIMITS = (1, 2)
@@ -164,11 +179,19 @@ AGAIN = QuorumSituation([replica("a", 2), replica("b", 2)], ONE)
 NEXT = agreed(AGAIN)
 LEFT_OUT = QuorumSituation([replica("a", 2), replica("b", 2), replica("c", 0), replica("d", 0)], replace(ONE, seats=()))
 
+PAIR = QuorumSituation([replica("a"), replica("b"), replace(replica("b"), member="mb2", asked_at=3)], None)
+PAIRED = agreed(PAIR)
+
 QUORUMS: dict[str, tuple[str, QuorumSituation, QuorumRecord]] = {
     "a number again": ("S2", AGAIN, replace(NEXT, number=1)),
     "a number that was lost": ("S2", replace(AGAIN, highest=Highest(2, 1)), NEXT),
     "one seat too many": ("S1 one seat", AGAIN, replace(NEXT, seats=NEXT.seats + NEXT.seats[:1])),
     "a dead replica": ("S1 only live", replace(AGAIN, members=AGAIN.members[:1]), NEXT),
+    "a request that is not known": (
+        "S1 only known",
+        replace(AGAIN, members=[replace(replica("a", 2), is_whole=False), replica("b", 2)]),
+        NEXT,
+    ),
     "another request": ("S1 a seat answers", AGAIN, replace(NEXT, seats=ONE.seats)),
     "answered twice": ("S1 no request", replace(TWO, previous=ONE), replace(ONE, number=2)),
     "an answer forgotten": (
@@ -176,6 +199,13 @@ QUORUMS: dict[str, tuple[str, QuorumSituation, QuorumRecord]] = {
         replace(AGAIN, members=[*AGAIN.members, replica("c")], previous=replace(ONE, idle=(IdleMember("mc", 1),))),
         NEXT,
     ),
+    "an earlier request of the same replica": ("S1 the last request", PAIR, ONE),
+    "what was asked before another one came": (
+        "S1 a newcomer hides",
+        replace(TWO, members=[*TWO.members, replace(replica("b", 0), member="mb2", came_at=3)]),
+        ONE,
+    ),
+    "a namesake without an answer": ("S1 members of one name", PAIR, replace(PAIRED, idle=())),
     "an id of others": ("S2 an id", replace(AGAIN, previous=replace(ONE, seats=ONE.seats[:1])), NEXT),
     "an id after failures": (
         "S2 process groups",
@@ -207,7 +237,76 @@ def test_what_breaks_a_quorum(name: str) -> None:
 def test_quorums_that_are_allowed() -> None:
     check_quorum(TWO, OPTIONS, ONE)
     check_quorum(AGAIN, OPTIONS, NEXT)
+    check_quorum(PAIR, OPTIONS, PAIRED)
     check_quorum(AGAIN, replace(OPTIONS, min_replicas=3), NEXT)  # all of the last quorum ask again
+
+
+# -- elections and barriers ---------------------------------------------------------------------------------------
+
+CANDIDATES = [Asking("a", Candidacy("alice")), Asking("b", Candidacy("bob", after=3))]
+LED = Situation(CANDIDATES, Term(3, "b", "bob"), highest=3)
+TERMS: dict[str, tuple[str, ElectionSituation, Term]] = {
+    "a dead leader": ("S1 only a live", LED, Term(4, "gone", "carol")),
+    "two leaders": ("S1 one leader", LED, Term(3, "a", "alice")),
+    "a term that was over": ("S2 no term", replace(LED, highest=4), Term(3, "b", "bob")),
+    "a term that a candidate knows": ("S2 terms", replace(LED, previous=None, highest=0), Term(3, "a", "alice")),
+    "a term that etcd lost": ("S2 terms", replace(LED, highest=7), Term(7, "a", "alice")),
+    "a coup": ("S1 a leader that lives", LED, Term(4, "a", "alice")),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_what_breaks_a_term(name: str) -> None:
+    rule, situation, record = TERMS[name]
+    with pytest.raises(InvariantBroken, match=f"^{rule}"):
+        check_term(situation, record)
+
+
+def test_terms_that_are_allowed() -> None:
+    check_term(replace(LED, vanished=True), Term(3, "b", "bob"))
+    check_term(replace(LED, highest=4), Term(5, "a", "alice"))
+    check_term(replace(LED, members=CANDIDATES[:1]), Term(4, "a", "alice"))
+
+
+PASSED_ONCE = Generation(1, 2, (Passed("a", 1, 0), Passed("b", 1, 1)))
+PARTIES = [Asking("m1", Arrival("a", 2, 0)), Asking("m2", Arrival("b", 2, 1)), Asking("m3", Arrival("c", 2, 0))]
+ARRIVED = Situation(PARTIES, PASSED_ONCE, highest=1)
+PASSED_TWICE = Generation(2, 2, (Passed("a", 1, 0), Passed("b", 2, 0), Passed("c", 2, 1)))
+GENERATIONS: dict[str, tuple[str, BarrierSituation, Generation]] = {
+    "another past": ("S1 who has passed", ARRIVED, replace(PASSED_ONCE, passed=())),
+    "a generation that etcd lost": ("S2 generations", replace(ARRIVED, highest=2), PASSED_TWICE),
+    "a generation that a party knows": (
+        "S2 generations",
+        replace(ARRIVED, members=[*PARTIES[:2], Asking("m3", Arrival("c", 2, 0, known=2))]),
+        PASSED_TWICE,
+    ),
+    "too few": ("S1 as many", ARRIVED, replace(PASSED_TWICE, passed=PASSED_TWICE.passed[:2])),
+    "one twice": ("S1 a party", ARRIVED, replace(PASSED_TWICE, passed=(Passed("b", 2, 0), Passed("b", 2, 1)))),
+    "one that has not come back": (
+        "S1 only those",
+        ARRIVED,
+        replace(PASSED_TWICE, passed=(Passed("a", 2, 0), Passed("b", 2, 1))),
+    ),
+    "one that is gone": ("S1 only those", replace(ARRIVED, members=PARTIES[:2]), PASSED_TWICE),
+    "another number": (
+        "S1 only those",
+        replace(ARRIVED, members=[*PARTIES[:2], Asking("m3", Arrival("c", 3, 0))]),
+        PASSED_TWICE,
+    ),
+    "one forgotten": ("S1 nobody forgets", ARRIVED, replace(PASSED_TWICE, passed=PASSED_TWICE.passed[1:])),
+}
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
+def test_what_breaks_a_generation(name: str) -> None:
+    rule, situation, record = GENERATIONS[name]
+    with pytest.raises(InvariantBroken, match=f"^{rule}"):
+        check_generation(situation, record)
+
+
+def test_generations_that_are_allowed() -> None:
+    check_generation(ARRIVED, PASSED_TWICE)
+    check_generation(ARRIVED, replace(PASSED_ONCE, parties=3, refused=("m3",)))
 
 
 # -- in production --------------------------------------------------------------------------------------------------
@@ -215,7 +314,7 @@ def test_quorums_that_are_allowed() -> None:
 
 def view(values: dict[str, bytes]) -> View:
     members = tuple(KeyValue(key, value, 1, at, 1, at) for at, (key, value) in enumerate(values.items(), 1))
-    return View(members, dict.fromkeys(values, 0.0), 0.0, None, 0.0, False)
+    return View(members, dict.fromkeys(values, 0.0), 0.0, None, 0.0, False, 0.0)
 
 
 def broken_rounds(*_: object) -> Publish[Round]:
@@ -242,7 +341,7 @@ def test_no_quorum_is_published_that_breaks_an_invariant(
 ) -> None:
     records = {one.member: ReplicaRecord(one.request, one.asked, one.after, 0) for one in TWO.members}
     members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
-    policy = QuorumPolicy(OPTIONS, 60.0, dict, HighestSeen())
+    policy = QuorumPolicy(PREFIX, OPTIONS, 60.0, dict, HighestSeen())
     assert isinstance(policy.decide(members, "a", 0.0), Publish)
     monkeypatch.setattr("ftcoord.coordination.policy.decide", lambda *_: Publish(replace(ONE, number=0), "again", "Q"))
     with caplog.at_level(logging.ERROR):
@@ -250,6 +349,19 @@ def test_no_quorum_is_published_that_breaks_an_invariant(
     assert isinstance(verdict, Wait)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "S2" in caplog.text
+
+
+def test_no_term_is_published_that_breaks_an_invariant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_number(_: ElectionSituation) -> Verdict[Term]:
+        return Publish(Term(0, "a", "alice"), "so", "E2 next term")
+
+    members = view({layout.member_key(PREFIX, "a"): encode_election(Candidacy("alice"))})
+    assert isinstance(ElectionUse(PREFIX).policy().decide(members, "a", 0.0), Publish)
+    monkeypatch.setattr(election, "decide", no_number)
+    assert isinstance(ElectionUse(PREFIX).policy().decide(members, "a", 0.0), Wait)
+    assert "S2 terms only grow" in caplog.text
 
 
 def test_no_fence_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ MAX_LINES = 500
 FLOORS = (
     "ftcoord",
     "errors concurrency closing log_once",
-    "files fork",
+    "files fork pool",
     "config",
-    "core.strict core.layout core.outlook core.lease core.vote core.store_values core.store_history",
+    "core.strict core.layout core.outlook core.standby core.lease core.vote core.store_values core.store_history",
     "core.verdict core.situation core.election_records core.barrier_records",
     "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records",
     "core.rendezvous core.quorum core.election core.barrier core.recovery core.timers core.heartbeats",
@@ -44,9 +44,9 @@ FLOORS = (
     "primitives.lease_keeper",
     "primitives.group.policy primitives.group.invariant_guard primitives.group.parse_cache primitives.group.member_key",
     "primitives.group.members_view primitives.group.record_lease",
-    "primitives.group.decided_record",
-    "primitives.group.succession primitives.group.use primitives.group.plain_policy",
-    "primitives.group.group",
+    "primitives.group.decided_record primitives.group.succession",
+    "primitives.group.pace primitives.group.use primitives.group.plain_policy",
+    "primitives.group.group primitives.group.plain_use",
     "primitives.group.membership",
     "primitives.group.participant",
     "store timer heartbeat recipes",
@@ -59,15 +59,17 @@ FLOORS = (
 """Lowest first: modules, or whole packages. What is on a floor imports from the floors below, and from its own package
 where that stands here as a whole."""
 
-PURE_CORE = {"__future__", "collections", "dataclasses", "enum", "functools", "itertools", "json", "math"}
+PURE_CORE = {"__future__", "collections", "dataclasses", "enum", "functools", "hashlib", "itertools", "json", "math"}
 PURE_CORE |= {"operator", "typing", "urllib"}
 """All that `core/` may import: no clock, thread, socket, log, file, chance, torch or gRPC among them."""
 
 
 GRPC = {"grpc", "ftcoord.etcd.rpc.quiet_grpc"}
 """Where gRPC comes from: as it is, and without its log lines."""
-GRPC_SERVER = "ftcoord.coordination.gateway"
-"""The one other module that knows gRPC: it serves torchft's protocol, and does not speak to etcd by it."""
+TORCHFT_PROTOCOL = {
+    f"ftcoord.coordination.{name}" for name in ("gateway", "manager_wire", "native_ranks", "native_manager")
+}
+"""The other modules that know gRPC: they speak torchft's protocols, and not to etcd."""
 
 
 def name_of(path: Path) -> str:
@@ -184,8 +186,10 @@ def test_the_core_is_pure(module: str) -> None:
     assert {part_of(n) for n in imports(module) if n.startswith("ftcoord")} <= {"core", "errors"}
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("ftcoord.etcd.rpc") and m != GRPC_SERVER])
-def test_only_etcd_rpc_and_the_gateway_know_grpc(module: str) -> None:
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if not m.startswith("ftcoord.etcd.rpc") and m not in TORCHFT_PROTOCOL]
+)
+def test_only_etcd_rpc_and_torchfts_protocols_know_grpc(module: str) -> None:
     assert not {name for name in imports(module) if name.split(".")[0] == "grpc" or name in GRPC}
 
 

@@ -20,7 +20,6 @@ LAYOUT = ROOT / "core" / "layout.py"
 
 RUN = "<prefix>"
 STORE = layout.round_store_prefix(RUN, 7)
-MAILBOX = layout.mailbox_prefix(RUN, "manager")
 ELECTION = layout.election_prefix(RUN, "name")
 BARRIER = layout.barrier_prefix(RUN, "name")
 LEASE = 0xAB
@@ -30,6 +29,8 @@ KEYS = {
     "members_span": f"{RUN}/members/",
     "member_key": layout.member_key(RUN, layout.member_id(LEASE)),
     "decided_key": layout.decided_key(RUN),
+    "decided_span": layout.decided_span(RUN).start,
+    "roster_key": layout.roster_key(layout.decided_key(RUN)),
     "rounds_span": layout.rounds_span(RUN).start,
     "round_key": layout.round_key(RUN, 7),
     "round_store_prefix": STORE,
@@ -41,12 +42,8 @@ KEYS = {
     "store_counts_span": layout.store_counts_span(STORE).start + "id",
     "configs_span": layout.configs_span(RUN).start,
     "config_key": layout.config_key(RUN, "name"),
-    "mailbox_prefix": MAILBOX,
-    "mailbox_server_key": layout.mailbox_server_key(MAILBOX),
-    "mailbox_metadata_key": layout.mailbox_metadata_key(MAILBOX, 1),
-    "mailbox_calls_span": layout.mailbox_calls_span(MAILBOX).start,
-    "mailbox_call_key": layout.mailbox_call_key(MAILBOX, "call-1"),
-    "mailbox_answer_key": layout.mailbox_answer_key(MAILBOX, "call-1"),
+    "kills_span": layout.kills_span(RUN).start,
+    "kill_key": layout.kill_key(RUN, HEX),
     "election_prefix": ELECTION,
     "term_key": layout.term_key(ELECTION, 7),
     "barrier_prefix": BARRIER,
@@ -119,7 +116,7 @@ def test_the_tables_are_found() -> None:
 # -- nobody else spells a key ---------------------------------------------------------------------------------------
 
 NAMES = {part for key in KEYS.values() for part in key.split("/")[1:]}
-NAMES -= {"", "key", "id", "name", "host", "slot", "manager", "call-1", "7", "1", HEX}
+NAMES -= {"", "key", "id", "name", "host", "slot", "7", "1", HEX}
 """The fixed parts of keys: members, decided, rounds, ..."""
 
 
@@ -154,7 +151,7 @@ def test_a_spelled_key_is_found(code: str) -> None:
 
 
 def test_names_are_found() -> None:
-    assert {"members", "decided", "rounds", "store", "data", "config", "managers", "timers", "heartbeats"} <= NAMES
+    assert {"members", "decided", "rounds", "store", "data", "config", "kill", "timers", "heartbeats"} <= NAMES
 
 
 # -- what the functions promise ------------------------------------------------------------------------------------
@@ -179,7 +176,6 @@ def test_a_key_that_names_no_round_has_no_number(name: str) -> None:
         (Span(layout.round_store_prefix("/p", 1), True), layout.round_store_prefix("/p", 12)),
         (layout.timers_span("/p", "a"), layout.timer_key("/p", "ab", LEASE, "0")),
         (layout.store_queue_span("s/", "a"), layout.store_queue_span("s/", "a/b").start),
-        (layout.mailbox_calls_span(layout.mailbox_prefix("/p", "a")), layout.mailbox_prefix("/p", "a/in/b")),
         (Span(layout.run_prefix("/f", "a"), True), layout.run_prefix("/f", "b/a")),
     ],
 )

@@ -18,7 +18,6 @@ TWO_VALUES = {
 TWO_CLASSES = {
     "Event": "threading's in the seam, etcd's in its API: both are the field's words",
     "LeaseKeeper": "the participant's is the protocol of what the class offers",
-    "Call": "a mailbox's, and a call of etcd whose fate a test decides",
     "Subscription": "timers', and a watch of an etcd in memory",
 }
 """Public classes that modules may call alike, and why."""

@@ -1,6 +1,6 @@
 """Whoever adds a use of the group must do every step of docs/extending.md: here is what fails if one is forgotten.
 
-The uses are found in the code: all classes that derive from `Use`.
+The uses are found in the code: all classes that derive from `Use` or `PlainUse`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 from test_layering import MODULES, imported, imports, place_of
@@ -22,6 +23,7 @@ from test_layering import MODULES, imported, imports, place_of
 import ftcoord
 
 ROOT = Path(__file__).parents[2]
+USE = re.compile(r"(Plain)?Use\[")
 FOR_DEVELOPERS = {"architecture.md", "benchmarks.md", "extending.md", "protocol.md"}
 FOR_USERS = [
     "README.md",
@@ -45,9 +47,10 @@ class Found:
 def uses() -> Iterator[Found]:
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("Use[") for base in node.bases):
-                record, ask = typing.get_args(getattr(importlib.import_module(module), node.name).__orig_bases__[0])
-                yield Found(node.name, module, record, ask)
+            if isinstance(node, ast.ClassDef) and any(USE.match(ast.unparse(base)) for base in node.bases):
+                kind = getattr(importlib.import_module(module), node.name)
+                if not inspect.isabstract(kind):  # else it is the base of others
+                    yield Found(node.name, module, *typing.get_args(kind.__orig_bases__[0]))
 
 
 def text(path: str) -> str:
@@ -210,7 +213,22 @@ def test_no_step_is_forgotten(use: Found, step: Callable[[Found], str]) -> None:
 
 
 def test_uses_are_found() -> None:
-    assert {"RoundUse", "QuorumUse"} <= {use.name for use in uses()}
+    assert {"RoundUse", "QuorumUse", "ElectionUse", "BarrierUse"} <= {use.name for use in uses()}
+
+
+def test_no_class_derives_from_a_use_without_being_found() -> None:
+    """As one would whose base is a use, or a base of uses that `USE` does not know."""
+    found = {"Use", "PlainUse", *(use.name for use in uses())}
+    classes = [node for path in MODULES.values() for node in ast.walk(ast.parse(text(str(path)))) if is_class(node)]
+    assert not {one.name for one in classes if bases(one) & found} - found
+
+
+def is_class(node: ast.AST) -> TypeGuard[ast.ClassDef]:
+    return isinstance(node, ast.ClassDef)
+
+
+def bases(node: ast.ClassDef) -> set[str]:
+    return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
 
 
 class Nothing:

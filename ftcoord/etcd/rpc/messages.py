@@ -27,7 +27,7 @@ _MESSAGES: Final[dict[str, str]] = {
     "ResponseOp": "response_range 1 RangeResponse?response, response_put 2 PutResponse?response,"
     " response_delete_range 3 DeleteRangeResponse?response, response_txn 4 TxnResponse?response",
     "Compare": "result 1 int32, target 2 int32, key 3 bytes, version 4 int64?operand, create_revision 5 int64?operand,"
-    " mod_revision 6 int64?operand, value 7 bytes?operand, lease 8 int64?operand",
+    " mod_revision 6 int64?operand, value 7 bytes?operand, lease 8 int64?operand, range_end 64 bytes",
     "TxnRequest": "compare 1 Compare*, success 2 RequestOp*, failure 3 RequestOp*",
     "TxnResponse": "header 1 Header, succeeded 2 bool, responses 3 ResponseOp*",
     "CompactionRequest": "revision 1 int64, physical 2 bool",

@@ -187,6 +187,9 @@ class Transport:
 
     def _retry(self, attempt: Callable[[float], Any], timeout: float | None) -> Any:
         deadline = concurrency.now() + (self.config.request_timeout if timeout is None else timeout)
+        deadline = min(
+            deadline, concurrency.exit_deadline()
+        )  # an etcd that is away must not keep a process from ending
         return retry(lambda: attempt(deadline), (EtcdUnavailable,), deadline, self.closed)
 
     def _unary(self, method: messages.Method, request: Any, deadline: float, write: bool) -> Any:
@@ -225,9 +228,7 @@ class Transport:
             raise ClientClosed(CLIENT_CLOSED) from None
         except RuntimeError as error:
             kind = OutcomeUnknown if write else EtcdUnavailable
-            raise kind(
-                f"gRPC could not call etcd: {error}; raise the limit on threads (ulimit -u) if it is reached"
-            ) from None
+            raise kind(f"gRPC could not call etcd: {error}; {errors.MORE_THREADS}") from None
         finally:
             self._threads.leave()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ftcoord import concurrency
-from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, FtcoordError, Rewound
+from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
 from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
 from ftcoord.etcd.retry import backoff
 from ftcoord.etcd.rpc import errors, messages
@@ -97,23 +97,31 @@ class WatchHub:
         """Start watching. `deliver` is called on the hub's thread; if etcd confirmed the same watch before, the
         confirmation is delivered on this one.
 
-        Raises ClientClosed, and RuntimeError when no thread can be started.
+        Raises ClientClosed, and EtcdUnavailable when no thread can be started.
         """
         self._transport.member()
         with self._lock:
             if self._transport.closed.is_set():
                 raise ClientClosed(CLIENT_CLOSED)
+            self._start()  # first: if that fails, nothing may be left that the next thread would watch for nobody
             source = self._source(span, start_revision, deletes_only)
             watcher = Watcher(self, source, deliver)
             source.watchers += (watcher,)
             stands_since = source.next_revision - 1 if source.stood else None
-            if self._thread is None:
-                thread = concurrency.thread(self._run, "ftcoord-watch")
-                thread.start()
-                self._thread = thread
         if stands_since is not None:
             watcher.tell(Began(stands_since))
         return watcher
+
+    def _start(self) -> None:
+        """With the lock held: make sure that the thread runs. It waits for the lock before it looks for sources."""
+        if self._thread is not None:
+            return
+        thread = concurrency.thread(self._run, "ftcoord-watch")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise EtcdUnavailable(f"no thread can be started to watch etcd: {error}; {errors.MORE_THREADS}") from None
+        self._thread = thread
 
     def _source(self, span: Span, start_revision: int, deletes_only: bool) -> _Source:
         """With the lock held: a new source, unless there is one from now on already."""

@@ -2,46 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core.layout import Span
+from ftcoord.core.layout import Span, decided_key, decided_span, roster_key
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Compare, Delete, Etcd, KeyValue, Put
+from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Put, unchanged
 from ftcoord.primitives.group.record_lease import RecordLease
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.primitives.write_once import write_once
+from ftcoord.primitives.write_once import WriteOutcome, write_once
 
-Listener: TypeAlias = Callable[[KeyValue | None], None]
+
+@dataclass(frozen=True, slots=True)
+class OwnWrite:
+    """What a decider writes of itself in the transaction of a decision.
+
+    Args:
+        guards: hold only as long as the decider is a member, and sees what it has to see.
+        puts: made in the same transaction.
+        wrote: gets the revision at which that was done.
+    """
+
+    guards: tuple[Compare, ...]
+    puts: tuple[Put, ...] = ()
+    wrote: Callable[[int], None] = lambda revision: None
+
+
+Listener: TypeAlias = Callable[[KeyValue | None, KeyValue | None], None]
 
 
 class DecidedRecord:
     """A mirror of `decided`, what its listener made of it, and the lease that the decider keeps for it. The group's
     turn guards all of it but `queued`.
 
+    A record with a roster lies under two keys, which change in one transaction. So one watch has both in one batch, and
+    one read has both at one revision: a reader never sees one without the other.
+
     Args:
         etcd: the etcd client.
-        span: the key.
+        prefix: the group's.
         ttl: seconds that the record outlives the last decider.
         post: takes what the mirror's watch delivers; see `Mirror`.
-        listener: called with each new value, and with None after a deletion. Raises StateError when it cannot read it.
+        listener: called with each new value, and its roster, and with None after a deletion. Raises StateError when it
+            cannot read them.
+        has_roster: whether the record has one.
     """
 
     def __init__(
-        self, etcd: Etcd, span: Span, ttl: int, post: Callable[[Mirror, Posted], None], listener: Listener
+        self,
+        etcd: Etcd,
+        prefix: str,
+        ttl: int,
+        post: Callable[[Mirror, Posted], None],
+        listener: Listener,
+        *,
+        has_roster: bool = False,
     ) -> None:
         self._etcd = etcd
-        self.mirror = Mirror(etcd, span, post)
+        self._roster_key = roster_key(decided_key(prefix)) if has_roster else None
+        self.mirror = Mirror(etcd, decided_span(prefix) if has_roster else Span(decided_key(prefix)), post)
         self.lease = RecordLease(etcd, ttl)
         self.known: KeyValue | None = None
         """The last value that the listener could read. It stays when the key is deleted."""
+        self.known_roster: KeyValue | None = None
+        """The roster that goes with it."""
         self.known_at = concurrency.now()
         self.queued = self.taken = 0
         """Decisions that were put into the group's inbox (only the watch's thread counts them), and taken out of it."""
         self._listener = listener
-        self._told: KeyValue | None = None
+        self._told: tuple[KeyValue | None, KeyValue | None] = None, None
         self._unreadable: StateError | None = None
 
     @property
@@ -61,42 +93,47 @@ class DecidedRecord:
 
     def tell(self) -> None:
         """Tell the listener, if there is news."""
-        kv = self.mirror.one
+        kv, roster = self.mirror.one, self._roster
+        if roster is None and kv is not None and kv == self.known:
+            roster = self.known_roster  # somebody deleted it: the next decision puts it back
         # A deletion is only news where it ends an unreadable value. Values are compared as a whole: an etcd that lost
         # writes gives another record the same revision.
-        if (kv is None and self._unreadable is None) or (kv is not None and kv == self._told):
+        if (kv is None and self._unreadable is None) or (kv is not None and (kv, roster) == self._told):
             return
-        self._told = kv
+        self._told = kv, roster
         try:
-            self._listener(kv)
+            self._listener(kv, roster)
         except StateError as error:
             self._unreadable = error
             return
         self._unreadable = None
         if kv is not None:
-            self.known, self.known_at = kv, concurrency.now()
+            self.known, self.known_roster, self.known_at = kv, roster, concurrency.now()
 
     def keep_lease(self) -> None:
         """Keep the record's lease alive, as its decider. Raises EtcdError, and may then be repeated."""
         self.lease.keep(self.mirror.one)
 
-    def publish(self, decision: Publish[bytes], *guards: Compare) -> bool:
-        """Replace the record that is known, if nobody else did and the guards hold; whether it worked.
+    def publish(self, decision: Publish[bytes], own: OwnWrite) -> bool:
+        """Replace the record that is known, if nobody else did, together with the decider's own write; whether that
+        was done.
 
         Raises EtcdError; whether it worked is then not known, and it may be repeated.
         """
+        self.keep_lease()  # a lease of its own would take the record from what lies beside it under the same lease
         lease, current = self.lease.for_publishing(), self.mirror.one
+        puts = [Put(key, value, lease) for key, value in decision.puts]
+        puts += self._roster_put_back(puts, lease)
         outcome = write_once(
             self._etcd,
             Put(self.mirror.span.start, decision.record, lease),
             current.mod_revision if current else 0,
-            guards=guards,
-            also=[
-                *(Put(key, value, lease) for key, value in decision.puts),
-                *(Delete(span) for span in decision.deletes),
-            ],
+            guards=[*own.guards, *self._roster_guards()],
+            also=[*own.puts, *puts, *(Delete(span) for span in decision.deletes)],
         )
-        self._learn(outcome.kv)
+        if outcome.done and outcome.kv is not None:
+            own.wrote(outcome.kv.mod_revision)  # before anybody is told, and asks for the next decision
+        self._learn(outcome, puts)
         return outcome.done
 
     def close(self) -> None:
@@ -104,10 +141,47 @@ class DecidedRecord:
         self.mirror.close()
         self.lease.drop()
 
-    def _learn(self, kv: KeyValue | None) -> None:
-        """Take over what a transaction found under the key. The watch will not repeat it."""
+    # -- the roster ---------------------------------------------------------------------------------------------
+
+    @property
+    def _roster(self) -> KeyValue | None:
+        return None if self._roster_key is None else self.mirror.kvs.get(self._roster_key)
+
+    def _roster_guards(self) -> list[Compare]:
+        """A decision goes with the roster that its decider knows, so nobody else may have written that."""
+        if self._roster_key is None:
+            return []
+        return [unchanged(self._roster_key, self._roster.mod_revision if self._roster else 0)]
+
+    def _roster_put_back(self, puts: Sequence[Put], lease: int) -> list[Put]:
+        """The known roster, for a decision that does not change it, if etcd would not hold it as long as the record:
+        somebody deleted it, or the record gets another lease."""
+        known, now = self.known_roster, self._roster
+        if known is None or any(put.key == known.key for put in puts):
+            return []
+        if now is not None and (now.value, now.lease) == (known.value, lease):
+            return []
+        return [Put(known.key, known.value, lease)]
+
+    # -- what a transaction found -------------------------------------------------------------------------------
+
+    def _learn(self, outcome: WriteOutcome, puts: Sequence[Put]) -> None:
+        """Take over what a transaction wrote, or found under the key. The watch will not repeat it."""
+        kv = outcome.kv
+        if self._roster_key is not None and not outcome.done:  # what it found is only the half of it
+            self.mirror.adopt(self._etcd.range(Get(self.mirror.span)))
+            self.tell()
+            return
         if kv is not None:
-            self.mirror.learn(kv)
+            rosters = [put for put in puts if put.key == self._roster_key]
+            self.mirror.learn(kv, *(_written(put, self._roster, kv.mod_revision) for put in rosters))
             self.tell()
         if self.mirror.one != kv:  # etcd has lost what the mirror has: read again
             self.mirror.doubt()
+
+
+def _written(put: Put, before: KeyValue | None, revision: int) -> KeyValue:
+    """What is there after a put, which was guarded by what was there before."""
+    if before is None:
+        return KeyValue(put.key, put.value, revision, revision, 1, put.lease)
+    return before._replace(value=put.value, mod_revision=revision, version=before.version + 1, lease=put.lease)

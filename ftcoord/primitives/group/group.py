@@ -2,6 +2,7 @@
 
     <prefix>/members/<lease id>   under the member's lease: what this member asks for
     <prefix>/decided              under a lease that the decider keeps: what was decided last
+    <prefix>/decided/roster       under the same lease, in some uses: the part of it that seldom changes
 
 The oldest live member (lowest create revision) is the decider: it mirrors the members, asks its policy what to
 decide, and publishes that in a transaction guarded by `decided`'s revision and by its own membership. All others
@@ -21,15 +22,15 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core.layout import Span, decided_key, members_span
+from ftcoord.core.layout import members_span
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
-from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
-from ftcoord.primitives.group.member_key import MemberKey, MemberLost
+from ftcoord.primitives.group.decided_record import DecidedRecord, Listener, OwnWrite
+from ftcoord.primitives.group.member_key import HeldAsk, MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy, View
-from ftcoord.primitives.group.succession import Succession
+from ftcoord.primitives.group.succession import Judged, Succession
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Session
 from ftcoord.primitives.write_once import WriteOutcome
@@ -61,6 +62,7 @@ class Group:
             its session must end.
         watch_deletes_only: members rewrite their keys often, so watch the predecessor for deletion only. A waiter must
             then `take_over()` when nothing is decided: a stranger may have written into a dead member's key.
+        has_roster: whether the decided record has a second key, see `Use.has_roster`. The listener gets that too.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Group:
         *,
         failed: Callable[[BaseException], None] = lambda error: None,
         watch_deletes_only: bool = False,
+        has_roster: bool = False,
     ) -> None:
         members = members_span(prefix)
         self._prefix, self._policy, self._failed = prefix, policy, failed  # these never change
@@ -81,12 +84,11 @@ class Group:
         self._inbox: concurrency.Queue[_Task] = concurrency.inbox()
         self._turn = concurrency.lock("Group._turn")
         """Held by the thread while it works, and by the client's thread for what it may apply itself. It guards:"""
-        self._record = DecidedRecord(etcd, Span(decided_key(prefix)), record_ttl, self._post, listener)
+        self._record = DecidedRecord(etcd, prefix, record_ttl, self._post, listener, has_roster=has_roster)
         self._succession = Succession(etcd, members, self._member_key, self._post, deletes_only=watch_deletes_only)
         self._members = MembersView(etcd, members, self._post)
         self._has_begun = False
         """Whether the watch on the record has stood before: if it stands again, it was interrupted."""
-        self._takes_over = False  # set by callers, read by the thread when they have woken it
         self._closing = False  # only ever becomes true; read anywhere
         self._said = ""  # only the thread
         self._thread = concurrency.thread(self._run, "ftcoord-group")
@@ -111,11 +113,19 @@ class Group:
         """Whether this member has its key."""
         return self._member_key.kv is not None
 
-    def take_over(self, on: bool) -> None:
-        """Decide too, though an older member lives, until told otherwise: that one may be stuck. Harmless."""
-        if self._takes_over != on:
-            self._takes_over = on
-            self._inbox.put(_wake)
+    def take_over(self, judged: Judged) -> None:
+        """Decide too, though an older member lives, until there is nothing to decide: that one may be stuck. Harmless.
+
+        `judged` is then called, on the group's thread, with the time at which something may be due, None if only an
+        event can make it so. It must not block. It is not called after `step_back()`.
+        """
+        self._inbox.put(lambda: self._succession.take_over(judged))
+
+    def step_back(self) -> None:
+        """Nobody waits for `judged` any longer: leave the decision to older members, unless this one did decide.
+
+        Idempotent."""
+        self._inbox.put(self._succession.step_back)
 
     def prepare(self, timeout: float) -> None:
         """Begin the watch that `enter()` needs, in `timeout` seconds. Raises EtcdError, and may then be repeated."""
@@ -140,8 +150,14 @@ class Group:
                     self._member_key.kv = None
 
     def enter_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
-        """As `enter()` for one that has joined: `done` gets whether it worked, see `MemberKey.put_soon`."""
-        self._member_key.put_soon(value, timeout, done)
+        """As `enter()` for one that has joined: `done` gets whether it worked, see `MemberKey.put_soon`. A decider's
+        value is held back for a moment: when a decision is due it goes with that, in one transaction."""
+        if self._members.mirror is None or self._closing:  # read without the turn: either way it is written
+            self._member_key.put_soon(value, timeout, done)
+            return
+        mine = self._member_key.kv
+        held = HeldAsk(value, timeout, done, concurrency.now(), mine.mod_revision if mine else 0)
+        self._inbox.put(lambda: self._hold(held))
 
     def check(self) -> None:
         """Have this member's key put back if it is gone, though its lease is not."""
@@ -193,6 +209,10 @@ class Group:
     def _doubt_key(self) -> None:
         self._member_key.doubted = True
 
+    def _hold(self, held: HeldAsk) -> None:
+        self._member_key.release_held()  # one that was asked before: the two must not change places
+        self._member_key.held = held
+
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -207,6 +227,8 @@ class Group:
                 if failure is not ended:
                     log.exception("member %s leaves %s: its thread failed", self.id, self._record.mirror.span.start)
                 self._failed(failure)
+            if self._member_key.held is not None:
+                self._member_key.held.done(False)
             self._record.close()
             self._succession.close()
             self._members.close()
@@ -251,8 +273,10 @@ class Group:
         if mirror is self._members.mirror:
             self._members.apply(posted)
             return
-        mirror.apply(posted)
+        changes = mirror.apply(posted)
         if mirror is self._record.mirror:
+            if changes:  # what this member decides itself is known before its watch tells
+                self._succession.was_overtaken()
             self._record.tell()
             if isinstance(posted.item, Began):  # the watch was interrupted: etcd may have lost this member's key
                 self._member_key.doubted |= self._has_begun
@@ -260,6 +284,15 @@ class Group:
 
     def _step(self) -> float | None:
         """Bring what is nearer to what should be; when to look again, None: when something comes in."""
+        held = self._member_key.held
+        if held is not None and held.until <= concurrency.now():
+            self._member_key.release_held()
+        until, held = self._go_on(), self._member_key.held
+        if held is None:
+            return until
+        return held.until if until is None else min(until, held.until)
+
+    def _go_on(self) -> float | None:
         if not self._record.mirror.synced:
             self._record.mirror.sync()
             self._record.tell()
@@ -271,19 +304,21 @@ class Group:
             self._members.sync()
         if not (self._members.synced and self._record.mirror.synced):
             return None  # what is missing is on its way to the inbox
-        self._record.keep_lease()
+        if self._succession.is_first:  # who only looks has no request more than that
+            self._record.keep_lease()
         return self._decide()
 
     def _see_who_decides(self) -> None:
-        if not self._takes_over:
-            self._succession.look()
-        if self._succession.is_first or self._takes_over:
+        self._succession.look()
+        if self._succession.decides:
             if self._members.mirror is None:
                 self._say("decides from now on")
             self._members.open()
-        elif self._members.mirror is not None:
-            self._members.close()
-            self._record.lease.drop()
+        else:
+            self._member_key.release_held()
+            if self._members.mirror is not None:
+                self._members.close()
+                self._record.lease.drop()
 
     def _decide(self) -> float | None:
         self._record.check_readable()
@@ -291,17 +326,53 @@ class Group:
         if all(kv.key != self.key for kv in in_order):
             self._member_key.doubted = True  # the next step puts it back, if it is gone
             return concurrency.now() + STEP_RETRY_PAUSE
-        record, members = self._record, self._members
-        view = View(in_order, members.seen(), members.changed_at, record.known, record.known_at, record.vanished)
-        verdict = self._policy.decide(view, self.id, concurrency.now())
+        verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())
         if isinstance(verdict, Wait):
             self._say(_with_rule(verdict))
-            return verdict.until
-        return concurrency.now() + (0 if self._publish(verdict) else STEP_RETRY_PAUSE)
+            return self._succession.rest(verdict.until)
+        before = self._record.known
+        if not self._publish(verdict):
+            if self._record.known != before:
+                self._succession.was_overtaken()
+            return concurrency.now() + STEP_RETRY_PAUSE
+        self._succession.has_decided()
+        return concurrency.now()
+
+    def _view(self, in_order: tuple[KeyValue, ...]) -> View:
+        record, members, held = self._record, self._members, self._member_key.held
+        seen = members.seen()
+        if held is not None:  # as if it were there already: it will be, when this is decided
+            revision = members.revision + 1
+            in_order = tuple(kv if kv.key != self.key else _asking(kv, held, revision) for kv in in_order)
+            seen[self.key] = held.since
+        state = record.known, record.known_at, record.vanished
+        return View(in_order, seen, members.changed_at, *state, members.read_at, record.known_roster)
 
     def _publish(self, decision: Publish[bytes]) -> bool:
-        done = self._record.publish(decision, exists(self.key))  # who lost its membership decides nothing
+        held, self._member_key.held = self._member_key.held, None
+        if held is None:
+            own = OwnWrite((exists(self.key),))  # who lost its membership decides nothing
+            done = self._record.publish(decision, own)
+        else:
+            done = self._publish_with(decision, held)
         self._say(f"{'decided' if done else 'somebody else decided before'}: {_with_rule(decision)}")
+        return done
+
+    def _publish_with(self, decision: Publish[bytes], held: HeldAsk) -> bool:
+        """In one transaction: what this member asks, and the decision that answers it. Only if no other member wrote
+        what is not seen here yet: whoever asked before this member did must be in the quorum."""
+        others = self._members.guards(but=self.key)
+        try:
+            done = self._member_key.put_with(
+                held, lambda mine, put, wrote: self._record.publish(decision, OwnWrite((mine, *others), (put,), wrote))
+            )
+        except EtcdError:
+            held.done(False)
+            raise
+        if done:
+            held.done(True)
+        else:
+            self._member_key.put_soon(held.value, held.timeout, held.done, held.over)
         return done
 
     def _say(self, reason: str, level: int = logging.DEBUG) -> None:
@@ -313,6 +384,10 @@ class Group:
 
 def _wake() -> None:
     """A task that does nothing: the thread looks at what there is to do after each."""
+
+
+def _asking(mine: KeyValue, held: HeldAsk, revision: int) -> KeyValue:
+    return mine._replace(value=held.value, mod_revision=revision, version=mine.version + 1)
 
 
 def _with_rule(verdict: Verdict[bytes]) -> str:

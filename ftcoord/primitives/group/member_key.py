@@ -5,19 +5,50 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.layout import member_id, member_key, member_of
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
+from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
 from ftcoord.primitives.session import Session
 from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, WRITE_TIMEOUT, WriteOutcome, write_once
 
 log = logging.getLogger(__name__)
 
 
+HOLD: Final = 0.01
+"""Seconds that a decider holds back what it asks itself, so that it can go with the decision. While it does, nobody
+else knows that it asks; whoever would decide in its place waits for longer than that."""
+
+
 class MemberLost(LeaseLost):
     """The lease of this member's own key is gone, and the membership with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAsk:
+    """A value that is still to be written. Times are monotonic seconds.
+
+    Args:
+        value: what the member asks.
+        timeout: seconds that its write may take.
+        done: gets whether it was written, see `MemberKey.put_soon`.
+        since: when it was held back.
+        over: the revision of the member's key then. What was written since is newer, and is not overwritten.
+    """
+
+    value: bytes
+    timeout: float
+    done: Callable[[bool], None]
+    since: float
+    over: int
+
+    @property
+    def until(self) -> float:
+        """When it must be written by itself."""
+        return self.since + HOLD
 
 
 class MemberKey:
@@ -39,6 +70,8 @@ class MemberKey:
         """What it holds, as far as is known; None before the member joined."""
         self.doubted = False  # the group's turn guards it
         """Whether etcd may have lost it: `restore` then looks."""
+        self.held: HeldAsk | None = None  # the group's turn guards it
+        """What it will hold soon: with the next decision, or by itself."""
 
     def put(self, value: bytes, timeout: float, first_reads: Sequence[Get]) -> WriteOutcome:
         """Write a value unlike all before, with `timeout` seconds for each request; the first time, with some reads.
@@ -58,8 +91,8 @@ class MemberKey:
             self.kv = outcome.kv
             return outcome
 
-    def put_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
-        """Write over what is there: `done` gets whether that worked, and must not block.
+    def put_soon(self, value: bytes, timeout: float, done: Callable[[bool], None], over: int = 0) -> None:
+        """Write over what is there, or only `over` this revision: `done` gets whether that worked, and must not block.
 
         Waits at most for the write before, and for its own request if the client has no other under way. If it did not
         work, or is not known to have worked, `put()` it.
@@ -70,6 +103,10 @@ class MemberKey:
             return
         mine = self.kv
         assert mine is not None
+        if over not in (0, mine.mod_revision):
+            self._writing.release()
+            done(False)
+            return
 
         def written(result: TxnResult | EtcdError) -> None:
             is_written = False
@@ -84,10 +121,40 @@ class MemberKey:
         limit = min(timeout, WRITE_ATTEMPT_TIMEOUT)
         self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=limit)
 
+    def put_with(self, held: HeldAsk, write: Callable[[Compare, Put, Callable[[int], None]], bool]) -> bool:
+        """Write what was held back, in a transaction that `write` makes of this guard and this put; whether it worked.
+
+        `write` calls its third argument with the revision at which both were done. It is not called while another write
+        is under way. Raises what `write` raises.
+        """
+        if not self._writing.acquire(blocking=False):
+            return False
+        try:
+            mine = self.kv
+            assert mine is not None
+            if mine.mod_revision != held.over:
+                return False
+
+            def wrote(revision: int) -> None:
+                self.kv = mine._replace(value=held.value, mod_revision=revision, version=mine.version + 1)
+
+            put = Put(self.key, held.value, self._session.lease_id)
+            return write(unchanged(self.key, mine.mod_revision), put, wrote)
+        finally:
+            self._writing.release()
+
+    def release_held(self) -> None:
+        """Write by itself what was held back, if anything was."""
+        held, self.held = self.held, None
+        if held is not None:
+            self.put_soon(held.value, held.timeout, held.done, held.over)
+
     def restore(self) -> None:
         """Put it back if etcd has lost it: while it was away, or because somebody deleted it.
 
-        Raises MemberLost when its lease is gone, and EtcdError.
+        A member that rests asks for nothing, so its key is not put back, and its membership is over.
+
+        Raises MemberLost when its lease is gone or rests, and EtcdError.
         """
         with self._turn(WRITE_TIMEOUT):
             mine, now = self.kv, self._etcd.range(Get(Span(self.key))).one
@@ -96,6 +163,8 @@ class MemberKey:
             if now is not None and is_member(now) and now.mod_revision > mine.mod_revision:
                 self.kv = now  # ours, though its answer was lost
             elif now is None or now.mod_revision != mine.mod_revision:
+                if self._session.rests:
+                    raise MemberLost(f"the key {self.key} is gone, and its member rests")
                 log.warning("etcd lost what member %x asked for: asking again", self._session.lease_id)
                 put = Put(self.key, mine.value, self._session.lease_id)
                 try:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 from ftcoord import concurrency
 from ftcoord.core.layout import Span
-from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.etcd.api import Compare, Etcd, KeyValue, encode_key
 from ftcoord.primitives.group.member_key import is_member
 from ftcoord.primitives.mirror import Mirror, Posted
 
 
 class MembersView:
-    """A mirror of `members/` while this member decides, and when each member came to say what it says.
+    """A mirror of `members/` while this member decides, and when this member saw each one come to say what it says.
 
     What was seen when is remembered while the mirror is closed, so that no time-out starts again. The group's turn
     guards all of it.
@@ -23,11 +23,26 @@ class MembersView:
         self.mirror: Mirror | None = None
         self.changed_at = concurrency.now()
         """When any member last came, changed or went."""
+        self.read_at = concurrency.now()
+        """When the members were last read as a whole. What was there then may have been there for long."""
         self._seen: dict[str, tuple[KeyValue, float]] = {}
 
     @property
     def synced(self) -> bool:
         return self.mirror is not None and self.mirror.synced
+
+    @property
+    def revision(self) -> int:
+        """etcd's, up to which it has seen everything."""
+        return self.mirror.revision if self.mirror is not None else 0
+
+    def guards(self, but: str) -> tuple[Compare, Compare]:
+        """They hold if no member wrote what is not seen here, whatever was written to the key `but`."""
+        seen = self.revision + 1
+        return (
+            Compare(self._span.start, "mod", "<", seen, encode_key(but)),
+            Compare(f"{but}\0", "mod", "<", seen, self._span.end),
+        )
 
     def open(self) -> None:
         """Begin to watch. Idempotent."""
@@ -46,14 +61,15 @@ class MembersView:
         if not self.mirror.synced:
             self.mirror.sync()
             if self.mirror.synced:
-                self._note({*self.mirror.kvs, *self._seen})
+                self.read_at = concurrency.now()
+                self._note({*self.mirror.kvs, *self._seen}, self.read_at)
 
     def apply(self, posted: Posted) -> None:
         """Bring the copy up to date."""
         assert self.mirror is not None
         changes = self.mirror.apply(posted)
         if self.mirror.synced:
-            self._note(change.key for change in changes)
+            self._note((change.key for change in changes), concurrency.now())
 
     def in_order(self) -> tuple[KeyValue, ...]:
         """The members' keys, oldest first."""
@@ -64,9 +80,8 @@ class MembersView:
         """For each key, when its present value was first seen."""
         return {key: at for key, (_, at) in self._seen.items()}
 
-    def _note(self, keys: Iterable[str]) -> None:
+    def _note(self, keys: Iterable[str], now: float) -> None:
         assert self.mirror is not None
-        now = concurrency.now()
         for key in keys:
             kv = self.mirror.kvs.get(key)
             if kv is None:

@@ -29,14 +29,14 @@ class Membership(Generic[R]):
         etcd: the etcd client.
         prefix: of the group.
         policy: what to decide when this member is the decider.
-        parse: reads the decided record; `parse(key, value)`.
+        parse: reads the decided record; `parse(key, value, roster)`, with None if there is no roster.
         changed: notified whenever `record`, `problem`, `failure` or `lost` may have changed. It guards them.
         ttl: of the lease, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
         timeout: seconds for each request.
-        watch_deletes_only: see `Group`.
+        watch_deletes_only, has_roster: see `Group`.
 
-    Raises EtcdError when it can have no lease or no watch.
+    Raises EtcdError when it can have no lease or no watch, and RuntimeError when no thread can renew the lease.
     """
 
     def __init__(
@@ -44,13 +44,14 @@ class Membership(Generic[R]):
         etcd: Etcd,
         prefix: str,
         policy: Policy,
-        parse: Callable[[str, bytes], R],
+        parse: Callable[[str, bytes, bytes | None], R],
         changed: concurrency.Condition,
         *,
         ttl: int,
         record_ttl: int,
         timeout: float,
         watch_deletes_only: bool = False,
+        has_roster: bool = False,
     ) -> None:
         self.record: R | None = None
         """The last decided record that could be read."""
@@ -72,6 +73,7 @@ class Membership(Generic[R]):
             self._on_decided,
             failed=self._on_failure,
             watch_deletes_only=watch_deletes_only,
+            has_roster=has_roster,
         )
         self.id = self.group.id
         try:
@@ -135,9 +137,9 @@ class Membership(Generic[R]):
         if state is SessionState.LOST:
             self.orphan()
 
-    def _on_decided(self, kv: KeyValue | None) -> None:
+    def _on_decided(self, kv: KeyValue | None, roster: KeyValue | None) -> None:
         try:
-            record = self._parse(kv.key, kv.value) if kv else self.record
+            record = self._parse(kv.key, kv.value, roster.value if roster else None) if kv else self.record
         except StateError as error:
             log.warning("%s", error)
             with self._changed:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, Protocol, TypeVar
 
 from ftcoord import concurrency
@@ -15,6 +15,8 @@ from ftcoord.errors import EtcdError, FtcoordError, LeaseLost, ThreadFailed
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.membership import Membership
+from ftcoord.primitives.group.pace import Look, Pace
+from ftcoord.primitives.group.succession import Judged
 from ftcoord.primitives.group.use import Use
 
 log = logging.getLogger(__name__)
@@ -22,8 +24,6 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 A = TypeVar("A")
 
-SIGNAL_LATENCY: Final = 1.0
-"""Seconds until a call that waits heeds a signal at the latest."""
 TAKE_BACK_TIMEOUT: Final = 0.5
 """Seconds that taking back a request, or a lease that is of no use any more, may take. Nothing depends on either."""
 SHORTEST_WRITE: Final = 0.05
@@ -65,63 +65,6 @@ class ParticipantOptions:
     renews: bool = True
     keeps_lease: bool = True
     batches: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Look(Generic[R, A]):
-    """Where a member stands: by which record, and with what it asks."""
-
-    standing: Standing
-    record: R | None
-    ask: A
-
-
-class Pace(Protocol[R, A]):
-    """How long one call waits, and what it does meanwhile."""
-
-    @property
-    def deadline(self) -> float:
-        """The monotonic time at which writing is given up."""
-
-    @property
-    def gone(self) -> concurrency.Event:
-        """Set when the caller has gone away: writing is given up at once."""
-
-    def see(self, look: Look[R, A]) -> Standing:
-        """Take note of where the member stands, before anything is done about it. Called with a lock held: must not
-        block. Returns PENDING for what this call chooses to wait through, else the same."""
-
-    def wake_at(self, standing: Standing) -> float:
-        """The monotonic time at which to call `tick`. Called with a lock held, before each wait."""
-
-    def tick(self, look: Look[R, A]) -> None:
-        """What is to be done from time to time. Raises whatever ends the call, such as TimeoutError."""
-
-
-class UntilDeadline(Generic[R, A]):
-    """The pace of a call that only waits.
-
-    Args:
-        timeout: seconds; None for as long as it takes.
-        what: what is waited for, for the error.
-    """
-
-    def __init__(self, timeout: float | None, what: str) -> None:
-        self.deadline = math.inf if timeout is None else concurrency.now() + timeout
-        self.gone = concurrency.event()
-        self._what = what
-
-    def see(self, look: Look[R, A]) -> Standing:
-        return look.standing
-
-    def wake_at(self, standing: Standing) -> float:
-        # A signal may come in the moment before a wait: Python looks for those when a wait ends.
-        return min(self.deadline, concurrency.now() + SIGNAL_LATENCY)
-
-    def tick(self, look: Look[R, A]) -> None:
-        """Raises TimeoutError."""
-        if concurrency.now() >= self.deadline:
-            raise TimeoutError(f"{self._what}: not in time")
 
 
 class Participant(Generic[R, A]):
@@ -270,11 +213,17 @@ class Participant(Generic[R, A]):
         with self._turn(deadline):
             self._insist(once, deadline, concurrency.event())
 
-    def take_over(self, on: bool) -> None:
-        """Decide too, though an older member lives, or no longer; see `Group.take_over`."""
+    def take_over(self, judged: Judged) -> None:
+        """Decide too, though an older member lives, until there is nothing to decide; see `Group.take_over`."""
         member = self.member
         if member is not None:
-            member.group.take_over(on)
+            member.group.take_over(judged)
+
+    def step_back(self) -> None:
+        """Leave the decision to older members again; see `Group.step_back`. Idempotent."""
+        member = self.member
+        if member is not None:
+            member.group.step_back()
 
     # -- ending -------------------------------------------------------------------------------------------------
 
@@ -411,12 +360,13 @@ class Participant(Generic[R, A]):
             self._etcd,
             use.prefix,
             use.policy(),
-            use.parse,
+            use.parse_with_roster,
             self._changed,
             ttl=options.lease_ttl,
             record_ttl=options.record_ttl,
             timeout=options.request_timeout,
             watch_deletes_only=options.batches,
+            has_roster=use.has_roster,
         )
         if self._lease_keeper is not None:  # before anybody can end this membership, and have the keeper drop it
             self._lease_keeper.keep(int(member.id, 16), member.session.ttl)
@@ -466,7 +416,8 @@ class Participant(Generic[R, A]):
                 look = Look(outlook.standing, member.record, asked)
                 if outlook.next is Next.WAIT and self._unwritten:
                     return outlook, look, False
-                look = Look(pace.see(look), member.record, asked)
+                if (standing := pace.see(look)) is not look.standing:
+                    look = replace(look, standing=standing)
                 if outlook.next is not Next.WAIT:
                     return outlook, look, True
                 left = min(pace.wake_at(look.standing), check_at) - concurrency.now()

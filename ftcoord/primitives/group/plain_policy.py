@@ -8,8 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.layout import Span, member_of
+from ftcoord.core.outlook import Outlook
 from ftcoord.core.situation import Asking, Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
 
@@ -59,38 +61,53 @@ class Writes:
     deletes: Sequence[Span] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PlainRules(Generic[N, A]):
+    """Both halves of a plain use's protocol, and its records. All of these are pure.
+
+    Args:
+        decide: the decider's half.
+        outlook: the member's half, as `ftcoord.primitives.group.use.Use.outlook` describes it.
+        parse_ask: reads what a member asks. Raises StateError.
+        parse_record: reads the decided record. Raises StateError.
+        encode: the bytes of either.
+        check: raises InvariantBroken for a record that must not follow from what the decider saw.
+    """
+
+    decide: Callable[[Situation[N, A]], Verdict[N]]
+    outlook: Callable[[N | None, Sequence[str], A], Outlook[A]]
+    parse_ask: Callable[[str, bytes], A]
+    parse_record: Callable[[str, bytes], N]
+    encode: Callable[[Any], bytes]
+    check: Callable[[Situation[N, A], N], None]
+
+
 class PlainPolicy(Generic[N, A]):
     """Implements `ftcoord.primitives.group.policy.Policy`.
 
     Args:
-        decide: the pure decision.
-        parse_ask: reads what a member asks. Raises StateError.
+        rules: of the use.
         heard: reads the record, and remembers its number. One for all leases of a participant.
-        encode: the bytes of a record.
-        writes: what changes with it; gets the record before, and the new one.
+        writes: what changes with a record; gets the record before, and the new one.
     """
 
-    def __init__(
-        self,
-        decide: Callable[[Situation[N, A]], Verdict[N]],
-        parse_ask: Callable[[str, bytes], A],
-        heard: Heard[N],
-        encode: Callable[[Any], bytes],
-        writes: Callable[[N | None, N], Writes] = lambda before, now: Writes(),
-    ) -> None:
-        self._decide, self._encode, self._writes = decide, encode, writes
-        self._members, self._decided, self._heard = ParsedKeys(parse_ask), ParsedKey(heard.read), heard
+    def __init__(self, rules: PlainRules[N, A], heard: Heard[N], writes: Callable[[N | None, N], Writes]) -> None:
+        self._rules, self._heard, self._writes = rules, heard, writes
+        self._members, self._decided = ParsedKeys(rules.parse_ask), ParsedKey(heard.read)
+        self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read."""
         previous = self._decided.of(view.decided) if view.decided else None
         members = [Asking(member_of(kv.key), ask) for kv, ask in self._members.of(view.members)]
         # An etcd that lost its last writes may show an older record than this participant has heard of.
-        verdict = self._decide(Situation(members, previous, view.vanished, self._heard.highest))
+        situation = Situation(members, previous, view.vanished, self._heard.highest)
+        verdict = self._rules.decide(situation)
+        verdict = self._guard.passed(verdict, lambda one: self._rules.check(situation, one.record), now)
         if isinstance(verdict, Wait):
             return verdict
         # The record that it replaces makes it unlike all that were published before.
         base = view.decided.mod_revision if view.decided else 0
         record = replace(verdict.record, by=f"{me} {base}")  # type: ignore[type-var]
         writes = self._writes(previous, record)
-        return Publish(self._encode(record), verdict.reason, verdict.rule, writes.puts, writes.deletes)
+        return Publish(self._rules.encode(record), verdict.reason, verdict.rule, writes.puts, writes.deletes)

@@ -20,6 +20,9 @@ class View:
         changed_at: when any member last came, changed or went.
         decided: the decided record, also when its key has `vanished` from etcd since.
         decided_at: when it was first seen.
+        read_at: when the members were last read as a whole. What was seen then may be older than that by any time; what
+            was seen later had just been written.
+        roster: what lies beside it, in a use that has a roster.
     """
 
     members: tuple[KeyValue, ...]
@@ -28,6 +31,8 @@ class View:
     decided: KeyValue | None
     decided_at: float
     vanished: bool
+    read_at: float
+    roster: KeyValue | None = None
 
 
 class Policy(Protocol):

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final, TypeAlias
 
+from ftcoord import concurrency
 from ftcoord.core.layout import Span
 from ftcoord.etcd.api import Etcd, Get, KeyValue, RangeResult
 from ftcoord.primitives.group.member_key import MemberKey, is_member
 from ftcoord.primitives.mirror import Mirror, Posted
 
+Judged: TypeAlias = Callable[[float | None], None]
+"""Called when there is nothing to decide: with the time until which that is known to hold, None for an event."""
+
+FOLLOW_UP: Final = 5.0
+"""Seconds that a member which took over and decided goes on, unless another one decides meanwhile: more decisions
+follow, and the decider has just shown that it does not make them. As long as the lease of a dead replica lives, by
+default."""
+
 
 class Succession:
     """Watches the member ahead of this one; without one ahead, this member is the decider. The group's turn guards it.
+
+    A member that is not the decider may take over: it decides too until there is nothing to decide. If it did decide,
+    it goes on for `FOLLOW_UP` seconds after its last decision, or until another member decides.
 
     Args:
         etcd: the etcd client.
@@ -36,6 +49,44 @@ class Succession:
         self._ahead: Mirror | None = None
         self.is_first = False
         """Whether no older member lives, as far as is known here."""
+        self._judged: Judged | None = None
+        """Set while this member looks whether something is to be decided."""
+        self._stays_until = 0.0
+        """Until when it decides, because it did before an older member."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether this member decides now."""
+        return self.is_first or self._judged is not None or concurrency.now() < self._stays_until
+
+    def take_over(self, judged: Judged) -> None:
+        """Decide too, though an older member lives, until there is nothing to decide: then call `judged`."""
+        self._judged = judged
+
+    def step_back(self) -> None:
+        """Nobody waits for this member's look any longer: `judged` is not called. Idempotent."""
+        self._judged = None
+
+    def has_decided(self) -> None:
+        """This member has made a decision, before all others."""
+        self._stays_until = concurrency.now() + FOLLOW_UP
+
+    def was_overtaken(self) -> None:
+        """Another member has made one. That ends a look: whoever hears of it late also sees late what followed."""
+        self._stays_until = 0.0
+        judged, self._judged = self._judged, None
+        if judged is not None:
+            judged(None)
+
+    def rest(self, until: float | None) -> float | None:
+        """There is nothing to decide before `until`, None for an event; returns when to look again."""
+        judged, self._judged = self._judged, None
+        if judged is not None:
+            judged(until)
+        if self.is_first:
+            return until
+        stays_until = max(self._stays_until, concurrency.now())
+        return stays_until if until is None else min(until, stays_until)
 
     def begin(self, newest: RangeResult) -> None:
         """Use what the transaction that joined read: the two newest members, this one among them."""
@@ -50,7 +101,7 @@ class Succession:
 
     def look(self) -> None:
         """Make sure that the member ahead is watched, or that there is none. Raises EtcdError; then call it again."""
-        if self.is_first:
+        if self.decides:  # the member ahead may be one of which no answer comes
             return
         if self._ahead is not None:
             if not self._ahead.synced:

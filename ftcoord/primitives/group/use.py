@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from ftcoord.core.outlook import Outlook
 from ftcoord.primitives.group.policy import Policy
@@ -29,9 +29,16 @@ class Use(abc.ABC, Generic[R, A]):
     def policy(self) -> Policy:
         """The decider's half, for a new member."""
 
+    has_roster: ClassVar[bool] = False
+    """Whether the decided record has a second key, its roster: for what seldom changes, among the policy's `puts`."""
+
     @abc.abstractmethod
     def parse(self, key: str, value: bytes) -> R:
         """Read the decided record. Raises StateError."""
+
+    def parse_with_roster(self, key: str, value: bytes, roster: bytes | None) -> R:
+        """Read the decided record with what its roster holds, for a use that has one. Raises StateError."""
+        return self.parse(key, value)
 
     @abc.abstractmethod
     def stamp(self, ask: A) -> A:

@@ -36,9 +36,9 @@ class Process:
         quorum = self._lighthouse.quorum(replica, timedelta(seconds=timeout), step=step)
         return quorum.quorum_id, [member.replica_id for member in quorum.participants]
 
-    def manage(self, replica: str, world_size: int) -> str:
+    def manage(self, replica: str, world_size: int, bind: str) -> str:
         interval = timedelta(milliseconds=100)
-        server = ManagerServer(replica, self._job, "", "", "store", world_size, interval, CONNECT, 0)
+        server = ManagerServer(replica, self._job, "localhost", bind, "store", world_size, interval, CONNECT, 0)
         self._servers.append(server)
         return server.address()
 

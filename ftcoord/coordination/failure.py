@@ -1,0 +1,47 @@
+"""Why a call fails, as gRPC's status: what both of the managers' protocols carry, and torchft's users are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ftcoord.coordination import checks
+from ftcoord.errors import EtcdError, NotInQuorum, ServerError, StateError, ThreadFailed
+
+TIMED_OUT: Final = ("Cancelled", "DeadlineExceeded")
+KNOWN: Final = (TimeoutError, NotInQuorum, StateError, ThreadFailed, ServerError, EtcdError)
+"""What a call to a job or a manager may fail with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call that failed; `code` is gRPC's name of the status, as `InvalidArgument`."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """What an error means to whoever called."""
+        if isinstance(error, TimeoutError):
+            return cls("Cancelled", str(error))
+        if isinstance(error, NotInQuorum):
+            return cls("NotFound", str(error))
+        if isinstance(error, (ServerError, EtcdError)):
+            return cls("Unavailable", str(error))
+        return cls("Internal", str(error))
+
+    def error(self) -> Exception:
+        """A TimeoutError or a RuntimeError with torchft's text."""
+        if self.code in TIMED_OUT:
+            return checks.timed_out(self.message)
+        return checks.failed(self.code, self.message)
+
+
+RANK_NOT_FOUND: Final = Failure("InvalidArgument", "rank not found")
+TRANSPORT_ERROR: Final = Failure("Unknown", "transport error")
+KILL_REFUSED: Final = Failure(
+    "PermissionDenied",
+    "this manager takes no kill from its port: switch it on with allow_kill=1 in the job's address, or use"
+    " LighthouseClient.kill, which goes through etcd",
+)

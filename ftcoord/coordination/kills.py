@@ -1,0 +1,104 @@
+"""Ending a manager's process through etcd: an order to a member of the job, which its manager takes.
+
+The order lies under the lease of whoever gives it. It is taken when the manager has deleted it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.coordination.rank_group import end_process
+from ftcoord.core.layout import kill_key, kills_span, member_key, member_of, members_span
+from ftcoord.core.quorum_records import parse_replica
+from ftcoord.errors import EtcdError, NotInQuorum, StateError
+from ftcoord.etcd.api import Delete, Etcd, Get, Put, Span, exists
+from ftcoord.etcd.retry import UNANSWERED, retry_until_answered
+from ftcoord.primitives.informer import Informer
+from ftcoord.primitives.mirror import Mirror
+
+log = logging.getLogger(__name__)
+
+TAKE_TIMEOUT: Final = 1.0
+"""Seconds that a manager tries to delete its order before it ends anyway."""
+LEASE_MARGIN: Final = 5
+"""Seconds that an order outlives the time that its giver waits."""
+
+
+def watch_kills(
+    etcd: Etcd, prefix: str, is_mine: Callable[[str], bool], failed: Callable[[BaseException], None]
+) -> Informer:
+    """End this process when that is ordered of a member for which `is_mine` holds.
+
+    All orders of the job are watched: there are hardly any, and so a member's change of its lease needs no other watch.
+    `failed` is called when that ends by an error.
+    """
+
+    def look(orders: Mirror) -> None:
+        for key, kv in orders.kvs.items():
+            if is_mine(member_of(key)):
+                with contextlib.suppress(EtcdError):
+                    etcd.txn((), (Delete(Span(key)),), timeout=TAKE_TIMEOUT)
+                end_process(kv.value.decode(errors="replace"))
+
+    return Informer(etcd, [kills_span(prefix)], look, "ftcoord-kills", failed)
+
+
+def order_kill(etcd: Etcd, prefix: str, replica_id: str, message: str, deadline: float) -> None:
+    """End the process of the manager that is this replica now, the newest one of that name; and wait until it has taken
+    the order or is gone. One that comes later is left alone.
+
+    Raises NotInQuorum if there is no such replica, TimeoutError after the monotonic `deadline`, and EtcdError.
+    """
+    member = _newest(etcd, prefix, replica_id)
+    if member is None:
+        raise NotInQuorum(replica_id)
+    lease = etcd.grant(math.ceil(max(deadline - concurrency.now(), 0)) + LEASE_MARGIN)
+    try:
+        order = Put(kill_key(prefix, member), message.encode(), lease.id)
+        retry_until_answered(partial(_put_order, etcd, prefix, member, order), deadline, concurrency.event())
+        _await_taken(etcd, prefix, member, deadline)
+    except UNANSWERED as error:
+        raise TimeoutError(str(error)) from None
+    finally:
+        with contextlib.suppress(EtcdError):  # it expires by itself
+            etcd.revoke(lease.id, timeout=TAKE_TIMEOUT)
+
+
+def _newest(etcd: Etcd, prefix: str, replica_id: str) -> str | None:
+    """The member of that name that came last."""
+    for kv in etcd.range(Get(members_span(prefix), order="newest")).kvs:
+        with contextlib.suppress(StateError):  # no member
+            if parse_replica(kv.key, kv.value).request.replica_id == replica_id:
+                return member_of(kv.key)
+    return None
+
+
+def _put_order(etcd: Etcd, prefix: str, member: str, order: Put, timeout: float) -> None:
+    """Unless the member is gone. A second copy would only end a process that was ordered to end."""
+    etcd.txn([exists(member_key(prefix, member))], [order], timeout=timeout)
+
+
+def _await_taken(etcd: Etcd, prefix: str, member: str, deadline: float) -> None:
+    over, failures = concurrency.event(), list[BaseException]()
+
+    def look(order: Mirror, there: Mirror) -> None:
+        if order.one is None or there.one is None:
+            over.set()
+
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        over.set()
+
+    with Informer(
+        etcd, [Span(kill_key(prefix, member)), Span(member_key(prefix, member))], look, "ftcoord-killing", fail
+    ):
+        if not over.wait(max(deadline - concurrency.now(), 0)):
+            raise TimeoutError("the order was not taken: only a ManagerServer takes it, while etcd is there")
+    if failures:
+        raise failures[0]

@@ -1,0 +1,179 @@
+"""What is behind a ManagerServer: the group's member of the job, its ranks, its port. Nothing here knows the server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.coordination.address import Job
+from ftcoord.coordination.connection import connect, torchft_errors
+from ftcoord.coordination.kills import watch_kills
+from ftcoord.coordination.policy import LEASE_FLOOR
+from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.rank_port import RankPort, listen, stop_listening
+from ftcoord.coordination.ranks import RankRequest
+from ftcoord.coordination.replica import Replica
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
+from ftcoord.errors import EtcdError, ServerError
+from ftcoord.primitives.lease_keeper import LeaseKeeper
+
+log = logging.getLogger(__name__)
+
+LEAVE_TIMEOUT: Final = 2.0
+"""Seconds that a manager which is shut down tries to leave the job; after that its lease expires."""
+REJOIN_TIMEOUT: Final = 5.0
+"""Seconds that a manager tries to come back after it lost its lease, and until it tries again."""
+REJOIN_PAUSE: Final = 1.0
+"""Seconds between two times that a manager comes back: if whatever costs it its lease does so at once, and each time,
+it must not load etcd."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupIdentity:
+    """What does not change of a replica group. `hostname` is that of the manager's host, for others."""
+
+    replica_id: str
+    hostname: str
+    store_address: str
+    world_size: int
+
+
+class ManagedGroup:
+    """A replica group in a job, from the moment it is made until `close()`.
+
+    Args:
+        identity: which group it is.
+        lighthouse_addr: the job's address.
+        bind: where to listen for the ranks.
+        heartbeat_interval: seconds between beats, if these are judged.
+        connect_timeout: seconds to look for etcd.
+
+    Raises RuntimeError. Whatever it has made by then is gone.
+    """
+
+    def __init__(
+        self,
+        identity: GroupIdentity,
+        lighthouse_addr: str,
+        bind: str,
+        heartbeat_interval: float,
+        connect_timeout: float,
+    ) -> None:
+        self._identity, self._pid = identity, os.getpid()
+        self._closed = concurrency.event()
+        self._made = concurrency.event()
+        """Whether the constructor has ended: until then nobody else ends this."""
+        self._ends: list[ExitStack] = []
+        """How to end it; taken by the one call of `close` that does. Any thread, one step of a list at a time."""
+        with ExitStack() as ends:
+            try:
+                listener = listen(bind)
+                ends.callback(stop_listening, listener)
+                job, etcd = connect(lighthouse_addr, connect_timeout)
+                ends.callback(etcd.close)
+                keeper = LeaseKeeper.of_process(etcd.config)
+                self._replica = Replica(etcd, job, identity.replica_id, keeps_lease=True, lease_keeper=keeper)
+                ends.callback(self._replica.leave, LEAVE_TIMEOUT)
+                self._join(job, connect_timeout)
+                ends.callback(watch_kills(etcd, job.prefix, self._replica.was, self._fail).close)
+                self._start_beats(heartbeat_interval if job.heartbeat_timeout < LEASE_FLOOR else None, ends)
+                self.address = f"http://{_in_url(identity.hostname)}:{listener.getsockname()[1]}"
+                ranks = RankGroup(identity.replica_id, identity.world_size, self._ask, bool(job.allow_kill))
+                ends.callback(RankPort(listener, ranks, self._fail).close)
+                ends.callback(ranks.close, self.address)  # before the port's: so waiting ranks hear of it
+                ranks.listen_at(self.address)
+                self._ends.append(ends.pop_all())
+            finally:  # before what was made ends: a thread of it that has failed may wait for this
+                self._made.set()
+
+    def close(self) -> None:
+        """Leave the job, and end all connections. Idempotent; does nothing in a forked child, where all this is the
+        parent's."""
+        if os.getpid() != self._pid:
+            return
+        with suppress(IndexError):
+            self._ends.pop().close()
+
+    def _join(self, job: Job, timeout: float) -> None:
+        try:
+            with torchft_errors():
+                self._replica.beat(concurrency.now() + timeout)
+        except (TimeoutError, RuntimeError) as error:
+            raise RuntimeError(f"failed to join the job at {job}: {error}") from None
+
+    def _ask(self, requests: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
+        identity = self._identity
+        request = QuorumRequest(
+            replica_id=identity.replica_id,
+            address=self.address,
+            store_address=identity.store_address,
+            step=last.step,
+            world_size=identity.world_size,
+            shrink_only=last.shrink_only,
+            data="",
+            commit_failures=last.commit_failures,
+            handles=tuple(requests[rank].handle for rank in range(identity.world_size) if rank in requests),
+        )
+        return self._replica.ask(request, concurrency.now() + last.timeout)
+
+    # -- the thread of the beats ------------------------------------------------------------------------------------
+
+    def _start_beats(self, interval: float | None, ends: ExitStack) -> None:
+        thread = concurrency.thread(self._run_beats, "ftcoord-beats", interval)
+
+        def end() -> None:
+            self._closed.set()
+            self._replica.leave(LEAVE_TIMEOUT)  # which wakes the thread
+            if thread is not concurrency.current_thread():  # it is when that thread has failed
+                thread.join(LEAVE_TIMEOUT)
+
+        thread.start()
+        ends.callback(end)
+
+    def _run_beats(self, interval: float | None) -> None:
+        try:
+            self._stay(interval)
+        finally:
+            error = sys.exc_info()[1]
+            if error is not None:
+                self._fail(error)
+
+    def _stay(self, interval: float | None) -> None:
+        """Send beats, if they are judged; and come back under a new lease when the last is lost, even if no rank asks.
+
+        Returns when the group is closed.
+        """
+        timeout, pause = (REJOIN_TIMEOUT, REJOIN_PAUSE) if interval is None else (interval, min(interval, REJOIN_PAUSE))
+        while not self._closed.is_set():
+            self._replica.await_loss(interval)
+            if self._closed.is_set():
+                return
+            comes_back = not self._replica.joined
+            try:
+                self._replica.beat(concurrency.now() + timeout)
+                if comes_back:
+                    self._closed.wait(pause)
+            except (TimeoutError, ServerError, EtcdError) as error:
+                log.info("a heartbeat was not sent: %s", error)
+                self._closed.wait(timeout)
+
+    def _fail(self, error: BaseException) -> None:
+        """A thread of this group has ended by an error: leave the job, so that nobody counts on this group.
+
+        The ranks see that the manager is gone, as if its process had died.
+        """
+        self._made.wait()
+        if self._ends:
+            what = self._identity.replica_id
+            log.critical("manager %s leaves the job, for a thread of it has failed: %r", what, error)
+            self.close()
+
+
+def _in_url(hostname: str) -> str:
+    return f"[{hostname}]" if ":" in hostname and not hostname.startswith("[") else hostname

@@ -1,0 +1,238 @@
+"""torchft's ManagerClient: one rank's way to its manager, in the same process, on another host, or torchft's own.
+
+The API is that of `torchft.coordination` (https://docs.pytorch.org/torchft/coordination.html), 0.2.0 and nightly.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
+
+from ftcoord import concurrency
+from ftcoord.coordination import checks
+from ftcoord.coordination.connection import check_process, torchft_errors, unreachable
+from ftcoord.coordination.convert import result_of
+from ftcoord.coordination.failure import RANK_NOT_FOUND, TRANSPORT_ERROR, Failure
+from ftcoord.coordination.native_manager import NativeManager
+from ftcoord.coordination.rank_frames import KillOrder, MetadataQuery, RankCall, TimedVote
+from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.rank_sockets import AnotherProtocol, RankSocket, RankSockets
+from ftcoord.coordination.ranks import RankRequest
+from ftcoord.coordination.types import QuorumResult
+
+LOOKUP_INTERVAL: Final = 0.1
+"""Seconds between two looks for a manager that is not there yet."""
+
+
+class ManagerCalls(Protocol):
+    """A way to a manager. An answer may be a Failure."""
+
+    def call(self, call: RankCall, deadline: float) -> Any: ...
+    def close(self) -> None: ...
+
+
+class ManagerClient:
+    """One rank's way to its manager, or to that of another group: the drop-in's or torchft's own. Thread-safe.
+
+    Args:
+        addr: `ManagerServer.address()`, `http://host:port`.
+        connect_timeout: how long to look for the manager.
+
+    Raises RuntimeError when it is not found in that time.
+    """
+
+    def __new__(cls, addr: str, connect_timeout: timedelta) -> ManagerClient:
+        # torchft's own tests rely on `mock`'s autospec not seeing the signature, as with a native class.
+        client = super().__new__(cls)
+        client._address = checks.string("addr", addr)
+        client._pid = os.getpid()
+        client._way = ManagerWay(addr)
+        concurrency.when_forgotten(client, client._way.close)
+        if RankGroup.at(addr) is None:
+            client._way.find(checks.seconds("connect_timeout", connect_timeout))
+        return client
+
+    _address: str
+    _pid: int
+    _way: ManagerWay
+
+    def _quorum(
+        self,
+        group_rank: int,
+        step: int,
+        checkpoint_metadata: str,
+        shrink_only: bool,
+        init_sync: bool,
+        commit_failures: int,
+        timeout: timedelta,
+        reconfigure_handle: str = "",
+    ) -> QuorumResult:
+        """Ask for a quorum, together with all other ranks of the group.
+
+        Args:
+            group_rank: this rank.
+            step: the step that the group is at.
+            checkpoint_metadata: what a peer needs to fetch the weights of this rank.
+            shrink_only: let nobody new in.
+            init_sync: whether all take the weights of one replica at step 0.
+            commit_failures: steps in a row that were not committed.
+            timeout: how long to wait; the time-out of the last rank to call counts for the group.
+            reconfigure_handle: what peers need to rebuild their process group (nightly).
+
+        Raises TimeoutError and RuntimeError.
+        """
+        request = RankRequest(
+            rank=checks.integer("group_rank", group_rank),
+            step=checks.integer("step", step, -checks.LARGEST - 1),
+            metadata=checks.string("checkpoint_metadata", checkpoint_metadata),
+            shrink_only=checks.boolean("shrink_only", shrink_only),
+            commit_failures=checks.integer("commit_failures", commit_failures, -checks.LARGEST - 1),
+            timeout=checks.seconds("timeout", timeout),
+            handle=checks.string("reconfigure_handle", reconfigure_handle),
+            init_sync=checks.boolean("init_sync", init_sync),
+        )
+        result = self._call(request, request.timeout)
+        return result if isinstance(result, QuorumResult) else result_of(result)
+
+    def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
+        """Vote on a step, and wait until all ranks of the group have.
+
+        Args:
+            group_rank: this rank.
+            step: the step.
+            should_commit: this rank's vote.
+            timeout: how long to wait.
+
+        Returns whether all said yes. Raises TimeoutError, after which the vote does not count, and RuntimeError.
+        """
+        vote = TimedVote(
+            rank=checks.integer("group_rank", group_rank),
+            step=checks.integer("step", step, -checks.LARGEST - 1),
+            yes=checks.boolean("should_commit", should_commit),
+            timeout=checks.seconds("timeout", timeout),
+        )
+        return bool(self._call(vote, vote.timeout))
+
+    def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
+        """What a rank of the group told its manager when it last asked for a quorum. Raises TimeoutError, RuntimeError.
+
+        Args:
+            rank: the rank.
+            timeout: how long to wait for the manager.
+        """
+        query = MetadataQuery(checks.integer("rank", rank))
+        return str(self._call(query, checks.seconds("timeout", timeout)))
+
+    def kill(self, message: str, timeout: timedelta = timedelta(seconds=10)) -> None:
+        """End the manager's process with status 1, if its job has `allow_kill=1`. Beyond torchft's Python: there only
+        its dashboard can. `LighthouseClient.kill` needs no such option.
+
+        Args:
+            message: why, for its log.
+            timeout: how long to wait for that.
+
+        Raises TimeoutError and RuntimeError.
+        """
+        order = KillOrder(checks.string("message", message))
+        answer = self._answer(order, checks.seconds("timeout", timeout))
+        if answer != TRANSPORT_ERROR:  # that is how it looks when the process has ended before it answered
+            raise answer.error()
+
+    def _call(self, call: RankCall, timeout: float) -> Any:
+        answer = self._answer(call, timeout)
+        if isinstance(answer, Failure):
+            raise answer.error()
+        return answer
+
+    def _answer(self, call: RankCall, timeout: float) -> Any:
+        check_process(self._pid)
+        deadline = concurrency.now() + timeout
+        with torchft_errors():
+            group = RankGroup.at(self._address)
+            return self._way.call(call, deadline) if group is None else call_here(group, call, deadline)
+
+
+class ManagerWay:
+    """The way to a manager in another process, which may be replaced by one of the other kind at any time.
+
+    Args:
+        address: `http://host:port`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        # Any thread, as a whole: two that find the manager at the same time find the same one.
+        self._calls: ManagerCalls | None = None
+
+    def find(self, timeout: float) -> None:
+        """Look for the manager. Raises RuntimeError when it is not found in `timeout` seconds."""
+        deadline = concurrency.now() + timeout
+        try:
+            place = place_of(self._address)
+        except ValueError as error:
+            raise unreachable(self._address, timeout, error, "it is that of a manager") from None
+        while True:
+            try:
+                self._calls = calls_to(*place, deadline)
+                return
+            except OSError as error:
+                if concurrency.now() + LOOKUP_INTERVAL >= deadline:
+                    raise unreachable(self._address, timeout, error, "its manager") from None
+            concurrency.sleep(LOOKUP_INTERVAL)
+
+    def call(self, call: RankCall, deadline: float) -> Any:
+        """The answer to a call, which may be a Failure. Raises TimeoutError after the monotonic `deadline`."""
+        try:
+            return self._call(call, deadline)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            return Failure("Unavailable", f"tcp connect error: {error}")
+
+    def _call(self, call: RankCall, deadline: float) -> Any:
+        if self._calls is None:  # it was in this process, which it is not any more
+            self._calls = calls_to(*place_of(self._address), deadline)
+        try:
+            return self._calls.call(call, deadline)
+        except AnotherProtocol:  # a manager of torchft's has taken the place of ours, or ours has just died
+            self._calls = NativeManager(*place_of(self._address), deadline)
+            return self._calls.call(call, deadline)
+
+    def close(self) -> None:
+        """Without calls under way."""
+        if self._calls is not None:
+            self._calls.close()
+
+
+def place_of(address: str) -> tuple[str, int]:
+    """The host and port of `http://host:port`. Raises ValueError."""
+    parts = urlsplit(address)
+    if parts.scheme != "http" or not parts.hostname or not parts.port:
+        raise ValueError("it is not of the form http://host:port")
+    parts.hostname.encode("idna")  # as a look-up does: a UnicodeError is a ValueError
+    return parts.hostname, parts.port
+
+
+def calls_to(host: str, port: int, deadline: float) -> ManagerCalls:
+    """A way to the manager that listens there. Raises OSError."""
+    try:
+        return RankSockets(host, port, RankSocket(host, port, deadline))
+    except AnotherProtocol:
+        return NativeManager(host, port, deadline)
+
+
+def call_here(group: RankGroup, call: RankCall, deadline: float) -> Any:
+    """Make a call to a manager in this process. Raises what it ends with."""
+    if isinstance(call, RankRequest):
+        waiting, ask_for_all = group.quorum(call)
+        if ask_for_all is not None:
+            ask_for_all()
+        return group.result(waiting.wait(deadline), call)
+    if isinstance(call, TimedVote):
+        return group.vote(call.rank, call.step, call.yes).wait(deadline)
+    if isinstance(call, MetadataQuery):
+        metadata = group.metadata(call.rank)
+        return RANK_NOT_FOUND if metadata is None else metadata
+    return group.kill(call.message)

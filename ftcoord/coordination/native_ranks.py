@@ -1,0 +1,159 @@
+"""torchft's own ranks at a drop-in manager: its gRPC service, for the bytes that the manager's port passes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NoReturn, TypeVar
+
+from ftcoord import concurrency
+from ftcoord.coordination.failure import KNOWN, RANK_NOT_FOUND, TIMED_OUT, Failure
+from ftcoord.coordination.gateway import EARLY_ANSWER, NO_TIMEOUT
+from ftcoord.coordination.manager_wire import MANAGER_SERVICE, STATUS_CODES, read, write, write_result
+from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.ranks import RankRequest
+from ftcoord.coordination.splice import SpliceEnd
+from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+
+T = TypeVar("T")
+MOST_CALLS: Final = 1024
+"""Calls that may wait at a time, each with a thread. Further ones are refused: else whoever reaches the port could take
+all threads that the process may have."""
+SERVER_STOP_TIMEOUT: Final = 2.0
+"""Seconds that calls under way get to see that the server has stopped."""
+
+
+class NativeRanks:
+    """A gRPC server that is started with the first connection, and listens where only this host reaches it.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._server: grpc.Server | None = None
+        self._place: str | int = ""  # where it listens: a name in Linux's abstract namespace, else a port
+
+    async def connect(self, loop: asyncio.AbstractEventLoop, make: Callable[[], SpliceEnd]) -> SpliceEnd:
+        """A new connection to it. Raises OSError."""
+        if self._server is None:
+            self._start()
+        if isinstance(self._place, int):
+            _, end = await loop.create_connection(make, "127.0.0.1", self._place)
+        else:
+            _, end = await loop.create_unix_connection(make, f"\0{self._place}")
+        return end
+
+    def close(self) -> None:
+        """End all calls. Idempotent."""
+        if self._server is not None:
+            self._server.stop(None).wait(SERVER_STOP_TIMEOUT)
+
+    def _start(self) -> None:
+        calls = {"Quorum": self._quorum, "CheckpointMetadata": self._metadata}
+        calls |= {"ShouldCommit": self._commit, "Kill": self._kill}
+        methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            name: grpc.unary_unary_rpc_method_handler(call) for name, call in calls.items()
+        }
+        with quiet_grpc():
+            server = grpc.server(
+                _ThreadPerCall(), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MOST_CALLS
+            )
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(MANAGER_SERVICE, methods),))
+            if sys.platform == "linux":  # nothing is left there when the process is killed
+                self._place = f"ftcoord-{uuid.uuid4().hex}"
+                server.add_insecure_port(f"unix-abstract:{self._place}")
+            else:
+                self._place = server.add_insecure_port("127.0.0.1:0")
+            server.start()
+        self._server = server
+
+    # -- torchft's calls, each on a thread of its own -----------------------------------------------------------------
+
+    def _quorum(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        with _answering(context):
+            left = _time_left(context)
+            if left is None:
+                _abort(context, Failure("InvalidArgument", "missing timeout"))
+            asked = read("ManagerQuorumRequest", message)
+            request = RankRequest(
+                rank=asked.group_rank,
+                step=asked.step,
+                metadata=asked.checkpoint_metadata,
+                shrink_only=asked.shrink_only,
+                commit_failures=asked.commit_failures,
+                timeout=left,
+                handle="",
+                init_sync=asked.init_sync,
+            )
+            deadline = concurrency.now() + left
+            waiting, ask_for_all = self._group.quorum(request)
+            if ask_for_all is not None:
+                ask_for_all()
+            quorum = waiting.wait(deadline, context.add_callback)
+            failures = max(one.commit_failures for one in quorum.requests)
+            return write_result(self._group.result(quorum, request), failures)
+
+    def _metadata(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        with _answering(context):
+            metadata = self._group.metadata(read("CheckpointMetadataRequest", message).rank)
+            if metadata is None:
+                _abort(context, RANK_NOT_FOUND)
+            return write("CheckpointMetadataResponse", checkpoint_metadata=metadata)
+
+    def _commit(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        with _answering(context):
+            vote = read("ShouldCommitRequest", message)
+            left = _time_left(context)
+            deadline = concurrency.now() + (NO_TIMEOUT if left is None else left)
+            waiting = self._group.vote(vote.group_rank, vote.step, vote.should_commit)
+            return write("ShouldCommitResponse", should_commit=waiting.wait(deadline, context.add_callback))
+
+    def _kill(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        with _answering(context):
+            _abort(context, self._group.kill(read("KillRequest", message).msg))
+
+
+class _ThreadPerCall(ThreadPoolExecutor):
+    """Gives each call a daemon thread: none may queue behind those that wait, nor keep a process from ending."""
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)  # whoever holds the future hears of it; gRPC logs it
+                raise
+
+        concurrency.thread(run, "ftcoord-native").start()
+        return future
+
+
+@contextlib.contextmanager
+def _answering(context: grpc.ServicerContext) -> Iterator[None]:
+    """Ends a call that fails with the status that torchft's manager would give it."""
+    try:
+        yield
+    except ValueError as error:
+        _abort(context, Failure("InvalidArgument", str(error)))
+    except KNOWN as error:
+        _abort(context, Failure.of(error))
+
+
+def _abort(context: grpc.ServicerContext, failure: Failure) -> NoReturn:
+    message = "Timeout expired" if failure.code in TIMED_OUT else failure.message
+    context.abort(STATUS_CODES[failure.code], message)
+    raise AssertionError("gRPC's abort raises")
+
+
+def _time_left(context: grpc.ServicerContext) -> float | None:
+    """Seconds until the answer is due; None for a call without a time-out."""
+    left = context.time_remaining()
+    return None if left is None or left > NO_TIMEOUT else max(left - min(left / 10, EARLY_ANSWER), 0)

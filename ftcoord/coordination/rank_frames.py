@@ -1,0 +1,128 @@
+"""What the drop-in's own ranks and managers say to each other: a greeting, then frames of JSON.
+
+A rank sends HELLO and is answered with WELCOME. Then it makes one call at a time: a frame with the call, and a frame
+with the answer. Whoever goes away closes the connection, which withdraws the call.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ftcoord.coordination.checks import LONGEST
+from ftcoord.coordination.failure import Failure
+from ftcoord.coordination.ranks import RankRequest
+from ftcoord.core.strict import build, dump, load
+from ftcoord.errors import StateError
+
+HELLO: Final = b"ftcoord/1 rank to manager\n"
+"""Longer than the 24 bytes with which HTTP/2 begins, so torchft's own manager refuses it at once."""
+WELCOME: Final = b"ftcoord/1 manager\n"
+LARGEST_MESSAGE: Final = 4 * 1024 * 1024
+"""Bytes of a call or an answer, as in gRPC."""
+_LENGTH: Final = struct.Struct(">I")
+_WHERE: Final = "a rank's call"
+
+
+@dataclass(frozen=True, slots=True)
+class TimedVote:
+    """One rank's vote on a step, and for how many seconds it stands."""
+
+    rank: int
+    step: int
+    yes: bool
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataQuery:
+    """A peer wants to know how to fetch the weights of a rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillOrder:
+    """Somebody wants the manager's process to end, and says why."""
+
+    message: str
+
+
+RankCall = RankRequest | TimedVote | MetadataQuery | KillOrder
+_CALLS: Final[Mapping[str, type[RankCall]]] = {
+    "quorum": RankRequest,
+    "commit": TimedVote,
+    "metadata": MetadataQuery,
+    "kill": KillOrder,
+}
+_NAMES: Final = {kind: name for name, kind in _CALLS.items()}
+
+
+def frame(payload: bytes) -> bytes:
+    """The payload with its length before it."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts what was received into payloads. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that are complete now. Raises ValueError for one that is longer than LARGEST_MESSAGE, as soon
+        as its length is known."""
+        self._buffer += data
+        payloads = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > LARGEST_MESSAGE:
+                raise ValueError(f"a message of {length} bytes is above the limit of {LARGEST_MESSAGE}")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            payloads.append(bytes(self._buffer[_LENGTH.size : end]))
+            del self._buffer[:end]
+        return payloads
+
+
+def encode_call(call: RankCall) -> bytes:
+    """The payload of a call."""
+    return _NAMES[type(call)].encode() + b" " + dump(call)
+
+
+def parse_call(payload: bytes) -> RankCall:
+    """The call of a payload. Raises ValueError for what no rank of this release sends."""
+    name, _, record = payload.partition(b" ")
+    kind = _CALLS.get(name.decode(errors="replace"))
+    if kind is None:
+        raise ValueError(f"there is no call {name[:20]!r}")
+    try:
+        call = build(kind, _WHERE, load(_WHERE, record))
+    except StateError as error:
+        raise ValueError(str(error)) from None
+    if isinstance(call, RankRequest | TimedVote) and not 0 <= call.timeout <= LONGEST:  # nor may it be no number
+        raise ValueError(f"a call cannot wait for {call.timeout} seconds")
+    return call
+
+
+def encode_answer(answer: Any) -> bytes:
+    """The payload of an answer: plain JSON, or a Failure. One that is too long is answered with a Failure."""
+    if isinstance(answer, Failure):
+        return json.dumps({"code": answer.code, "message": answer.message}).encode()
+    payload = json.dumps({"is": answer}, separators=(",", ":")).encode()
+    if len(payload) > LARGEST_MESSAGE:
+        return encode_answer(Failure("OutOfRange", f"the answer has {len(payload)} bytes, above {LARGEST_MESSAGE}"))
+    return payload
+
+
+def parse_answer(payload: bytes) -> Any:
+    """The answer of a payload, which may be a Failure. Raises ValueError."""
+    try:
+        said = json.loads(payload)
+        return said["is"] if "is" in said else Failure(str(said["code"]), str(said["message"]))
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"this is no answer: {error!r}") from None

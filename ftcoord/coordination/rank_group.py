@@ -1,0 +1,132 @@
+"""The ranks of one replica group, in the memory of their manager, by whatever way their calls come in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Generic, NoReturn, TypeVar
+
+from ftcoord import concurrency
+from ftcoord.coordination.convert import quorum_result
+from ftcoord.coordination.failure import KILL_REFUSED, Failure
+from ftcoord.coordination.ranks import RankBarrier, RankRequest, VoteCounter
+from ftcoord.coordination.types import QuorumResult
+from ftcoord.core.quorum_records import QuorumRecord
+from ftcoord.errors import ServerError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_local: weakref.WeakValueDictionary[str, RankGroup] = weakref.WeakValueDictionary()
+"""The groups of this process by their managers' addresses: their ranks here need no socket."""
+os.register_at_fork(after_in_child=_local.clear)  # a forked child has no manager: the threads are the parent's
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingCall(Generic[T]):
+    """A rank's call that waits for the others.
+
+    Args:
+        outcome: what it ends with.
+        leave: takes it back; False if the outcome is about to come.
+    """
+
+    outcome: Future[T]
+    leave: Callable[[], bool]
+
+    def wait(self, deadline: float, on_end: Callable[[Callable[[], None]], bool] | None = None) -> T:
+        """The outcome. Whoever is interrupted takes the call back.
+
+        Args:
+            deadline: on the monotonic clock; the call is then taken back, and TimeoutError raised.
+            on_end: has a function called when the caller goes away, which ends the wait too; False if it has gone.
+        """
+        ended = concurrency.event()
+        self.outcome.add_done_callback(lambda _: ended.set())
+        if on_end is not None and not on_end(ended.set):
+            ended.set()
+        with ExitStack() as interrupted:
+            interrupted.callback(self.leave)
+            ended.wait(min(max(deadline - concurrency.now(), 0), concurrency.LONGEST_WAIT))
+            interrupted.pop_all()
+        if not self.outcome.done() and self.leave():
+            raise TimeoutError("the other ranks did not come in time")
+        return self.outcome.result()
+
+
+def end_process(message: str) -> NoReturn:
+    """With status 1. `message` says why, for the log."""
+    log.error("killed: %s", message)
+    os._exit(1)
+
+
+class RankGroup:
+    """What the ranks of a group ask and vote, and what they told. Thread-safe; no call of it blocks.
+
+    Args:
+        replica_id: the group's name.
+        world_size: the number of its ranks.
+        ask: takes the requests by rank, and the last one; returns the quorum, or raises what all ranks receive.
+        allow_kill: whether whoever reaches the manager may end this process.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        world_size: int,
+        ask: Callable[[Mapping[int, RankRequest], RankRequest], QuorumRecord],
+        allow_kill: bool,
+    ) -> None:
+        self._replica_id, self._allow_kill = replica_id, allow_kill
+        self._barrier = RankBarrier(world_size, ask)
+        self._votes = VoteCounter(world_size)
+        self._metadata: dict[int, str] = {}  # any thread, one step of a dict at a time
+
+    @staticmethod
+    def at(address: str) -> RankGroup | None:
+        """The group whose manager is at this address, if that is in this process."""
+        return _local.get(address)
+
+    def listen_at(self, address: str) -> None:
+        """Have the ranks of this process find it."""
+        _local[address] = self
+
+    def quorum(self, request: RankRequest) -> tuple[WaitingCall[QuorumRecord], Callable[[], None] | None]:
+        """Take part in the group's next request. For the last rank there is also what must be called to have the
+        quorum asked for: it blocks until there is one."""
+        self._metadata[request.rank] = request.metadata
+        outcome, ask_for_all = self._barrier.join(request)
+        return WaitingCall(outcome, lambda: self._barrier.leave(request.rank, outcome)), ask_for_all
+
+    def result(self, quorum: QuorumRecord, request: RankRequest) -> QuorumResult:
+        """What a quorum means for the rank that asked. Raises NotInQuorum if this group is not in it."""
+        return quorum_result(quorum, self._replica_id, request.rank, request.init_sync)
+
+    def vote(self, rank: int, step: int, yes: bool) -> WaitingCall[bool]:
+        """Vote on a step."""
+        outcome = self._votes.cast(rank, step, yes)
+        return WaitingCall(outcome, lambda: self._votes.leave(rank, outcome))
+
+    def metadata(self, rank: int) -> str | None:
+        """What a rank said when it last asked for a quorum; None for one that never did."""
+        return self._metadata.get(rank)
+
+    def kill(self, message: str) -> Failure:
+        """End this process, if that is allowed: then it does not return."""
+        if not self._allow_kill:
+            return KILL_REFUSED
+        end_process(message)
+
+    def close(self, address: str) -> None:
+        """All calls that wait for other ranks end with ServerError, and so do later ones."""
+        if _local.get(address) is self:
+            _local.pop(address, None)
+        error = ServerError("this manager was shut down")
+        self._barrier.close(error)
+        self._votes.close(error)

@@ -1,0 +1,149 @@
+"""A rank's connections to a drop-in manager in another process."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from typing import Any, Final
+
+from ftcoord import concurrency, fork
+from ftcoord.coordination.failure import TRANSPORT_ERROR, Failure
+from ftcoord.coordination.rank_frames import (
+    HELLO,
+    LARGEST_MESSAGE,
+    WELCOME,
+    FrameReader,
+    RankCall,
+    encode_call,
+    frame,
+    parse_answer,
+)
+from ftcoord.coordination.tcp import keep_alive
+
+_CHUNK: Final = 64 * 1024
+
+
+class AnotherProtocol(ConnectionError):
+    """What listens there is no manager of the drop-in's: perhaps one of torchft's own."""
+
+
+class RankSocket:
+    """One connection, for one call at a time. Raises ConnectionError, TimeoutError and other OSErrors when it cannot be
+    made before the monotonic `deadline`, and AnotherProtocol."""
+
+    def __init__(self, host: str, port: int, deadline: float) -> None:
+        self._socket = socket.create_connection((host, port), _left(deadline))
+        fork.hide(self._socket.fileno())
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            keep_alive(self._socket)
+            self._socket.sendall(HELLO)
+            self._await_welcome(deadline)
+            undo.pop_all()
+
+    @property
+    def is_usable(self) -> bool:
+        """False if the manager has closed it, or said what nobody asked."""
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def call(self, call: bytes, deadline: float) -> Any:
+        """The answer to a call, which may be a Failure; TRANSPORT_ERROR if the manager goes away meanwhile.
+
+        Raises TimeoutError after the monotonic `deadline`. The connection is of no use any more after either.
+        """
+        try:
+            self._socket.settimeout(_left(deadline))
+            self._socket.sendall(call)
+            return parse_answer(self._receive(deadline))
+        except (ConnectionError, ValueError):
+            return TRANSPORT_ERROR
+        except TimeoutError as error:
+            if error.errno is None:  # the deadline is over
+                raise
+            return TRANSPORT_ERROR  # TCP gave the connection up: the manager's host has lost its power
+
+    def close(self) -> None:
+        """Withdraws the call under way. Idempotent."""
+        fork.unhide(self._socket.fileno())
+        self._socket.close()
+
+    def _await_welcome(self, deadline: float) -> None:
+        said = b""
+        while said != WELCOME:
+            self._socket.settimeout(_left(deadline))
+            try:
+                more = self._socket.recv(len(WELCOME) - len(said))
+            except ConnectionResetError:
+                more = b""
+            said += more
+            if not more or not WELCOME.startswith(said):
+                raise AnotherProtocol("what listens there did not answer as a manager of ftcoord")
+
+    def _receive(self, deadline: float) -> bytes:
+        frames = FrameReader()
+        while True:
+            data = self._socket.recv(_CHUNK)
+            if not data:
+                raise ConnectionResetError("the manager has closed the connection")
+            payloads = frames.feed(data)
+            if payloads:
+                return payloads[0]
+            self._socket.settimeout(_left(deadline))
+
+
+class RankSockets:
+    """As many connections as calls are under way. Thread-safe: it only takes from a list and adds to it.
+
+    Args:
+        host, port: of the manager.
+        first: a connection that is there already.
+    """
+
+    def __init__(self, host: str, port: int, first: RankSocket) -> None:
+        self._host, self._port = host, port
+        self._idle = [first]
+
+    def call(self, call: RankCall, deadline: float) -> Any:
+        """The answer to a call, which may be a Failure. Raises OSError when no manager is there, TimeoutError after the
+        monotonic `deadline`, and AnotherProtocol."""
+        payload = encode_call(call)
+        if len(payload) > LARGEST_MESSAGE:
+            return Failure("OutOfRange", f"the call has {len(payload)} bytes, above the limit of {LARGEST_MESSAGE}")
+        connection = self._take(deadline)
+        with ExitStack() as interrupted:
+            interrupted.callback(connection.close)  # which withdraws the call
+            answer = connection.call(frame(payload), deadline)
+            if answer is not TRANSPORT_ERROR:
+                interrupted.pop_all()
+                self._idle.append(connection)
+        return answer
+
+    def close(self) -> None:
+        """Without calls under way."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _take(self, deadline: float) -> RankSocket:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return RankSocket(self._host, self._port, deadline)
+            if connection.is_usable:
+                return connection
+            connection.close()
+
+
+def _left(deadline: float) -> float:
+    """Seconds. Raises TimeoutError when there are none."""
+    left = deadline - concurrency.now()
+    if left <= 0:
+        raise TimeoutError("the manager did not answer in time")
+    return left

@@ -1,0 +1,35 @@
+"""What ranks and managers ask of TCP."""
+
+from __future__ import annotations
+
+import select
+import socket
+from typing import Final
+
+IDLE: Final = 15
+"""Seconds without a sign of the other host after which it is asked for one."""
+INTERVAL: Final = 5
+"""Seconds between such questions."""
+QUESTIONS: Final = 3
+"""How many may stay unanswered."""
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """End the connection some 30 s after the other host has lost its power, and send small messages at once. What a
+    listening socket accepts inherits this."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    values = {"TCP_KEEPIDLE": IDLE, "TCP_KEEPINTVL": INTERVAL, "TCP_KEEPCNT": QUESTIONS}
+    values["TCP_USER_TIMEOUT"] = 1000 * (IDLE + INTERVAL * QUESTIONS)
+    for name, value in values.items():
+        if hasattr(socket, name):  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def has_hung_up(connection: int) -> bool:
+    """Whether the other end of a connection, given by its descriptor, has closed it, though what it sent before may
+    not be read yet. Always False where the system does not tell."""
+    hung_up = getattr(select, "POLLRDHUP", 0)
+    poll = select.poll()
+    poll.register(connection, hung_up)
+    return bool(poll.poll(0))

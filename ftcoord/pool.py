@@ -1,0 +1,83 @@
+"""Threads that run calls, and that a process need not wait for when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from ftcoord import concurrency
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DaemonPool:
+    """Runs calls on daemon threads, as gRPC wants it of an executor. Thread-safe. Its owner has to `close()` it.
+
+    Python joins the threads of its own executors before it calls anything that is registered for its end. So a call
+    that waits for something to be closed there would keep the process from ending.
+
+    Args:
+        limit: how many threads there are at most. They are made as they are needed, and kept; further calls queue.
+        name: of the threads.
+    """
+
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit, self._name = limit, name  # never change
+        self._tasks: concurrency.Queue[Callable[[], None] | None] = concurrency.inbox()  # None ends a thread
+        self._lock = concurrency.lock("DaemonPool._lock")  # guards all below
+        self._threads: list[concurrency.Thread] = []
+        self._free = 0  # threads, less the calls that they run or that queue
+        self._closed = False
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Raises RuntimeError after `close()`, and when a thread is needed and cannot be started."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this pool was closed: it takes no more calls")
+            if self._free <= 0 and len(self._threads) < self._limit:
+                self._start()
+            self._free -= 1
+            self._tasks.put(partial(_run, future, partial(call, *args, **kwargs)))
+        return future
+
+    def close(self) -> None:
+        """Take no more calls, and wait for those that were taken, but not beyond `concurrency.exit_deadline()`.
+
+        Idempotent.
+        """
+        with self._lock:
+            self._closed = True
+            threads, self._threads = self._threads, []
+            for _ in threads:
+                self._tasks.put(None)
+        for thread in threads:
+            concurrency.join(thread)
+
+    def _start(self) -> None:
+        thread = concurrency.thread(self._work, self._name)
+        thread.start()
+        self._threads.append(thread)
+        self._free += 1
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # else it would be kept until the next one comes
+            with self._lock:
+                self._free += 1
+
+
+def _run(future: Future[T], call: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # whatever it is, it is for whoever holds the future
+        future.set_exception(error)
+        del future  # or the error's traceback would keep it, and it the error, until the collector runs
+    else:
+        future.set_result(result)

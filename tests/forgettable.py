@@ -1,0 +1,267 @@
+"""Makes one of everything public that has a thread, a lease, a key or a process, and tells what is there of them.
+
+`python forgettable.py NAME ENDPOINT RUN [END]` makes one, says so, and ends without closing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from helpers import eventually
+
+import ftcoord
+import ftcoord.coordination
+import ftcoord.timer
+from ftcoord.coordination.address import parse_address
+from ftcoord.core.heartbeats import HeartbeatEvent
+from ftcoord.core.layout import config_key
+from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.rendezvous.create import create_handler
+from ftcoord.timer.listing import Subscription
+
+LONG = timedelta(seconds=60)
+TTL = 30
+"""Seconds of every lease here: what goes in much less was revoked."""
+KEPT = "/decided"
+"""What ends the names of keys that outlive whoever wrote them: what a group has decided is remembered."""
+
+
+def address(endpoint: str, run: str) -> str:
+    return f"etcd://{endpoint}/{run}?min_replicas=1&join_timeout_ms=100&heartbeat_timeout_ms={1000 * TTL}"
+
+
+def election(endpoint: str, run: str) -> object:
+    election = ftcoord.Election(run, "name", etcd=endpoint, lease_ttl=TTL)
+    assert not election.campaign(60).lost
+    return election
+
+
+def barrier(endpoint: str, run: str) -> object:
+    barrier = ftcoord.Barrier(run, "name", 1, etcd=endpoint, lease_ttl=TTL)
+    assert barrier.wait(60) == 0
+    return barrier
+
+
+def client(endpoint: str, run: str) -> object:
+    client = ftcoord.EtcdClient(endpoint)
+    began = threading.Event()
+    client.watch(Span(f"/{run}"), 0, lambda item: began.set())
+    assert began.wait(60)
+    return client
+
+
+def server(endpoint: str, run: str) -> object:
+    server = ftcoord.EtcdServer()
+    server.start()
+    return server
+
+
+def cluster(endpoint: str, run: str) -> object:
+    cluster = ftcoord.EtcdCluster(1)
+    cluster.start()
+    return cluster
+
+
+def session(endpoint: str, run: str) -> object:
+    client = ftcoord.EtcdClient(endpoint)
+    session = ftcoord.Session(client, TTL)
+    client.put(f"/ftcoord/v1/{run}/mine", b"", session.lease_id)
+    return session
+
+
+def store(endpoint: str, run: str) -> object:
+    """Its keys outlive it for its `ttl`, as after `close()`."""
+    store = ftcoord.EtcdStore(endpoint, f"/ftcoord/v1/{run}/", LONG, ttl=2)
+    store.set("a", b"1")
+    return store
+
+
+def heartbeat(endpoint: str, run: str) -> object:
+    return ftcoord.Heartbeat(run, "me", TTL, etcd=endpoint).__enter__()
+
+
+def heartbeat_watch(endpoint: str, run: str) -> object:
+    watch = ftcoord.watch_heartbeats(run, endpoint)
+    with ftcoord.Heartbeat(run, "somebody", TTL, etcd=endpoint):
+        event = next(watch)
+    assert isinstance(event, HeartbeatEvent)
+    return watch
+
+
+def handler(endpoint: str, run: str) -> object:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    handler = create_handler(RendezvousParameters("etcd-v3", endpoint, run, 1, 1, lease_ttl=str(TTL), timers="1"))
+    handler.next_rendezvous()
+    return handler
+
+
+def timer_client(endpoint: str, run: str) -> object:
+    client = ftcoord.timer.EtcdTimerClient(run, endpoint, timeout=60, ttl=TTL)
+    client.acquire("scope", time.time() + 3600)
+    return client
+
+
+def timer_server(endpoint: str, run: str) -> object:
+    server = ftcoord.timer.EtcdTimerServer(run, endpoint, max_interval=3600)
+    server.start()
+    eventually(lambda: server._queue.began, "the watch of the timers")
+    return server
+
+
+def manager(endpoint: str, run: str) -> object:
+    where = ("localhost", "[::]:0", "store", 1, timedelta(seconds=1), LONG, 0)
+    server = ftcoord.coordination.ManagerServer("a", address(endpoint, run), *where)
+    rank = ftcoord.coordination.ManagerClient(server.address(), LONG)
+    assert rank._quorum(0, 0, "", False, True, 0, LONG).replica_ids == ["a"]
+    return server
+
+
+def rank(endpoint: str, run: str) -> object:
+    """With its manager."""
+    server = manager(endpoint, run)
+    assert isinstance(server, ftcoord.coordination.ManagerServer)
+    return server, ftcoord.coordination.ManagerClient(server.address(), LONG)
+
+
+def subscription(endpoint: str, run: str) -> Subscription:
+    return ftcoord.timer.on_expired(run, print, endpoint)
+
+
+def lighthouse_client(endpoint: str, run: str) -> object:
+    client = ftcoord.coordination.LighthouseClient(address(endpoint, run), LONG)
+    client.quorum("one", LONG)
+    client.heartbeat("two")
+    return client
+
+
+def observer(endpoint: str, run: str) -> object:
+    told, key = threading.Event(), config_key(parse_address(address(endpoint, run)).prefix, "name")
+    with ftcoord.EtcdClient(endpoint) as client:
+        lease = client.grant(TTL).id
+        try:
+            client.put(key, b"value", lease)
+            observer = ftcoord.coordination.Observer(
+                address(endpoint, run), LONG, on_config=lambda name, value: told.set()
+            )
+            assert told.wait(60)
+        finally:
+            client.revoke(lease)
+    return observer
+
+
+def gateway(endpoint: str, run: str) -> object:
+    return ftcoord.coordination.Gateway(address(endpoint, run))
+
+
+MAKERS: dict[str, Callable[[str, str], object]] = {
+    "Barrier": barrier,
+    "Election": election,
+    "EtcdClient": client,
+    "EtcdCluster": cluster,
+    "EtcdRendezvousHandler": handler,
+    "EtcdServer": server,
+    "EtcdStore": store,
+    "EtcdTimerClient": timer_client,
+    "EtcdTimerServer": timer_server,
+    "Gateway": gateway,
+    "Heartbeat": heartbeat,
+    "LighthouseClient": lighthouse_client,
+    "ManagerClient": rank,
+    "ManagerServer": manager,
+    "Observer": observer,
+    "Session": session,
+    "Subscription": subscription,
+    "watch_heartbeats": heartbeat_watch,
+}
+"""By the names under which they are public."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is there of such objects: threads and processes of this process, leases and keys in etcd."""
+
+    threads: frozenset[str]
+    children: frozenset[int]
+    leases: frozenset[str]
+    keys: frozenset[str]
+
+    def __sub__(self, before: Left) -> Left:
+        return Left(
+            self.threads - before.threads,
+            self.children - before.children,
+            self.leases - before.leases,
+            self.keys - before.keys,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.threads or self.children or self.leases or self.keys)
+
+
+def look(etcd: ftcoord.EtcdServer, client: EtcdClient, run: str) -> Left:
+    """What is there now. Leases only where they hold a key of the run, or none that remains."""
+    found = client.range(Get(Span(f"/ftcoord/v1/{run}", is_prefix=True))).kvs
+    kept = {kv.lease for kv in found if kv.key.endswith(KEPT)}
+    answer = etcd.http("POST", "/v3/lease/leases", {}) or {}
+    leases = frozenset(str(one["ID"]) for one in answer.get("leases", ())) - {str(lease) for lease in kept}
+    keys = frozenset(kv.key for kv in found if kv.lease not in kept)
+    return Left(threads(), children(), leases, keys)
+
+
+def threads() -> frozenset[str]:
+    return frozenset(
+        f"{thread.name} {thread.ident}" for thread in threading.enumerate() if thread.name.startswith("ftcoord-")
+    )
+
+
+def children() -> frozenset[int]:
+    found: list[str] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended meanwhile
+            found += path.read_text().split()
+    return frozenset(map(int, found))
+
+
+def fork_and_forget(holder: list[object]) -> int:
+    """A child that drops what the parent made, and ends as a program does; how it ended."""
+    pid = os.fork()
+    if pid == 0:
+        holder.clear()
+        gc.collect()
+        sys.exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(name: str, endpoint: str, run: str, end: str = "") -> None:
+    logging.disable(logging.INFO)  # a handler tells of its rounds
+    holder = [MAKERS[name](endpoint, run)]
+    if end == "fork":
+        before = threads(), children()
+        print(fork_and_forget(holder), before[0] <= threads() and before[1] == children(), flush=True)
+        sys.stdin.readline()
+        os.kill(os.getpid(), signal.SIGKILL)  # the end of the parent is not what this is about
+    print("made", flush=True)
+    sys.stdin.readline()
+    if end == "raise":
+        raise ValueError("the end")
+    if end == "thread":
+        thread = threading.Thread(target=sys.exit, args=(3,))
+        thread.start()
+        thread.join()
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

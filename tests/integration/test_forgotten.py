@@ -1,0 +1,290 @@
+"""Whoever is dropped dies: every public object that has a thread, a lease, a key or a process, in every way to go."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import forgettable
+import pytest
+from forgettable import MAKERS, Left, look
+from helpers import DEADLINE, eventually, python
+
+from ftcoord import concurrency
+from ftcoord.embedded.server import EtcdServer
+from ftcoord.errors import EtcdAuthError
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.rpc import messages
+from ftcoord.etcd.rpc.transport import Transport
+from ftcoord.etcd.rpc.watch import WatchHub
+
+PUBLIC_MODULES = ("ftcoord", "ftcoord.coordination", "ftcoord.timer", "ftcoord.store")
+NOTHING_TO_CLOSE = {
+    "EtcdConfig",
+    "EtcdRendezvousBackend",
+    "LighthouseServer",
+    "Quorum",
+    "QuorumMember",
+    "QuorumResult",
+    "TimerInfo",
+    "Timestamp",
+}
+"""Values; and what uses another's client, and writes under leases that nobody renews."""
+PROGRAM = str(Path(forgettable.__file__))
+_runs = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[EtcdServer]:
+    """An etcd in which all leases are those of this file."""
+    with EtcdServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def eyes(home: EtcdServer) -> Iterator[EtcdClient]:
+    """A client that looks at it. Its threads are there from the beginning."""
+    with home.get_client() as client:
+        client.status()
+        yield client
+
+
+@pytest.fixture
+def run() -> str:
+    return f"run{next(_runs)}"
+
+
+@pytest.fixture
+def now(home: EtcdServer, eyes: EtcdClient, run: str) -> Callable[[], Left]:
+    """What there is now that was not there when the test began."""
+    eventually(lambda: not forgettable.threads(), "the end of other tests")
+    before = look(home, eyes, run)
+    return lambda: look(home, eyes, run) - before
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """What a test says of the collector holds only if that does not run by itself."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def nothing(now: Callable[[], Left]) -> None:
+    eventually(lambda: not now(), lambda: f"the end of {now()}")
+
+
+def test_every_public_class_is_in_the_table() -> None:
+    """Whoever adds one says here how it is made, or that it has nothing to close."""
+    found = set[str]()
+    for module in PUBLIC_MODULES:
+        names = importlib.import_module(module).__all__
+        public = {name: getattr(importlib.import_module(module), name) for name in names}
+        found |= {name for name, one in public.items() if inspect.isclass(one) and not issubclass(one, Exception)}
+    assert found == {name for name in MAKERS if name[0].isupper()} | NOTHING_TO_CLOSE
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_dropped(name: str, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+    """At once, without the collector."""
+    made = [MAKERS[name](home.get_endpoint(), run)]
+    assert now(), "there is something to close"
+    made.clear()
+    nothing(now)
+
+
+class Knot:
+    """An object that refers to itself."""
+
+    def __init__(self, held: object) -> None:
+        self.held, self.me = held, self
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_dropped_in_a_reference_cycle(name: str, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+    knot = [Knot(MAKERS[name](home.get_endpoint(), run))]
+    knot.clear()
+    there = now()
+    assert there, "the collector did not run"
+    gc.collect()
+    nothing(now)
+
+
+def end_of(name: str, home: EtcdServer, run: str, end: str) -> tuple[int, str]:
+    """Have a process make one and end; its exit code, and what it wrote to standard error."""
+    arguments = [sys.executable, "-X", "dev", "-W", "ignore", PROGRAM, name, home.get_endpoint(), run, end]
+    done = subprocess.run(arguments, input="\n", capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.stdout == "made\n", done
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_end_of_the_process(name: str, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+    """When it is gone, so are its leases: without a word."""
+    assert end_of(name, home, run, "") == (0, "")
+    if name == "EtcdStore":  # by design, its keys live on for its `ttl`
+        nothing(now)
+    assert not now()
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("thread", 3)])
+def test_other_ends_of_the_process(end: str, code: int, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+    """By an exception, and by sys.exit after a thread has called that in vain."""
+    assert end_of("LighthouseClient", home, run, end)[0] == code
+    assert not now()
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS.keys() - {"EtcdServer", "EtcdCluster"}))
+def test_the_end_of_the_process_while_etcd_is_away(name: str, fragile: EtcdServer, run: str) -> None:
+    """Without a word of what does not matter any longer, and without waiting for each request's time-out."""
+    with python("-X", "dev", "-W", "ignore", PROGRAM, name, fragile.get_endpoint(), run) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "made\n"
+        fragile.kill()
+        began = time.monotonic()
+        process.communicate("\n", timeout=DEADLINE)
+        assert process.returncode == 0
+        assert time.monotonic() - began < 10 * concurrency.EXIT_TIMEOUT
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_forked_child_that_ends(name: str, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+    """It drops and collects what the parent made, which lives on."""
+    with python(PROGRAM, name, home.get_endpoint(), run, "fork") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0 True\n"
+        if name not in WITHOUT_LEASE:
+            there = now()
+            assert there.leases
+            assert there.keys
+
+
+WITHOUT_LEASE = {
+    "EtcdClient",
+    "EtcdCluster",
+    "EtcdServer",
+    "EtcdTimerServer",
+    "Gateway",
+    "Observer",
+    "Subscription",
+    "watch_heartbeats",
+}
+
+
+class Fault:
+    """Fails the call with one number."""
+
+    def __init__(self, at: int, error: Callable[[], Exception]) -> None:
+        self._left, self._error = at, error  # not the error itself: its traceback would keep what is dropped
+        self.struck = False
+
+    def strike(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.struck = True
+            raise self._error()
+
+
+def no_thread(monkeypatch: pytest.MonkeyPatch, at: int) -> Fault:
+    """One thread cannot be started."""
+    fault, real = Fault(at, lambda: RuntimeError("can't start new thread")), concurrency.thread
+
+    class Failing(threading.Thread):
+        def start(self) -> None:
+            fault.strike()
+            super().start()
+
+    def thread(target: Callable[..., object], name: str, *args: object) -> concurrency.Thread:
+        return Failing(target=target, name=name, args=args, daemon=True)
+
+    assert isinstance(real(print, "one"), threading.Thread)
+    monkeypatch.setattr(concurrency, "thread", thread)
+    return fault
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, at: int) -> Fault:
+    """One request is refused, but none that revokes: the lease would stay until it expires, as it should."""
+    fault, real = Fault(at, lambda: EtcdAuthError("refused by the test")), getattr(owner, method)
+
+    def fail_or_call(self: object, what: object, *arguments: Any, **more: Any) -> Any:
+        if what is not messages.REVOKE:
+            fault.strike()
+        return real(self, what, *arguments, **more)
+
+    monkeypatch.setattr(owner, method, fail_or_call)
+    return fault
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch, int], Fault]] = {
+    "no thread": no_thread,
+    "request refused": lambda monkeypatch, at: refused(monkeypatch, Transport, "call", at),
+    "watch refused": lambda monkeypatch, at: refused(monkeypatch, WatchHub, "add", at),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", sorted(MAKERS.keys() - {"EtcdCluster", "EtcdServer"}))
+def test_one_that_could_not_be_made(name: str, fault: str, home: EtcdServer, now: Callable[[], Left], run: str) -> None:
+    """Each step of making it fails in turn."""
+    for at in itertools.count(1):
+        made = list[object]()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            injected = FAULTS[fault](monkeypatch, at)
+            error: Exception | None = None
+            try:
+                made.append(MAKERS[name](home.get_endpoint(), run))
+            except Exception as caught:  # whatever its user is told
+                error = caught
+        assert error is None or injected.struck, error
+        error = None
+        made.clear()  # only now, so that the faults are those of making it
+        gc.collect()
+        nothing(now)
+        if not injected.struck:
+            return
+
+
+def test_a_timer_server_that_has_met_an_error(
+    home: EtcdServer, run: str, now: Callable[[], Left], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at once: the error keeps nothing."""
+    with monkeypatch.context() as patch:
+        fault = refused(patch, WatchHub, "add", 1)
+        made = [MAKERS["EtcdTimerServer"](home.get_endpoint(), run)]
+    assert fault.struck
+    made.clear()
+    nothing(now)
+
+
+def test_many_at_once_take_few_threads(home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+    many = [MAKERS["LighthouseClient"](home.get_endpoint(), f"{run}/{number}") for number in range(30)]
+    most = 0
+    while many:
+        many.pop()
+        most = max(most, sum(thread.name == "ftcoord-forget" for thread in threading.enumerate()))
+    assert 0 < most <= concurrency.CLOSERS
+    nothing(now)
+
+
+def test_no_file_stays_open(home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+    """gRPC keeps some for its next channel, but not more and more."""
+    open_files = []
+    for turn in range(4):
+        for name in sorted(MAKERS.keys() - {"EtcdCluster", "EtcdServer", "EtcdRendezvousHandler"}):
+            MAKERS[name](home.get_endpoint(), f"{run}-{turn}")
+        gc.collect()
+        nothing(now)
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert open_files[-1] <= open_files[1] + 2, open_files

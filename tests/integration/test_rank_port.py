@@ -1,0 +1,587 @@
+"""A manager's port: who reaches it, what it refuses, and what one bad peer costs the others."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn
+
+import pytest
+from helpers import DEADLINE, eventually, in_fork
+from natives import Natives
+from rdzv_nodes import spawn
+from replicas import replica_processes
+
+from ftcoord import fork
+from ftcoord.coordination import (
+    Gateway,
+    ManagerClient,
+    ManagerServer,
+    managed_group,
+    native_ranks,
+    rank_connection,
+    rank_port,
+    tcp,
+)
+from ftcoord.coordination.rank_frames import (
+    HELLO,
+    LARGEST_MESSAGE,
+    WELCOME,
+    MetadataQuery,
+    TimedVote,
+    encode_answer,
+    encode_call,
+    frame,
+)
+from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.rank_port import HTTP2
+from ftcoord.coordination.ranks import VoteCounter
+from ftcoord.coordination.types import QuorumResult
+from ftcoord.embedded.server import EtcdServer
+
+LONG = timedelta(seconds=DEADLINE)
+SHORT = timedelta(seconds=0.5)
+
+
+@pytest.fixture
+def job(etcd: EtcdServer, prefix: str) -> str:
+    return f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1&heartbeat_timeout_ms=600000"
+
+
+@pytest.fixture
+def server(job: str) -> Iterator[ManagerServer]:
+    one = manager(job)
+    yield one
+    one.shutdown()
+
+
+def manager(job: str, bind: str = "[::]:0", hostname: str = "localhost", name: str = "a") -> ManagerServer:
+    return ManagerServer(name, job, hostname, bind, f"store of {name}", 2, timedelta(seconds=1), LONG, 0)
+
+
+def port_of(server: ManagerServer) -> int:
+    return int(server.address().rpartition(":")[2])
+
+
+class Far:
+    """Ranks that do not find the manager in their own process: their calls go through its port."""
+
+    def __init__(self, server: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.address = server.address()
+        self.ranks = RankGroup.at(self.address)
+        monkeypatch.setattr(RankGroup, "at", staticmethod(lambda address: None))
+        self.client = ManagerClient(self.address, LONG)
+
+    def vote(self, step: int = 0) -> None:
+        """Both ranks vote, through two connections."""
+        votes = [spawn(partial(self.client.should_commit, rank, step, True, LONG)) for rank in range(2)]
+        assert [vote.result(DEADLINE) for vote in votes] == [True, True]
+
+    def voted(self) -> int:
+        assert self.ranks is not None
+        return len(self.ranks._votes._waiting)
+
+    def voters(self) -> list[int]:
+        """The ranks whose votes wait."""
+        assert self.ranks is not None
+        return [vote.rank for vote in self.ranks._votes._waiting.copy().values()]
+
+    @contextlib.contextmanager
+    def greeted(self) -> Iterator[socket.socket]:
+        """A connection of a rank that has made no call yet."""
+        with socket.create_connection(("localhost", int(self.address.rpartition(":")[2])), DEADLINE) as rank:
+            rank.sendall(HELLO)
+            assert rank.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
+            yield rank
+
+
+@pytest.fixture
+def far(server: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> Far:
+    return Far(server, monkeypatch)
+
+
+# -- where it listens ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bind", "text"),
+    [
+        ("", "invalid socket address"),
+        ("nonsense", "invalid socket address"),
+        ("[::]:99999", "invalid port value"),
+        ("[::]:x", "invalid port value"),
+        ("192.0.2.1:0", r"\(os error 99\)"),
+    ],
+)
+def test_a_bad_bind_is_refused_before_etcd_is_asked(bind: str, text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        manager("etcd://127.0.0.1:1/job", bind)
+
+
+def test_a_port_in_use_is_refused(server: ManagerServer, job: str) -> None:
+    with pytest.raises(RuntimeError, match=r"Address already in use \(os error 98\)"):
+        manager(job, f"[::]:{port_of(server)}")
+
+
+def test_a_manager_is_not_made_and_a_thread_of_it_has_failed(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread must not wait for the constructor, while that waits for the thread's end."""
+
+    class Failing:
+        def __init__(self, *watched: Any) -> None:
+            self._thread = threading.Thread(target=watched[-1], args=(MemoryError("made by the test"),), daemon=True)
+            self._thread.start()
+
+        def close(self) -> None:
+            self._thread.join()
+
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(managed_group, "watch_kills", Failing)
+    monkeypatch.setattr(managed_group, "RankPort", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        spawn(partial(manager, job)).result(DEADLINE)
+
+
+def test_a_manager_that_was_not_made_listens_nowhere(etcd: EtcdServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="failed to connect to etcd"):
+        ManagerServer("a", "etcd://127.0.0.1:1/job", "h", f"127.0.0.1:{port}", "s", 1, SHORT, SHORT, 0)
+    socket.create_server(("127.0.0.1", port)).close()
+    eventually(lambda: set(threading.enumerate()) <= before, "no thread is left")
+
+
+@pytest.mark.parametrize(
+    ("bind", "hostname", "address"),
+    [
+        ("127.0.0.1:0", "127.0.0.1", "http://127.0.0.1:"),
+        ("[::1]:0", "::1", "http://[::1]:"),
+        ("[::]:0", "127.0.0.1", "http://127.0.0.1:"),
+        ("[::]:0", "[::1]", "http://[::1]:"),
+        ("localhost:0", "localhost", "http://localhost:"),
+    ],
+)
+def test_ranks_reach_it_by_either_protocol(
+    job: str, monkeypatch: pytest.MonkeyPatch, bind: str, hostname: str, address: str
+) -> None:
+    if "::" in bind + hostname and not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    one = manager(job, bind, hostname)
+    try:
+        assert one.address().startswith(address)
+        Far(one, monkeypatch).vote()
+    finally:
+        one.shutdown()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "http://localhost", "http://localhost:x", "http://", "http://..:1"])
+def test_what_is_no_address_is_refused_at_once(address: str) -> None:
+    with pytest.raises(RuntimeError, match=r"failed to connect to .* within timeout of"):
+        ManagerClient(address, LONG)
+
+
+# -- bad peers ---------------------------------------------------------------------------------------------------------
+
+
+GARBAGE = {
+    "not a greeting": b"GET / HTTP/1.1\r\n\r\n",
+    "zeros": bytes(100),
+    "almost a greeting": HELLO[:-1] + b"!",
+    "no call": HELLO + frame(b"\xff\xfe"),
+    "no such call": HELLO + frame(b'dance {"v":1}'),
+    "not its fields": HELLO + frame(b'commit {"v":1,"rank":1}'),
+    "a wrong type": HELLO + frame(b'commit {"v":1,"rank":"1","step":0,"yes":true,"timeout":1.0}'),
+    "for no time": HELLO + frame(b'commit {"v":1,"rank":1,"step":0,"yes":true,"timeout":NaN}'),
+    "for too long": HELLO + frame(b'commit {"v":1,"rank":1,"step":0,"yes":true,"timeout":Infinity}'),
+    "nested too deep": HELLO + frame(b"commit " + b"[" * 100_000),
+    "too long": HELLO + struct.pack(">I", LARGEST_MESSAGE + 1),
+    "two at a time": HELLO + 2 * frame(encode_call(TimedVote(1, 0, True, 60.0))),
+    "HTTP/2 that ends": HTTP2 + b"\r\n\r\nSM\r\n\r\n" + bytes(1000),
+}
+
+
+@pytest.mark.parametrize("said", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_closes_its_connection_and_no_other(far: Far, said: bytes) -> None:
+    with socket.create_connection(("localhost", int(far.address.rpartition(":")[2])), DEADLINE) as bad:
+        bad.sendall(said)
+        with contextlib.suppress(ConnectionResetError):
+            while bad.recv(4096):
+                pass
+    eventually(lambda: not far.voted(), "what it voted is taken back")
+    far.vote()
+
+
+def test_silent_and_frozen_peers_cost_the_others_nothing(far: Far) -> None:
+    """One says nothing, one half of a call, and one reads no answers."""
+    with ExitStack() as stack:
+        where = ("localhost", int(far.address.rpartition(":")[2]))
+        peers = [stack.enter_context(socket.create_connection(where, DEADLINE)) for _ in range(3)]
+        peers[1].sendall(HELLO + frame(encode_call(TimedVote(1, 0, True, 60.0)))[:-1])
+        peers[2].sendall(HELLO)
+        assert peers[2].recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
+        far.vote()
+        assert not far.voted()
+
+
+def test_answers_that_nobody_reads_do_not_pile_up(far: Far) -> None:
+    with pytest.raises(TimeoutError):
+        far.client._quorum(0, 0, "x" * 3_000_000, False, True, 0, SHORT)
+    with socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.settimeout(DEADLINE)
+        peer.connect(("127.0.0.1", int(far.address.rpartition(":")[2])))
+        peer.sendall(HELLO + 20 * frame(encode_call(MetadataQuery(0))))
+        received = 0
+        with contextlib.suppress(ConnectionResetError):
+            while part := peer.recv(1 << 20):
+                received += len(part)
+                assert received < 10 * 3_000_000, "it is answered on and on"
+    far.vote()
+
+
+def test_connections_that_say_nothing_do_not_take_all_descriptors(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are closed, long before their time is over."""
+    monkeypatch.setattr(rank_port, "MOST_NEWCOMERS", 4)
+    monkeypatch.setattr(rank_port, "GREETING_TIMEOUT", 10 * DEADLINE)
+    where = ("localhost", int(far.address.rpartition(":")[2]))
+    with ExitStack() as stack:
+        peers = [stack.enter_context(socket.create_connection(where, DEADLINE)) for _ in range(10)]
+        for peer in peers[:6]:
+            with contextlib.suppress(ConnectionResetError):
+                assert peer.recv(1) == b""
+        peers[9].sendall(HELLO)
+        assert peers[9].recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
+        far.vote()
+
+
+def test_a_process_without_descriptors_says_so_once(
+    server: ManagerServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not a hundred times a second, nor with a traceback; who comes meanwhile is served when there are some again."""
+    accept, refused, full = socket.socket.accept, threading.Event(), True
+
+    def accept_if_there_is_room(listener: socket.socket) -> Any:
+        if full:
+            refused.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_if_there_is_room)
+    with socket.create_connection(("localhost", port_of(server)), DEADLINE) as peer:
+        assert refused.wait(DEADLINE)
+        full = False
+        peer.sendall(HELLO)
+        assert peer.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
+    (said,) = [record for record in caplog.records if "out of system resource" in record.message]
+    assert not said.exc_info
+
+
+def test_a_call_that_is_too_long_is_refused_before_it_is_sent(far: Far) -> None:
+    with pytest.raises(RuntimeError, match="status: OutOfRange"):
+        far.client._quorum(0, 0, "x" * LARGEST_MESSAGE, False, True, 0, LONG)
+    far.vote()
+
+
+def test_a_connection_that_died_while_nobody_used_it_is_replaced(job: str, far: Far, server: ManagerServer) -> None:
+    far.vote()
+    port = port_of(server)
+    server.shutdown()
+    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*tcp connect error"):
+        far.client.should_commit(0, 1, True, LONG)
+    after = manager(job, f"[::]:{port}")
+    try:
+        for step in range(2):
+            far.vote(step)
+    finally:
+        after.shutdown()
+
+
+def test_a_manager_that_dies_while_it_greets_a_rank_fails_the_call_at_once() -> None:
+    """It may be one of torchft's that refuses the greeting; but then it would still be there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as late:
+        made = spawn(partial(ManagerClient, f"http://127.0.0.1:{listener.getsockname()[1]}", LONG))
+        with listener.accept()[0] as first:
+            assert first.recv(len(HELLO), socket.MSG_WAITALL) == HELLO
+            first.sendall(WELCOME)
+            client = made.result(DEADLINE)
+        vote = spawn(partial(client.should_commit, 0, 0, True, LONG))
+        second = late.enter_context(listener.accept()[0])
+        assert second.recv(len(HELLO), socket.MSG_WAITALL) == HELLO
+        listener.close()
+    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*tcp connect error"):
+        vote.result(DEADLINE)
+
+
+def test_a_call_whose_rank_has_gone_before_it_is_read_is_not_made(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a manager that was stopped meanwhile."""
+    gone, made = threading.Event(), list[int]()
+    cast = VoteCounter.cast
+
+    def has_hung_up(connection: int) -> bool:
+        assert gone.wait(DEADLINE)
+        return tcp.has_hung_up(connection)
+
+    def note(counter: VoteCounter, rank: int, *vote: Any) -> Any:
+        made.append(rank)
+        return cast(counter, rank, *vote)
+
+    monkeypatch.setattr(rank_connection, "has_hung_up", has_hung_up)
+    monkeypatch.setattr(VoteCounter, "cast", note)
+    with far.greeted() as rank:
+        rank.sendall(frame(encode_call(TimedVote(7, 0, True, 60.0))))
+    gone.set()
+    far.vote()
+    assert sorted(made) == [0, 1]
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["the older connection", "the newer connection"])
+@pytest.mark.parametrize("kills", [False, True], ids=["ended", "reset"])
+def test_a_vote_does_not_count_with_one_that_was_taken_back_before_it_came(
+    far: Far, monkeypatch: pytest.MonkeyPatch, first: int, kills: bool
+) -> None:
+    """A manager that was busy finds both at once, in either order."""
+    busy, over = threading.Event(), threading.Event()
+
+    def keep_busy(connection: int) -> bool:
+        busy.set()
+        assert over.wait(DEADLINE)
+        return tcp.has_hung_up(connection)
+
+    def vote(rank: int, yes: bool) -> bytes:
+        return frame(encode_call(TimedVote(rank, 0, yes, 60.0)))
+
+    with ExitStack() as ranks:
+        there = [ranks.enter_context(far.greeted()) for _ in range(3)]
+        gives_up, stays = there[first], there[1 - first]
+        gives_up.sendall(vote(0, True))
+        eventually(lambda: far.voted() == 1, "the first has voted")
+        monkeypatch.setattr(rank_connection, "has_hung_up", keep_busy)
+        there[2].sendall(frame(encode_call(MetadataQuery(0))))
+        assert busy.wait(DEADLINE)
+        if kills:
+            gives_up.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gives_up.close()
+        stays.sendall(vote(1, True))
+        over.set()
+        eventually(lambda: far.voters() == [1], "only the other one's vote waits")
+        there[2].sendall(vote(0, False))
+        answer = frame(encode_answer(False))
+        assert stays.recv(len(answer), socket.MSG_WAITALL) == answer
+
+
+def test_an_interrupted_rank_takes_its_vote_back(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        eventually(far.voted, "the vote is there")
+        raise Interrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ftcoord.coordination.rank_sockets.RankSocket._receive", interrupt)
+        with pytest.raises(Interrupt):
+            far.client.should_commit(0, 0, True, LONG)
+    eventually(lambda: not far.voted(), "the vote is taken back")
+
+
+def test_a_connection_that_tcp_gives_up_is_no_time_out(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the manager's host has lost its power: Python raises TimeoutError for both."""
+
+    def give_up(*_: object) -> None:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ftcoord.coordination.rank_sockets.RankSocket._receive", give_up)
+        with pytest.raises(RuntimeError, match=r'status: Unknown, message: "transport error"'):
+            far.client.should_commit(0, 0, True, LONG)
+    eventually(lambda: not far.voted(), "the connection is closed")
+    with pytest.raises(TimeoutError):
+        far.client.should_commit(0, 0, True, SHORT)
+
+
+def test_a_client_that_nobody_holds_has_closed_its_connections(far: Far) -> None:
+    far.vote()
+    before = len(fork._hidden)
+    del far.client
+    eventually(lambda: gc.collect() >= 0 and len(fork._hidden) <= before - 2 * 2, "both ends of both are closed")
+
+
+def test_either_end_notices_a_host_that_lost_its_power(far: Far) -> None:
+    far.vote()
+    for descriptor in fork._hidden:
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == tcp.IDLE
+
+
+# -- forks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_holds_no_connection_open(far: Far, server: ManagerServer) -> None:
+    """Else a manager that died would seem to live for as long as its children do."""
+    far.vote()
+    hidden = set(fork._hidden)
+    assert len(hidden) >= 1 + 2 * 2  # the listener, and both ends of two connections
+
+    def sockets() -> None:
+        left = [one for one in hidden if os.readlink(f"/proc/self/fd/{one}").startswith("socket:")]
+        if left:
+            raise LookupError(f"{left} are open")
+
+    assert in_fork(sockets) == "None"
+    far.vote(1)
+
+
+def test_a_native_client_may_be_refused_by_a_manager_without_a_quorum(job: str) -> None:
+    """A call whose time is over, as torchft's clients know it."""
+    one = manager(job)
+    with Natives() as natives:
+        natives.do("connect", name="a", address=one.address()).result(DEADLINE)
+        with pytest.raises(RuntimeError, match=r"status: InvalidArgument, message: \"rank not found\""):
+            natives.do("metadata", address=one.address(), rank=0).result(DEADLINE)
+        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+            natives.do("quorum", name="a", timeout=0.5).result(DEADLINE)
+        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+            natives.do("commit", name="a", rank=0, step=0, timeout=0.5).result(DEADLINE)
+    one.shutdown()
+
+
+# -- torchft's own, on either side -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def natives() -> Iterator[Natives]:
+    with Natives() as child:
+        yield child
+
+
+def test_native_and_drop_in_ranks_share_a_manager(natives: Natives, far: Far) -> None:
+    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
+    for step in range(3):
+        theirs = natives.do("quorum", name="a", rank=1, step=step)
+        ours = far.client._quorum(0, step, "weights 0", False, True, 0, LONG)
+        told = theirs.result(DEADLINE)
+        assert (ours.quorum_id, ours.replica_ids, ours.store_address) == (1, ["a"], "store of a")
+        assert {name: told[name] for name in ("quorum_id", "replica_ids", "store_address", "max_step")} == {
+            "quorum_id": 1,
+            "replica_ids": ["a"],
+            "store_address": "store of a",
+            "max_step": step,
+        }
+        vote = natives.do("commit", name="a", rank=1, step=step, yes=step != 1)
+        assert far.client.should_commit(0, step, True, LONG) == vote.result(DEADLINE) == (step != 1)
+    assert natives.do("metadata", address=far.address, rank=0).result(DEADLINE) == "weights 0"
+    assert far.client._checkpoint_metadata(1, LONG) == "weights of a"
+
+
+def test_a_native_rank_that_is_killed_while_it_waits_does_not_count(natives: Natives, far: Far) -> None:
+    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
+    natives.do("commit", name="a", rank=1, step=0)
+    eventually(lambda: far.voted() == 1, "it has voted")
+    natives.kill()
+    eventually(lambda: far.voted() == 0, "its vote is taken back")
+    with pytest.raises(TimeoutError):
+        far.client.should_commit(0, 0, True, SHORT)
+
+
+def test_native_calls_do_not_take_all_threads(natives: Natives, far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits beyond a number is refused, until there is room again."""
+    monkeypatch.setattr(native_ranks, "MOST_CALLS", 4)
+    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
+    waiting = [natives.do("commit", name="a", rank=0, step=0) for _ in range(4)]
+    eventually(lambda: far.voted() == 4, "they wait")
+    assert "ResourceExhausted" in refusal(natives, far.address)
+    assert far.client.should_commit(1, 0, True, LONG)
+    assert [one.result(DEADLINE) for one in waiting] == [True] * 4
+    eventually(lambda: "rank not found" in refusal(natives, far.address), "there is room again")
+
+
+def refusal(natives: Natives, address: str) -> str:
+    """Of a native call that cannot be answered."""
+    with pytest.raises(RuntimeError) as caught:
+        natives.do("metadata", address=address, rank=0).result(DEADLINE)
+    return str(caught.value)
+
+
+def test_native_ranks_receive_long_answers(natives: Natives, far: Far) -> None:
+    """Longer than what the joined connections hold for a slow reader."""
+    long = "x" * 3_000_000
+    with pytest.raises(TimeoutError):
+        far.client._quorum(0, 0, long, False, True, 0, SHORT)
+    assert natives.do("metadata", address=far.address, rank=0).result(DEADLINE) == long
+
+
+def test_a_shut_down_manager_ends_calls_of_native_ranks(natives: Natives, far: Far, server: ManagerServer) -> None:
+    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
+    waiting = natives.do("commit", name="a", rank=1, step=0)
+    eventually(lambda: far.voted() == 1, "it has voted")
+    server.shutdown()
+    with pytest.raises(RuntimeError, match="status: "):
+        waiting.result(DEADLINE)
+
+
+def test_drop_in_ranks_of_a_native_manager(natives: Natives, job: str) -> None:
+    with Gateway(job) as gateway:
+        address = natives.do("manager", name="n", lighthouse=gateway.address(), world_size=2).result(DEADLINE)
+        client = ManagerClient(address, LONG)
+        with pytest.raises(RuntimeError, match=r"status: InvalidArgument, message: \"rank not found\""):
+            client._checkpoint_metadata(1, LONG)
+        theirs = natives.do("quorum", name="n", rank=0)
+        told = client._quorum(1, 0, "weights 1", False, True, 0, LONG)
+        assert (told.replica_ids, told.store_address, told.heal) == (["n"], "store-of-n", False)
+        assert (told.recover_src_replica_rank, told.max_replica_rank) == (None, 0)
+        assert theirs.result(DEADLINE)["replica_ids"] == ["n"]
+        assert client._checkpoint_metadata(0, LONG) == "weights of n"
+        assert natives.do("metadata", address=address, rank=1).result(DEADLINE) == "weights 1"
+        waiting = spawn(partial(client.should_commit, 1, 1, True, LONG))
+        other = natives.do("commit", name="n", rank=0, step=1)
+        assert waiting.result(DEADLINE) == other.result(DEADLINE)
+        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+            client.should_commit(0, 2, True, SHORT)
+        waiting = spawn(partial(client._quorum, 0, 2, "", False, True, 0, LONG))
+        eventually(lambda: client._checkpoint_metadata(0, LONG) == "", "it asks")
+        natives.kill()
+        with pytest.raises(RuntimeError, match='status: Unknown, message: "transport error"'):
+            waiting.result(DEADLINE)
+        with pytest.raises(RuntimeError, match="status: Un"):
+            client._checkpoint_metadata(0, LONG)
+
+
+def test_groups_of_both_kinds_heal_from_each_other(natives: Natives, job: str) -> None:
+    """A group at step 0 fetches the metadata of its peer's rank, whichever kind either is."""
+    job = job.replace("min_replicas=1", "min_replicas=2")
+    with Gateway(job) as gateway, replica_processes(job, 1) as (process,):
+        natives.manage(gateway.address(), "n")
+        ours = process.manage("o")
+        for step in (5, 7):
+            ahead, behind = ("n", "o") if step == 5 else ("o", "n")
+            mine = spawn(partial(heal_as_drop_in, ours, step if ahead == "o" else 0))
+            theirs = natives.do("quorum", name="n", step=step if ahead == "n" else 0).result(DEADLINE)
+            told, fetched = mine.result(DEADLINE)
+            assert told.replica_ids == theirs["replica_ids"] == ["n", "o"]
+            if behind == "o":
+                assert (told.heal, fetched) == (True, "weights of n")
+            else:
+                assert theirs["heal"]
+                assert theirs["recover_src_manager_address"] == ours
+                assert natives.do("metadata", address=ours, rank=0).result(DEADLINE) == "weights of o"
+
+
+def heal_as_drop_in(address: str, step: int) -> tuple[QuorumResult, str]:
+    """Ask, and fetch the metadata of whom to heal from, if that is told."""
+    client = ManagerClient(address, LONG)
+    told = client._quorum(0, step, "weights of o", False, True, 0, LONG)
+    if not told.heal:
+        return told, ""
+    return told, ManagerClient(told.recover_src_manager_address, LONG)._checkpoint_metadata(0, LONG)

@@ -1,0 +1,208 @@
+"""Deciders that die, freeze or are dropped while their leases live for ten minutes: nobody waits for that. And clients
+that are idle: nobody pays for them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import pytest
+from helpers import DEADLINE, eventually
+from natives import Natives
+from replicas import ReplicaProcess, Told, agreed, replica_processes
+from test_gateway import asked, job_of, members, process
+
+from benchmarks.metrics import Load
+from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer
+from ftcoord.embedded.server import EtcdServer
+
+TIMEOUT = timedelta(seconds=DEADLINE)
+
+
+@pytest.fixture
+def job(etcd: EtcdServer) -> str:
+    """Nobody's lease ends during a test."""
+    return job_of(etcd, join_timeout_ms=100, heartbeat_timeout_ms=600_000)
+
+
+@pytest.fixture
+def natives() -> Iterator[Natives]:
+    with Natives() as child:
+        yield child
+
+
+def first_to_join(job: str, process: ReplicaProcess) -> Future[Told]:
+    """Its call, which waits for others: the oldest member decides."""
+    call = process.ask("a")
+    eventually(lambda: members(job) == 1, "it has joined")
+    return call
+
+
+def test_a_decider_is_killed_and_restarted_under_its_id(job: str) -> None:
+    with replica_processes(job, 3) as (first, second, again):
+        before = agreed([first_to_join(job, first), second.ask("b")])
+        first.kill()
+        assert agreed([again.ask("a"), second.ask("b")]) == before
+
+
+def test_a_decider_is_frozen(job: str) -> None:
+    with replica_processes(job, 3) as (first, second, third):
+        agreed([first_to_join(job, first), second.ask("b")])
+        first.stop()
+        _, names = agreed([second.ask("b"), third.ask("c")])
+        assert names == ["b", "c"]
+        first.resume()
+
+
+def test_a_client_is_dropped_while_its_member_decides(job: str) -> None:
+    first, second = LighthouseClient(job, TIMEOUT), LighthouseClient(job, TIMEOUT)
+    first.heartbeat("a")  # the older member decides
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(client.quorum, name, TIMEOUT) for client, name in ((first, "a"), (second, "b"))]
+        ids = {call.result(DEADLINE).quorum_id for call in calls}
+        del first, calls
+        gc.collect()
+        again = LighthouseClient(job, TIMEOUT)
+        calls = [threads.submit(client.quorum, name, TIMEOUT) for client, name in ((again, "a"), (second, "b"))]
+        assert {call.result(DEADLINE).quorum_id for call in calls} == ids
+    again.close()
+    second.close()
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["back on its port", "the other one takes its replicas"])
+def test_a_gateway_whose_replica_decides_is_killed(natives: Natives, job: str, moves: bool) -> None:
+    with ExitStack() as stack:
+        first, second = stack.enter_context(process(job)), stack.enter_context(process(job))
+        natives.do("beat", lighthouse=first.address, name="x").result(DEADLINE)
+
+        def ask(at: str) -> set[int]:
+            calls = [natives.do("client_quorum", lighthouse=at, name="x", timeout=DEADLINE)]
+            calls.append(natives.do("client_quorum", lighthouse=second.address, name="y", timeout=DEADLINE))
+            return {call.result(DEADLINE)["quorum_id"] for call in calls}
+
+        before = ask(first.address)
+        first.end(signal.SIGKILL)
+        after = second.address if moves else stack.enter_context(process(job, first.port)).address
+        assert ask(after) == before
+
+
+# -- managers that are dropped ---------------------------------------------------------------------------------------
+
+
+def manager(job: str, name: str) -> ManagerServer:
+    return ManagerServer(name, job, "localhost", "[::]:0", "store", 1, timedelta(seconds=1), TIMEOUT, 0)
+
+
+def told(servers: Mapping[str, ManagerServer], step: int) -> list[str]:
+    """The quorum of all of them; it has one id for all."""
+    with ThreadPoolExecutor(len(servers)) as threads:
+        clients = [ManagerClient(one.address(), TIMEOUT) for one in servers.values()]
+        calls = [threads.submit(client._quorum, 0, step, "", False, True, 0, TIMEOUT) for client in clients]
+        answers = [call.result(DEADLINE) for call in calls]
+    assert len({one.quorum_id for one in answers}) == 1
+    return list(answers[0].replica_ids)
+
+
+@pytest.fixture
+def patient_job(etcd: EtcdServer) -> str:
+    """No time-out of it ends during a test: neither for who lives and does not ask, nor for who is silent."""
+    return job_of(etcd, join_timeout_ms=3_600_000, heartbeat_timeout_ms=600_000)
+
+
+def test_half_of_the_managers_are_dropped(patient_job: str) -> None:
+    """With two more that only live, the other two would be no majority."""
+    servers = {name: manager(patient_job, name) for name in "abcd"}
+    assert told(servers, 1) == ["a", "b", "c", "d"]
+    del servers["a"], servers["b"]  # the oldest decides
+    gc.collect()
+    assert told(servers, 2) == ["c", "d"]
+    for server in servers.values():
+        server.shutdown()
+
+
+def test_a_manager_is_dropped_and_made_again(patient_job: str) -> None:
+    servers = {name: manager(patient_job, name) for name in "abc"}
+    for step in range(3):
+        assert told(servers, step) == ["a", "b", "c"]
+        for name in "ac"[step % 2]:
+            del servers[name]
+            gc.collect()
+            servers[name] = manager(patient_job, name)
+    assert told(servers, 3) == ["a", "b", "c"]
+    for server in servers.values():
+        server.shutdown()
+
+
+@pytest.mark.parametrize("how", ["close", "leave", "shutdown", "drop"])
+def test_a_call_under_way_is_told_who_ended_it(patient_job: str, how: str) -> None:
+    """Its time is not over, so that is not what it hears."""
+    managed = how in ("shutdown", "drop")
+    server = manager(patient_job, "a") if managed else None
+    client = LighthouseClient(patient_job, TIMEOUT)
+    with ThreadPoolExecutor(1) as threads:
+        if server is not None:
+            call = threads.submit(ManagerClient(server.address(), TIMEOUT)._quorum, 0, 0, "", False, True, 0, TIMEOUT)
+        else:
+            call = threads.submit(client.quorum, "a", TIMEOUT)  # type: ignore[arg-type]
+        eventually(lambda: asked(patient_job), "it asks")
+        if how == "leave":
+            client.leave("a")
+        elif how == "shutdown":
+            assert server is not None
+            server.shutdown()
+        server = None
+        gc.collect()
+        client.close()
+        with pytest.raises(RuntimeError, match='status: Unavailable, message: "replica a left the job meanwhile'):
+            call.result(DEADLINE)
+
+
+# -- clients that are idle -------------------------------------------------------------------------------------------
+
+
+def test_idle_clients_cost_nothing(fragile: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither while their leases last, nor afterwards: nobody puts their keys back."""
+    job = job_of(fragile, join_timeout_ms=100, heartbeat_timeout_ms=3_000)
+    with closing_all(LighthouseClient(job, TIMEOUT) for _ in range(5)) as (*idle, first, second):
+        for number, client in enumerate(idle):
+            client.heartbeat(f"idle{number}")
+        assert cost_of_quorums(fragile, first, second) <= COST
+        eventually(lambda: members(job) == 2, "the leases of the idle ones end")
+        assert cost_of_quorums(fragile, first, second) <= COST
+        assert members(job) == 2
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+QUORUMS, COST = 50, 2.5
+"""How many are asked for; and for each, what is written: one request, and one decision with the other request. A
+renewal now and then, and one more write while members come or go, are in the rest."""
+
+
+def cost_of_quorums(etcd: EtcdServer, *clients: LighthouseClient) -> float:
+    """What etcd writes for each quorum of these."""
+    with ThreadPoolExecutor(len(clients)) as threads:
+
+        def ask(step: int) -> None:
+            calls = [threads.submit(one.quorum, f"r{rank}", TIMEOUT, step=step) for rank, one in enumerate(clients)]
+            assert len({call.result(DEADLINE).quorum_id for call in calls}) == 1
+
+        ask(0)
+        before = Load.read(etcd.get_endpoint())
+        for step in range(QUORUMS):
+            ask(step)
+        return Load.read(etcd.get_endpoint()).since(before).writes / QUORUMS
+
+
+@contextmanager
+def closing_all(clients: Iterable[LighthouseClient]) -> Iterator[list[LighthouseClient]]:
+    made = list(clients)
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()

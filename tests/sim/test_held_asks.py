@@ -1,0 +1,161 @@
+"""A decider's own ask: it goes with the decision where one is due, and by itself a moment later where none is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from worlds import World, simulated
+
+from ftcoord import concurrency
+from ftcoord.coordination.address import Job
+from ftcoord.coordination.replica import Replica
+from ftcoord.core.layout import decided_key, members_span
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, parse_replica
+from ftcoord.etcd.api import Get, Put
+from ftcoord.testing import DELIVERED, LOST_ANSWER, Call, Fate, MemoryClient
+from ftcoord.testing.keyspace import Transaction
+
+ALONE = Job("etcd", "", "alone", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
+PAIR = Job("etcd", "", "pair", min_replicas=2, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
+
+
+def ask(replica: Replica, step: int, timeout: float = 30) -> QuorumRecord:
+    request = QuorumRequest(replica.replica_id, "", "", step, 1, False, "", 0, ())
+    return replica.ask(request, concurrency.now() + timeout)
+
+
+@contextmanager
+def replica_of(client: MemoryClient, job: Job, name: str) -> Iterator[Replica]:
+    replica = Replica(client, job, name, keeps_lease=True)
+    try:
+        yield replica
+    finally:
+        replica.leave(5)
+
+
+def in_background(work: Callable[[], object]) -> Callable[[], None]:
+    """Begin it on a thread of its own; the result waits for its end."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    thread = concurrency.thread(run, "asks")
+    thread.start()
+
+    def join() -> None:
+        thread.join(120)
+        assert not thread.is_alive()
+        assert not failures
+
+    return join
+
+
+def asked(world: World, job: Job, name: str) -> int:
+    """Which request of the replica is in etcd; 0 for none."""
+    found = world.observer.range(Get(members_span(job.prefix))).kvs
+    records = [parse_replica(kv.key, kv.value) for kv in found]
+    return max((one.asked for one in records if one.request.replica_id == name), default=0)
+
+
+@simulated
+def test_a_lone_replica_asks_and_is_answered_in_one_write(world: World) -> None:
+    with replica_of(world.etcd.client(), ALONE, "a") as replica:
+        first = ask(replica, 0)
+        before = world.etcd.revision
+        for step in range(1, 6):
+            assert ask(replica, step).requests[0].step == step
+        assert world.etcd.revision == before + 5
+        assert ask(replica, 6).number == first.number + 6
+
+
+@simulated
+def test_the_decider_s_ask_is_written_though_no_decision_is_due(world: World) -> None:
+    with (
+        replica_of(world.etcd.client(), PAIR, "a") as decider,
+        replica_of(world.etcd.client(), PAIR, "b") as other,
+    ):
+        join = in_background(lambda: ask(decider, 0))
+        world.until(lambda: decider.joined, "the first has joined")
+        ask(other, 0)
+        join()
+        join = in_background(lambda: ask(decider, 1))
+        world.until(lambda: asked(world, PAIR, "a") == 2, "others see that the decider asks")
+        quorum = ask(other, 1)
+        join()
+        assert [request.step for request in quorum.requests] == [1, 1]
+
+
+class LosesAnswers:
+    """A client's fate: the answers of the next transactions that decide something are lost."""
+
+    def __init__(self, key: str) -> None:
+        self.key, self.left, self.lost = key, 0, 0
+
+    def __call__(self, call: Call) -> Fate:
+        asked = call.asked
+        puts = [op.key for op in asked.success if isinstance(op, Put)] if isinstance(asked, Transaction) else []
+        if self.key not in puts or not self.left:
+            return DELIVERED
+        self.left, self.lost = self.left - 1, self.lost + 1
+        return LOST_ANSWER
+
+
+@simulated
+def test_the_answer_to_both_is_lost(world: World) -> None:
+    fate = LosesAnswers(decided_key(ALONE.prefix))
+    with replica_of(world.etcd.client(fate), ALONE, "a") as replica:
+        first = ask(replica, 0)
+        fate.left = 2
+        second = ask(replica, 1)
+        assert fate.lost == 2
+        assert (second.number, second.requests[0].step) == (first.number + 1, 1)
+        assert ask(replica, 2).number == second.number + 1
+
+
+@simulated
+def test_somebody_else_decides_before(world: World) -> None:
+    """The decider's transaction fails as a whole: its ask is then written by itself, and answered by a later quorum."""
+    with replica_of(world.etcd.client(), ALONE, "a") as replica:
+        ask(replica, 0)
+        now = world.observer.get(decided_key(ALONE.prefix)).kvs[0]
+        join = in_background(lambda: ask(replica, 1))
+        world.observer.put(now.key, now.value.replace(b'"number":1', b'"number":7'), now.lease)
+        join()
+        quorum = ask(replica, 2)
+        assert quorum.number > 7
+        assert quorum.requests[0].step == 2
+
+
+@simulated
+def test_a_decider_freezes_before_it_wrote_what_it_asks(world: World) -> None:
+    """Nobody answers what nobody knows of; when it goes on, it is answered."""
+    with world.scheduler.process("decider"):
+        decider = Replica(world.etcd.client(), PAIR, "a", keeps_lease=True)
+    told: list[QuorumRecord] = []
+
+    def train() -> None:
+        for step in range(3):
+            told.append(ask(decider, step, 120))
+
+    with world.scheduler.process("decider"):
+        thread = concurrency.thread(train, "trains")
+    thread.start()
+    with replica_of(world.etcd.client(), PAIR, "b") as other:
+        world.until(lambda: decider.joined, "it has joined")
+        ask(other, 0)
+        world.until(lambda: told, "it is told")
+        world.scheduler.pause("decider")
+        world.sleep(1)
+        world.scheduler.resume("decider")
+        assert ask(other, 1, 120).number >= 2
+        assert ask(other, 2, 120).number >= 3
+        world.until(lambda: len(told) == 3, "it goes on")
+    thread.join(120)
+    numbers = [quorum.number for quorum in told]
+    assert numbers == sorted(set(numbers))
