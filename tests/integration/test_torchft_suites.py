@@ -20,9 +20,14 @@ LIMIT = 900.0
 """Seconds for one module, on a machine that is busy with other things."""
 
 
-TIMED = "upscale"
-"""In the names of tests that end only if three replicas come within torchft's join time-out, which is 100 ms there: by
-its rule a quorum is decided without a later one, which then waits for two that have finished. They get another try."""
+RACY = ("upscale", "skip_init_sync")
+"""In the names of tests of torchft's that lose a race of their own now and then; they get another try.
+
+`upscale` ends only if three replicas come within torchft's join time-out, which is 100 ms there: by its rule a quorum
+is decided without a later one, which then waits for two that have finished. `skip_init_sync` wants equal initial
+weights, but one replica draws its inputs from the process's random generator while the other, which holds a lock that
+the first does not ask for, draws its weights: torchft's native classes fail there too if `nn.Linear` pauses for 1 ms.
+"""
 TRIES = 3
 
 
@@ -65,7 +70,7 @@ def test_of_torchft(etcd: EtcdServer, tmp_path: Path, module: str, known: int) -
     done = run(tmp_path, module, etcd.get_endpoint())
     passed, bad = outcomes(tmp_path)
     for _ in range(TRIES - 1):
-        if bad and all(TIMED in name for name in bad):
+        if bad and all(any(racy in name for racy in RACY) for name in bad):
             done = run(tmp_path, module, etcd.get_endpoint(), "-k", " or ".join(sorted(bad)))
             again, bad = outcomes(tmp_path)
             passed += again
