@@ -169,7 +169,8 @@ class _QuorumPace:
         self._standby = Standby(participant, token)
 
     def see(self, look: Look[QuorumRecord, ReplicaRecord]) -> Standing:
-        self._standby.see(look.record, len(look.record.seats) if look.record else self._fewest, waits=True)
+        seats = len(look.record.seats) if look.record else self._fewest
+        self._standby.see(look.record, seats, waits=look.standing is not Standing.ANSWERED)
         return look.standing
 
     def wake_at(self, standing: Standing) -> float:

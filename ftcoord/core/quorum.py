@@ -157,6 +157,8 @@ def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], befo
 
 def _request_of(members: Sequence[QuorumCandidate], answered: Mapping[str, int]) -> QuorumCandidate | None:
     """The member of one replica id whose request counts; None while none does."""
+    if len(members) == 1:  # nearly always
+        return members[0] if _asks(members[0], answered) else None
     requests = [one for one in members if _asks(one, answered)]
     came_at = max((one.came_at for one in members if not _asks(one, answered)), default=0)
     if not requests or max(one.wrote_at for one in requests) < came_at:

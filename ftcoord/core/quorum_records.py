@@ -4,13 +4,16 @@ Parsing is strict, see `core.strict`. `core.layout` has the keys.
 
 A replica's profile is the part of its request that stays the same from step to step. A decided quorum lies under two
 keys: its roster (who sits where, with all profiles) is written only when it changes, and its head with each decision.
+The head of a step that all replicas took together has one size, however many they are: it counts on from the roster,
+and lists the exceptions.
 A member leaves its profile out of a request when the roster that it knows has it, and names it by its digest. A digest
 stands for one content, whatever etcd has lost or whoever wrote it, so a roster or a profile is never taken for another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -19,7 +22,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from ftcoord.core.layout import roster_key
-from ftcoord.core.strict import Raw, build, build_each, dump, json_problem, load, numbers, objects, part, texts
+from ftcoord.core.strict import LARGEST, Raw, build, build_each, dump, json_problem, load, numbers, objects, part, texts
 from ftcoord.errors import StateError
 
 
@@ -124,9 +127,11 @@ class IdleMember:
 
 @dataclass(frozen=True, slots=True)
 class RosterSeat:
-    """Who has a seat, and what it says of itself; its place in the roster is its rank."""
+    """Who has a seat, what it says of itself, and which of its requests was answered when this was written; its place
+    in the roster is its rank."""
 
     member: str
+    asked: int
     profile: Profile
 
 
@@ -198,23 +203,33 @@ class QuorumRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Column:
+    """One number for each seat: the common one, and those of the `ranks` that have another."""
+
+    common: int
+    ranks: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class QuorumHead:
-    """What is written of a quorum with each decision. The lists are in the order of the roster's seats.
+    """What is written of a quorum with each decision.
 
     Args:
         number, id, idle, created, by: see QuorumRecord.
         roster: the digest of the roster that this goes with.
-        asked, step, commit_failures: of each seat; see QuorumSeat and QuorumRequest.
-        shrink_only: the ranks of those that ask to let nobody new in.
+        asked: of each seat, how many requests later than the roster's that is; see QuorumSeat.
+        step, commit_failures: of each seat; see QuorumRequest.
+        shrink_only: of each seat, 1 for one that asks to let nobody new in, else 0.
     """
 
     number: int
     id: int
     roster: str
-    asked: tuple[int, ...]
-    step: tuple[int, ...]
-    commit_failures: tuple[int, ...]
-    shrink_only: tuple[int, ...]
+    asked: Column
+    step: Column
+    commit_failures: Column
+    shrink_only: Column
     idle: tuple[IdleMember, ...]
     created: float
     by: str
@@ -238,6 +253,8 @@ class _RosterRecord:
 
 _DIGEST_BYTES: Final = 8
 """Of a digest; enough that two of one job's profiles or rosters never have the same by chance."""
+_MOST_EXCEPTIONS: Final = 16
+"""Seats that may have asked more or less often than the others since the roster was written, or it is written anew."""
 _ROSTERS: Final = 4
 """Rosters that a process keeps parsed."""
 _PROFILES: Final = 4096
@@ -261,10 +278,12 @@ def encode(record: ReplicaRecord) -> bytes:
 def encode_quorum(quorum: QuorumRecord, known: Roster | None = None) -> tuple[bytes, bytes | None]:
     """The head as JSON, and the roster too unless it is the `known` one."""
     if known is not None and _has_roster(quorum, known):
-        return dump(_head(quorum, known.digest)), None
-    seats = tuple(RosterSeat(seat.member, seat.request.profile) for seat in quorum.seats)
+        asked = _column([new.asked - old.asked for new, old in zip(quorum.seats, known.seats, strict=True)])
+        if len(asked.ranks) <= _MOST_EXCEPTIONS and abs(asked.common) <= LARGEST:
+            return dump(_head(quorum, known.digest, asked)), None
+    seats = tuple(RosterSeat(seat.member, seat.asked, seat.request.profile) for seat in quorum.seats)
     roster = dump(_RosterRecord(seats))
-    return dump(_head(quorum, _digest(roster))), roster
+    return dump(_head(quorum, _digest(roster), _column([0] * len(seats)))), roster
 
 
 def parse_replica(key: str, value: bytes) -> ReplicaRecord:
@@ -348,16 +367,27 @@ def _progress(request: QuorumRequest) -> Progress:
     return Progress(request.replica_id, request.step, request.shrink_only, request.commit_failures)
 
 
-def _head(quorum: QuorumRecord, roster: str) -> QuorumHead:
+def _column(values: Sequence[int]) -> Column:
+    if not values:
+        return Column(0, (), ())
+    common = values[0]
+    if values.count(common) == len(values):  # nearly always
+        return Column(common, (), ())
+    ((common, _),) = Counter(values).most_common(1)
+    others = [(rank, value) for rank, value in enumerate(values) if value != common]
+    return Column(common, tuple(rank for rank, _ in others), tuple(value for _, value in others))
+
+
+def _head(quorum: QuorumRecord, roster: str, asked: Column) -> QuorumHead:
     requests = quorum.requests
     return QuorumHead(
         quorum.number,
         quorum.id,
         roster,
-        tuple(seat.asked for seat in quorum.seats),
-        tuple(one.step for one in requests),
-        tuple(one.commit_failures for one in requests),
-        tuple(rank for rank, one in enumerate(requests) if one.shrink_only),
+        asked,
+        _column([one.step for one in requests]),
+        _column([one.commit_failures for one in requests]),
+        _column([int(one.shrink_only) for one in requests]),
         quorum.idle,
         quorum.created,
         quorum.by,
@@ -366,24 +396,46 @@ def _head(quorum: QuorumRecord, roster: str) -> QuorumHead:
 
 def _parse_head(key: str, value: bytes) -> QuorumHead:
     raw = load(key, value)
-    lists = {name: numbers(key, raw, name) for name in ("asked", "step", "commit_failures", "shrink_only")}
-    head = build(QuorumHead, key, {**raw, **lists, "idle": build_each(IdleMember, key, raw, "idle")})
+    columns = {name: _parse_column(key, raw, name) for name in _COLUMNS}
+    head = build(QuorumHead, key, {**raw, **columns, "idle": build_each(IdleMember, key, raw, "idle")})
     if not isfinite(head.created):
         raise StateError(key, "has a created that is no time")
     return head
 
 
+_COLUMNS: Final = ("asked", "step", "commit_failures", "shrink_only")
+
+
+def _parse_column(key: str, raw: Raw, name: str) -> Column:
+    try:
+        inner = part(key, raw, name)
+        lists = {each: numbers(key, inner, each) for each in ("ranks", "values")}
+        return build(Column, key, {**inner, **lists})
+    except StateError:
+        raise StateError(key, f"has a {name} that is no column of numbers") from None
+
+
+def _spread(key: str, name: str, column: Column, size: int) -> list[int]:
+    """The number of each seat."""
+    if len(column.ranks) != len(column.values) or not all(0 <= rank < size for rank in column.ranks):
+        raise StateError(key, f"has a {name} that is not of the {size} seats of its roster")
+    spread = [column.common] * size
+    for rank, value in zip(column.ranks, column.values, strict=True):
+        spread[rank] = value
+    return spread
+
+
 def _seated(key: str, head: QuorumHead, roster: Roster) -> QuorumRecord:
-    size, shrinking = len(roster.seats), frozenset(head.shrink_only)
-    if not len(head.asked) == len(head.step) == len(head.commit_failures) == size:
-        raise StateError(key, f"has an asked, step and commit_failures that are not of the {size} seats of its roster")
-    if not all(0 <= rank < size for rank in shrinking):
-        raise StateError(key, f"has a shrink_only that is not of the {size} seats of its roster")
-    rows = enumerate(zip(roster.seats, head.asked, head.step, head.commit_failures, strict=True))
+    size = len(roster.seats)
+    later, steps, failures, shrinking = (_spread(key, name, getattr(head, name), size) for name in _COLUMNS)
+    if not set(shrinking) <= {0, 1}:
+        raise StateError(key, "has a shrink_only that is neither 0 nor 1")
     seats = tuple(
-        QuorumSeat(seat.member, asked, _request(seat.profile, step, rank in shrinking, failures))
-        for rank, (seat, asked, step, failures) in rows
+        QuorumSeat(seat.member, seat.asked + more, _request(seat.profile, step, shrinks == 1, failed))
+        for seat, more, step, shrinks, failed in zip(roster.seats, later, steps, shrinking, failures, strict=True)
     )
+    if not all(-LARGEST <= seat.asked <= LARGEST for seat in seats):
+        raise StateError(key, "has an asked that nobody has counted to")
     return QuorumRecord(head.number, head.id, seats, head.idle, head.created, head.by)
 
 

@@ -29,7 +29,7 @@ Raw = Mapping[str, Any]
 def dump(record: object) -> bytes:
     """The record as JSON, with the layout's version; one record is always the same bytes."""
     raw = {"v": VERSION, **_plain(record)}
-    return json.dumps(raw, default=_plain, separators=(",", ":"), sort_keys=True).encode()
+    return _encode(raw).encode()
 
 
 def load(key: str, value: bytes) -> Raw:
@@ -127,6 +127,9 @@ def _items(kind: type, key: str, raw: Raw, name: str) -> list[Any]:
 def _plain(record: object) -> dict[str, Any]:
     form = _form_of(type(record))
     return dict(zip(form.types, form.attributes(record), strict=True))
+
+
+_encode: Final = json.JSONEncoder(default=_plain, separators=(",", ":"), sort_keys=True).encode
 
 
 class _Form:

@@ -162,16 +162,16 @@ def test_the_form_of_the_records() -> None:
     asked = {"v": 1, "asked": 3, "after": 12, "beat": 99}
     assert fields(encode(PETITION)) == {**asked, "request": profile | progress, "profile": ""}
     assert fields(encode(SHORT)) == {**asked, "request": progress, "profile": digest_of(SEATED)}
-    assert fields(ROSTER) == {"v": 1, "seats": [{"member": "694d", "profile": profile}]}
+    assert fields(ROSTER) == {"v": 1, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}
     assert fields(HEAD) == {
         "v": 1,
         "number": 5,
         "id": 4,
         "roster": parse_roster(KEY, ROSTER).digest,
-        "asked": [3],
-        "step": [7],
-        "commit_failures": [2],
-        "shrink_only": [],
+        "asked": {"common": 0, "ranks": [], "values": []},
+        "step": {"common": 7, "ranks": [], "values": []},
+        "commit_failures": {"common": 2, "ranks": [], "values": []},
+        "shrink_only": {"common": 0, "ranks": [], "values": []},
         "idle": [{"member": "694e", "asked": 2}],
         "created": 1_700_000_000.25,
         "by": "694d",
@@ -245,15 +245,69 @@ def test_every_seat_and_handle_is_checked() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["asked", "step", "commit_failures"])
-@pytest.mark.parametrize("numbers", [[], [1, 2], [2**63]], ids=repr)
-def test_a_head_has_one_number_for_each_seat(name: str, numbers: list[int]) -> None:
-    assert name in refused(parse_head, {**fields(HEAD), name: numbers})
+COLUMNS = pytest.mark.parametrize("name", ["asked", "step", "commit_failures", "shrink_only"])
 
 
-@pytest.mark.parametrize("ranks", [[1], [-1]], ids=repr)
-def test_only_who_has_a_seat_shrinks(ranks: list[int]) -> None:
-    assert "shrink_only" in refused(parse_head, {**fields(HEAD), "shrink_only": ranks})
+@COLUMNS
+@pytest.mark.parametrize(
+    "changed",
+    [{"ranks": [1], "values": [0]}, {"ranks": [-1], "values": [0]}, {"ranks": [0]}, {"values": [1]}],
+    ids=repr,
+)
+def test_only_who_has_a_seat_has_a_number(name: str, changed: dict[str, object]) -> None:
+    raw = fields(HEAD)
+    assert name in refused(parse_head, {**raw, name: {**raw[name], **changed}})
+
+
+@COLUMNS
+@pytest.mark.parametrize(
+    "changed", [{"common": 2**63}, {"common": True}, {"ranks": [0], "values": [2**63]}, {"surprise": 1}], ids=repr
+)
+def test_a_column_is_of_numbers(name: str, changed: dict[str, object]) -> None:
+    raw = fields(HEAD)
+    assert name in refused(parse_head, {**raw, name: {**raw[name], **changed}})
+
+
+def test_who_shrinks_says_yes_or_no() -> None:
+    assert "shrink_only" in refused(
+        parse_head, {**fields(HEAD), "shrink_only": {"common": 2, "ranks": [], "values": []}}
+    )
+
+
+def test_nobody_has_asked_more_often_than_can_be_counted() -> None:
+    far = {"common": strict.LARGEST, "ranks": [], "values": []}
+    assert "asked" in refused(parse_head, {**fields(HEAD), "asked": far})
+
+
+def job_of(count: int, asked: int = 1, step: int = 1) -> QuorumRecord:
+    requests = [
+        replace(REQUEST, replica_id=f"rep_{number:04}", step=step, commit_failures=0) for number in range(count)
+    ]
+    seats = tuple(QuorumSeat(f"{number:x}", asked, request) for number, request in enumerate(requests))
+    return QuorumRecord(asked, 1, seats, (), 1_700_000_000.5, "0")
+
+
+def test_the_head_of_a_step_that_all_take_has_one_size() -> None:
+    sizes = set()
+    for count in (1, 8, 64, 1000):
+        known = parse_roster(roster_key(KEY), written(job_of(count))[1])
+        head, roster = encode_quorum(job_of(count, 2, 2), known)
+        assert roster is None
+        sizes.add(len(head))
+    assert len(sizes) == 1
+    assert max(sizes) < 400
+
+
+def test_a_head_lists_those_that_are_elsewhere() -> None:
+    """Some heal, some had to ask twice: the head says so, until so many asked twice that a new roster is shorter."""
+    known = parse_roster(roster_key(KEY), written(job_of(64))[1])
+    for strayed in range(64):
+        now = job_of(64, 2, 2)
+        odd = [replace(seat, asked=3, request=replace(seat.request, step=0)) for seat in now.seats[:strayed]]
+        now = replace(now, seats=(*odd, *now.seats[strayed:]))
+        head, roster = encode_quorum(now, known)
+        assert parse_quorum(KEY, head, roster or written(job_of(64))[1]) == now
+        assert (roster is None) == (min(strayed, 64 - strayed) <= 16)
 
 
 def test_a_head_goes_with_its_own_roster_only() -> None:

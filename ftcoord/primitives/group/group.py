@@ -91,6 +91,8 @@ class Group:
         """Whether the watch on the record has stood before: if it stands again, it was interrupted."""
         self._closing = False  # only ever becomes true; read anywhere
         self._said = ""  # only the thread
+        self._rests: tuple[tuple[object, ...], float | None] | None = None  # only the thread
+        """What the last verdict to wait rested on, and until when it holds: many events change nothing of that."""
         self._thread = concurrency.thread(self._run, "ftcoord-group")
 
     @property
@@ -322,6 +324,9 @@ class Group:
 
     def _decide(self) -> float | None:
         self._record.check_readable()
+        basis = self._basis()
+        if self._rests is not None and self._rests[0] == basis and not _is_due(self._rests[1]):
+            return self._succession.rest(self._rests[1])
         in_order = self._members.in_order()
         if all(kv.key != self.key for kv in in_order):
             self._member_key.doubted = True  # the next step puts it back, if it is gone
@@ -329,6 +334,7 @@ class Group:
         verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())
         if isinstance(verdict, Wait):
             self._say(_with_rule(verdict))
+            self._rests = basis, verdict.until
             return self._succession.rest(verdict.until)
         before = self._record.known
         if not self._publish(verdict):
@@ -336,7 +342,13 @@ class Group:
                 self._succession.was_overtaken()
             return concurrency.now() + STEP_RETRY_PAUSE
         self._succession.has_decided()
-        return concurrency.now()
+        return concurrency.now() + STEP_RETRY_PAUSE  # the watch tells this member too, and then it looks what follows
+
+    def _basis(self) -> tuple[object, ...]:
+        """All that a verdict rests on, but for the time."""
+        record = self._record
+        state = record.known, record.known_at, record.vanished, record.known_roster
+        return (self._members.changes, self._members.read_at, self._member_key.held, *state)
 
     def _view(self, in_order: tuple[KeyValue, ...]) -> View:
         record, members, held = self._record, self._members, self._member_key.held
@@ -384,6 +396,10 @@ class Group:
 
 def _wake() -> None:
     """A task that does nothing: the thread looks at what there is to do after each."""
+
+
+def _is_due(until: float | None) -> bool:
+    return until is not None and until <= concurrency.now()
 
 
 def _asking(mine: KeyValue, held: HeldAsk, revision: int) -> KeyValue:

@@ -23,6 +23,8 @@ class MembersView:
         self.mirror: Mirror | None = None
         self.changed_at = concurrency.now()
         """When any member last came, changed or went."""
+        self.changes = 0
+        """How often any did."""
         self.read_at = concurrency.now()
         """When the members were last read as a whole. What was there then may have been there for long."""
         self._seen: dict[str, tuple[KeyValue, float]] = {}
@@ -91,3 +93,4 @@ class MembersView:
             else:
                 continue
             self.changed_at = now
+            self.changes += 1
