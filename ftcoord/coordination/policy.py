@@ -102,7 +102,7 @@ class QuorumPolicy:
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record is not ours to read, and EtcdError."""
         previous, roster = self._read_decided(view)
-        self._note(view, roster.profiles if roster else {})
+        self._note(view, previous.profiles if previous else {})
         alive, silent, next_death = self._judge(view, now)
         situation = QuorumSituation(alive, previous, view.decided_at, silent, self._seen.highest, self._wall_clock())
         verdict = decide(situation, self._options, now)

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from math import isfinite
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ftcoord.core.layout import roster_key
 from ftcoord.core.strict import LARGEST, Raw, build, build_each, dump, json_problem, load, numbers, objects, part, texts
@@ -146,11 +147,6 @@ class Roster:
     digest: str
     seats: tuple[RosterSeat, ...]
 
-    @cached_property
-    def profiles(self) -> Mapping[str, Profile]:
-        """By their digests."""
-        return {digest_of(seat.profile): seat.profile for seat in self.seats}
-
 
 @dataclass(frozen=True)
 class QuorumRecord:
@@ -186,6 +182,12 @@ class QuorumRecord:
         seated = self._by_name.get(request.replica_id)
         return seated is not None and _profile_fields(seated) == _profile_fields(request)
 
+    @cached_property
+    def profiles(self) -> Mapping[str, Profile]:
+        """Those of the participants, by their digests."""
+        profiles = [seat.request.profile for seat in self.seats]
+        return {digest_of(profile): profile for profile in profiles}
+
     @property
     def requests(self) -> tuple[QuorumRequest, ...]:
         """What the participants asked, in the order of their ranks."""
@@ -212,13 +214,25 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedSeat:
+    """A seat that the roster does not have, and its rank."""
+
+    rank: int
+    member: str
+    profile: Profile
+
+
+@dataclass(frozen=True, slots=True)
 class QuorumHead:
     """What is written of a quorum with each decision.
 
     Args:
         number, id, idle, created, by: see QuorumRecord.
         roster: the digest of the roster that this goes with.
-        asked: of each seat, how many requests later than the roster's that is; see QuorumSeat.
+        left: the places in the roster of those that have no such seat any more.
+        joined: the seats that are not in the roster, by rank.
+        asked: of each seat, how many requests later than the roster's that is, later than 0 for one that joined; see
+            QuorumSeat.
         step, commit_failures: of each seat; see QuorumRequest.
         shrink_only: of each seat, 1 for one that asks to let nobody new in, else 0.
     """
@@ -226,6 +240,8 @@ class QuorumHead:
     number: int
     id: int
     roster: str
+    left: tuple[int, ...]
+    joined: tuple[JoinedSeat, ...]
     asked: Column
     step: Column
     commit_failures: Column
@@ -251,8 +267,14 @@ class _RosterRecord:
     seats: tuple[RosterSeat, ...]
 
 
+Seated = TypeVar("Seated", RosterSeat, JoinedSeat)
+
 _DIGEST_BYTES: Final = 8
 """Of a digest; enough that two of one job's profiles or rosters never have the same by chance."""
+_MOST_CHANGES: Final = 4
+"""Seats that may come or go before the roster is written anew. It is as well when a head that lists them would not be
+much shorter: when there are fewer than `_SEATS_A_CHANGE` of it for each."""
+_SEATS_A_CHANGE: Final = 16
 _MOST_EXCEPTIONS: Final = 16
 """Seats that may have asked more or less often than the others since the roster was written, or it is written anew."""
 _ROSTERS: Final = 4
@@ -277,13 +299,12 @@ def encode(record: ReplicaRecord) -> bytes:
 
 def encode_quorum(quorum: QuorumRecord, known: Roster | None = None) -> tuple[bytes, bytes | None]:
     """The head as JSON, and the roster too unless it is the `known` one."""
-    if known is not None and _has_roster(quorum, known):
-        asked = _column([new.asked - old.asked for new, old in zip(quorum.seats, known.seats, strict=True)])
-        if len(asked.ranks) <= _MOST_EXCEPTIONS and abs(asked.common) <= LARGEST:
-            return dump(_head(quorum, known.digest, asked)), None
+    head = _head_over(quorum, known) if known is not None else None
+    if head is not None:
+        return dump(head), None
     seats = tuple(RosterSeat(seat.member, seat.asked, seat.request.profile) for seat in quorum.seats)
     roster = dump(_RosterRecord(seats))
-    return dump(_head(quorum, _digest(roster), _column([0] * len(seats)))), roster
+    return dump(_head(quorum, _digest(roster), (), (), _column([0] * len(seats)))), roster
 
 
 def parse_replica(key: str, value: bytes) -> ReplicaRecord:
@@ -302,7 +323,11 @@ def parse_replica(key: str, value: bytes) -> ReplicaRecord:
 def parse_roster(key: str, value: bytes) -> Roster:
     """Raises StateError."""
     raw = load(key, value)
-    record = build(_RosterRecord, key, {**raw, "seats": tuple(_seat(key, one) for one in objects(key, raw, "seats"))})
+    record = build(
+        _RosterRecord,
+        key,
+        {**raw, "seats": tuple(_with_profile(RosterSeat, key, one) for one in objects(key, raw, "seats"))},
+    )
     return Roster(_digest(value), record.seats)
 
 
@@ -336,11 +361,29 @@ _profile_fields: Final[Callable[[Any], tuple[Any, ...]]] = attrgetter(*Profile._
 """What a Profile says, and the same of a QuorumRequest."""
 
 
-def _has_roster(quorum: QuorumRecord, roster: Roster) -> bool:
-    return len(quorum.seats) == len(roster.seats) and all(
-        new.member == old.member and _profile_fields(new.request) == _profile_fields(old.profile)
-        for new, old in zip(quorum.seats, roster.seats, strict=True)
-    )
+def _head_over(quorum: QuorumRecord, roster: Roster) -> QuorumHead | None:
+    """The head that says how a quorum differs from a roster; None if that is so much that it gets a new one."""
+    places = {seat.member: place for place, seat in enumerate(roster.seats)}
+    kept: list[int] = []
+    joined: list[JoinedSeat] = []
+    later: list[int] = []
+    for rank, seat in enumerate(quorum.seats):
+        place = places.get(seat.member)
+        if place is not None and _profile_fields(seat.request) == _profile_fields(roster.seats[place].profile):
+            kept.append(place)
+            later.append(seat.asked - roster.seats[place].asked)
+        else:
+            joined.append(JoinedSeat(rank, seat.member, seat.request.profile))
+            later.append(seat.asked)
+    in_order = all(before < after for before, after in pairwise(kept))
+    changes = len(joined) + len(roster.seats) - len(kept)
+    if not in_order or changes > min(_MOST_CHANGES, len(roster.seats) // _SEATS_A_CHANGE):
+        return None
+    asked = _column(later)
+    if len(asked.ranks) > _MOST_EXCEPTIONS or any(abs(value) > LARGEST for value in (asked.common, *asked.values)):
+        return None
+    left = tuple(sorted({*range(len(roster.seats))} - {*kept})) if changes else ()
+    return _head(quorum, roster.digest, left, tuple(joined), asked)
 
 
 def _request(profile: Profile, step: int, shrink_only: bool, commit_failures: int) -> QuorumRequest:
@@ -378,12 +421,16 @@ def _column(values: Sequence[int]) -> Column:
     return Column(common, tuple(rank for rank, _ in others), tuple(value for _, value in others))
 
 
-def _head(quorum: QuorumRecord, roster: str, asked: Column) -> QuorumHead:
+def _head(
+    quorum: QuorumRecord, roster: str, left: tuple[int, ...], joined: tuple[JoinedSeat, ...], asked: Column
+) -> QuorumHead:
     requests = quorum.requests
     return QuorumHead(
         quorum.number,
         quorum.id,
         roster,
+        left,
+        joined,
         asked,
         _column([one.step for one in requests]),
         _column([one.commit_failures for one in requests]),
@@ -397,7 +444,12 @@ def _head(quorum: QuorumRecord, roster: str, asked: Column) -> QuorumHead:
 def _parse_head(key: str, value: bytes) -> QuorumHead:
     raw = load(key, value)
     columns = {name: _parse_column(key, raw, name) for name in _COLUMNS}
-    head = build(QuorumHead, key, {**raw, **columns, "idle": build_each(IdleMember, key, raw, "idle")})
+    lists = {
+        "left": numbers(key, raw, "left"),
+        "joined": tuple(_with_profile(JoinedSeat, key, one) for one in objects(key, raw, "joined")),
+        "idle": build_each(IdleMember, key, raw, "idle"),
+    }
+    head = build(QuorumHead, key, {**raw, **columns, **lists})
     if not isfinite(head.created):
         raise StateError(key, "has a created that is no time")
     return head
@@ -426,24 +478,40 @@ def _spread(key: str, name: str, column: Column, size: int) -> list[int]:
 
 
 def _seated(key: str, head: QuorumHead, roster: Roster) -> QuorumRecord:
-    size = len(roster.seats)
+    seated = _roster_seats(key, head, roster)
+    size = len(seated)
     later, steps, failures, shrinking = (_spread(key, name, getattr(head, name), size) for name in _COLUMNS)
     if not set(shrinking) <= {0, 1}:
         raise StateError(key, "has a shrink_only that is neither 0 nor 1")
     seats = tuple(
         QuorumSeat(seat.member, seat.asked + more, _request(seat.profile, step, shrinks == 1, failed))
-        for seat, more, step, shrinks, failed in zip(roster.seats, later, steps, shrinking, failures, strict=True)
+        for seat, more, step, shrinks, failed in zip(seated, later, steps, shrinking, failures, strict=True)
     )
     if not all(-LARGEST <= seat.asked <= LARGEST for seat in seats):
         raise StateError(key, "has an asked that nobody has counted to")
     return QuorumRecord(head.number, head.id, seats, head.idle, head.created, head.by)
 
 
-def _seat(key: str, raw: Raw) -> RosterSeat:
+def _roster_seats(key: str, head: QuorumHead, roster: Roster) -> Sequence[RosterSeat]:
+    """Who sits where, by rank: the roster's seats, without those that left, and with those that joined."""
+    if not (head.left or head.joined):
+        return roster.seats
+    left = frozenset(head.left)
+    if not all(0 <= place < len(roster.seats) for place in left):
+        raise StateError(key, "has a left that is not of the seats of its roster")
+    seats = [seat for place, seat in enumerate(roster.seats) if place not in left]
+    for joined in head.joined:  # by rank, so that each one's place is right when its turn comes
+        if not 0 <= joined.rank <= len(seats):
+            raise StateError(key, "has a joined with a rank that is none")
+        seats.insert(joined.rank, RosterSeat(joined.member, 0, joined.profile))
+    return seats
+
+
+def _with_profile(kind: type[Seated], key: str, raw: Raw) -> Seated:
     inner = part(key, raw, "profile")
     profile = build(Profile, key, {**inner, "handles": texts(key, inner, "handles")})
     _check_data(key, profile.data)
-    return build(RosterSeat, key, {**raw, "profile": profile})
+    return build(kind, key, {**raw, "profile": profile})
 
 
 def _check_data(key: str, data: str) -> None:

@@ -73,7 +73,9 @@ quorums = st.builds(
     QuorumRecord,
     number=whole,
     id=whole,
-    seats=st.lists(st.builds(QuorumSeat, texts, whole, requests), max_size=3).map(tuple),
+    seats=st.lists(st.builds(QuorumSeat, texts, whole, requests), max_size=3, unique_by=lambda seat: seat.member).map(
+        tuple
+    ),
     idle=st.lists(st.builds(IdleMember, texts, whole), max_size=3).map(tuple),
     created=st.floats(allow_nan=False, allow_infinity=False),
     by=texts,
@@ -117,7 +119,7 @@ def test_a_quorum_is_read_as_it_was_written(quorum: QuorumRecord) -> None:
     assert parse_quorum(KEY, head, roster) == quorum
     known = parse_roster(roster_key(KEY), roster)
     assert encode_quorum(quorum, known) == (head, None)
-    assert {digest_of(one.profile) for one in quorum.requests} == known.profiles.keys()
+    assert {digest_of(one.profile) for one in quorum.requests} == quorum.profiles.keys()
 
 
 def test_a_step_writes_no_roster() -> None:
@@ -168,6 +170,8 @@ def test_the_form_of_the_records() -> None:
         "number": 5,
         "id": 4,
         "roster": parse_roster(KEY, ROSTER).digest,
+        "left": [],
+        "joined": [],
         "asked": {"common": 0, "ranks": [], "values": []},
         "step": {"common": 7, "ranks": [], "values": []},
         "commit_failures": {"common": 2, "ranks": [], "values": []},
@@ -217,7 +221,9 @@ def test_every_field_must_be_there(parse: Parse, value: bytes) -> None:
 def test_every_field_must_have_its_type(parse: Parse, value: bytes, wrong: object) -> None:
     for name in fields(value):
         message = refused(parse, {**fields(value), name: wrong})
-        assert {"v": "version", "idle": "", "seats": "", "request": "", "profile": ""}.get(name, name) in message
+        assert {"v": "version", "idle": "", "joined": "", "seats": "", "request": "", "profile": ""}.get(
+            name, name
+        ) in message
 
 
 @pytest.mark.parametrize("value", [encode(PETITION), encode(SHORT), ROSTER], ids=["whole", "short", "roster"])
@@ -308,6 +314,28 @@ def test_a_head_lists_those_that_are_elsewhere() -> None:
         head, roster = encode_quorum(now, known)
         assert parse_quorum(KEY, head, roster or written(job_of(64))[1]) == now
         assert (roster is None) == (min(strayed, 64 - strayed) <= 16)
+
+
+@given(st.sets(st.integers(0, 63), max_size=5), st.sets(st.integers(0, 90), max_size=5), st.booleans())
+def test_a_head_lists_who_came_and_who_went(gone: set[int], new: set[int], again: bool) -> None:
+    """Up to four; those that went may come back as other members, with other profiles."""
+    before = job_of(64)
+    known = parse_roster(roster_key(KEY), written(before)[1])
+    stayed = [seat for place, seat in enumerate(job_of(64, 2, 2).seats) if place not in gone]
+    names = {f"rep_{number:04}x" for number in new} | ({f"rep_{number:04}" for number in gone} if again else set())
+    came = [QuorumSeat(f"new {name}", 1, replace(REQUEST, replica_id=name, address="other")) for name in names]
+    now = replace(before, seats=tuple(sorted((*stayed, *came), key=lambda seat: seat.request.replica_id)))
+    head, roster = encode_quorum(now, known)
+    assert parse_quorum(KEY, head, roster or written(before)[1]) == now
+    assert (roster is None) == (len(gone) + len(came) <= 4)
+    assert roster is not None or len(head) < 2500
+
+
+@pytest.mark.parametrize("changed", [{"left": [1]}, {"left": [-1]}, {"joined": [2]}, {"joined": [-1]}], ids=repr)
+def test_only_who_had_a_seat_left_and_a_rank_is_a_place(changed: dict[str, list[int]]) -> None:
+    ((name, (number,)),) = changed.items()
+    seat = {"rank": number, "member": "x", "profile": fields(ROSTER)["seats"][0]["profile"]}
+    assert name in refused(parse_head, {**fields(HEAD), name: [number if name == "left" else seat]})
 
 
 def test_a_head_goes_with_its_own_roster_only() -> None:
