@@ -255,7 +255,7 @@ class DetachedThreads:
     def __init__(self, work: Callable[[], None], waiting: Sized, limit: int) -> None:
         self._runtime, self._work, self._waiting = _runtime, work, waiting  # never change
         self._permits = deque([None] * limit)  # one for each thread that may be started
-        self._threads: set[Thread] = set()
+        self._ends: set[Event] = set()  # one for each thread: to join a thread that is not started yet is an error
 
     def start(self) -> None:
         """To be called when there is new work. If no thread can be had, that waits for the next call."""
@@ -263,28 +263,30 @@ class DetachedThreads:
             self._permits.pop()
         except IndexError:  # all are at work, and look at what waits once more after they gave their permits back
             return
-        thread = self._runtime.thread(self._run, "ftcoord-forget")
-        self._threads.add(thread)
+        end = self._runtime.event()
+        thread = self._runtime.thread(self._run, "ftcoord-forget", (end,))
+        self._ends.add(end)
         try:
             thread.start()
         except RuntimeError:
-            self._end(thread)
+            self._end(end)
 
     def join(self, deadline: float) -> None:
-        """Wait until no thread is left, until the monotonic deadline at most."""
-        for thread in self._threads.copy():
-            thread.join(max(deadline - now(), 0))
+        """Wait until all work that was begun is done, until the monotonic deadline at most."""
+        for end in self._ends.copy():
+            end.wait(max(deadline - now(), 0))
 
-    def _run(self) -> None:
+    def _run(self, end: Event) -> None:
         try:
             self._work()
         finally:
-            self._end(self._runtime.current_thread())
+            self._end(end)
             if self._waiting:
                 self.start()
 
-    def _end(self, thread: Thread) -> None:
-        self._threads.discard(thread)
+    def _end(self, end: Event) -> None:
+        end.set()
+        self._ends.discard(end)
         self._permits.append(None)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -602,6 +603,17 @@ def test_secrets_are_not_shown(fragile: EtcdServer, caplog: pytest.LogCaptureFix
 # -- closing --------------------------------------------------------------------------------------------------------
 
 
+def stand_still(places: list[set[tuple[int, int]]]) -> bool:
+    """Whether the threads that wait for an answer in gRPC are where they were when this was last asked."""
+    waiting = {
+        (thread, frame.f_lasti)
+        for thread, frame in sys._current_frames().items()
+        if frame.f_code.co_name == "_blocking" and frame.f_code.co_filename.endswith("_channel.py")
+    }
+    places.append(waiting)
+    return places[-2] == waiting
+
+
 def test_closing_ends_calls_under_way(fragile: EtcdServer) -> None:
     client = fragile.get_client()
     client.get("/key")
@@ -612,7 +624,8 @@ def test_closing_ends_calls_under_way(fragile: EtcdServer) -> None:
             pool.submit(client.put, "/key", b"", timeout=DEADLINE),
             pool.submit(client.renew, 1, timeout=DEADLINE),
         ]
-        eventually(lambda: all(call.running() for call in calls), what="the calls are under way")
+        places: list[set[tuple[int, int]]] = [set()]
+        eventually(lambda: stand_still(places) and len(places[-1]) == len(calls), what="the calls are under way")
         with at_most(2):
             client.close()
             for call in calls:
