@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -145,6 +146,51 @@ def test_every_kind_of_comparison(client: Client, prefix: str) -> None:
     assert client.txn((exists(key), unchanged(key, changed), absent(nothing), unchanged(nothing, 0)), ()).succeeded
     assert not client.txn((exists(nothing),), ()).succeeded
     client.revoke(lease.id)
+
+
+@pytest.mark.parametrize("target", ["create", "mod", "version", "lease"])
+def test_a_comparison_of_a_range_must_hold_for_each_of_its_keys(client: Client, prefix: str, target: Any) -> None:
+    """Of a range without keys it says what it says of a key that does not exist."""
+    lease = client.grant(60)
+    for name, under in (("a", lease.id), ("b", 0), ("c", lease.id), ("c", lease.id), ("e", 0)):
+        client.put(f"{prefix}/{name}", b"", under)
+    field = {"create": "create_revision", "mod": "mod_revision"}.get(target, target)
+    numbers = {kv.key: getattr(kv, field) for kv in client.range(Get(Span(f"{prefix}/", is_prefix=True))).kvs}
+    operands = sorted({0, min(numbers.values()), numbers[f"{prefix}/b"], max(numbers.values()), lease.id + 1})
+    relations = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt}
+    told = set()
+    for start, end in itertools.product(("", "b", "c\0", "d", "f"), ("a", "b", "b\0", "d", "e", "g")):
+        first, behind = f"{prefix}/{start}", f"{prefix}/{end}"
+        inside = [number for key, number in numbers.items() if first <= key < behind]
+        for (relation, holds), operand in itertools.product(relations.items(), operands):
+            compare = Compare(first, target, relation, operand, behind.encode())  # type: ignore[arg-type]
+            expected = all(holds(number, operand) for number in inside or [0])
+            assert client.txn((compare,), ()).succeeded is expected, compare
+            told.add((len(inside), expected))
+    assert told == set(itertools.product((0, 1, 2, 3, 4), (True, False))), "all of it was tried"
+    client.revoke(lease.id)
+
+
+def test_a_guard_of_a_range_holds_until_one_of_its_keys_is_written(client: Client, prefix: str) -> None:
+    """As a decider guards its decision: nobody wrote what it has not seen, but for its own key."""
+    members, mine = Span(f"{prefix}/members/", is_prefix=True), f"{prefix}/members/b"
+    key, below, above = members.start, mine.encode(), members.end
+
+    def guards(seen: int) -> tuple[Compare, Compare]:
+        return Compare(key, "mod", "<", seen + 1, below), Compare(f"{mine}\0", "mod", "<", seen + 1, above)
+
+    seen = client.put(f"{prefix}/members0", b"beside them").revision
+    assert client.txn(guards(seen), ()).succeeded, "there are no members"
+    client.put(mine, b"")
+    assert client.txn(guards(seen), ()).succeeded, "it is the only one"
+    for name in ("a", "b0", "z"):  # before its own, right behind it, and the last one
+        written = client.put(f"{members.start}{name}", b"").revision
+        assert not client.txn(guards(written - 1), (Put(mine, b"refused"),)).succeeded
+        assert client.txn(guards(written), (Put(mine, name.encode()),)).succeeded
+        assert client.get(mine).kvs[0].value == name.encode()
+        seen = written
+    client.delete(Span(f"{members.start}z"))
+    assert client.txn(guards(seen), ()).succeeded, "who has gone is missed by nobody"
 
 
 def test_keys_of_any_bytes(empty: Client) -> None:
