@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from members import Door
 from worlds import World, simulated
 
 from ftcoord import concurrency
@@ -12,8 +14,8 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import decided_key, members_span
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, parse_replica
-from ftcoord.etcd.api import Get, Put
-from ftcoord.testing import DELIVERED, LOST_ANSWER, Call, Fate, MemoryClient
+from ftcoord.etcd.api import Compare, Etcd, Get, Op, Put, Span, TxnResult, Watch, WatchItem
+from ftcoord.testing import DELIVERED, LOST_ANSWER, Call, Fate
 from ftcoord.testing.keyspace import Transaction
 
 ALONE = Job("etcd", "", "alone", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
@@ -26,7 +28,7 @@ def ask(replica: Replica, step: int, timeout: float = 30) -> QuorumRecord:
 
 
 @contextmanager
-def replica_of(client: MemoryClient, job: Job, name: str) -> Iterator[Replica]:
+def replica_of(client: Etcd, job: Job, name: str) -> Iterator[Replica]:
     replica = Replica(client, job, name, keeps_lease=True)
     try:
         yield replica
@@ -130,6 +132,46 @@ def test_somebody_else_decides_before(world: World) -> None:
         quorum = ask(replica, 2)
         assert quorum.number > 7
         assert quorum.requests[0].step == 2
+
+
+class LateWatches(Door):
+    """Its requests are answered at once, but it hears of changes late. Counts its asks that went with a decision, as
+    `done` or `refused`."""
+
+    def __init__(self, real: Etcd, lag: float) -> None:
+        super().__init__(real)
+        self._lag = lag
+        self.done = self.refused = 0
+
+    def txn(self, compares: Sequence[Compare], success: Sequence[Op], *more: Any, **how: Any) -> TxnResult:
+        result = super().txn(compares, success, *more, **how)
+        put = {op.key for op in success if isinstance(op, Put)}
+        if decided_key(ALONE.prefix) in put and any(key in members_span(ALONE.prefix) for key in put):
+            self.done += result.succeeded
+            self.refused += not result.succeeded
+        return result
+
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
+        def late(item: WatchItem) -> None:
+            concurrency.sleep(self._lag)
+            deliver(item)
+
+        return super().watch(span, start_revision, late, **how)
+
+
+@simulated
+def test_who_asked_before_the_decider_is_in_its_quorum_though_the_decider_has_not_heard_of_it(world: World) -> None:
+    """The last quorum is the decider's alone, so as far as it knows its ask makes the next one due at once."""
+    door = LateWatches(world.etcd.client(), lag=0.06 + 0.02 * (world.seed % 5))
+    with replica_of(door, ALONE, "decider") as decider, replica_of(world.etcd.client(), ALONE, "newcomer") as newcomer:
+        ask(decider, 0)
+        assert ask(decider, 1).names == {"decider"}
+        assert (door.done, door.refused) == (1, 0)
+        join = in_background(lambda: ask(newcomer, 0))
+        world.until(lambda: asked(world, ALONE, "newcomer"), "it has asked")
+        assert ask(decider, 2).names == {"decider", "newcomer"}
+        assert (door.done, door.refused) == (1, 1)
+        join()
 
 
 @simulated
