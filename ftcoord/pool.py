@@ -44,18 +44,20 @@ class DaemonPool:
             self._tasks.put(partial(_run, future, partial(call, *args, **kwargs)))
         return future
 
-    def close(self) -> None:
-        """Take no more calls, and wait for those that were taken, but not beyond `concurrency.exit_deadline()`.
+    def close(self, *, wait: bool = True) -> None:
+        """Take no more calls. Those that were taken are still run.
 
-        Idempotent.
+        Waits for them, but not beyond `concurrency.exit_deadline()`; not at all without `wait`: for calls that end only
+        when more has been closed than this. Idempotent.
         """
         with self._lock:
             self._closed = True
             threads, self._threads = self._threads, []
             for _ in threads:
                 self._tasks.put(None)
-        for thread in threads:
-            concurrency.join(thread)
+        if wait:
+            for thread in threads:
+                concurrency.join(thread)
 
     def _start(self) -> None:
         thread = concurrency.thread(self._work, self._name)

@@ -7,8 +7,8 @@ import contextlib
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, NoReturn, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NoReturn, cast
 
 from ftcoord import concurrency
 from ftcoord.coordination.failure import KNOWN, RANK_NOT_FOUND, TIMED_OUT, Failure
@@ -18,8 +18,8 @@ from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.coordination.splice import SpliceEnd
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+from ftcoord.pool import DaemonPool
 
-T = TypeVar("T")
 MOST_CALLS: Final = 1024
 """Calls that may wait at a time, each with a thread. Further ones are refused: else whoever reaches the port could take
 all threads that the process may have."""
@@ -36,6 +36,7 @@ class NativeRanks:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
+        self._pool = DaemonPool(MOST_CALLS, "ftcoord-native")  # so no call queues behind those that wait
         self._server: grpc.Server | None = None
         self._place: str | int = ""  # where it listens: a name in Linux's abstract namespace, else a port
 
@@ -50,9 +51,13 @@ class NativeRanks:
         return end
 
     def close(self) -> None:
-        """End all calls. Idempotent."""
+        """End all calls. Idempotent.
+
+        Does not wait for a call that asks for the group: its quorum is given up when the replica leaves, after this.
+        """
         if self._server is not None:
-            self._server.stop(None).wait(SERVER_STOP_TIMEOUT)
+            self._server.stop(None).wait(SERVER_STOP_TIMEOUT)  # only then gRPC has no more calls for the pool
+        self._pool.close(wait=False)
 
     def _start(self) -> None:
         calls = {"Quorum": self._quorum, "CheckpointMetadata": self._metadata}
@@ -61,9 +66,8 @@ class NativeRanks:
             name: grpc.unary_unary_rpc_method_handler(call) for name, call in calls.items()
         }
         with quiet_grpc():
-            server = grpc.server(
-                _ThreadPerCall(), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MOST_CALLS
-            )
+            pool = cast(ThreadPoolExecutor, self._pool)  # gRPC only submits calls to it
+            server = grpc.server(pool, options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MOST_CALLS)
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(MANAGER_SERVICE, methods),))
             if sys.platform == "linux":  # nothing is left there when the process is killed
                 self._place = f"ftcoord-{uuid.uuid4().hex}"
@@ -117,23 +121,6 @@ class NativeRanks:
     def _kill(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with _answering(context):
             _abort(context, self._group.kill(read("KillRequest", message).msg))
-
-
-class _ThreadPerCall(ThreadPoolExecutor):
-    """Gives each call a daemon thread: none may queue behind those that wait, nor keep a process from ending."""
-
-    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)  # whoever holds the future hears of it; gRPC logs it
-                raise
-
-        concurrency.thread(run, "ftcoord-native").start()
-        return future
 
 
 @contextlib.contextmanager

@@ -88,3 +88,22 @@ def test_closing_runs_what_was_taken_and_takes_no_more(pool: DaemonPool) -> None
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(str)
     pool.close()
+
+
+def test_closing_need_not_wait_for_what_was_taken() -> None:
+    """A call may end only when more has been closed than the pool. What queues behind it is run all the same."""
+    pool, gate = DaemonPool(2, "ftcoord-test"), Gate()
+    calls = [pool.submit(gate.pass_through, name) for name in ("first", "second", "third")]
+    assert gate.began()
+    assert gate.began()
+    threads = [thread for thread in threading.enumerate() if thread.name == "ftcoord-test"]
+    pool.close(wait=False)
+    assert not any(call.done() for call in calls)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(str)
+    gate.open()
+    assert [call.result(DEADLINE)[0] for call in calls] == ["first", "second", "third"]
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    pool.close()
