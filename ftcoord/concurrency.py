@@ -23,6 +23,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Protocol, TypeVar
 
+from ftcoord.errors import ThreadNotStarted
+
 T = TypeVar("T")
 
 LONGEST_WAIT: Final = threading.TIMEOUT_MAX
@@ -76,7 +78,9 @@ class Thread(Protocol):
 
     @property
     def ident(self) -> int | None: ...
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Raises ThreadNotStarted."""
+
     def join(self, timeout: float | None = None) -> None: ...
     def is_alive(self) -> bool: ...
 
@@ -94,6 +98,16 @@ class Runtime(Protocol):
     def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread: ...
     def current_thread(self) -> Thread: ...
     def of_process(self, make: Callable[[], T]) -> T: ...
+
+
+class _PythonThread(threading.Thread):
+    def start(self) -> None:
+        try:
+            super().start()
+        except RuntimeError as error:
+            if self.ident is not None:  # it was started before
+                raise
+            raise ThreadNotStarted(self.name, error) from None
 
 
 class Python:
@@ -127,7 +141,7 @@ class Python:
         return queue.SimpleQueue()
 
     def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread:
-        return threading.Thread(target=target, args=args, name=name, daemon=True)
+        return _PythonThread(target=target, args=args, name=name, daemon=True)
 
     def current_thread(self) -> Thread:
         return threading.current_thread()
@@ -268,7 +282,7 @@ class DetachedThreads:
         self._ends.add(end)
         try:
             thread.start()
-        except RuntimeError:
+        except ThreadNotStarted:
             self._end(end)
 
     def join(self, deadline: float) -> None:

@@ -6,6 +6,11 @@ rendezvous layer translates these into torch's own error types where torch's API
 
 from __future__ import annotations
 
+from typing import Final
+
+MORE_THREADS: Final = "raise the limit on threads (ulimit -u, or the container's limit on processes) if it is reached"
+"""What to do where no thread can be started."""
+
 
 class FtcoordError(Exception):
     """The root of the tree: catch this to catch everything ftcoord raises."""
@@ -54,6 +59,18 @@ class StateError(FtcoordError):
 
 class ServerError(FtcoordError, RuntimeError):
     """A server of ftcoord's (an embedded etcd, a gateway) could not be found, started or reached."""
+
+
+class ThreadNotStarted(FtcoordError, RuntimeError):
+    """A thread that ftcoord needs cannot be started: there are too many, or the interpreter ends.
+
+    Args:
+        name: of the thread.
+        error: Python's.
+    """
+
+    def __init__(self, name: str, error: RuntimeError) -> None:
+        super().__init__(f"the thread {name!r} cannot be started: {error}; {MORE_THREADS}")
 
 
 class ThreadFailed(FtcoordError, RuntimeError):

@@ -33,7 +33,7 @@ class DaemonPool:
         self._closed = False
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Raises RuntimeError after `close()`, and when a thread is needed and cannot be started."""
+        """Raises RuntimeError after `close()`, and ThreadNotStarted where a thread is needed."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
-from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
+from ftcoord.errors import ClientClosed, EtcdError, LeaseLost, ThreadNotStarted
 from ftcoord.etcd.api import Etcd, Lease, Renews
 from ftcoord.fork import OwnerProcess
 
@@ -50,7 +50,7 @@ class Renewer:
 
     def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
         """Have `lease` renewed at `due`, unless it was stopped. A lease that is scheduled already keeps its time,
-        unless `hasten` is given. Raises RuntimeError when no thread can be started; nothing is scheduled then."""
+        unless `hasten` is given. Raises ThreadNotStarted; nothing is scheduled then."""
         with self._wake:
             if not lease.kept or (lease.scheduled and not hasten):
                 return
@@ -60,7 +60,7 @@ class Renewer:
             heapq.heappush(self._due, entry)
             try:
                 self._start()
-            except RuntimeError:
+            except ThreadNotStarted:
                 self._remove(lease)  # or the next thread would keep it alive for nobody
                 raise
             if self._due[0] is entry:  # waking the thread costs more than all the rest of this
@@ -136,7 +136,7 @@ class KeptLease:
         listener: called on the renewer's thread at each change of state; must not block.
         renewer: the process's own if None.
 
-    Raises RuntimeError when no thread can be started. Its methods may be called from any thread.
+    Raises ThreadNotStarted. Its methods may be called from any thread.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Session(Closing):
 
     Raises:
         EtcdError: no lease could be had.
-        RuntimeError: no thread can be started to renew it.
+        ThreadNotStarted: none can be started to renew it; the lease was given back then.
 
     Not promised: that nobody else believes the lease alive, or dead, at the same moment. Put the check into the
     transaction that has the effect.

@@ -200,7 +200,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Take the lease and begin the watch that the first round needs; if etcd is away for now, that does so itself.
 
         Serves timers from now on, if that is asked for. Raises RendezvousConnectionError when etcd refuses, and
-        RuntimeError when no thread can be started; the handler has then left.
+        ThreadNotStarted; the handler has then left.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave, "it could not prepare")

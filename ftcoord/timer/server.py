@@ -157,7 +157,7 @@ class EtcdTimerServer(TimerServer):
         return True
 
     def start(self) -> None:
-        """Begin to watch. Raises RuntimeError when no thread can be started."""
+        """Begin to watch. Raises ThreadNotStarted."""
         super().start()
         self._resources.thread = self._watchdog_thread
 

@@ -22,7 +22,7 @@ from helpers import DEADLINE, eventually, python
 
 from ftcoord import concurrency
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdAuthError
+from ftcoord.errors import EtcdAuthError, ThreadNotStarted
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc import messages
 from ftcoord.etcd.rpc.transport import Transport
@@ -198,7 +198,7 @@ class Fault:
 
 def no_thread(monkeypatch: pytest.MonkeyPatch, at: int) -> Fault:
     """One thread cannot be started."""
-    fault, real = Fault(at, lambda: RuntimeError("can't start new thread")), concurrency.thread
+    fault, real = Fault(at, lambda: ThreadNotStarted("one", RuntimeError("made by the test"))), concurrency.thread
 
     class Failing(threading.Thread):
         def start(self) -> None:

@@ -15,7 +15,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError, LeaseLost
+from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError, LeaseLost, ThreadNotStarted
 from ftcoord.etcd.api import Lease
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.session import KeptLease, Renewer, Session
@@ -103,6 +103,35 @@ def test_no_session_without_etcd(fragile: EtcdServer) -> None:
     config = EtcdConfig.load(fragile.get_endpoint(), request_timeout=0.5, env={})
     with EtcdClient(config) as client, pytest.raises(EtcdUnavailable):
         Session(client, TTL)
+
+
+def test_no_session_without_a_thread(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to do, and the lease is given back. It can be tried again."""
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "ftcoord-leases":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    class Grants(EtcdClient):
+        granted: Lease
+
+        def grant(self, ttl: int) -> Lease:
+            self.granted = super().grant(ttl)
+            return self.granted
+
+    with Grants(EtcdConfig.load(etcd.get_endpoint(), env={}, request_timeout=DEADLINE)) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            text = r"'ftcoord-leases' cannot be started: can't start new thread; raise the limit on threads \(ulimit -u"
+            with pytest.raises(ThreadNotStarted, match=text) as raised:
+                Session(client, LONGER, renewer=Renewer())
+        assert isinstance(raised.value, RuntimeError), "as it is from Python"
+        with pytest.raises(LeaseLost):
+            client.renew(client.granted.id)
+        with Session(client, LONGER, renewer=Renewer()) as session:
+            assert session.state is CONNECTED
 
 
 def test_suspended_and_connected_again(fragile: EtcdServer) -> None:

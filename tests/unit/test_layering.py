@@ -19,7 +19,8 @@ MAX_LINES = 500
 
 FLOORS = (
     "ftcoord",
-    "errors concurrency closing log_once",
+    "errors",
+    "concurrency closing log_once",
     "files fork pool",
     "config",
     "core.strict core.layout core.outlook core.standby core.lease core.vote core.store_values core.store_history",

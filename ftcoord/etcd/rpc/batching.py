@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, OutcomeUnknown, ThreadNotStarted
 from ftcoord.etcd.rpc import messages
 
 log = logging.getLogger(__name__)
@@ -119,8 +119,8 @@ class Batcher:
         thread = concurrency.thread(self._run, "ftcoord-writes")
         try:
             thread.start()
-        except RuntimeError as error:
-            log.warning("no thread can be started for writes, so those who make them wait for them: %s", error)
+        except ThreadNotStarted as error:
+            log.warning("those who write wait for their writes: %s", error)
             return None
         return thread
 

@@ -18,8 +18,6 @@ from ftcoord.errors import (
 )
 from ftcoord.etcd.rpc.quiet_grpc import grpc
 
-MORE_THREADS = "raise the limit on threads (ulimit -u) if it is reached"
-"""What to do where no thread can be started."""
 _NEVER_LEFT = ("failed to connect to all addresses", "DNS resolution failed", "Name resolution failed")
 _NOT_PROPOSED = ("etcdserver: no leader", "etcdserver: too many requests", "etcdserver: rpc not supported for learner")
 _STALE_TOKEN = ("invalid auth token", "revision in token is older", "user name is empty")

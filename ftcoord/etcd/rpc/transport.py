@@ -10,7 +10,7 @@ from typing import Any
 
 from ftcoord import concurrency, files
 from ftcoord.config import Endpoint, EtcdConfig, Tls
-from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import MORE_THREADS, ClientClosed, ConfigError, EtcdError, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.retry import retry
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
@@ -228,7 +228,7 @@ class Transport:
             raise ClientClosed(CLIENT_CLOSED) from None
         except RuntimeError as error:
             kind = OutcomeUnknown if write else EtcdUnavailable
-            raise kind(f"gRPC could not call etcd: {error}; {errors.MORE_THREADS}") from None
+            raise kind(f"gRPC could not call etcd: {error}; {MORE_THREADS}") from None
         finally:
             self._threads.leave()
 

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ftcoord import concurrency
-from ftcoord.errors import ClientClosed, Compacted, EtcdAuthError, EtcdError, EtcdUnavailable, FtcoordError, Rewound
+from ftcoord.errors import (
+    ClientClosed,
+    Compacted,
+    EtcdAuthError,
+    EtcdError,
+    EtcdUnavailable,
+    FtcoordError,
+    Rewound,
+    ThreadNotStarted,
+)
 from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
 from ftcoord.etcd.retry import backoff
 from ftcoord.etcd.rpc import errors, messages
@@ -119,8 +128,8 @@ class WatchHub:
         thread = concurrency.thread(self._run, "ftcoord-watch")
         try:
             thread.start()
-        except RuntimeError as error:
-            raise EtcdUnavailable(f"no thread can be started to watch etcd: {error}; {errors.MORE_THREADS}") from None
+        except ThreadNotStarted as error:
+            raise EtcdUnavailable(f"etcd cannot be watched: {error}") from None
         self._thread = thread
 
     def _source(self, span: Span, start_revision: int, deletes_only: bool) -> _Source:

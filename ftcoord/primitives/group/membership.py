@@ -36,7 +36,7 @@ class Membership(Generic[R]):
         timeout: seconds for each request.
         watch_deletes_only, has_roster: see `Group`.
 
-    Raises EtcdError when it can have no lease or no watch, and RuntimeError when no thread can renew the lease.
+    Raises EtcdError when it can have no lease or no watch, and ThreadNotStarted when none can renew the lease.
     """
 
     def __init__(
