@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import socket
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
@@ -28,8 +27,9 @@ from ftcoord.coordination.lighthouse_wire import (
     read_heartbeat,
     read_quorum_request,
 )
+from ftcoord.coordination.native_calls import answering, serve, time_left
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.errors import ConfigError, EtcdError, ServerError, StateError, ThreadFailed
+from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
@@ -41,10 +41,6 @@ CALL_THREADS: Final = 1024
 Threads are made as they are needed, so this is a limit and no cost: some 500 replicas at once. Their calls must not
 queue behind each other, since none is answered before all have asked. As many threads again speak with etcd for the
 quorum calls, so that each is answered in time also while etcd does not answer."""
-EARLY_ANSWER: Final = 0.1
-"""Seconds before the end of a call's time to answer that it is over. At the end gRPC does so itself, in other words."""
-NO_TIMEOUT: Final = 10.0 * 365 * 24 * 3600
-"""Seconds; gRPC gives a time like this to a call without a time-out."""
 
 _Self = TypeVar("_Self", bound="Gateway")
 
@@ -131,11 +127,7 @@ class _Service:
 
     def serve(self, server: grpc.Server) -> None:
         """Have a server that was not started pass its calls on to this."""
-        methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            "Quorum": grpc.unary_unary_rpc_method_handler(self._quorum),
-            "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        serve(server, SERVICE, {"Quorum": self._quorum, "Heartbeat": self._heartbeat})
 
     def close(self) -> None:
         """Call it when no call is under way."""
@@ -143,18 +135,18 @@ class _Service:
         self._sessions.close()
 
     def _quorum(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        with _answering(context):
+        with answering(context):
             request = read_quorum_request(message)
             caller = PendingCall()
             if not context.add_callback(caller.leave):  # gRPC calls it on a thread of its own, when the call ends
                 raise TimeoutError("the caller went away")
-            deadline = _deadline(context)
+            deadline = concurrency.now() + time_left(context)
             quorum = self._asks.submit(self._sessions.ask, request, deadline, caller)
             return self._response(_in_time(quorum, deadline, caller))
 
     def _heartbeat(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        with _answering(context):
-            deadline = min(_deadline(context), concurrency.now() + self._beat_timeout)
+        with answering(context):
+            deadline = concurrency.now() + min(time_left(context), self._beat_timeout)
             self._sessions.beat(read_heartbeat(message), deadline)
         return HEARTBEAT_RESPONSE
 
@@ -185,22 +177,6 @@ def _end(server: grpc.Server, pool: DaemonPool, service: _Service, etcd: EtcdCli
     etcd.close()
 
 
-@contextlib.contextmanager
-def _answering(context: grpc.ServicerContext) -> Iterator[None]:
-    """Ends a call that fails with the status that torchft's lighthouse would give it."""
-    try:
-        yield
-    except TimeoutError as error:
-        log.debug("a call ended: %s", error)
-        context.abort(grpc.StatusCode.CANCELLED, "Timeout expired")  # TimeoutError for torchft's users
-    except ValueError as error:
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    except (StateError, ServerError, ThreadFailed) as error:
-        context.abort(grpc.StatusCode.INTERNAL, str(error))
-    except EtcdError as error:
-        context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-
-
 def _in_time(quorum: Future[QuorumRecord], deadline: float, caller: PendingCall) -> QuorumRecord:
     """Raises TimeoutError after the monotonic `deadline`, and has the request taken back."""
     left = deadline - concurrency.now()
@@ -208,14 +184,6 @@ def _in_time(quorum: Future[QuorumRecord], deadline: float, caller: PendingCall)
         caller.leave()
         raise TimeoutError("no quorum in time")
     return quorum.result()
-
-
-def _deadline(context: grpc.ServicerContext) -> float:
-    """When to answer, on the monotonic clock; infinite for a call without a time-out."""
-    left = context.time_remaining()
-    if left is None or left > NO_TIMEOUT:
-        return math.inf
-    return concurrency.now() + left - min(left / 10, EARLY_ANSWER)
 
 
 def _options(job: Job) -> list[tuple[str, int]]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NoReturn, cast
+from typing import Final, cast
 
 from ftcoord import concurrency
-from ftcoord.coordination.failure import KNOWN, RANK_NOT_FOUND, TIMED_OUT, Failure
-from ftcoord.coordination.gateway import EARLY_ANSWER, NO_TIMEOUT
-from ftcoord.coordination.manager_wire import MANAGER_SERVICE, STATUS_CODES, read, write, write_result
+from ftcoord.coordination.failure import RANK_NOT_FOUND, Failure
+from ftcoord.coordination.manager_wire import MANAGER_SERVICE, read, write, write_result
+from ftcoord.coordination.native_calls import abort, answering, serve, time_left
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.coordination.splice import SpliceEnd
@@ -62,13 +62,10 @@ class NativeRanks:
     def _start(self) -> None:
         calls = {"Quorum": self._quorum, "CheckpointMetadata": self._metadata}
         calls |= {"ShouldCommit": self._commit, "Kill": self._kill}
-        methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            name: grpc.unary_unary_rpc_method_handler(call) for name, call in calls.items()
-        }
         with quiet_grpc():
             pool = cast(ThreadPoolExecutor, self._pool)  # gRPC only submits calls to it
             server = grpc.server(pool, options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MOST_CALLS)
-            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(MANAGER_SERVICE, methods),))
+            serve(server, MANAGER_SERVICE, calls)
             if sys.platform == "linux":  # nothing is left there when the process is killed
                 self._place = f"ftcoord-{uuid.uuid4().hex}"
                 server.add_insecure_port(f"unix-abstract:{self._place}")
@@ -80,10 +77,10 @@ class NativeRanks:
     # -- torchft's calls, each on a thread of its own -----------------------------------------------------------------
 
     def _quorum(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        with _answering(context):
-            left = _time_left(context)
-            if left is None:
-                _abort(context, Failure("InvalidArgument", "missing timeout"))
+        with answering(context):
+            left = time_left(context)
+            if math.isinf(left):
+                abort(context, Failure("InvalidArgument", "missing timeout"))
             asked = read("ManagerQuorumRequest", message)
             request = RankRequest(
                 rank=asked.group_rank,
@@ -104,43 +101,19 @@ class NativeRanks:
             return write_result(self._group.result(quorum, request), failures)
 
     def _metadata(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        with _answering(context):
+        with answering(context):
             metadata = self._group.metadata(read("CheckpointMetadataRequest", message).rank)
             if metadata is None:
-                _abort(context, RANK_NOT_FOUND)
+                abort(context, RANK_NOT_FOUND)
             return write("CheckpointMetadataResponse", checkpoint_metadata=metadata)
 
     def _commit(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        with _answering(context):
+        with answering(context):
             vote = read("ShouldCommitRequest", message)
-            left = _time_left(context)
-            deadline = concurrency.now() + (NO_TIMEOUT if left is None else left)
+            deadline = concurrency.now() + time_left(context)
             waiting = self._group.vote(vote.group_rank, vote.step, vote.should_commit)
             return write("ShouldCommitResponse", should_commit=waiting.wait(deadline, context.add_callback))
 
     def _kill(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        with _answering(context):
-            _abort(context, self._group.kill(read("KillRequest", message).msg))
-
-
-@contextlib.contextmanager
-def _answering(context: grpc.ServicerContext) -> Iterator[None]:
-    """Ends a call that fails with the status that torchft's manager would give it."""
-    try:
-        yield
-    except ValueError as error:
-        _abort(context, Failure("InvalidArgument", str(error)))
-    except KNOWN as error:
-        _abort(context, Failure.of(error))
-
-
-def _abort(context: grpc.ServicerContext, failure: Failure) -> NoReturn:
-    message = "Timeout expired" if failure.code in TIMED_OUT else failure.message
-    context.abort(STATUS_CODES[failure.code], message)
-    raise AssertionError("gRPC's abort raises")
-
-
-def _time_left(context: grpc.ServicerContext) -> float | None:
-    """Seconds until the answer is due; None for a call without a time-out."""
-    left = context.time_remaining()
-    return None if left is None or left > NO_TIMEOUT else max(left - min(left / 10, EARLY_ANSWER), 0)
+        with answering(context):
+            abort(context, self._group.kill(read("KillRequest", message).msg))

@@ -40,12 +40,6 @@ LIMIT = timedelta(seconds=DEADLINE)
 
 
 @pytest.fixture
-def natives() -> Iterator[Natives]:
-    with Natives() as child:
-        yield child
-
-
-@pytest.fixture
 def job(etcd: EtcdServer) -> str:
     """The address of a job of this test's own, for two replicas."""
     return job_of(etcd)

@@ -460,12 +460,6 @@ def test_a_native_client_may_be_refused_by_a_manager_without_a_quorum(job: str) 
 # -- torchft's own, on either side -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def natives() -> Iterator[Natives]:
-    with Natives() as child:
-        yield child
-
-
 def test_native_and_drop_in_ranks_share_a_manager(natives: Natives, far: Far) -> None:
     natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
     for step in range(3):

@@ -30,12 +30,6 @@ def job(etcd: EtcdServer) -> str:
     return job_of(etcd, join_timeout_ms=100, heartbeat_timeout_ms=600_000)
 
 
-@pytest.fixture
-def natives() -> Iterator[Natives]:
-    with Natives() as child:
-        yield child
-
-
 def first_to_join(job: str, process: ReplicaProcess) -> Future[Told]:
     """Its call, which waits for others: the oldest member decides."""
     call = process.ask("a")

@@ -68,7 +68,8 @@ PURE_CORE |= {"operator", "typing", "urllib"}
 GRPC = {"grpc", "ftcoord.etcd.rpc.quiet_grpc"}
 """Where gRPC comes from: as it is, and without its log lines."""
 TORCHFT_PROTOCOL = {
-    f"ftcoord.coordination.{name}" for name in ("gateway", "manager_wire", "native_ranks", "native_manager")
+    f"ftcoord.coordination.{name}"
+    for name in ("gateway", "manager_wire", "native_calls", "native_ranks", "native_manager")
 }
 """The other modules that know gRPC: they speak torchft's protocols, and not to etcd."""
 

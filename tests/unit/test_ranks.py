@@ -53,13 +53,19 @@ def quorum(number: int) -> QuorumRecord:
     return QuorumRecord(number, number, (), (), 0.0)
 
 
-def test_both_calls_of_a_rank_are_answered_and_the_last_request_counts() -> None:
-    asked: list[Mapping[int, RankRequest]] = []
+class Decides:
+    """Gives the group the same quorum again and again, and keeps what it asked."""
 
-    def decide(asks: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
-        asked.append(asks)
+    def __init__(self) -> None:
+        self.asked: list[Mapping[int, RankRequest]] = []
+
+    def __call__(self, asks: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
+        self.asked.append(asks)
         return quorum(1)
 
+
+def test_both_calls_of_a_rank_are_answered_and_the_last_request_counts() -> None:
+    decide = Decides()
     barrier = RankBarrier(2, decide)
     first, _ = barrier.join(ask(0))
     second, _ = barrier.join(replace(ask(0), step=2))
@@ -67,16 +73,11 @@ def test_both_calls_of_a_rank_are_answered_and_the_last_request_counts() -> None
     assert conclude is not None
     conclude()
     assert [one.result(0).number for one in (first, second, third)] == [1, 1, 1]
-    assert [one.step for one in asked[0].values()] == [2, 1]
+    assert [one.step for one in decide.asked[0].values()] == [2, 1]
 
 
 def test_a_request_that_was_given_up_does_not_count_for_an_earlier_call_of_its_rank() -> None:
-    asked: list[Mapping[int, RankRequest]] = []
-
-    def decide(asks: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
-        asked.append(asks)
-        return quorum(1)
-
+    decide = Decides()
     barrier = RankBarrier(2, decide)
     kept, _ = barrier.join(ask(0))
     given_up, _ = barrier.join(replace(ask(0), handle="given up"))
@@ -86,7 +87,7 @@ def test_a_request_that_was_given_up_does_not_count_for_an_earlier_call_of_its_r
     conclude()
     assert kept.result(0).number == 1
     assert not given_up.done()
-    assert asked[0][0].handle == ""
+    assert decide.asked[0][0].handle == ""
 
 
 def test_a_second_call_while_the_group_asks_is_answered_too_and_leaves_nothing() -> None:
