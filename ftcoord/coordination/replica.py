@@ -90,7 +90,7 @@ class Replica:
         request back; ServerError once it left; EtcdError if etcd refuses; StateError when the decided record cannot be
         read; ThreadFailed.
         """
-        beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, idle(request))
+        beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, request)
         pace = _QuorumPace(self._participant, self._job, self._takeover, beats, deadline, gone or concurrency.event())
         answered = False
         try:
@@ -197,13 +197,13 @@ class _WaitingBeats:
     Args:
         participant: the replica.
         heartbeat_timeout: the job's, in seconds.
-        nothing: what the replica writes if it never asked.
+        request: what it asks; a replica that never did writes that it does not.
     """
 
     def __init__(
-        self, participant: Participant[QuorumRecord, ReplicaRecord], heartbeat_timeout: float, nothing: ReplicaRecord
+        self, participant: Participant[QuorumRecord, ReplicaRecord], heartbeat_timeout: float, request: QuorumRequest
     ) -> None:
-        self._participant, self._nothing = participant, nothing
+        self._participant, self._request = participant, request
         self._interval = heartbeat_timeout * (BEAT_FRACTION if heartbeat_timeout < LEASE_FLOOR else 1)
         self.at = concurrency.now() + self._interval
         """The monotonic time of the next beat."""
@@ -217,7 +217,7 @@ class _WaitingBeats:
         # Not in time: another call writes, which is a beat, or etcd is away, and then nobody is judged. If the lease is
         # lost the outlook says so, and the call joins again in its own time, which is longer than a beat's.
         with contextlib.suppress(TimeoutError, EtcdUnavailable, OutcomeUnknown, LeaseLost):
-            self._participant.touch(self._nothing, min(self.at, deadline), by_writing=True)
+            self._participant.touch(idle(self._request), min(self.at, deadline), by_writing=True)
 
 
 @contextlib.contextmanager

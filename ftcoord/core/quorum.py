@@ -145,20 +145,27 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
 
 
 def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
-    alive: dict[str, list[QuorumCandidate]] = {}
-    for one in replicas:
-        alive.setdefault(one.request.replica_id, []).append(one)
-    requests = {name: _request_of(members, answered) for name, members in alive.items()}
-    asking = {name: one for name, one in requests.items() if one is not None}
+    alive = {one.request.replica_id for one in replicas}
+    if len(alive) == len(replicas):  # nearly always, and this runs for each replica at each event
+        asking = {one.request.replica_id: one for one in replicas if _asks(one, answered)}
+    else:
+        asking = _asking(replicas, answered)
     shrink_only = any(one.request.shrink_only for one in asking.values())
     eligible = [one for name, one in asking.items() if not (shrink_only and before) or name in before]
     return _QuorumPoll(len(alive), asking, eligible, shrink_only)
 
 
+def _asking(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int]) -> dict[str, QuorumCandidate]:
+    """By replica id, the member whose request counts, where one does."""
+    alive: dict[str, list[QuorumCandidate]] = {}
+    for one in replicas:
+        alive.setdefault(one.request.replica_id, []).append(one)
+    requests = {name: _request_of(members, answered) for name, members in alive.items()}
+    return {name: one for name, one in requests.items() if one is not None}
+
+
 def _request_of(members: Sequence[QuorumCandidate], answered: Mapping[str, int]) -> QuorumCandidate | None:
     """The member of one replica id whose request counts; None while none does."""
-    if len(members) == 1:  # nearly always
-        return members[0] if _asks(members[0], answered) else None
     requests = [one for one in members if _asks(one, answered)]
     came_at = max((one.came_at for one in members if not _asks(one, answered)), default=0)
     if not requests or max(one.wrote_at for one in requests) < came_at:
