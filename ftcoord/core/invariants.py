@@ -8,19 +8,20 @@ A decider calls them before it publishes; the model tests call them after each s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ftcoord.core.barrier import BarrierSituation
 from ftcoord.core.barrier_records import Arrival, Generation
 from ftcoord.core.election import ElectionSituation
 from ftcoord.core.election_records import Term
-from ftcoord.core.layout import Span, round_key, round_store_prefix
+from ftcoord.core.layout import Span, roll_key, round_key, round_store_prefix
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.core.rendezvous import RoundSituation
-from ftcoord.core.rendezvous_records import NO_ROUND, Round
+from ftcoord.core.rendezvous_records import NO_ROUND, Round, RoundHead, in_order, parse_chunk, parse_decided, round_of
 from ftcoord.core.verdict import Publish
+from ftcoord.errors import StateError
 
 
 class InvariantBroken(Exception):
@@ -108,6 +109,37 @@ def check_fences(prefix: str, old: Round | None, number: int, decision: Publish[
     require("S3 a new store is empty", store in decision.deletes)
     ended = before == 0 or Span(round_key(prefix, before)) in decision.deletes
     require("S3 the last round ends with the next one", ended)
+
+
+def check_roll(prefix: str, old: RoundHead | None, new: Round, decision: Publish[bytes]) -> None:
+    """S1 of a transaction that publishes a round whose roll may lie beside it. Raises InvariantBroken.
+
+    `old` is the head that it replaces, None for a record that has its roll in itself. Whoever reads the record and what
+    it names must read the round that was decided; and what is said of a round later leaves its roll alone.
+    """
+    head = parse_decided("", decision.record)
+    if not isinstance(head, RoundHead):
+        require("S1 one membership a round", head == replace(new, by=head.by) and not decision.beside)
+        return
+    if decision.beside:
+        decided = replace(new, away=in_order(new.away), by=head.by)
+        keys = [roll_key(prefix, head.roll, chunk) for chunk in range(head.chunks)]
+        require("S1 a roll is written as a whole", [key for key, _ in decision.beside] == keys)
+        require("S1 a roll says what was decided", _read(head, decision.beside) == decided)
+    else:
+        require("S1 a new round has a new roll", old is not None and old.number == head.number)
+    kept = old is None or old.number != head.number or (old.roll, old.chunks) == (head.roll, head.chunks)
+    require("S1 one membership a round", kept)
+    ends = [roll_key(prefix, head.roll, chunk) for chunk in (0, head.chunks - 1)]
+    require("S1 a round keeps its roll", not any(key in span for span in decision.deletes for key in ends))
+
+
+def _read(head: RoundHead, roll: Sequence[tuple[str, bytes]]) -> Round | None:
+    """What a reader makes of it; None for nothing."""
+    try:
+        return round_of("", head, (parse_chunk(key, value) for key, value in roll))
+    except StateError:
+        return None
 
 
 # -- quorums ----------------------------------------------------------------------------------------------------

@@ -21,20 +21,25 @@ _MAX_ROUND_DIGITS: Final = 18
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The keys of one operation: one key, or all that start with a prefix."""
+    """The keys of one operation: one key, all that start with a prefix, or all from one key to `stop`, without that."""
 
     start: str
     is_prefix: bool = False
+    stop: str = ""
 
     @property
     def end(self) -> bytes:
-        """etcd's `range_end`: empty for one key, else the first key behind the prefix."""
+        """etcd's `range_end`: empty for one key, else the first key behind the span."""
+        if self.stop:
+            return encode_key(self.stop)
         if not self.is_prefix:
             return b""
         start = encode_key(self.start).rstrip(b"\xff")
         return start[:-1] + bytes([start[-1] + 1]) if start else b"\0"
 
     def __contains__(self, key: str) -> bool:
+        if self.stop:
+            return encode_key(self.start) <= encode_key(key) < self.end
         return key.startswith(self.start) if self.is_prefix else key == self.start
 
 
@@ -89,6 +94,27 @@ def roster_key(decided: str) -> str:
 def decided_span(prefix: str) -> Span:
     """A group's decided record and its roster."""
     return Span(decided_key(prefix), is_prefix=True)
+
+
+def rolls_span(prefix: str) -> Span:
+    """The rolls of a group: what lies beside decided records that are too large for one key."""
+    return Span(f"{prefix}/rolls/", is_prefix=True)
+
+
+def roll_span(prefix: str, roll: str) -> Span:
+    """One roll, by its name."""
+    return Span(f"{rolls_span(prefix).start}{roll}/", is_prefix=True)
+
+
+def other_rolls(prefix: str, roll: str) -> tuple[Span, Span]:
+    """All rolls of a group but this one, which may be written in the same transaction that deletes them."""
+    rolls, mine = rolls_span(prefix), roll_span(prefix, roll)
+    return Span(rolls.start, stop=mine.start), Span(decode_key(mine.end), stop=decode_key(rolls.end))
+
+
+def roll_key(prefix: str, roll: str, chunk: int) -> str:
+    """One chunk of a roll."""
+    return f"{roll_span(prefix, roll).start}{chunk}"
 
 
 # -- rounds and their stores ------------------------------------------------------------------------------------------

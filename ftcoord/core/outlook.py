@@ -40,6 +40,8 @@ class Next(enum.Enum):
     """For the next record."""
     WRITE = "write"
     """Its key, with `Outlook.ask`; then wait."""
+    READ = "read"
+    """The part beside the record that is about this member, which was not read yet; then judge again."""
     RETURN = "return"
     """To its caller, who knows what to do."""
 

@@ -31,13 +31,24 @@ Times are the decider's own monotonic seconds, from when it saw the event.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, Literal, TypeAlias
 
 from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.core.rendezvous_records import FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
+from ftcoord.core.rendezvous_records import (
+    FAILED,
+    FINISHED,
+    NO_ROUND,
+    AnyRound,
+    Away,
+    HeardRound,
+    JoinRequest,
+    Round,
+    RoundHead,
+    Seat,
+)
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
 RULES: Final = (
@@ -60,8 +71,18 @@ torch's `shutdown_timeout` of 30 s, a node whose workers had to be killed would 
 SEATING: Final = 10.0
 """Seconds within which seats are to be taken, where the last call is not longer. A healthy node takes milliseconds."""
 FRESH: Final = 3.0
-"""Seconds for which a seat counts as taken after its member said so: nobody must wait for a member that died since. A
-member that waits repeats it every second."""
+"""Seconds for which a seat counts as taken after its member said so: nobody must wait for a member that died since."""
+SAY_AGAIN: Final = 1.0
+"""Seconds until a member that waits for others says again that it takes its seat."""
+AT_ONCE: Final = 500
+"""Seats of a round up to which these two hold. In larger rounds both are longer, so that no more than so many members
+repeat it in a second: that must not keep the others from saying it for the first time."""
+
+
+def unhurried(size: int) -> float:
+    """How many times longer taking seats, and saying so again, may last in a round of this size."""
+    return max(1.0, size / AT_ONCE)
+
 
 Restart: TypeAlias = Literal["failed", "always", "never"]
 """Which closed runs may be gone on from."""
@@ -144,10 +165,10 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
 
 def limits_of(situation: RoundSituation) -> tuple[int, int]:
     """The fewest and the most nodes of a round (R6). Zeros without members."""
-    wanted = [member.ask.limits for member in situation.members]
-    if situation.previous is not None and situation.previous.limits in wanted:
-        return situation.previous.limits
-    return wanted[0] if wanted else (0, 0)
+    members, stated = situation.members, situation.previous.limits if situation.previous else None
+    if stated is not None and any(member.ask.limits == stated for member in members):
+        return stated
+    return members[0].ask.limits if members else (0, 0)
 
 
 def spelled(limits: tuple[int, int]) -> str:
@@ -181,27 +202,26 @@ class _RoundPoll:
     leaving: dict[str, str]
 
     @property
-    def seated(self) -> set[str]:
+    def seated(self) -> Set[str]:
         """The members that have a seat in the last round, there or not."""
         previous = self.situation.previous
-        return {seat.member for seat in previous.seats} if previous else set()
+        return previous.ranks.keys() if previous else frozenset()
 
 
 def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
     previous = situation.previous
-    newest = {member.ask.node: member.id for member in situation.members}
-    counted = [
-        member
-        for member in situation.members
-        if member.ask.limits == limits and not member.ask.leaving and newest[member.ask.node] == member.id
-    ]
+    newest = {member.ask.node: member for member in situation.members}
     last = previous.last_seats if previous else {}
-    busy = [member for member in counted if member.ask.after < last.get(member.id, 0)]
-    leaving = {member.id: member.ask.leaving for member in situation.members if member.ask.leaving}
-    if not busy:
-        return _RoundPoll(situation, limits, counted, busy, leaving)
-    ids = {member.id for member in busy}
-    return _RoundPoll(situation, limits, [member for member in counted if member.id not in ids], busy, leaving)
+    asking: list[RoundCandidate] = []
+    busy: list[RoundCandidate] = []
+    leaving: dict[str, str] = {}
+    for member in situation.members:
+        ask = member.ask
+        if ask.leaving:
+            leaving[member.id] = ask.leaving
+        elif newest[ask.node] is member and ask.limits == limits:
+            (busy if ask.after < last.get(member.id, 0) else asking).append(member)
+    return _RoundPoll(situation, limits, asking, busy, leaving)
 
 
 def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
@@ -218,7 +238,7 @@ def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now:
     return _form(replace(poll, asking=reopening, busy=()), options, now)
 
 
-def may_reopen(closed: Round, restart: Restart) -> bool:
+def may_reopen(closed: AnyRound, restart: Restart) -> bool:
     """Whether new members may go on from a closed run."""
     return restart == "always" or (restart == "failed" and closed.outcome == FAILED)
 
@@ -250,7 +270,7 @@ def _judge_seated(
 ) -> Verdict[Round]:
     """R2. All take their seats, or nobody starts."""
     until = situation.previous_at + max(options.last_call_timeout, options.seat_timeout)
-    since = now - options.fresh
+    since = now - options.fresh * unhurried(previous.size)
     missing = [
         member
         for member in participants
@@ -282,7 +302,7 @@ def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]
     """The next round, or why not yet."""
     situation, (fewest, most) = poll.situation, poll.limits
     previous = situation.previous
-    nodes_before = {seat.node for seat in previous.seats} if previous else set()
+    nodes_before = (previous or NO_ROUND).nodes
     back = [member for member in poll.asking if member.ask.node in nodes_before]
     if not poll.asking or len(poll.asking) < fewest:
         return Wait(f"{len(poll.asking)} of at least {fewest} nodes are there", rule=FORMING)
@@ -307,10 +327,10 @@ def _enough_at(poll: _RoundPoll) -> float:
 
 def _complete(poll: _RoundPoll) -> Publish[Round]:
     situation, previous = poll.situation, poll.situation.previous or NO_ROUND
-    nodes_before = [seat.node for seat in previous.seats]
+    nodes_before = previous.nodes
     back = sorted(
         (member for member in poll.asking if member.ask.node in nodes_before),
-        key=lambda member: nodes_before.index(member.ask.node),
+        key=lambda member: nodes_before[member.ask.node],
     )
     new = [member for member in poll.asking if member.ask.node not in nodes_before]
     ranked = _rank((back + new)[: poll.limits[1]], nodes_before)
@@ -329,12 +349,12 @@ def _complete(poll: _RoundPoll) -> Publish[Round]:
     return Publish(decided, f"round {number} on {len(ranked)} nodes", FORMING)
 
 
-def _rank(chosen: Sequence[RoundCandidate], nodes_before: Sequence[str]) -> list[RoundCandidate]:
+def _rank(chosen: Sequence[RoundCandidate], nodes_before: Mapping[str, int]) -> list[RoundCandidate]:
     """Order the members of a round by rank; `chosen` has those of the last round first, in its rank order."""
     places: list[RoundCandidate | None] = [None] * len(chosen)
     homeless = []
     for index, member in enumerate(chosen):
-        rank = nodes_before.index(member.ask.node) if member.ask.node in nodes_before else len(chosen)
+        rank = nodes_before.get(member.ask.node, len(chosen))
         wanted = 0 if index == 0 else rank
         if wanted < len(chosen) and places[wanted] is None:
             places[wanted] = member
@@ -353,28 +373,34 @@ def _names(hosts: Iterable[str]) -> str:
 # -- the member's half ------------------------------------------------------------------------------------------
 
 
-def outlook(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
     """What the decided record `now` means for the member `me`, which asks for this.
 
     SEATED: it writes that it takes its seat. ANSWERED: all have, so it starts. MISSED: its round came to nothing, or
     the others went on without it, and it asks again. SPARE: a round runs without it. CLOSED: the run is over. REFUSED:
     the run has other limits; it counts for nothing as long as any other member shares those.
+
+    Of a head, a member first reads the chunk of its roll that it is in, if that matters.
     """
-    if now is None:
+    if now is None or (now.closed and now.number == ask.reopens) or (isinstance(now, HeardRound) and now.gone):
         return _PENDING
-    if now.closed:
-        return _PENDING if now.number == ask.reopens else Outlook(Standing.CLOSED, Next.RETURN)
-    if now.limits not in (ask.limits, NO_ROUND.limits):
+    if not now.closed and now.limits not in (ask.limits, NO_ROUND.limits):
         return Outlook(Standing.REFUSED)
-    has_seat = now.rank_of(me) is not None
-    if has_seat and now.number > ask.after:
+    if not now.closed and now.recalled and now.number <= ask.after:
+        return _PENDING  # wherever it sits
+    place = now.place_of(me)
+    if place is None:
+        return Outlook(Standing.PENDING, Next.READ)
+    if now.closed:
+        return Outlook(Standing.CLOSED, Next.RETURN)
+    if place.rank is not None and now.number > ask.after:
         return _of_seat(now, ask)
-    if now.last_seats.get(me, 0) > ask.after:
+    if place.last > ask.after:
         return Outlook(Standing.MISSED, Next.RETURN)
-    return Outlook(Standing.SPARE) if now.seats and not now.recalled and not has_seat else _PENDING
+    return Outlook(Standing.SPARE) if now.size and not now.recalled and place.rank is None else _PENDING
 
 
-def _of_seat(now: Round, ask: JoinRequest) -> Outlook[JoinRequest]:
+def _of_seat(now: AnyRound, ask: JoinRequest) -> Outlook[JoinRequest]:
     if now.ready:
         return Outlook(Standing.ANSWERED, Next.RETURN)
     if now.recalled:
@@ -387,7 +413,7 @@ def _of_seat(now: Round, ask: JoinRequest) -> Outlook[JoinRequest]:
 _PENDING: Final[Outlook[JoinRequest]] = Outlook(Standing.PENDING)
 
 
-def call_back(now: Round | None, mine: Round) -> tuple[int, str]:
+def call_back(now: AnyRound | None, mine: AnyRound) -> tuple[int, str]:
     """How many nodes wait for a participant of the round `mine` to come back to the rendezvous, and why; 0 if none.
 
     A run that is over calls everybody back, to hear why, unless its workers are done: then all others are, or soon
@@ -397,18 +423,21 @@ def call_back(now: Round | None, mine: Round) -> tuple[int, str]:
         return 0, ""
     if now.closed:
         return (0, "") if now.outcome == FINISHED else (1, f"the run is over: {now.closed}")
-    if now.number != mine.number or now.seats != mine.seats:
+    if not is_same_round(now, mine):
         return 1, f"round {now.number} was formed without this node"
     return (max(1, now.waiting), now.recalled) if now.recalled else (0, "")
 
 
-def close(now: Round, reason: str, outcome: str, node: str | None) -> Round | None:
+def is_same_round(one: AnyRound, other: AnyRound) -> bool:
+    """Whether two records are of one round: an etcd that lost writes may see its number given again."""
+    return (one.number, one.roll) == (other.number, other.roll)
+
+
+def close(now: AnyRound, reason: str, outcome: str, *, speaks: bool) -> Round | RoundHead | None:
     """The record that ends the run; None to leave it as it is.
 
     Args:
-        node: the node that ends it because of its own workers, None for anybody else. It speaks only for a round that
-            it has a seat in: when the others went on without it, what became of its workers says nothing.
+        speaks: whether whoever ends it has a seat in this round, or ends the run by hand. When the others went on
+            without a node, what became of its workers says nothing.
     """
-    if now.closed or (node is not None and all(seat.node != node for seat in now.seats)):
-        return None
-    return replace(now, closed=reason, outcome=outcome)
+    return replace(now, closed=reason, outcome=outcome) if speaks and not now.closed else None

@@ -1,22 +1,34 @@
-"""The JSON records of a rendezvous and the keys they live under, layout v1. `docs/protocol.md` is their description.
+"""The JSON records of a rendezvous and the keys they live under. `docs/protocol.md` is their description.
 
-    <prefix>/members/<lease id>   JoinRequest      one per member, under its lease
-    <prefix>/decided              Round    the last decision, under the run's lease
-    <prefix>/rounds/<number>      -        exists as long as this round may be written to
-    <prefix>/store/<number>/...   -        the store of the round
+    <prefix>/members/<lease id>       JoinRequest          one per member, under its lease
+    <prefix>/decided                  Round, RoundHead     the last decision, under the run's lease
+    <prefix>/rolls/<roll id>/<chunk>  RollChunk            who sits where in a RoundHead's round, under the same lease
+    <prefix>/rounds/<number>          -                    exists as long as this round may be written to
+    <prefix>/store/<number>/...       -                    the store of the round
+
+A small round is one record, the Round, in layout v1. A large one is a head of constant size and a roll in chunks, both
+in layout v2: each member is sent the head, and reads its own chunk.
 
 Parsing is strict: what does not fit raises StateError naming the key, and is never guessed at or overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Final
+from hashlib import blake2b
+from typing import Final, NamedTuple, TypeAlias
 
-from ftcoord.core.strict import build, build_each, dump, load
+from ftcoord.core.strict import VERSION, Raw, build, build_each, dump, load, load_one_of, numbers, texts
 from ftcoord.errors import StateError
+
+V2: Final = 2
+"""The layout of heads and rolls. A ftcoord that reads v1 only refuses them, and says why."""
+_DIGEST_BYTES: Final = 8
+_MOST_CHUNKS: Final = 2**20
+"""Of a roll that anybody may have written: nobody has so many nodes."""
+_LONGEST_ROLL_ID: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +123,33 @@ class Round:
         """The fewest and the most nodes of a round; zeros while no limits were stated."""
         return self.min_nodes, self.max_nodes
 
+    @property
+    def size(self) -> int:
+        """How many participants it has; 0 for a record that is no round."""
+        return len(self.seats)
+
+    @cached_property
+    def roll(self) -> str:
+        """What tells this roll from others with the same number, as `RoundHead.roll` does."""
+        return _digest(self, 0)
+
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """The ranks, by member id."""
+        return {seat.member: rank for rank, seat in enumerate(self.seats)}
+
+    @cached_property
+    def nodes(self) -> Mapping[str, int]:
+        """The ranks, by node."""
+        return {seat.node: rank for rank, seat in enumerate(self.seats)}
+
     def rank_of(self, member: str) -> int | None:
         """The rank of a member, by its member id."""
-        return next((rank for rank, seat in enumerate(self.seats) if seat.member == member), None)
+        return self.ranks.get(member)
+
+    def place_of(self, member: str) -> Place | None:
+        """Where a member sits."""
+        return Place(self.ranks.get(member), self.last_seats.get(member, 0))
 
     @cached_property
     def last_seats(self) -> Mapping[str, int]:
@@ -124,6 +160,212 @@ class Round:
 NO_ROUND: Final = Round(0, (), "", 0)
 """The record of a run that never had a round, where there must be one: to close it, or to state its limits."""
 
+
+@dataclass(frozen=True)
+class RoundHead:
+    """What everybody has to hear of a round whose roll lies beside it. Its size does not depend on that of the round.
+
+    Args:
+        size: how many participants it has.
+        roll: names the roll. No other decider and no other decision ever has the same, unless its roll is the same.
+        chunks: in how many keys the roll lies.
+
+    The others are those of a Round.
+    """
+
+    number: int
+    size: int
+    roll: str
+    chunks: int
+    address: str
+    port: int
+    min_nodes: int = 0
+    max_nodes: int = 0
+    ready: bool = False
+    recalled: str = ""
+    waiting: int = 0
+    closed: str = ""
+    outcome: str = ""
+    before: str = ""
+    by: str = ""
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The fewest and the most nodes of a round; zeros while no limits were stated."""
+        return self.min_nodes, self.max_nodes
+
+    def chunk_of(self, member: str) -> int:
+        """The chunk that says where a member sits, if any does."""
+        return chunk_of(member, self.chunks)
+
+    def place_of(self, member: str) -> Place | None:
+        """Where a member sits; None if that is not known here."""
+        return None
+
+    def rank_of(self, member: str) -> int | None:
+        """The rank of a member; None if it has none, or that is not known here."""
+        place = self.place_of(member)
+        return None if place is None else place.rank
+
+
+@dataclass(frozen=True)
+class HeardRound(RoundHead):
+    """A head as one member knows it: with the chunk of the roll that is about that member, once it has read that.
+
+    Args:
+        chunk: None while none was read.
+        at: which one it is.
+        gone: the roll was deleted before it was read, since another round was decided: its record is on its way.
+    """
+
+    chunk: RollChunk | None = None
+    at: int = 0
+    gone: bool = False
+
+    @classmethod
+    def of(cls, head: RoundHead, chunk: RollChunk | None = None, at: int = 0, *, gone: bool = False) -> HeardRound:
+        """What is known of this head now, whatever was before."""
+        said = {field.name: getattr(head, field.name) for field in fields(RoundHead)}
+        return cls(**said, chunk=chunk, at=at, gone=gone)
+
+    def place_of(self, member: str) -> Place | None:
+        if self.chunk is None or self.chunk_of(member) != self.at:
+            return None
+        return self.chunk.place_of(member, self.number)
+
+
+AnyRound: TypeAlias = Round | RoundHead
+"""The decided record, in either form."""
+
+
+class Place(NamedTuple):
+    """Where one member sits, as a roll says.
+
+    Args:
+        rank: in this round; None without a seat.
+        last: the last round that it is known to have had a seat in; 0 for none.
+    """
+
+    rank: int | None
+    last: int
+
+
+@dataclass(frozen=True)
+class RollChunk:
+    """One part of a roll, column by column: who has a seat (`members`, `nodes`, `hosts`, `ranks`), and which live
+    members the round was formed without (`away`, and the `rounds` that they last had a seat in)."""
+
+    members: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    away: tuple[str, ...] = ()
+    rounds: tuple[int, ...] = ()
+
+    def place_of(self, member: str, number: int) -> Place:
+        """Where a member of this chunk sits in the round of this number."""
+        if member in self.members:
+            return Place(self.ranks[self.members.index(member)], number)
+        return Place(None, self.rounds[self.away.index(member)] if member in self.away else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RollSizes:
+    """When a roll lies beside its head, and in how many chunks.
+
+    Args:
+        inline: of so many members at most it lies in the record itself.
+        chunk: members of a chunk, on average.
+    """
+
+    inline: int
+    chunk: int
+
+    def is_inline(self, round_: Round) -> bool:
+        """Whether this round is one record."""
+        return len(round_.seats) + len(round_.away) <= self.inline
+
+    def chunks_for(self, round_: Round) -> int:
+        """In how many chunks its roll lies."""
+        return -(-(len(round_.seats) + len(round_.away)) // self.chunk)
+
+
+ROLLS: Final = RollSizes(inline=32, chunk=8)
+"""A round of 32 nodes takes as long in either form. Beyond that a head and a chunk cost each node less: a chunk of 8
+has 0.8 kB, as much as two heads."""
+
+
+def chunk_of(member: str, chunks: int) -> int:
+    """The chunk that a member is in: four bytes of BLAKE2b of its id, modulo their number."""
+    return int.from_bytes(blake2b(member.encode(), digest_size=4).digest(), "big") % chunks
+
+
+def roll_id(round_: Round, chunks: int, decider: str) -> str:
+    """The name of the roll of a new round. It has the decider in it, and stands for the contents: so nobody ever writes
+    or deletes what another decider has written, or another decision of the same one."""
+    return f"{round_.number}-{decider}-{_digest(round_, chunks)}"
+
+
+def head_of(round_: Round, roll: str, chunks: int, by: str) -> RoundHead:
+    """What the head of a round says, if its roll lies under this name."""
+    same = {field.name: getattr(round_, field.name) for field in fields(RoundHead) if field.name not in _ROLL_FIELDS}
+    return RoundHead(**{**same, "size": len(round_.seats), "roll": roll, "chunks": chunks, "by": by})
+
+
+def chunks_of(round_: Round, chunks: int) -> list[RollChunk]:
+    """Its roll, in so many chunks."""
+    seats: list[list[tuple[int, Seat]]] = [[] for _ in range(chunks)]
+    away: list[list[Away]] = [[] for _ in range(chunks)]
+    for rank, seat in enumerate(round_.seats):
+        seats[chunk_of(seat.member, chunks)].append((rank, seat))
+    for one in round_.away:
+        away[chunk_of(one.member, chunks)].append(one)
+    return [
+        RollChunk(
+            tuple(seat.member for _, seat in seated),
+            tuple(seat.node for _, seat in seated),
+            tuple(seat.host for _, seat in seated),
+            tuple(rank for rank, _ in seated),
+            tuple(one.member for one in left),
+            tuple(one.round for one in left),
+        )
+        for seated, left in zip(seats, away, strict=True)
+    ]
+
+
+def round_of(key: str, head: RoundHead, chunks: Iterable[RollChunk]) -> Round:
+    """The round of a head and its whole roll. Raises StateError, for the roll's key, if they do not fit together."""
+    seats: dict[int, Seat] = {}
+    away: list[Away] = []
+    for chunk in chunks:
+        rows = zip(chunk.ranks, chunk.members, chunk.nodes, chunk.hosts, strict=True)
+        seats.update((rank, Seat(*who)) for rank, *who in rows)
+        away += map(Away, chunk.away, chunk.rounds)
+    if seats.keys() != set(range(head.size)):
+        raise StateError(key, f"is no roll of {head.size} nodes")
+    return with_roll(head, tuple(seats[rank] for rank in range(head.size)), in_order(away))
+
+
+def in_order(away: Iterable[Away]) -> tuple[Away, ...]:
+    """As a roll that was read has them: who is away has no order of its own."""
+    return tuple(sorted(away, key=lambda one: one.member))
+
+
+def with_roll(head: RoundHead, seats: tuple[Seat, ...], away: tuple[Away, ...]) -> Round:
+    """The round of a head and what its roll says."""
+    same = {field.name: getattr(head, field.name) for field in fields(RoundHead) if field.name not in _ROLL_FIELDS}
+    return Round(**same, seats=seats, away=away)
+
+
+_ROLL_FIELDS: Final = frozenset({"size", "roll", "chunks"})
+"""What a head has in place of seats."""
+
+
+def _digest(round_: Round, chunks: int) -> str:
+    text = repr((round_.number, chunks, round_.seats, round_.away))
+    return blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
 FINISHED: Final = "finished"
 """The outcome of a run whose workers are done."""
 FAILED: Final = "failed"
@@ -132,9 +374,9 @@ CLOSED: Final = "closed"
 """The outcome of a run that somebody closed by hand."""
 
 
-def encode(record: JoinRequest | Round) -> bytes:
-    """The record as JSON, with the layout's version."""
-    return dump(record)
+def encode(record: JoinRequest | Round | RoundHead | RollChunk) -> bytes:
+    """The record as JSON, with its layout's version."""
+    return dump(record, V2) if isinstance(record, RoundHead | RollChunk) else dump(record)
 
 
 def parse_join_request(key: str, value: bytes) -> JoinRequest:
@@ -145,8 +387,39 @@ def parse_join_request(key: str, value: bytes) -> JoinRequest:
     return ask
 
 
+def parse_decided(key: str, value: bytes) -> Round | RoundHead:
+    """The decided record, in either form. Raises StateError."""
+    version, raw = load_one_of(key, value, (VERSION, V2))
+    if version == VERSION:
+        return _round(key, raw)
+    head = build(RoundHead, key, raw)
+    if not 1 <= head.chunks <= _MOST_CHUNKS or head.size < 1 or not _is_roll_id(head.roll):
+        raise StateError(key, "names no roll that a round may have, so it is not ftcoord's")
+    return head
+
+
+def _is_roll_id(name: str) -> bool:
+    """It is a part of a key."""
+    return len(name) <= _LONGEST_ROLL_ID and name.isascii() and name.replace("-", "").isalnum()
+
+
 def parse_round(key: str, value: bytes) -> Round:
-    """Raises StateError."""
-    raw = load(key, value)
+    """A round that is one record. Raises StateError."""
+    return _round(key, load(key, value))
+
+
+def _round(key: str, raw: Raw) -> Round:
     lists = {"seats": build_each(Seat, key, raw, "seats"), "away": build_each(Away, key, raw, "away")}
     return build(Round, key, {**raw, **lists})
+
+
+def parse_chunk(key: str, value: bytes) -> RollChunk:
+    """Raises StateError."""
+    raw = load(key, value, V2)
+    lists = {name: texts(key, raw, name) for name in ("members", "nodes", "hosts", "away")}
+    chunk = build(RollChunk, key, {**raw, **lists, **{name: numbers(key, raw, name) for name in ("ranks", "rounds")}})
+    if len({len(chunk.members), len(chunk.nodes), len(chunk.hosts), len(chunk.ranks)}) > 1:
+        raise StateError(key, "has seats that are not whole")
+    if len(chunk.away) != len(chunk.rounds):
+        raise StateError(key, "does not say of all who are away since when")
+    return chunk

@@ -16,8 +16,9 @@ Times are monotonic seconds of the member's own clock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 FIRST_PATIENCE: Final = 0.15
 """Seconds until the first look. A quorum of processes takes about a tenth of that."""
@@ -27,6 +28,12 @@ SLOT: Final = 0.02
 """Seconds between two looks of a small group: opening a view, reading 64 members and publishing takes 5 to 15 ms."""
 SLOT_DOUBLES_AT: Final = 200
 """Seats that double the slot: what a look reads grows with the members."""
+SEATS_PER_SECOND: Final = 640
+"""For groups that wait seldom, but long: how many members all of their looks read in a second."""
+
+
+Slot: TypeAlias = Callable[[int], float]
+"""Seconds between two looks of a group, by the number of its seats."""
 
 
 def patience(attempt: int) -> float:
@@ -34,9 +41,20 @@ def patience(attempt: int) -> float:
     return min(FIRST_PATIENCE * 2.0 ** min(attempt, 10), LONGEST_PATIENCE)
 
 
-def stagger(seats: int) -> float:
+def slot(seats: int) -> float:
+    """Seconds between two looks of a group that decides in each step: nobody may wait for long."""
+    return SLOT * (1 + seats / SLOT_DOUBLES_AT)
+
+
+def rare_slot(seats: int) -> float:
+    """Seconds between two looks of a group whose members all come, one by one, before a decision is due: of so many
+    looks none must cost the others much. 64 seats look ten times a second, and 1,000 every second and a half."""
+    return max(SLOT, seats / SEATS_PER_SECOND)
+
+
+def stagger(seats: int, slot: Slot = slot) -> float:
     """The seconds over which `seats` waiters spread one look each."""
-    return seats * SLOT * (1 + seats / SLOT_DOUBLES_AT)
+    return seats * slot(seats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +74,14 @@ class Looking:
     told_until: float | None = None
 
     @classmethod
-    def begin(cls, now: float, seats: int, chance: float) -> Looking:
+    def begin(cls, now: float, seats: int, chance: float, slot: Slot = slot) -> Looking:
         """Somebody asks, or hears of a record. `chance` is random, from 0 to 1."""
-        return cls(0, now, now + patience(0) + chance * stagger(seats))
+        return cls(0, now, now + patience(0) + chance * stagger(seats, slot))
 
-    def looked(self, now: float, seats: int, chance: float) -> Looking:
+    def looked(self, now: float, seats: int, chance: float, slot: Slot = slot) -> Looking:
         """It looks now."""
         attempt = self.attempt + 1
-        return Looking(attempt, now, now + patience(attempt) + chance * stagger(seats))
+        return Looking(attempt, now, now + patience(attempt) + chance * stagger(seats, slot))
 
     def told(self, until: float | None) -> Looking:
         """The look found nothing to decide before `until`; None: before something happens."""

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar, get_origin, get_type_hints
 from ftcoord.errors import StateError
 
 VERSION: Final = 1
-"""Of the layout: in every record that has a key of its own."""
+"""Of the layout: in every record that has a key of its own, unless the record says otherwise."""
 LARGEST: Final = 2**63 - 1
 """Of the numbers in a record."""
 
@@ -26,14 +26,20 @@ Raw = Mapping[str, Any]
 """A JSON object as `json` gives it."""
 
 
-def dump(record: object) -> bytes:
+def dump(record: object, version: int = VERSION) -> bytes:
     """The record as JSON, with the layout's version; one record is always the same bytes."""
-    raw = {"v": VERSION, **_plain(record)}
+    raw = {"v": version, **_plain(record)}
     return _encode(raw).encode()
 
 
-def load(key: str, value: bytes) -> Raw:
+def load(key: str, value: bytes, version: int = VERSION) -> Raw:
     """The fields of a record that has a key of its own, not yet checked. Raises StateError."""
+    return load_one_of(key, value, (version,))[1]
+
+
+def load_one_of(key: str, value: bytes, versions: Sequence[int]) -> tuple[int, Raw]:
+    """The layout's version of a record that has a key of its own, and its fields, not yet checked. Raises StateError,
+    also for a version that is none of these."""
     try:
         raw = json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -41,11 +47,12 @@ def load(key: str, value: bytes) -> Raw:
     if not isinstance(raw, dict):
         raise StateError(key, "does not hold a JSON object, so it is not ftcoord's")
     version = raw.pop("v", None)
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version not in versions:
+        read = " and ".join(map(str, versions))
         raise StateError(
-            key, f"has layout version {version!r}, and this ftcoord reads {VERSION}: use one release in all of a job"
+            key, f"has layout version {version!r}, and this ftcoord reads {read}: use one release in all of a job"
         )
-    return raw
+    return version, raw
 
 
 def build(kind: type[Record], key: str, raw: Raw) -> Record:

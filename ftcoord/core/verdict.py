@@ -23,6 +23,10 @@ class Publish(Generic[R]):
         rule: the rule of `decide`'s module that it follows.
         puts: keys to write in the same transaction, and their values.
         deletes: keys to delete in the same transaction.
+        beside: keys that the record refers to, and their values: no matter when they are written, they say something
+            only through the record. Their keys must be unlike all that another decider, or another decision of the same
+            one, ever wrote, or hold the same. They are written with the record if they fit into one transaction, and
+            else before it.
     """
 
     record: R
@@ -30,6 +34,7 @@ class Publish(Generic[R]):
     rule: str = ""
     puts: Sequence[tuple[str, bytes]] = ()
     deletes: Sequence[Span] = ()
+    beside: Sequence[tuple[str, bytes]] = ()
 
 
 @dataclass(frozen=True, slots=True)

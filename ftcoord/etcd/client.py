@@ -206,7 +206,7 @@ def _txn_request(compares: Sequence[Compare], success: Sequence[Op], failure: Se
 
 def _write_range(raw: Any, get: Get) -> None:
     raw.key = encode_key(get.span.start) or b"\0"
-    if get.span.is_prefix:
+    if get.span.end:
         raw.range_end = get.span.end
     if get.limit:
         raw.limit = get.limit

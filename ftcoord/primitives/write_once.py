@@ -64,7 +64,7 @@ def write_once(
     """
     compares = [unchanged(put.key, expected), *guards]
     look = [Get(Span(put.key)), *reads]
-    success, failure = [put, *also, *look], look
+    success, failure = [put, *also, Get(Span(put.key), keys_only=True), *reads], look  # what was put is known
     deadline = concurrency.now() + (WRITE_TIMEOUT if timeout is None else timeout)
     lost: list[OutcomeUnknown] = []
 
@@ -85,6 +85,8 @@ def write_once(
         raise OutcomeUnknown(f"a write was not answered, and then: {error}") from None
     first = len(success) - len(look) if result.succeeded else 0
     kv = result.range(first).one
+    if result.succeeded and kv is not None:
+        kv = kv._replace(value=put.value)
     done = kv is not None and kv.value == put.value
     answers = tuple(result.range(first + 1 + i) for i in range(len(reads)))
     return WriteOutcome(done, kv, answers, result.revision)

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
 from ftcoord.core.layout import round_key, round_store_prefix
-from ftcoord.core.rendezvous_records import Round
+from ftcoord.core.rendezvous_records import AnyRound
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
@@ -142,12 +142,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         with self._recorded("next_rendezvous"), raised_as_exceptions():
             round_, rank = self._join()
         log.info("%s", round_line(self._settings.run_id, round_, rank))
-        self._record(
-            "next_rendezvous", f"{self.host} is rank {rank} of {len(round_.seats)} in round {round_.number}", rank
-        )
+        self._record("next_rendezvous", f"{self.host} is rank {rank} of {round_.size} in round {round_.number}", rank)
         assert self._resources.store is not None
         bootstrap = RendezvousStoreInfo(round_.address, round_.port)
-        return RendezvousInfo(self._resources.store, rank, len(round_.seats), bootstrap)
+        return RendezvousInfo(self._resources.store, rank, round_.size, bootstrap)
 
     def num_nodes_waiting(self) -> int:
         """More than 0 when the agent should come back to `next_rendezvous`. From memory: never blocks, never raises.
@@ -187,7 +185,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         try:
             if error is None or isinstance(error, ChildFailedError):
                 outcome = rendezvous_records.FINISHED if error is None else rendezvous_records.FAILED
-                self._run.close(f"{self.host} {outcome}", outcome, self._node.id if self._node.round else None)
+                self._run.close(f"{self.host} {outcome}", outcome, self._node.speaker if self._node.round else None)
         except RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
@@ -215,7 +213,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 raise RendezvousConnectionError(f"could not prepare for run {run!r}: {error}") from None
             undo.pop_all()
 
-    def _join(self) -> tuple[Round, int]:
+    def _join(self) -> tuple[AnyRound, int]:
         if self._resources.left:
             raise RendezvousClosedError(SHUT_DOWN)
         self._resources.end_round()
@@ -231,7 +229,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
-    def _begin_round(self, round_: Round, reservation: Reservation) -> int:
+    def _begin_round(self, round_: AnyRound, reservation: Reservation) -> int:
         member = self._node.participant.member
         if member is None:  # another thread has shut this handler down just now
             raise RendezvousClosedError(SHUT_DOWN)

@@ -9,7 +9,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from ftcoord import concurrency
 from ftcoord.core.rendezvous import spelled
-from ftcoord.core.rendezvous_records import JoinRequest, Round
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest
 from ftcoord.errors import EtcdError
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -35,7 +35,7 @@ class OtherLimits:
         self.refusal = ""
         """Why this node is not wanted; empty while it may be."""
 
-    def judge(self, now: Round, ask: JoinRequest, timeout: float) -> None:
+    def judge(self, now: AnyRound, ask: JoinRequest, timeout: float) -> None:
         """Raises RendezvousStateError when others share the limits of the run `now`, for longer than a lease lasts."""
         try:
             asks, _ = self._run.members(MEMBERS_LOOKED_AT, timeout)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ftcoord.core.rendezvous_records import Round
+from ftcoord.core.rendezvous_records import AnyRound, Round
 
 SHOWN: Final = 8
 """Hosts that a message names; it counts the others."""
@@ -36,11 +36,11 @@ def show_log_lines() -> None:
         logging.getLogger("ftcoord.rendezvous").setLevel(logging.INFO)
 
 
-def round_line(run_id: str, round_: Round, rank: int) -> str:
-    """The log line of a participant for a round that is ready."""
-    hosts = named(seat.host for seat in round_.seats)
+def round_line(run_id: str, round_: AnyRound, rank: int) -> str:
+    """The log line of a participant for a round that is ready. Of a large one it does not know who else is in it."""
+    where = f"on {named(seat.host for seat in round_.seats)}" if isinstance(round_, Round) else f"with {round_.address}"
     before = f"; the round before ended: {round_.before}" if round_.before else ""
-    return f"run {run_id!r}, round {round_.number}: this node is rank {rank} of {len(round_.seats)}, on {hosts}{before}"
+    return f"run {run_id!r}, round {round_.number}: this node is rank {rank} of {round_.size}, {where}{before}"
 
 
 def attendance(hosts: Sequence[str], count: int, least: int) -> str:

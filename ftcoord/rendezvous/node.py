@@ -20,15 +20,15 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import RoundOptions, call_back, may_reopen
-from ftcoord.core.rendezvous_records import JoinRequest, Round
+from ftcoord.core.rendezvous import RoundOptions, call_back, is_same_round, may_reopen
+from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes
 from ftcoord.errors import EtcdError, StateError, ThreadFailed
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.pace import Look
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
-from ftcoord.rendezvous.run_record import RunRecord
+from ftcoord.rendezvous.run_record import RunRecord, Speaker
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.use import RoundUse
 
@@ -47,9 +47,12 @@ class Node:
         settings: the run and its time-outs.
         address: where the other nodes reach this host.
         host: its name, for people.
+        rolls: when a round's roll lies beside its head.
     """
 
-    def __init__(self, etcd: Etcd, settings: RendezvousSettings, address: str, host: str) -> None:
+    def __init__(
+        self, etcd: Etcd, settings: RendezvousSettings, address: str, host: str, rolls: RollSizes = ROLLS
+    ) -> None:
         options = RoundOptions(
             settings.last_call_timeout, settings.settle_timeout, settings.on_member_loss == "restart", settings.restart
         )
@@ -57,14 +60,14 @@ class Node:
         self.id = uuid.uuid4().hex
         """Through all of its leases, so that it keeps its rank."""
         self._changed = concurrency.condition("Node._changed")  # the participant's
-        self.participant: Participant[Round, JoinRequest] = Participant(
+        self.participant: Participant[AnyRound, JoinRequest] = Participant(
             etcd,
-            RoundUse(settings.prefix, options),
+            RoundUse(settings.prefix, options, etcd, rolls),
             # A round that is ready counts, though the lease was lost: see `_ready_after_all`.
             ParticipantOptions(settings.lease_ttl, settings.run_ttl, settings.request_timeout, renews=False),
             self._changed,
         )
-        self.round: Round | None = None  # read by any thread
+        self.round: AnyRound | None = None  # read by any thread
         """The last round that it took part in."""
         self._run = RunRecord(etcd, settings)
         self.begin()
@@ -77,7 +80,12 @@ class Node:
         """From now on the join time-out runs."""
         self.pace = RoundPace(self.participant, self._settings, self._run, self.host)
 
-    def ask(self, port: int) -> Round | None:
+    @property
+    def speaker(self) -> Speaker:
+        """Who ends the run, if this node's workers do."""
+        return Speaker(self.id, self.participant.ids)
+
+    def ask(self, port: int) -> AnyRound | None:
         """The next round with a seat for this node, when all of it have taken theirs; None to be called again.
 
         Args:
@@ -118,7 +126,7 @@ class Node:
 
     # -- asking -------------------------------------------------------------------------------------------------
 
-    def _ask(self, port: int, pace: RoundPace) -> Round | None:
+    def _ask(self, port: int, pace: RoundPace) -> AnyRound | None:
         if not self._numbers_known:
             # Behind all rounds that have left something, though the record that would tell of them may be gone.
             highest = retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone)
@@ -148,11 +156,11 @@ class Node:
         limits = settings.min_nodes, settings.max_nodes
         return JoinRequest(self.id, self._address, port, self._after, self.host, "", *limits, reopens=self._reopens)
 
-    def _started(self, round_: Round) -> Round:
+    def _started(self, round_: AnyRound) -> AnyRound:
         self.round, self._after = round_, round_.number
         return round_
 
-    def _ready_after_all(self, look: Look[Round, JoinRequest]) -> Round | None:
+    def _ready_after_all(self, look: Look[AnyRound, JoinRequest]) -> AnyRound | None:
         """Of a node that lost its lease: its round, if that has become ready. The others have started it by then, and
         hear nothing before this node has, too. It is called back at once afterwards."""
         known, member = look.record, self.participant.member
@@ -165,10 +173,10 @@ class Node:
         except RendezvousConnectionError as error:
             log.debug("whether a round still stands cannot be told: %s", error)
             return None
-        stands = now is not None and (now.number, now.seats) == (known.number, known.seats) and not now.closed
+        stands = now is not None and is_same_round(now, known) and not now.closed
         return self._started(known) if stands else None
 
-    def _go_on_or_end(self, now: Round, pace: RoundPace) -> None:
+    def _go_on_or_end(self, now: AnyRound, pace: RoundPace) -> None:
         """Of a run that is over: go on from it, or raise what ends this node."""
         settings = self._settings
         if not pace.has_waited and self.round is None and may_reopen(now, settings.restart):
@@ -180,7 +188,7 @@ class Node:
         text = f"run {settings.run_id!r} is over: {now.closed}"
         member = self.participant.member
         has_seat = member is not None and now.rank_of(member.id) is not None
-        if not (pace.has_waited and self.round is None and now.seats and not has_seat):
+        if not (pace.has_waited and self.round is None and now.size and not has_seat):
             again = "it may be started again once all of its nodes have ended, or start"
             advice = again if may_reopen(now, settings.restart) else "start"
             raise RendezvousClosedError(f"{text}; {advice} a new run under another --rdzv-id")

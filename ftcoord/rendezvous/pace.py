@@ -9,8 +9,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import SEATING
-from ftcoord.core.rendezvous_records import JoinRequest, Round
+from ftcoord.core.rendezvous import SAY_AGAIN, SEATING, unhurried
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
+from ftcoord.core.standby import rare_slot
 from ftcoord.errors import EtcdError
 from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Look, Standby, TakeoverToken
 from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Participant
@@ -21,14 +22,14 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
 
-SEAT_INTERVAL: Final = 1.0
-"""Seconds until a node that waits for others says again that it takes its seat; see `core.rendezvous.FRESH`."""
 FIRST_LINE: Final = 5.0
 """Seconds until a node that waits says so for the first time."""
 LINE_INTERVAL: Final = 30.0
 """Seconds between two lines of a node that waits about who is there."""
 LOOK_TIMEOUT: Final = 2.0
 """Seconds that a look at the other nodes may take. Nothing depends on it."""
+OLDEST: Final = 4
+"""Members that look soon before there is any round, whatever its size will be."""
 LIMITS_INTERVAL: Final = 1.0
 """Seconds between two looks of a node that has other limits than the run."""
 
@@ -40,21 +41,21 @@ class RoundPace:
     """
 
     def __init__(
-        self, participant: Participant[Round, JoinRequest], settings: RendezvousSettings, run: RunRecord, host: str
+        self, participant: Participant[AnyRound, JoinRequest], settings: RendezvousSettings, run: RunRecord, host: str
     ) -> None:
         now = concurrency.now()
         self._participant, self._settings, self._run, self._host = participant, settings, run, host
-        self._standby = Standby(participant, TakeoverToken())
+        self._standby = Standby(participant, TakeoverToken(), rare_slot)
         self.gone = concurrency.event()
         self.deadline = now + settings.join_timeout
         self.has_waited = False
         """Whether this node has waited for others: it then may be a spare of theirs."""
         self.limits = OtherLimits(settings, run)
         self._check_at, self._line_at = now + KEY_CHECK_INTERVAL, now + FIRST_LINE
-        self._tolerated: Round | None = None
+        self._tolerated: AnyRound | None = None
         """A record with other limits, which nobody else alive shares, as far as is known."""
 
-    def see(self, look: Look[Round, JoinRequest]) -> Standing:
+    def see(self, look: Look[AnyRound, JoinRequest]) -> Standing:
         standing, now = look.standing, concurrency.now()
         if standing is Standing.REFUSED and look.record is self._tolerated:
             standing = Standing.PENDING
@@ -62,10 +63,10 @@ class RoundPace:
             # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
             seating = max(self._settings.last_call_timeout, SEATING) + LOOK_TIMEOUT
             self.deadline = max(self.deadline, now + seating)
-            self._check_at = min(self._check_at, now + SEAT_INTERVAL)
+            self._check_at = min(self._check_at, now + SAY_AGAIN * unhurried(self._seats(look.record)))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
             self.deadline = now + self._settings.join_timeout
-        self._standby.see(look.record, self._seats(look.record), _may_look(look.record, standing))
+        self._standby.see(look.record, self._waiters(look.record), _may_look(look.record, standing))
         if standing in (Standing.PENDING, Standing.SPARE):
             self.has_waited = True
         return standing
@@ -76,7 +77,7 @@ class RoundPace:
             return now
         return min(self.deadline, self._check_at, self._line_at, self._standby.at(), now + SIGNAL_LATENCY)
 
-    def tick(self, look: Look[Round, JoinRequest]) -> None:
+    def tick(self, look: Look[AnyRound, JoinRequest]) -> None:
         """Raises RendezvousTimeoutError after the join time-out, and RendezvousStateError where the limits differ."""
         now = concurrency.now()
         if look.standing is Standing.REFUSED:
@@ -98,13 +99,21 @@ class RoundPace:
         """This node waits no longer, for now."""
         self._standby.end()
 
-    def _seats(self, record: Round | None) -> int:
-        return len(record.seats) if record is not None and record.seats else self._settings.min_nodes
+    def _seats(self, record: AnyRound | None) -> int:
+        return record.size if record is not None and record.size else self._settings.min_nodes
 
-    def _check(self, look: Look[Round, JoinRequest], now: float) -> None:
+    def _waiters(self, record: AnyRound | None) -> int:
+        """How many may wait for the same record, as far as this one can tell. Where nobody knows how many will come,
+        all but the oldest few take it for as many as there may be: they must not all look at once."""
+        seats, member = self._seats(record), self._participant.member
+        place = member.group.place if member else 0
+        unknown = (record is None or not record.size) and place > OLDEST
+        return max(seats, place, self._settings.max_nodes if unknown else 0)
+
+    def _check(self, look: Look[AnyRound, JoinRequest], now: float) -> None:
         self._tolerated = None
         if look.record is not None and look.record.number == look.ask.seated:
-            self._check_at = now + SEAT_INTERVAL
+            self._check_at = now + SAY_AGAIN * unhurried(look.record.size)
             self._participant.reaffirm(look.ask, self)  # for what was said a while ago does not count
         else:
             self._check_at = now + KEY_CHECK_INTERVAL
@@ -124,17 +133,18 @@ class RoundPace:
             return f"cannot tell who is there: {error}"
         before = self._participant.record
         if before is not None and before.closed:
-            old = [ask.host for ask in asks if any(seat.node == ask.node for seat in before.seats)]
+            nodes = before.nodes if isinstance(before, Round) else ()
+            old = [ask.host for ask in asks if ask.node in nodes or ask.seated == before.number]
             if old:
                 return f"{named(old)} of the run that had ended has still to end"
         return attendance([ask.host for ask in asks], count, self._settings.min_nodes)
 
 
-def _may_look(record: Round | None, standing: Standing) -> bool:
+def _may_look(record: AnyRound | None, standing: Standing) -> bool:
     """Whether a node that stands like this may decide in place of the decider.
 
     Not while the nodes of a round take their seats: these count only if they were taken a moment ago, and whoever hears
     late of the round cannot tell. It would start the round with a node that is dead.
     """
-    takes_seats = record is not None and bool(record.seats) and not (record.ready or record.recalled)
+    takes_seats = record is not None and bool(record.size) and not (record.ready or record.recalled)
     return standing in (Standing.PENDING, Standing.SPARE) and not takes_seats

@@ -5,64 +5,175 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ftcoord.core.invariants import check_fences, check_round
-from ftcoord.core.layout import member_of, round_key, round_store_prefix
+from ftcoord.core.invariants import check_fences, check_roll, check_round
+from ftcoord.core.layout import (
+    Span,
+    member_of,
+    other_rolls,
+    roll_key,
+    roll_span,
+    rolls_span,
+    round_key,
+    round_store_prefix,
+)
 from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide
-from ftcoord.core.rendezvous_records import Round, encode, parse_join_request, parse_round
+from ftcoord.core.rendezvous_records import (
+    ROLLS,
+    RollSizes,
+    Round,
+    RoundHead,
+    chunks_of,
+    encode,
+    head_of,
+    parse_chunk,
+    parse_decided,
+    parse_join_request,
+    roll_id,
+    round_of,
+    with_roll,
+)
 from ftcoord.core.verdict import Publish, Verdict, Wait
-from ftcoord.etcd.api import Span
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import Etcd, Get
+from ftcoord.primitives.group.beside import read_all
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
 
 
-class RendezvousPolicy:
-    """Decides the rounds of one run. Implements `ftcoord.primitives.group.policy.Policy`."""
+class RollReplaced(Exception):
+    """The roll of a record was deleted: there is another record by now."""
 
-    def __init__(self, prefix: str, options: RoundOptions) -> None:
-        self._prefix = prefix
-        self._options = options
+
+class RendezvousPolicy:
+    """Decides the rounds of one run. Implements `ftcoord.primitives.group.policy.Policy`.
+
+    Args:
+        prefix: the run's.
+        options: what its user asked for.
+        etcd: for reading the roll of a round that another member decided.
+        rolls: when a roll lies beside its head.
+    """
+
+    def __init__(self, prefix: str, options: RoundOptions, etcd: Etcd, rolls: RollSizes = ROLLS) -> None:
+        self._prefix, self._options, self._etcd, self._sizes = prefix, options, etcd, rolls
         self._members = ParsedKeys(parse_join_request)
-        self._decided = ParsedKey(parse_round)
+        self._candidates: dict[str, RoundCandidate] = {}
+        """By key, as they were when this last decided."""
+        self._decided = ParsedKey(parse_decided)
+        self._known: dict[str, Round] = {}
+        """By roll id, a record with that roll: of the last round, and of that which this decider wants to follow."""
         self._highest = 0
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
-        """Raises StateError when the decided record is not ours to read."""
-        previous = self._decided.of(view.decided) if view.decided else None
+        """Raises StateError when the decided record is not ours to read, and EtcdError when its roll cannot be read."""
+        record = self._decided.of(view.decided) if view.decided else None
         # An etcd that lost its last writes may show an older record than this member has seen.
-        self._highest = max(self._highest, previous.number if previous else 0)
-        members = [
-            RoundCandidate(member_of(kv.key), ask, view.seen[kv.key]) for kv, ask in self._members.of(view.members)
-        ]
-        situation = RoundSituation(
-            members, view.changed_at, previous, view.decided_at, view.vanished, self._highest, view.read_at
-        )
+        self._highest = max(self._highest, record.number if record else 0)
+        try:
+            previous = self._with_roll(record, view) if isinstance(record, RoundHead) else record
+        except RollReplaced:
+            return Wait("another record has replaced the one that is known: it is on its way")
+        situation = self._situation(view, previous)
         verdict = decide(situation, self._options, now)
         verdict = self._guard.passed(verdict, lambda one: check_round(situation, one.record), now)
         if isinstance(verdict, Wait):
             return verdict
-        number, published = verdict.record.number, self._publish(verdict, previous, me)
-        return self._guard.passed(published, partial(check_fences, self._prefix, previous, number), now)
+        head = record if previous is not None and isinstance(record, RoundHead) else None
+        published: Verdict[bytes] = self._publish(verdict, previous, head, me, again=view.vanished)
+        published = self._guard.passed(published, partial(check_roll, self._prefix, head, verdict.record), now)
+        return self._guard.passed(published, partial(check_fences, self._prefix, previous, verdict.record.number), now)
 
-    def _publish(self, decision: Publish[Round], previous: Round | None, me: str) -> Publish[bytes]:
+    def _situation(self, view: View, previous: Round | None) -> RoundSituation:
+        before, self._candidates = self._candidates, {}
+        for kv, ask in self._members.of(view.members):
+            seen, one = view.seen[kv.key], before.get(kv.key)
+            if one is None or one.ask is not ask or one.seen != seen:
+                one = RoundCandidate(member_of(kv.key), ask, seen)
+            self._candidates[kv.key] = one
+        members = list(self._candidates.values())
+        return RoundSituation(
+            members, view.changed_at, previous, view.decided_at, view.vanished, self._highest, view.read_at
+        )
+
+    # -- the roll of the last round -----------------------------------------------------------------------------
+
+    def _with_roll(self, head: RoundHead, view: View) -> Round | None:
+        """The last round, with its roll. None if it vanished with its roll, and this decider never read that."""
+        known = self._known.get(head.roll) or self._read_roll(head, view)
+        if known is None:
+            return None
+        self._known = {head.roll: known}
+        return with_roll(head, known.seats, known.away)
+
+    def _read_roll(self, head: RoundHead, view: View) -> Round | None:
+        """Raises RollReplaced, StateError, EtcdError."""
+        assert view.decided is not None
+        span = roll_span(self._prefix, head.roll)
+        kvs = {kv.key: kv for kv in read_all(self._etcd, span)}
+        keys = [roll_key(self._prefix, head.roll, chunk) for chunk in range(head.chunks)]
+        if all(key in kvs for key in keys):
+            return round_of(span.start, head, (parse_chunk(key, kvs[key].value) for key in keys))
+        if view.vanished:
+            return None
+        now = self._etcd.range(Get(Span(view.decided.key), keys_only=True)).one
+        if now is None or now.mod_revision != view.decided.mod_revision:
+            raise RollReplaced
+        raise StateError(span.start, f"is not whole, though {now.key} names it: delete that, so that all decide anew")
+
+    # -- a decision as keys and bytes -----------------------------------------------------------------------------
+
+    def _publish(
+        self, decision: Publish[Round], previous: Round | None, head: RoundHead | None, me: str, *, again: bool
+    ) -> Publish[bytes]:
         """A new round opens its store, empty, and ends those before, in the same transaction.
 
         The round before is that of the record, or where the record was lost the one before this by its number. What
-        lies in the new one's store is of a run that was forgotten since.
+        lies in the new one's store is of a run that was forgotten since. All rolls but the new one's are deleted, also
+        those of deciders that were too late. If the record vanished and is written `again`, so is its roll.
         """
-        value = encode(replace(decision.record, by=me))
         number, last = decision.record.number, previous.number if previous else 0
         if number == last:
-            return Publish(value, decision.reason, decision.rule)
+            value, beside = self._said_again(decision.record, head, me, again)
+            return Publish(value, decision.reason, decision.rule, beside=beside)
+        value, beside = self._new(decision.record, me)
         over = sorted({last, number - 1} - {0})
         fences = [Span(round_key(self._prefix, before)) for before in over]
         stores = [Span(round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
-        old = [*fences, *stores]
         return Publish(
             value,
             decision.reason,
             decision.rule,
             puts=((round_key(self._prefix, number), b""),),
-            deletes=old,
+            deletes=[*fences, *stores, *self._old_rolls(decision.record, me)],
+            beside=beside,
         )
+
+    def _new(self, record: Round, me: str) -> tuple[bytes, list[tuple[str, bytes]]]:
+        """The record of a new round, and its roll where that lies beside it."""
+        if self._sizes.is_inline(record):
+            return encode(replace(record, by=me)), []
+        chunks = self._sizes.chunks_for(record)
+        roll = roll_id(record, chunks, me)
+        self._known[roll] = record
+        return encode(head_of(record, roll, chunks, me)), self._chunks(record, roll, chunks)
+
+    def _said_again(
+        self, record: Round, head: RoundHead | None, me: str, with_roll: bool
+    ) -> tuple[bytes, list[tuple[str, bytes]]]:
+        """What else is said of a round: in the form that it was decided in, since its participants know it by that."""
+        if head is None:
+            return encode(replace(record, by=me)), []
+        value = encode(head_of(record, head.roll, head.chunks, me))
+        return value, self._chunks(record, head.roll, head.chunks) if with_roll else []
+
+    def _chunks(self, record: Round, roll: str, chunks: int) -> list[tuple[str, bytes]]:
+        parts = enumerate(chunks_of(record, chunks))
+        return [(roll_key(self._prefix, roll, at), encode(chunk)) for at, chunk in parts]
+
+    def _old_rolls(self, record: Round, me: str) -> list[Span]:
+        """All but that of this new round."""
+        if self._sizes.is_inline(record):
+            return [rolls_span(self._prefix)]
+        return list(other_rolls(self._prefix, roll_id(record, self._sizes.chunks_for(record), me)))

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from ftcoord.core import rendezvous, rendezvous_records
-from ftcoord.core.layout import decided_key, members_span, number_of, round_key, rounds_span
-from ftcoord.core.rendezvous_records import JoinRequest, Round
+from ftcoord.core.layout import decided_key, members_span, number_of, roll_key, round_key, rounds_span
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Span
 from ftcoord.primitives.write_once import Amendment, amend
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """A node that ends a run because of its own workers, and all members that it has been."""
+
+    node: str
+    members: Sequence[str]
+
+
+class _RoundReplaced(Exception):
+    """Another round was decided after the record was read."""
 
 
 class RunRecord:
@@ -29,18 +42,18 @@ class RunRecord:
         self._etcd, self._settings = etcd, settings
         self._key = decided_key(settings.prefix)
 
-    def read(self) -> Round | None:
+    def read(self) -> AnyRound | None:
         """The last round that was decided; None if there is none."""
         try:
             kv = self._etcd.range(Get(Span(self._key))).one
-            return rendezvous_records.parse_round(kv.key, kv.value) if kv else None
+            return parse_decided(kv.key, kv.value) if kv else None
         except StateError as error:
             raise RendezvousStateError(str(error)) from None
         except EtcdError as error:
             raise RendezvousConnectionError(str(error)) from None
 
-    def close(self, reason: str, outcome: str, node: str | None = None) -> None:
-        """End the run, within `close_timeout` seconds, unless it is over or went on without `node`.
+    def close(self, reason: str, outcome: str, speaker: Speaker | None = None) -> None:
+        """End the run, within `close_timeout` seconds, unless it is over or went on without `speaker`.
 
         If the run did not finish, its round ends too: torch's agents wait in the round's store, in their exit barrier,
         for nodes that will not come.
@@ -48,8 +61,9 @@ class RunRecord:
         settings = self._settings
 
         def closed(kv: KeyValue | None) -> Amendment | None:
-            now = rendezvous_records.parse_round(kv.key, kv.value) if kv else rendezvous_records.NO_ROUND
-            ended = rendezvous.close(now, reason, outcome, node)
+            now = parse_decided(kv.key, kv.value) if kv else rendezvous_records.NO_ROUND
+            speaks = speaker is None or bool(now.closed) or self._has_seat(now, speaker)
+            ended = rendezvous.close(now, reason, outcome, speaks=speaks)
             if ended is None:
                 _log_why_not(settings.run_id, now, outcome)
                 return None
@@ -58,11 +72,37 @@ class RunRecord:
             return value, () if outcome == rendezvous_records.FINISHED else (fence,)
 
         try:
-            amend(self._etcd, self._key, settings.run_ttl, closed, settings.close_timeout)
+            while not self._is_amended(closed):
+                log.debug("run %r went on while it was to be closed: looking again", settings.run_id)
         except StateError as error:
             raise RendezvousStateError(str(error)) from None
         except EtcdError as error:
             raise RendezvousConnectionError(f"run {settings.run_id!r} could not be closed: {error}") from None
+
+    def _is_amended(self, change: Callable[[KeyValue | None], Amendment | None]) -> bool:
+        """Amend the record. False if another round was decided meanwhile."""
+        try:
+            amend(self._etcd, self._key, self._settings.run_ttl, change, self._settings.close_timeout)
+        except _RoundReplaced:
+            return False
+        return True
+
+    def _has_seat(self, now: AnyRound, speaker: Speaker) -> bool:
+        """Whether a node has a seat in this round. Raises EtcdError, StateError, and _RoundReplaced if it is not the
+        last one any more."""
+        if isinstance(now, Round):
+            return speaker.node in now.nodes
+        for at in {now.chunk_of(member) for member in speaker.members}:
+            key = roll_key(self._settings.prefix, now.roll, at)
+            found = self._etcd.range(Get(Span(key)), timeout=self._settings.close_timeout).one
+            if found is not None:
+                if speaker.node in parse_chunk(key, found.value).nodes:
+                    return True
+            elif self.read() == now:
+                raise StateError(key, f"is gone, though {self._key} names it: delete that, so that all decide anew")
+            else:
+                raise _RoundReplaced
+        return False
 
     def members(self, limit: int, timeout: float) -> tuple[list[JoinRequest], int]:
         """The requests of the oldest members of the run, `limit` of them at most; and how many members there are.
@@ -86,7 +126,7 @@ class RunRecord:
         return max((number_of(kv.key) for kv in found.kvs), default=0)
 
 
-def _log_why_not(run_id: str, now: Round, outcome: str) -> None:
+def _log_why_not(run_id: str, now: AnyRound, outcome: str) -> None:
     """Tell the user why this node did not close the run with this outcome."""
     if not now.closed:
         log.info("run %r is left to the others: they went on without this node", run_id)

@@ -7,28 +7,68 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ftcoord.core import rendezvous, rendezvous_records
+from ftcoord.core.layout import roll_key
 from ftcoord.core.outlook import Outlook
 from ftcoord.core.rendezvous import RoundOptions
-from ftcoord.core.rendezvous_records import JoinRequest, Round
+from ftcoord.core.rendezvous_records import (
+    ROLLS,
+    AnyRound,
+    HeardRound,
+    JoinRequest,
+    RollChunk,
+    RollSizes,
+    RoundHead,
+    parse_chunk,
+    parse_decided,
+)
+from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.group.use import Use
 from ftcoord.rendezvous.policy import RendezvousPolicy
 
 
-class RoundUse(Use[Round, JoinRequest]):
-    """The rounds of one run."""
+class RoundUse(Use[AnyRound, JoinRequest]):
+    """The rounds of one run.
 
-    def __init__(self, prefix: str, options: RoundOptions) -> None:
-        self._prefix, self._options = prefix, options
+    Args:
+        prefix: the run's.
+        options: what its user asked for.
+        etcd: for a decider that takes over: it reads the last round's roll.
+        rolls: when a roll lies beside its head.
+    """
+
+    def __init__(self, prefix: str, options: RoundOptions, etcd: Etcd, rolls: RollSizes = ROLLS) -> None:
+        self._prefix, self._options, self._etcd, self._rolls = prefix, options, etcd, rolls  # these never change
+        self._read: tuple[str, RollChunk, int] | None = None  # replaced as a whole, by any thread
+        """Of which roll the last chunk was read, and which: all records of a round have the same roll."""
 
     @property
     def prefix(self) -> str:
         return self._prefix
 
     def policy(self) -> RendezvousPolicy:
-        return RendezvousPolicy(self._prefix, self._options)
+        return RendezvousPolicy(self._prefix, self._options, self._etcd, self._rolls)
 
-    def parse(self, key: str, value: bytes) -> Round:
-        return rendezvous_records.parse_round(key, value)
+    def parse(self, key: str, value: bytes) -> AnyRound:
+        record = parse_decided(key, value)
+        if not isinstance(record, RoundHead):
+            return record
+        read = self._read
+        if read is None or read[0] != record.roll:
+            return HeardRound.of(record)
+        return HeardRound.of(record, read[1], read[2])
+
+    def part_of(self, record: AnyRound, me: str) -> str | None:
+        if not isinstance(record, RoundHead):
+            return None
+        return roll_key(self._prefix, record.roll, record.chunk_of(me))
+
+    def with_part(self, record: AnyRound, me: str, part: KeyValue | None) -> AnyRound:
+        assert isinstance(record, RoundHead)
+        if part is None:
+            return HeardRound.of(record, gone=True)
+        chunk, at = parse_chunk(part.key, part.value), record.chunk_of(me)
+        self._read = record.roll, chunk, at
+        return HeardRound.of(record, chunk, at)
 
     def stamp(self, ask: JoinRequest) -> JoinRequest:
         return replace(ask, nonce=uuid.uuid4().hex)
@@ -36,5 +76,5 @@ class RoundUse(Use[Round, JoinRequest]):
     def encode(self, ask: JoinRequest) -> bytes:
         return rendezvous_records.encode(ask)
 
-    def outlook(self, record: Round | None, me: Sequence[str], ask: JoinRequest) -> Outlook[JoinRequest]:
+    def outlook(self, record: AnyRound | None, me: Sequence[str], ask: JoinRequest) -> Outlook[JoinRequest]:
         return rendezvous.outlook(record, me[-1], ask)

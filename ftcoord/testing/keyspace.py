@@ -200,7 +200,7 @@ def _replay(base: dict[str, KeyValue], log: Iterable[tuple[int, Sequence[Event]]
 
 def _select(kvs: dict[str, KeyValue], get: Get, revision: int) -> RangeResult:
     """As etcd does it: the count is that of the span, whatever `limit` and `created_before` leave of it."""
-    if get.span.is_prefix:
+    if get.span.end:
         found = sorted((kv for kv in kvs.values() if kv.key in get.span), key=lambda kv: encode_key(kv.key))
     else:
         found = [kvs[get.span.start]] if get.span.start in kvs else []

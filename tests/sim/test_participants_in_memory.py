@@ -1,6 +1,6 @@
-"""Rounds and quorums under accidents, with the real Participant on both sides: torch's nodes and torchft's replicas.
+"""Quorums under accidents, with the real Participant: torchft's replicas. Rounds are in test_rounds_in_memory.py.
 
-Each replica and each node is a loop in a process of its own, as trainers are. What all of them are told is checked
+Each replica is a loop in a process of its own, as trainers are. What all of them are told is checked
 against the invariants of docs/protocol.md, whatever the seed did to them.
 """
 
@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 from worlds import World, simulated
 
 from ftcoord import concurrency
@@ -19,11 +18,8 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
-from ftcoord.core.rendezvous_records import Round
 from ftcoord.errors import ClientClosed, EtcdError
 from ftcoord.etcd.api import Get
-from ftcoord.rendezvous.node import Node
-from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.testing import DELIVERED, Fate, MemoryClient, flaky
 
 JOB = Job("etcd", "", "job", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
@@ -317,131 +313,3 @@ def test_survivors_whose_beats_come_from_another_client_get_their_quorum(world: 
     end(world, [dies])
     world.until(lambda: all(one.told for one in survivors), "the survivors have their quorum", 0.8)
     end(world, [*survivors, *beats])
-
-
-# -- rounds -----------------------------------------------------------------------------------------------------------
-
-
-class Agent(Machine):
-    """A node that takes part in every round that it is called back to."""
-
-    def __init__(self, world: World, name: str, client: MemoryClient, nnodes: tuple[int, int]) -> None:
-        super().__init__(world, name, client)
-        self.rounds: list[Round] = []
-        self._settings = RendezvousSettings(
-            "etcd-v3", "run", *nnodes, None, None, last_call_timeout=2.0, lease_ttl=LEASE_TTL, close_timeout=1.0
-        )
-        self._port = 10_000
-        self.begin(self._work)
-
-    def _work(self) -> None:
-        node = Node(self.client, self._settings, self.name, self.name)
-        while not self.stop.is_set():
-            self._port += 1
-            try:
-                node.begin()
-                found = node.ask(self._port)
-            except RendezvousError:
-                self.stop.wait(0.5)
-                continue
-            if found is not None:
-                self.rounds.append(found)
-                while not self.stop.wait(0.1) and not node.waiting()[0]:
-                    pass
-        node.leave("the test is over")
-
-
-def agents(world: World, count: int, nnodes: tuple[int, int], wild: bool = False) -> list[Agent]:
-    made = []
-    for number in range(count):
-        chances = {"lost_requests": 0.03, "lost_answers": 0.03, "late": 0.02, "delay": 0.01} if wild else {}
-        fate = flaky(100 * world.seed + number, **chances)
-        made.append(Agent(world, f"node{number}", world.etcd.client(fate), nnodes))
-    return made
-
-
-def work_together(world: World, agents: Iterable[Agent]) -> Round:
-    """Wait until these, and no others, are in one round that all of them have started."""
-    there = list(agents)
-
-    def is_round() -> bool:
-        last = [agent.rounds[-1] if agent.rounds else None for agent in there]
-        hosts = {seat.host for seat in last[0].seats} if last[0] else set()
-        return hosts == {agent.name for agent in there} and len({one.number if one else 0 for one in last}) == 1
-
-    world.until(is_round, f"a round of {[agent.name for agent in there]}")
-    return there[0].rounds[-1]
-
-
-def check_rounds(agents: Iterable[Agent]) -> None:
-    """Everybody is told the same seats of a number, takes part in each round once, and numbers never go back."""
-    by_number: dict[int, object] = {}
-    for agent in agents:
-        numbers = [one.number for one in agent.rounds]
-        assert numbers == sorted(set(numbers)), (agent.name, numbers)
-        for one in agent.rounds:
-            assert one.ready
-            assert agent.name in {seat.host for seat in one.seats}
-            seen = (one.seats, one.address, one.port)
-            assert by_number.setdefault(one.number, seen) == seen
-
-
-@simulated
-def test_nodes_meet_on_a_bad_network(world: World) -> None:
-    group = agents(world, 3, (3, 3), wild=True)
-    work_together(world, group)
-    end(world, group)
-    check_rounds(group)
-
-
-@simulated
-def test_a_node_that_dies_is_replaced_by_a_spare(world: World) -> None:
-    group = agents(world, 3, (2, 2))
-    world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
-    spare = next(agent for agent in group if not agent.rounds)
-    seated = [agent for agent in group if agent is not spare]
-    victim = seated[world.seed % 2]
-    first = seated[0].rounds[-1]
-    victim.crash()
-    survivor = next(agent for agent in seated if agent is not victim)
-    second = work_together(world, [survivor, spare])
-    assert second.number > first.number
-    assert second.seats[0].host == survivor.name, "rank 0 goes to one that has been there"
-    end(world, [survivor, spare])
-    check_rounds(group)
-
-
-@simulated
-def test_a_round_shrinks_and_grows(world: World) -> None:
-    group = agents(world, 3, (1, 4))
-    work_together(world, group)
-    group[0].crash()
-    work_together(world, group[1:])
-    group.append(Agent(world, "node9", world.etcd.client(), (1, 4)))
-    work_together(world, group[1:])
-    end(world, group[1:])
-    check_rounds(group)
-
-
-@simulated
-def test_an_outage_longer_than_the_lease_ends_no_round(world: World) -> None:
-    group = agents(world, 3, (3, 3))
-    before = work_together(world, group)
-    with world.etcd.outage():
-        world.sleep(10 * LEASE_TTL)
-    world.sleep(3 * LEASE_TTL)
-    assert [agent.rounds[-1] for agent in group] == [before] * 3, "nobody was called back"
-    end(world, group)
-    check_rounds(group)
-
-
-@simulated
-def test_rounds_go_on_from_the_highest_number_when_etcd_was_wiped(world: World) -> None:
-    empty = world.etcd.snapshot()
-    group = agents(world, 3, (3, 3))
-    first = work_together(world, group)
-    world.etcd.rewind(empty)
-    world.until(lambda: all(agent.rounds[-1].number > first.number for agent in group), "another round")
-    work_together(world, group)
-    end(world, group)
-    check_rounds(group)

@@ -19,10 +19,23 @@ from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken, check_round, require
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, call_back
-from ftcoord.core.rendezvous_records import FAILED, JoinRequest, Round
+from ftcoord.core.rendezvous_records import (
+    FAILED,
+    AnyRound,
+    HeardRound,
+    JoinRequest,
+    Round,
+    RoundHead,
+    chunks_of,
+    encode,
+    head_of,
+    parse_chunk,
+    parse_decided,
+    roll_id,
+)
 from ftcoord.core.verdict import Publish
 
-RoundOutlook = Callable[[Round | None, str, JoinRequest], Outlook[JoinRequest]]
+RoundOutlook = Callable[[AnyRound | None, str, JoinRequest], Outlook[JoinRequest]]
 MOST_ACTS: Final = 12
 """Of one node, with nothing happening meanwhile: more is an endless loop."""
 
@@ -33,7 +46,7 @@ class Mind(NamedTuple):
     Args:
         node, member: its name, and its present incarnation.
         ask: what it asked last.
-        heard: the last record that it heard of.
+        heard: the last record that it heard of, and where rolls lie in chunks, what it has read of its roll.
         at_work: the round that it started; None while it waits for one.
         hangs: whether it hears and does nothing now.
         late: whether it ever hung, so that it may have missed a round that others started.
@@ -42,8 +55,8 @@ class Mind(NamedTuple):
     node: str
     member: str
     ask: JoinRequest
-    heard: Round | None
-    at_work: Round | None = None
+    heard: AnyRound | None
+    at_work: AnyRound | None = None
     hangs: bool = False
     late: bool = False
 
@@ -76,6 +89,7 @@ class MemberWorld:
         nodes: how many there are at most.
         other_limits: the nodes that want others: one node more each.
         hanging: whether one node may hang.
+        chunk: seats of a chunk, on average; 0 where a record has its roll in itself.
     """
 
     limits: tuple[int, int]
@@ -84,6 +98,7 @@ class MemberWorld:
     decide: Decide = rendezvous.decide
     other_limits: str = ""
     hanging: bool = True
+    chunk: int = 0
     options: RoundOptions = field(default_factory=quick)
     met: set[Standing] = field(default_factory=set)
     _calm: set[State] = field(default_factory=set)
@@ -118,11 +133,12 @@ class MemberWorld:
         yield f"{name} dies", _without(state, mind)
         if _is_member(state, mind):
             yield f"{name} loses its lease", self._lose(state, mind)
-        if mind.heard != record:
-            yield f"{name} hears", _with(state, mind, heard=record)
+        if self._is_news(mind, state):
+            yield f"{name} hears", self._hear(state, mind)
         if mind.at_work is not None:
             yield f"{name} comes back", self._come_back(state, mind)
-            ended = rendezvous.close(record, "done", FAILED, mind.node) if record else None
+            speaks = record is not None and mind.node in record.nodes
+            ended = rendezvous.close(record, "done", FAILED, speaks=speaks) if record else None
             if ended is not None and _is_member(state, mind):
                 closed = _written(state, ended)
                 yield f"{name} closes", _without(closed, mind)._replace(ended=closed.ended | {name})
@@ -139,11 +155,14 @@ class MemberWorld:
     def _join(self, state: State, node: str, after: int = 0, old: Mind | None = None) -> State:
         """As a new member, that reads the record in the transaction that makes it one."""
         used = {*(state.view.previous.last_seats if state.view.previous else ()), old.member if old else ""}
-        used.update(seat for mind in state.minds if mind.heard for seat in mind.heard.last_seats)
+        used.update(mind.member for mind in state.minds)
+        used.update(seat for mind in state.minds if isinstance(mind.heard, Round) for seat in mind.heard.last_seats)
+        used.update(seat for mind in state.minds for seat in _seats_read(mind.heard))
         member = next(name for i in range(99) if (name := f"{node}{i}") not in used)
         limits = (1, 1) if node in self.other_limits else self.limits
         ask = JoinRequest(node, f"{node}.example", 1, after, node, "", *limits)
-        mind = Mind(node, member, ask, state.view.previous, late=old is not None and old.late)
+        heard = self._told(state.view.previous, None)
+        mind = Mind(node, member, ask, heard, late=old is not None and old.late)
         there = (*state.view.members, RoundCandidate(member, ask, 0.0))
         minds = tuple(sorted((*state.minds, mind)))
         return state._replace(view=replace(state.view, members=there, changed_at=0.0), minds=minds)
@@ -154,7 +173,8 @@ class MemberWorld:
         if mind.at_work is not None:
             return gone
         known, now = mind.heard, state.view.previous
-        stands = known and now and (known.number, known.seats) == (now.number, now.seats) and not now.closed
+        told = self._told(now, None)
+        stands = known and told and rendezvous.is_same_round(known, told) and not told.closed
         if known and stands and self._look(mind).standing is Standing.ANSWERED:
             return self._start(gone, mind, known)
         return self._rejoin(gone, mind)
@@ -174,6 +194,8 @@ class MemberWorld:
         """What the outlook says, and nothing else."""
         look, heard = self._look(mind), mind.heard
         assert heard is not None
+        if look.next is Next.READ:
+            return self._read(state, mind)
         if look.next is Next.WRITE:
             has_seat = heard.rank_of(mind.member) is not None and heard.number > mind.ask.after
             require("a member takes a seat that it has", has_seat and not (heard.ready or heard.recalled))
@@ -194,12 +216,51 @@ class MemberWorld:
             require("L2 nobody with the run's limits is refused", heard.limits != mind.ask.limits)
         return _without(state, mind)._replace(ended=state.ended | {mind.node})
 
-    def _start(self, state: State, mind: Mind, round_: Round) -> State:
+    # -- what a member reads ------------------------------------------------------------------------------------
+
+    def _told(self, record: Round | None, before: AnyRound | None) -> AnyRound | None:
+        """What a member is sent of the decided record: with what it has read of the same roll before."""
+        if record is None or not (self.chunk and record.seats):
+            return record
+        chunks = self._chunks(record)
+        value = encode(head_of(record, roll_id(record, chunks, "d"), chunks, ""))
+        head = parse_decided("decided", value)
+        assert isinstance(head, RoundHead)
+        if isinstance(before, HeardRound) and before.roll == head.roll and not before.gone:
+            return HeardRound.of(head, before.chunk, before.at)
+        return HeardRound.of(head)
+
+    def _is_news(self, mind: Mind, state: State) -> bool:
+        told = self._told(state.view.previous, mind.heard)
+        if isinstance(told, HeardRound) and isinstance(mind.heard, HeardRound) and mind.heard.gone:
+            return HeardRound.of(mind.heard) != HeardRound.of(told)
+        return told != mind.heard
+
+    def _hear(self, state: State, mind: Mind) -> State:
+        return _with(state, mind, heard=self._told(state.view.previous, mind.heard))
+
+    def _read(self, state: State, mind: Mind) -> State:
+        """Its chunk, as it is now: it is gone if another roll was decided since."""
+        heard, now = mind.heard, state.view.previous
+        assert isinstance(heard, HeardRound)
+        present = self._told(now, None)
+        if now is None or not isinstance(present, RoundHead) or present.roll != heard.roll:
+            return _with(state, mind, heard=HeardRound.of(heard, gone=True))
+        at = heard.chunk_of(mind.member)
+        value = encode(chunks_of(now, heard.chunks)[at])
+        return _with(state, mind, heard=HeardRound.of(heard, parse_chunk("chunk", value), at))
+
+    def _chunks(self, record: Round) -> int:
+        return -(-(len(record.seats) + len(record.away)) // self.chunk)
+
+    def _start(self, state: State, mind: Mind, round_: AnyRound) -> State:
         started = frozenset(one for one in state.started if one > round_.number - 3) | {round_.number}
         return _with(state, mind, at_work=round_)._replace(started=started)
 
-    def _ask_again(self, state: State, mind: Mind, heard: Round) -> State:
-        seat = heard.last_seats.get(mind.member, 0)
+    def _ask_again(self, state: State, mind: Mind, heard: AnyRound) -> State:
+        place = heard.place_of(mind.member)
+        assert place is not None
+        seat = place.last
         require("a member that missed nothing goes on waiting", seat > mind.ask.after)
         require("S1 all that live start a round, or none", mind.late or seat not in state.started)
         ask = replace(mind.ask, after=max(mind.ask.after, heard.number), seated=0)
@@ -225,8 +286,8 @@ class MemberWorld:
                 mind = next((one for one in state.minds if one.node == node), None)
                 if mind is None:
                     break
-                if mind.heard != state.view.previous:
-                    state = _with(state, mind, heard=state.view.previous)
+                if self._is_news(mind, state):
+                    state = self._hear(state, mind)
                 elif mind.at_work is None and self._look(mind).next is not Next.WAIT:
                     state = self._act(state, mind)
                 else:
@@ -291,6 +352,11 @@ class MemberWorld:
         require("L1 nobody is left out", len(at_work) == min(self.limits[1], len(counted)))
         left = {self._look(mind).standing for mind in state.minds if mind.at_work is None}
         require("L2 a surplus member is a spare", left <= {Standing.SPARE})
+
+
+def _seats_read(heard: AnyRound | None) -> tuple[str, ...]:
+    chunk = heard.chunk if isinstance(heard, HeardRound) else None
+    return chunk.members + chunk.away if chunk else ()
 
 
 def _is_member(state: State, mind: Mind) -> bool:

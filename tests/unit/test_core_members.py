@@ -10,7 +10,7 @@ from members_model import MemberWorld, RoundOutlook
 from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken
 from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.core.rendezvous_records import JoinRequest, Round
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest
 
 JOINED = ["A joins", "B joins", "decided"]
 SEATED = [*JOINED, "A hears", "A acts", "B hears", "B acts", "decided"]
@@ -32,6 +32,34 @@ def test_two_nodes(start: str, limits: tuple[int, int]) -> None:
     world = MemberWorld(limits)
     assert world.explore(depth, world.walk(*events)) > 1_000
     assert world.met >= ALWAYS
+
+
+@pytest.mark.parametrize("limits", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("start", STARTS)
+def test_two_nodes_whose_rolls_lie_in_chunks(start: str, limits: tuple[int, int]) -> None:
+    """One seat to a chunk, so that each reads its own; and it may read late."""
+    events, depth = STARTS[start]
+    world = MemberWorld(limits, chunk=1)
+    assert world.explore(depth, world.walk(*reading(events))) > 1_000
+    assert world.met >= ALWAYS
+
+
+def test_three_nodes_whose_rolls_lie_in_chunks_of_two() -> None:
+    world = MemberWorld((1, 2), nodes=3, hanging=False, chunk=2)
+    assert world.explore(5, world.walk(*reading(AT_WORK), "C joins")) > 1_000
+    assert world.met == ALWAYS | {Standing.SPARE}
+
+
+def reading(events: list[str]) -> list[str]:
+    """The same events where each member reads its chunk before it first acts on a record with a seat for it."""
+    read: set[str] = set()
+    out = []
+    for event in events:
+        if event.endswith(" acts") and event not in read:
+            read.add(event)
+            out.append(event)
+        out.append(event)
+    return out
 
 
 def test_a_surplus_node() -> None:
@@ -60,14 +88,14 @@ def test_a_node_with_other_limits() -> None:
 def instead(standing: Standing, *now: Standing, next_: Next = Next.WAIT) -> RoundOutlook:
     """An `outlook` that takes one of these standings for another."""
 
-    def outlook(now_decided: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+    def outlook(now_decided: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
         right = rendezvous.outlook(now_decided, me, ask)
         return Outlook(standing, next_) if right.standing in now else right
 
     return outlook
 
 
-def recalled_is_missed(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+def recalled_is_missed(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
     """It looks at `recalled` before `ready`."""
     right = rendezvous.outlook(now, me, ask)
     return (
@@ -75,30 +103,30 @@ def recalled_is_missed(now: Round | None, me: str, ask: JoinRequest) -> Outlook[
     )
 
 
-def starts_when_its_seat_is_taken(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+def starts_when_its_seat_is_taken(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
     right = rendezvous.outlook(now, me, ask)
     taken = now is not None and ask.seated == now.number and not now.recalled and not now.closed
     return Outlook(Standing.ANSWERED, Next.RETURN) if taken else right
 
 
-def takes_an_old_seat(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+def takes_an_old_seat(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
     """It forgets that it asked for a later round."""
     return rendezvous.outlook(now, me, replace(ask, after=0))
 
 
-def takes_its_seat_again(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+def takes_its_seat_again(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
     return rendezvous.outlook(now, me, replace(ask, seated=0))
 
 
-def takes_a_seat_of_a_recalled_round(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+def takes_a_seat_of_a_recalled_round(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
     return rendezvous.outlook(now and replace(now, recalled=""), me, ask)
 
 
-def forgets_that_it_is_away(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+def forgets_that_it_is_away(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
     return rendezvous.outlook(now and replace(now, away=()), me, ask)
 
 
-def changes_what_it_asks(now: Round | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+def changes_what_it_asks(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
     right = rendezvous.outlook(now, me, ask)
     return replace(right, ask=replace(right.ask, after=right.ask.after + 1)) if right.ask else right
 

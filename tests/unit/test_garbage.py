@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +19,15 @@ from ftcoord.core.election_records import Candidacy, Term
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.rendezvous import RoundOptions
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
+from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead, Seat
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import KeyValue, Span
+from ftcoord.etcd.api import Etcd, KeyValue, Span
 from ftcoord.primitives.group.policy import View
 from ftcoord.recipes.barrier import BarrierUse
 from ftcoord.recipes.election import ElectionUse
 from ftcoord.rendezvous.policy import RendezvousPolicy
+from ftcoord.testing import MemoryEtcd
 
 CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
 PREFIX = "/ftcoord/v1/run"
@@ -43,6 +44,8 @@ GOOD = [
     rendezvous_records.encode(
         Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234, recalled="somebody left")
     ),
+    rendezvous_records.encode(RoundHead(7, 1, "7-0000000000000001-x", 1, "10.0.0.1", 1234)),
+    rendezvous_records.encode(RollChunk(("0000000000000001",), ("n1",), ("h",), (0,))),
     quorum_records.encode(ReplicaRecord(REQUEST, 1, 0, 0)),
     quorum_records.encode(ReplicaRecord(REQUEST, 2, 7, 9)),
     HEAD,
@@ -58,6 +61,8 @@ GOOD = [
 PARSERS = (
     rendezvous_records.parse_join_request,
     rendezvous_records.parse_round,
+    rendezvous_records.parse_decided,
+    rendezvous_records.parse_chunk,
     quorum_records.parse_replica,
     quorum_records.parse_roster,
     lambda key, value: quorum_records.parse_quorum(key, value, ROSTER),
@@ -125,9 +130,15 @@ garbage = (
 )
 
 
-def policies() -> list[Any]:
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Etcd]:
+    with MemoryEtcd() as etcd:
+        yield etcd.client()
+
+
+def policies(empty: Etcd) -> list[Any]:
     return [
-        RendezvousPolicy(PREFIX, RoundOptions(30.0, 0.1, True)),
+        RendezvousPolicy(PREFIX, RoundOptions(30.0, 0.1, True), empty),
         QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 5.0, look=dict, seen=HighestSeen(), wall_clock=lambda: 0.0),
         ElectionUse(PREFIX).policy(),
         BarrierUse(PREFIX).policy(),
@@ -155,9 +166,9 @@ def verdict_of(policy: Any, seen: View) -> Publish | Wait | StateError:
 @settings(max_examples=CASES)
 @given(st.none() | garbage, st.lists(garbage, max_size=4), st.sampled_from([None, ROSTER]) | garbage)
 def test_a_decider_survives_whatever_it_reads(
-    decided: bytes | None, members: list[bytes], roster: bytes | None
+    empty: Etcd, decided: bytes | None, members: list[bytes], roster: bytes | None
 ) -> None:
-    for policy in policies():
+    for policy in policies(empty):
         seen = view(decided, members, roster)
         verdict = verdict_of(policy, seen)
         if isinstance(verdict, StateError):
@@ -166,7 +177,9 @@ def test_a_decider_survives_whatever_it_reads(
         elif isinstance(verdict, Publish):
             touched = [*(Span(key) for key, _ in verdict.puts), *verdict.deletes]
             assert all(
-                span.start.startswith(tuple(f"{PREFIX}/{part}" for part in ("rounds/", "store/", "terms/", "decided/")))
+                span.start.startswith(
+                    tuple(f"{PREFIX}/{part}" for part in ("rounds/", "rolls/", "store/", "terms/", "decided/"))
+                )
                 for span in touched
             )
             number = json.loads(verdict.record)["number"]
@@ -174,10 +187,12 @@ def test_a_decider_survives_whatever_it_reads(
 
 
 @pytest.mark.parametrize("good", GOOD[:2])
-def test_members_that_are_none_change_nothing(good: bytes) -> None:
+def test_members_that_are_none_change_nothing(empty: Etcd, good: bytes) -> None:
     """Beside one that is, whatever the others hold."""
-    policy = policies()[0]
+    policy = policies(empty)[0]
     alone = policy.decide(view(None, [good]), "0000000000000001", NOW)
-    among = policies()[0].decide(view(None, [good, b"garbage", pickle.dumps(Bomb()), b"{}"]), "0000000000000001", NOW)
+    among = policies(empty)[0].decide(
+        view(None, [good, b"garbage", pickle.dumps(Bomb()), b"{}"]), "0000000000000001", NOW
+    )
     assert isinstance(alone, Publish)
     assert alone == among

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +34,12 @@ from ftcoord.core.rendezvous import decide as decide_round
 from ftcoord.core.rendezvous_records import Away, JoinRequest, Round, encode
 from ftcoord.core.situation import Asking, Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait
-from ftcoord.etcd.api import KeyValue, Span
+from ftcoord.etcd.api import Etcd, KeyValue, Span
 from ftcoord.primitives.group.invariant_guard import DECIDE_AGAIN_AFTER, InvariantGuard
 from ftcoord.primitives.group.policy import View
 from ftcoord.recipes.election import ElectionUse
 from ftcoord.rendezvous.policy import RendezvousPolicy
+from ftcoord.testing import MemoryEtcd
 
 LIMITS = (1, 2)
 
@@ -321,11 +322,17 @@ def broken_rounds(*_: object) -> Publish[Round]:
     return Publish(replace(FIRST, seats=FIRST.seats + FIRST.seats[:1]), "two seats for one", "R4 forming")
 
 
+@pytest.fixture
+def etcd() -> Iterator[Etcd]:
+    with MemoryEtcd() as memory:
+        yield memory.client()
+
+
 def test_no_round_is_published_that_breaks_an_invariant(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    etcd: Etcd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     members = view({layout.member_key(PREFIX, one.id): encode(one.ask) for one in JOINING.members})
-    policy = RendezvousPolicy(PREFIX, RoundOptions())
+    policy = RendezvousPolicy(PREFIX, RoundOptions(), etcd)
     assert isinstance(policy.decide(members, "a", 0.0), Publish)
     monkeypatch.setattr("ftcoord.rendezvous.policy.decide", broken_rounds)
     with caplog.at_level(logging.ERROR):
@@ -364,11 +371,13 @@ def test_no_term_is_published_that_breaks_an_invariant(
     assert "S2 terms only grow" in caplog.text
 
 
-def test_no_fence_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_fence_is_left_out(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
     members = view({layout.member_key(PREFIX, one.id): encode(one.ask) for one in JOINING.members})
-    policy = RendezvousPolicy(PREFIX, RoundOptions())
-    monkeypatch.setattr(policy, "_publish", lambda *_: Publish(b"", "", "R4 forming"))
-    assert isinstance(policy.decide(members, "a", 0.0), Wait)
+    policy = RendezvousPolicy(PREFIX, RoundOptions(), etcd)
+    monkeypatch.setattr(policy, "_publish", lambda *_, **__: Publish(encode(FIRST), "", "R4 forming"))
+    verdict = policy.decide(members, "a", 0.0)
+    assert isinstance(verdict, Wait)
+    assert "S3" in verdict.reason
 
 
 def test_another_error_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,7 @@ FLOORS = (
     "primitives.feed primitives.informer primitives.exactly_once primitives.leased_keys primitives.lease_keeper_main",
     "primitives.lease_keeper",
     "primitives.group.policy primitives.group.invariant_guard primitives.group.parse_cache primitives.group.member_key",
-    "primitives.group.members_view primitives.group.record_lease",
+    "primitives.group.members_view primitives.group.record_lease primitives.group.beside",
     "primitives.group.decided_record primitives.group.succession",
     "primitives.group.pace primitives.group.use primitives.group.plain_policy",
     "primitives.group.group primitives.group.plain_use",

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,12 +34,16 @@ FOR_USERS = [
 
 @dataclass(frozen=True)
 class Found:
-    """A use: its name and module, and the types of its two records."""
+    """A use: its name and module, and the types of its two records. The decided one may have several forms."""
 
     name: str
     module: str
-    record: type
+    record: type | types.UnionType
     ask: type
+
+    @property
+    def forms(self) -> tuple[type, ...]:
+        return typing.get_args(self.record) if isinstance(self.record, types.UnionType) else (self.record,)
 
     def __str__(self) -> str:
         return self.name
@@ -160,7 +165,7 @@ def protocol(use: Found) -> str:
     rows = [row for row in page.splitlines() if row.startswith("|")]
     missing = [
         f"a row for {key} with a {kind.__name__}"
-        for key, kind in (("members/", use.ask), ("decided", use.record))
+        for key, kind in (("members/", use.ask), *(("decided", form) for form in use.forms))
         if not any(key in row and names_word(row, kind.__name__) for row in rows)
     ]
     missing += [f"the fields of {kind.__name__}" for kind in kinds(use) if f"**{kind.__name__}**: " not in page]
@@ -193,8 +198,8 @@ STEPS: tuple[Callable[[Found], str], ...] = (
 )
 
 
-def kinds(use: Found) -> tuple[type, type]:
-    return use.ask, use.record
+def kinds(use: Found) -> tuple[type, ...]:
+    return use.ask, *use.forms
 
 
 def policy_of(use: Found) -> str:

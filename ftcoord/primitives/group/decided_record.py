@@ -10,10 +10,12 @@ from ftcoord import concurrency
 from ftcoord.core.layout import Span, decided_key, decided_span, roster_key
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Put, unchanged
+from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, TxnResult, exists, unchanged
+from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.primitives.group.beside import batches, fits
 from ftcoord.primitives.group.record_lease import RecordLease
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.primitives.write_once import WriteOutcome, write_once
+from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, WRITE_TIMEOUT, WriteOutcome, write_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +126,22 @@ class DecidedRecord:
         lease, current = self.lease.for_publishing(), self.mirror.one
         puts = [Put(key, value, lease) for key, value in decision.puts]
         puts += self._roster_put_back(puts, lease)
+        record = Put(self.mirror.span.start, decision.record, lease)
+        guards = [*own.guards, *self._roster_guards()]
+        also: list[Op] = [*own.puts, *puts, *(Delete(span) for span in decision.deletes)]
+        beside = [Put(key, value, lease) for key, value in decision.beside]
+        operations = 1 + len(also) + len(beside) + 1  # the record, and the read of it
+        if beside and not fits(operations, [record, *own.puts, *puts, *beside]):
+            refused = self._write_before(
+                beside, [unchanged(record.key, current.mod_revision if current else 0), *guards]
+            )
+            if refused is not None:
+                self._learn(refused, puts)
+                return False
+            # All of it is deleted together, so a decision that arrives late never names what is gone.
+            guards, beside = [*guards, exists(beside[0].key)], []
         outcome = write_once(
-            self._etcd,
-            Put(self.mirror.span.start, decision.record, lease),
-            current.mod_revision if current else 0,
-            guards=[*own.guards, *self._roster_guards()],
-            also=[*own.puts, *puts, *(Delete(span) for span in decision.deletes)],
+            self._etcd, record, current.mod_revision if current else 0, guards=guards, also=[*also, *beside]
         )
         if outcome.done and outcome.kv is not None:
             own.wrote(outcome.kv.mod_revision)  # before anybody is told, and asks for the next decision
@@ -140,6 +152,23 @@ class DecidedRecord:
         """Stop watching, and keep the lease no longer. Idempotent."""
         self.mirror.close()
         self.lease.drop()
+
+    # -- what lies beside ---------------------------------------------------------------------------------------
+
+    def _write_before(self, beside: Sequence[Put], guards: Sequence[Compare]) -> WriteOutcome | None:
+        """Write what the record will name, as long as the record could be written. None if that was done, else what was
+        found. Raises EtcdError; it may then be repeated, and so may what arrives late: it always writes the same."""
+        look = Get(Span(self.mirror.span.start))
+        deadline, never = concurrency.now() + WRITE_TIMEOUT, concurrency.event()
+        for batch in batches(beside):
+
+            def once(batch: Sequence[Put] = batch) -> TxnResult:
+                return self._etcd.txn(guards, batch, [look], timeout=WRITE_ATTEMPT_TIMEOUT)
+
+            result = retry(once, UNANSWERED, deadline, never)
+            if not result.succeeded:
+                return WriteOutcome(False, result.range(0).one, (), result.revision)
+        return None
 
     # -- the roster ---------------------------------------------------------------------------------------------
 

@@ -27,7 +27,13 @@ class MembersView:
         """How often any did."""
         self.read_at = concurrency.now()
         """When the members were last read as a whole. What was there then may have been there for long."""
-        self._seen: dict[str, tuple[KeyValue, float]] = {}
+        self._kvs: dict[str, KeyValue] = {}
+        """The values that were seen last,"""
+        self._seen_at: dict[str, float] = {}
+        """and when each was seen first."""
+        self._members: dict[str, KeyValue] = {}
+        """Those of them that are members. Each change costs O(1): they come in the order in which they are kept."""
+        self._is_in_order = True
 
     @property
     def synced(self) -> bool:
@@ -64,7 +70,7 @@ class MembersView:
             self.mirror.sync()
             if self.mirror.synced:
                 self.read_at = concurrency.now()
-                self._note({*self.mirror.kvs, *self._seen}, self.read_at)
+                self._note({*self.mirror.kvs, *self._kvs}, self.read_at)
 
     def apply(self, posted: Posted) -> None:
         """Bring the copy up to date."""
@@ -75,22 +81,43 @@ class MembersView:
 
     def in_order(self) -> tuple[KeyValue, ...]:
         """The members' keys, oldest first."""
-        assert self.mirror is not None
-        return tuple(sorted(filter(is_member, self.mirror.kvs.values()), key=lambda kv: kv.create_revision))
+        if not self._is_in_order:
+            self._members = dict(sorted(self._members.items(), key=lambda item: item[1].create_revision))
+            self._is_in_order = True
+        return tuple(self._members.values())
+
+    def has(self, key: str) -> bool:
+        """Whether it is a member's."""
+        return key in self._members
 
     def seen(self) -> dict[str, float]:
         """For each key, when its present value was first seen."""
-        return {key: at for key, (_, at) in self._seen.items()}
+        return self._seen_at.copy()
 
     def _note(self, keys: Iterable[str], now: float) -> None:
         assert self.mirror is not None
         for key in keys:
-            kv = self.mirror.kvs.get(key)
+            kv, before = self.mirror.kvs.get(key), self._kvs.get(key)
             if kv is None:
-                self._seen.pop(key, None)
-            elif self._seen.get(key, (None, 0.0))[0] != kv:
-                self._seen[key] = (kv, now)
+                self._kvs.pop(key, None)
+                self._seen_at.pop(key, None)
+            elif before != kv:
+                self._kvs[key], self._seen_at[key] = kv, now
             else:
                 continue
+            self._list(key, kv)
             self.changed_at = now
             self.changes += 1
+
+    def _list(self, key: str, kv: KeyValue | None) -> None:
+        """Note what a key is now among the members."""
+        before = self._members.get(key)
+        if before is not None and (kv is None or kv.create_revision != before.create_revision):
+            del self._members[key]
+        if kv is None or not is_member(kv):
+            self._members.pop(key, None)
+            return
+        if key not in self._members and self._members:
+            newest = next(reversed(self._members.values()))
+            self._is_in_order &= newest.create_revision < kv.create_revision
+        self._members[key] = kv

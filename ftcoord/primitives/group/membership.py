@@ -57,6 +57,8 @@ class Membership(Generic[R]):
         """The last decided record that could be read."""
         self.record_lease = 0
         """The lease that it lies under; 0 for none."""
+        self.record_revision = 0
+        """Of etcd, at which it was written."""
         self.problem: StateError | None = None
         """Why the record cannot be read now."""
         self.failure: EtcdError | ThreadFailed | None = None
@@ -83,6 +85,11 @@ class Membership(Generic[R]):
             raise
 
     @property
+    def record_key(self) -> str:
+        """The key of the decided record."""
+        return self.group.record_key
+
+    @property
     def entered(self) -> bool:
         """Whether it has a key in the group."""
         return self.group.entered
@@ -94,6 +101,12 @@ class Membership(Generic[R]):
         except LeaseLost:
             self.orphan()
             raise
+
+    def complete(self, record: R, completed: R) -> None:
+        """Have what was read beside a record known with it, unless there is another record by now."""
+        with self._changed:
+            if self.record is record:
+                self.record = completed
 
     def leave(self, timeout: float) -> None:
         """Revoke the lease, so that the others know at once, also that of a member which is lost while its lease lives.
@@ -149,5 +162,5 @@ class Membership(Generic[R]):
         with self._changed:
             self.record, self.problem = record, None
             if kv is not None:  # else it was deleted: the last one still counts, and its lease may live
-                self.record_lease = kv.lease
+                self.record_lease, self.record_revision = kv.lease, kv.mod_revision
             self._changed.notify_all()

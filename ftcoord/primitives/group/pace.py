@@ -9,7 +9,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.core.standby import Looking
+from ftcoord.core.standby import Looking, Slot, slot
 from ftcoord.primitives.group.succession import Judged
 
 R = TypeVar("R")
@@ -119,10 +119,11 @@ class Standby:
     Args:
         participant: decides.
         token: shared by all participants of this process.
+        slot: how far apart the looks of all members are.
     """
 
-    def __init__(self, participant: TakesOver, token: TakeoverToken) -> None:
-        self._participant, self._token = participant, token
+    def __init__(self, participant: TakesOver, token: TakeoverToken, slot: Slot = slot) -> None:
+        self._participant, self._token, self._slot = participant, token, slot
         self._record: object = None
         self._seats = 0
         self._looking: Looking | None = None
@@ -135,7 +136,7 @@ class Standby:
         if not waits:
             self._looking = None
         elif self._looking is None or record is not self._record:
-            self._looking = Looking.begin(concurrency.now(), seats, random.random())
+            self._looking = Looking.begin(concurrency.now(), seats, random.random(), self._slot)
         self._record, self._seats = record, seats
 
     def at(self) -> float:
@@ -150,7 +151,7 @@ class Standby:
         now = concurrency.now()
         if self._looking is None or now < self.at():
             return
-        self._looking = self._looking.looked(now, self._seats, random.random())
+        self._looking = self._looking.looked(now, self._seats, random.random(), self._slot)
         attempt = self._looking.attempt
 
         def judged(until: float | None) -> None:  # on the group's thread

@@ -40,7 +40,7 @@ class ParsedKeys(Generic[T]):
         before, self._known, said = self._known, {}, []
         for kv in members:
             known = before.get(kv.key)
-            if known is None or known[0] != kv:
+            if known is None or (known[0] is not kv and known[0] != kv):
                 known = kv, self._read(kv)
             self._known[kv.key] = known
             if known[1] is not None:

@@ -11,8 +11,8 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.errors import EtcdError, FtcoordError, LeaseLost, ThreadFailed
-from ftcoord.etcd.api import Etcd
+from ftcoord.errors import EtcdError, FtcoordError, LeaseLost, StateError, ThreadFailed
+from ftcoord.etcd.api import Etcd, Get, KeyValue, Span, TxnResult
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.pace import Look, Pace
@@ -160,6 +160,8 @@ class Participant(Generic[R, A]):
                     self._say_again(pace)
                 elif outlook.next is Next.RETURN:
                     return look
+                elif outlook.next is Next.READ:
+                    self._read_part(look.record, pace)
                 elif outlook.next is Next.WRITE:
                     asked = self._follow(outlook.ask or asked, pace.deadline, pace.gone)
                 else:
@@ -243,6 +245,12 @@ class Participant(Generic[R, A]):
         whenever there may be news, with a lock held, so it must not block."""
         with self._changed:
             return self._changed.wait_for(condition, timeout)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids of all of its incarnations, the present one last."""
+        with self._changed:
+            return tuple(self._ids)
 
     def was(self, member: str) -> bool:
         """Whether one of its incarnations has this id."""
@@ -416,6 +424,8 @@ class Participant(Generic[R, A]):
                 look = Look(outlook.standing, member.record, asked)
                 if outlook.next is Next.WAIT and self._unwritten:
                     return outlook, look, False
+                if outlook.next is Next.READ:  # where it stands is not known yet
+                    return outlook, look, True
                 if (standing := pace.see(look)) is not look.standing:
                     look = replace(look, standing=standing)
                 if outlook.next is not Next.WAIT:
@@ -424,6 +434,29 @@ class Participant(Generic[R, A]):
                 if left <= 0:
                     return outlook, look, True
                 self._changed.wait(min(left, concurrency.LONGEST_WAIT))
+
+    def _read_part(self, record: R | None, pace: Pace[R, A]) -> None:
+        """Read what lies beside the record about this member, in one request. Only who reads late may find nothing."""
+        with self._changed:
+            member = self._member_that_hears()
+            key = None if record is None or member.record is not record else self._use.part_of(record, member.id)
+            revision = member.record_revision
+        if record is None or key is None:
+            return  # there is another one by now
+        part, head = self._get_part(Get(Span(key)), Get(Span(member.record_key), keys_only=True), pace)
+        if part is None and head is not None and head.mod_revision == revision:
+            raise StateError(key, f"is gone, though {member.record_key} names it: delete that, so that all decide anew")
+        member.complete(record, self._use.with_part(record, member.id, part))
+
+    def _get_part(self, part: Get, head: Get, pace: Pace[R, A]) -> tuple[KeyValue | None, KeyValue | None]:
+        """Both at one revision."""
+
+        def once() -> TxnResult:
+            self._check_stopped()
+            return self._etcd.txn((), (part, head), timeout=self._options.request_timeout)
+
+        found = retry(once, UNANSWERED, pace.deadline, pace.gone)
+        return found.range(0).one, found.range(1).one
 
     def _member_that_hears(self) -> Membership[R]:
         self._check_stopped()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from ftcoord.core.outlook import Outlook
+from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import Policy
 
 R = TypeVar("R")
@@ -39,6 +40,16 @@ class Use(abc.ABC, Generic[R, A]):
     def parse_with_roster(self, key: str, value: bytes, roster: bytes | None) -> R:
         """Read the decided record with what its roster holds, for a use that has one. Raises StateError."""
         return self.parse(key, value)
+
+    def part_of(self, record: R, me: str) -> str | None:
+        """The key of what lies beside the record about the member `me`; None if all that concerns it is known. Asked
+        when its outlook says READ."""
+        return None
+
+    def with_part(self, record: R, me: str, part: KeyValue | None) -> R:
+        """The record with that part; None if the part was deleted, because there is another record already. Raises
+        StateError."""
+        return record
 
     @abc.abstractmethod
     def stamp(self, ask: A) -> A:

@@ -1,0 +1,389 @@
+"""Rounds under accidents, with the real Participant on both sides. Every other seed's rolls lie in chunks of two seats.
+
+Each node is a loop in a process of its own, as agents are. What all of them are told is checked against the invariants
+of docs/protocol.md, whatever the seed did to them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import pytest
+from test_participants_in_memory import LEASE_TTL, Machine, end
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
+from worlds import World, simulated
+
+from ftcoord import concurrency
+from ftcoord.core.layout import Span, decided_key, members_span, roll_span, rolls_span
+from ftcoord.core.rendezvous_records import ROLLS, RollSizes, RoundHead, parse_decided
+from ftcoord.etcd.api import Delete, Get, Put
+from ftcoord.primitives.group import beside
+from ftcoord.rendezvous.node import Node
+from ftcoord.rendezvous.run_record import RunRecord
+from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient, flaky
+from ftcoord.testing.keyspace import Transaction
+
+IN_TWOS: Final = RollSizes(inline=0, chunk=2)
+"""Each roll lies beside its head, two seats to a chunk."""
+PREFIX: Final = "/ftcoord/v1/run"
+DECIDED: Final = decided_key(PREFIX)
+
+
+class Started(NamedTuple):
+    """What a node was told of a round that it started."""
+
+    number: int
+    rank: int
+    size: int
+    address: str
+    port: int
+    roll: str
+
+
+class Agent(Machine):
+    """A node that takes part in every round that it is called back to."""
+
+    def __init__(
+        self, world: World, name: str, client: MemoryClient, nnodes: tuple[int, int], rolls: RollSizes | None = None
+    ) -> None:
+        super().__init__(world, name, client)
+        self.rounds: list[Started] = []
+        self.ended: RendezvousError | None = None
+        self.node: Node | None = None
+        self._rolls = rolls or (IN_TWOS if world.seed % 2 else ROLLS)
+        self.settings = RendezvousSettings(
+            "etcd-v3", "run", *nnodes, None, None, last_call_timeout=2.0, lease_ttl=LEASE_TTL, close_timeout=1.0
+        )
+        self._port = 10_000
+        self.begin(self._work)
+
+    def _work(self) -> None:
+        node = self.node = Node(self.client, self.settings, self.name, self.name, self._rolls)
+        while not self.stop.is_set():
+            self._port += 1
+            try:
+                node.begin()
+                found = node.ask(self._port)
+            except RendezvousError as error:
+                self.ended = error
+                self.stop.wait(0.5)
+                continue
+            if found is not None:
+                member = node.participant.member
+                assert member is not None
+                rank = found.rank_of(member.id)
+                assert found.ready
+                assert rank is not None
+                self.rounds.append(Started(found.number, rank, found.size, found.address, found.port, found.roll))
+                while not self.stop.wait(0.1) and not node.waiting()[0]:
+                    pass
+        node.leave("the test is over")
+
+
+def agents(
+    world: World, count: int, nnodes: tuple[int, int], rolls: RollSizes | None = None, *, wild: bool = False
+) -> list[Agent]:
+    made = []
+    for number in range(count):
+        chances = {"lost_requests": 0.03, "lost_answers": 0.03, "late": 0.02, "delay": 0.01} if wild else {}
+        fate = flaky(100 * world.seed + number, **chances)
+        made.append(Agent(world, f"node{number}", world.etcd.client(fate), nnodes, rolls))
+    return made
+
+
+def work_together(world: World, agents: Iterable[Agent], after: int = 0) -> list[Started]:
+    """Wait until these, and no others, are in one round that all of them have started, later than `after`."""
+    there = list(agents)
+
+    def last() -> list[Started]:
+        return [agent.rounds[-1] for agent in there if agent.rounds]
+
+    def is_round() -> bool:
+        told = last()
+        alike = len(told) == len(there) and len({(one.number, one.size) for one in told}) == 1
+        return alike and told[0].size == len(there) and told[0].number > after
+
+    world.until(is_round, f"a round of {[agent.name for agent in there]}")
+    return last()
+
+
+def check_rounds(agents: Iterable[Agent]) -> None:
+    """Everybody is told the same of a number but for its rank, which nobody else has; it takes part in each round once,
+    and numbers never go back."""
+    by_number: dict[int, object] = {}
+    ranks: dict[tuple[int, int], str] = {}
+    for agent in agents:
+        numbers = [one.number for one in agent.rounds]
+        assert numbers == sorted(set(numbers)), (agent.name, numbers)
+        for one in agent.rounds:
+            assert ranks.setdefault((one.number, one.rank), agent.name) == agent.name
+            assert by_number.setdefault(one.number, one._replace(rank=0)) == one._replace(rank=0)
+
+
+def head(world: World) -> RoundHead:
+    """The decided head."""
+    (kv,) = world.observer.get(DECIDED).kvs
+    record = parse_decided(kv.key, kv.value)
+    assert isinstance(record, RoundHead)
+    return record
+
+
+def check_rolls(world: World) -> None:
+    """The decided head's roll is all there, under its lease; a new round leaves no other."""
+    (kv,) = world.observer.get(DECIDED).kvs
+    now = head(world)
+    kvs = world.observer.range(Get(roll_span(PREFIX, now.roll))).kvs
+    assert len(kvs) == now.chunks
+    assert {one.lease for one in kvs} == {kv.lease}
+
+
+@simulated
+def test_nodes_meet_on_a_bad_network(world: World) -> None:
+    group = agents(world, 3, (3, 3), wild=True)
+    work_together(world, group)
+    end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_a_node_that_dies_is_replaced_by_a_spare(world: World) -> None:
+    group = agents(world, 3, (2, 2))
+    world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
+    spare = next(agent for agent in group if not agent.rounds)
+    seated = [agent for agent in group if agent is not spare]
+    victim = seated[world.seed % 4 // 2]
+    first = seated[0].rounds[-1]
+    victim.crash()
+    survivor = next(agent for agent in seated if agent is not victim)
+    work_together(world, [survivor, spare], after=first.number)
+    assert survivor.rounds[-1].rank == 0, "rank 0 goes to one that has been there"
+    end(world, [survivor, spare])
+    check_rounds(group)
+
+
+@simulated
+def test_a_round_shrinks_and_grows(world: World) -> None:
+    group = agents(world, 3, (1, 4))
+    work_together(world, group)
+    group[0].crash()
+    work_together(world, group[1:])
+    group.append(Agent(world, "node9", world.etcd.client(), (1, 4)))
+    work_together(world, group[1:])
+    end(world, group[1:])
+    check_rounds(group)
+
+
+@simulated
+def test_an_outage_longer_than_the_lease_ends_no_round(world: World) -> None:
+    group = agents(world, 3, (3, 3))
+    before = work_together(world, group)
+    with world.etcd.outage():
+        world.sleep(10 * LEASE_TTL)
+    world.sleep(3 * LEASE_TTL)
+    assert [agent.rounds[-1] for agent in group] == before, "nobody was called back"
+    end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_rounds_go_on_from_the_highest_number_when_etcd_was_wiped(world: World) -> None:
+    empty = world.etcd.snapshot()
+    group = agents(world, 3, (3, 3))
+    first = work_together(world, group)
+    world.etcd.rewind(empty)
+    world.until(lambda: all(agent.rounds[-1].number > first[0].number for agent in group), "another round")
+    work_together(world, group)
+    end(world, group)
+    check_rounds(group)
+
+
+# -- rolls in chunks --------------------------------------------------------------------------------------------------
+
+
+@simulated
+def test_a_rounds_ranks_are_those_of_its_roll(world: World) -> None:
+    group = agents(world, 5, (5, 5), IN_TWOS)
+    told = work_together(world, group)
+    assert head(world).chunks == 3
+    check_rolls(world)
+    group[world.seed % 5].crash()
+    left = [agent for agent in group if agent is not group[world.seed % 5]]
+    left.append(Agent(world, "node9", world.etcd.client(), (5, 5), IN_TWOS))
+    again = work_together(world, left, after=told[0].number)
+    check_rolls(world)
+    assert len(world.keys(rolls_span(PREFIX).start)) == head(world).chunks, "the old roll is gone"
+    kept = dict(zip([agent.name for agent in group], [one.rank for one in told], strict=True))
+    same = [kept.get(agent.name) == one.rank for agent, one in zip(left, again, strict=True)]
+    assert sum(same) >= 3, "survivors keep their ranks, but for one that may have to take rank 0"
+    end(world, left)
+    check_rounds([*group, *left])
+
+
+def in_small_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A roll is written in several transactions before its head, a chunk each."""
+    monkeypatch.setattr(beside, "MOST_OPERATIONS", 1)
+
+
+def test_deciders_die_while_they_write_a_roll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it is there, and no head names it: the next decider decides, and deletes what is left."""
+    in_small_transactions(monkeypatch)
+
+    @simulated
+    def scenario(world: World) -> None:
+        written: list[int] = []
+
+        def dies(call: Call) -> Fate:
+            """The host with this fate crashes when it has written a chunk."""
+            chunks = _puts_below(call, rolls_span(PREFIX))
+            if chunks:
+                written.append(chunks)
+            return Fate(arrives=10_000) if len(written) > 1 else DELIVERED
+
+        first = Agent(world, "first", world.etcd.client(dies), (4, 4), IN_TWOS)
+        world.until(lambda: world.keys(members_span(PREFIX).start), "it is the decider")
+        group = [Agent(world, f"node{n}", world.etcd.client(), (4, 4), IN_TWOS) for n in range(3)]
+        world.until(lambda: len(written) > 1, "it has written a part of the roll")
+        first.crash()
+        group.append(Agent(world, "node3", world.etcd.client(), (4, 4), IN_TWOS))
+        work_together(world, group)
+        check_rolls(world)
+        assert len(world.keys(rolls_span(PREFIX).start)) == 2, "what the dead decider left is gone"
+        end(world, group)
+        check_rounds(group)
+
+    scenario()
+
+
+def test_answers_about_a_roll_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests too, and others arrive late, when somebody else has decided."""
+    in_small_transactions(monkeypatch)
+
+    @simulated
+    def scenario(world: World) -> None:
+        group = agents(world, 4, (2, 4), IN_TWOS, wild=True)
+        told = work_together(world, group)
+        group[world.seed % 4].crash()
+        left = [agent for agent in group if agent is not group[world.seed % 4]]
+        work_together(world, left, after=told[0].number)
+        check_rolls(world)
+        end(world, left)
+        check_rounds(group)
+
+    scenario()
+
+
+@simulated
+def test_a_member_that_reads_late_finds_its_roll_gone_and_joins_the_next_round(world: World) -> None:
+    late: list[float] = []
+
+    def slow(call: Call) -> Fate:
+        """The first read of a chunk takes until another round was decided."""
+        if call.method == "txn" and not call.writes and not late:
+            late.append(concurrency.now())
+            return Fate(arrives=1.4)  # less than the time-out of a call
+        return DELIVERED
+
+    others = agents(world, 1, (1, 3), IN_TWOS)
+    work_together(world, others)
+    reader = Agent(world, "reader", world.etcd.client(slow), (1, 3), IN_TWOS)
+    world.until(lambda: bool(late), "it reads")
+    number = head(world).number
+    run = Settler(world)
+    run.replace_round()
+    told = work_together(world, [*others, reader], after=number)
+    assert told[0].number > number
+    assert reader.ended is None
+    end(world, [*others, reader])
+    check_rounds([*others, reader])
+
+
+class Settler:
+    """Decides as an older member might: another round in place of the present one."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def replace_round(self) -> None:
+        """The same head under the next number, recalled; its roll is that of nobody, and the old one is deleted."""
+        (kv,) = self._world.observer.get(DECIDED).kvs
+        raw = json.loads(kv.value)
+        raw |= {"number": raw["number"] + 1, "roll": "nobody", "chunks": 1, "recalled": "so", "ready": False, "by": "x"}
+        chunk = {"v": 2, "members": [], "nodes": [], "hosts": [], "ranks": [], "away": [], "rounds": []}
+        raw["size"] = 1
+        chunk |= {"members": ["00"], "nodes": ["00"], "hosts": ["00"], "ranks": [0]}
+        key = f"{roll_span(PREFIX, 'nobody').start}0"
+        ops = [
+            Delete(roll_span(PREFIX, json.loads(kv.value)["roll"])),
+            Put(DECIDED, json.dumps(raw).encode(), kv.lease),
+            Put(key, json.dumps(chunk).encode(), kv.lease),
+        ]
+        self._world.observer.txn((), ops)
+
+
+@simulated
+def test_a_deleted_record_comes_back_with_its_roll(world: World) -> None:
+    group = agents(world, 3, (3, 3), IN_TWOS)
+    first = work_together(world, group)
+    world.observer.txn((), [Delete(Span(DECIDED)), Delete(rolls_span(PREFIX))])
+    work_together(world, group, after=first[0].number)
+    check_rolls(world)
+    end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_a_roll_that_somebody_deleted_is_named_until_the_record_is_deleted_too(world: World) -> None:
+    group = agents(world, 2, (1, 3), IN_TWOS)
+    first = work_together(world, group)
+    world.observer.delete(rolls_span(PREFIX))
+    reader = Agent(world, "reader", world.etcd.client(), (1, 3), IN_TWOS)
+    world.until(lambda: reader.ended is not None or len(reader.rounds) > 0, "it is in, or knows why not")
+    if not reader.rounds:
+        assert isinstance(reader.ended, RendezvousStateError)
+        assert DECIDED in str(reader.ended)
+        world.observer.delete(Span(DECIDED))
+    work_together(world, [*group, reader], after=first[0].number)
+    check_rolls(world)
+    end(world, [*group, reader])
+    check_rounds([*group, reader])
+
+
+@simulated
+def test_a_run_with_rolls_is_closed_by_those_that_have_a_seat(world: World) -> None:
+    group = agents(world, 3, (2, 2), IN_TWOS)
+    world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
+    spare = next(agent for agent in group if not agent.rounds)
+    seated = [agent for agent in group if agent is not spare]
+    assert spare.node is not None
+    assert seated[0].node is not None
+    run = RunRecord(world.observer, spare.settings)
+    run.close("a spare failed", "failed", spare.node.speaker)
+    assert not head(world).closed
+    run.close("a participant failed", "failed", seated[0].node.speaker)
+    assert head(world).closed == "a participant failed"
+    world.until(lambda: all(isinstance(one.ended, RendezvousClosedError) for one in seated), "both hear of the end")
+    end(world, group)
+
+
+@simulated
+def test_a_run_with_rolls_that_failed_is_started_again(world: World) -> None:
+    """A new node that hears of the closed head waits for nothing, though it has to read its chunk."""
+    group = agents(world, 2, (2, 2), IN_TWOS)
+    first = work_together(world, group)
+    assert group[0].node is not None
+    RunRecord(world.observer, group[0].settings).close("it failed", "failed", group[0].node.speaker)
+    world.until(lambda: all(isinstance(one.ended, RendezvousClosedError) for one in group), "both hear of the end")
+    end(world, group)
+    again = agents(world, 2, (2, 2), IN_TWOS)
+    work_together(world, again, after=first[0].number)
+    check_rolls(world)
+    end(world, again)
+    check_rounds(again)
+
+
+def _puts_below(call: Call, span: Span) -> int:
+    asked = call.asked
+    return sum(isinstance(op, Put) and op.key in span for op in asked.success) if isinstance(asked, Transaction) else 0

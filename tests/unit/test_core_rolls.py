@@ -1,0 +1,274 @@
+"""Rolls that lie beside their head: who reads the head finds all of its roll, in every order of two deciders' writes.
+
+Each write of a decider is a transaction of its own: a chunk of its roll, or the head. It may arrive at any time later,
+also after its decider died or decided otherwise, and more than once, since answers get lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import exploring
+import pytest
+
+from ftcoord.core import layout
+from ftcoord.core.invariants import InvariantBroken, check_roll, require
+from ftcoord.core.layout import roll_key, roll_span
+from ftcoord.core.rendezvous_records import (
+    Away,
+    HeardRound,
+    Place,
+    RollSizes,
+    Round,
+    RoundHead,
+    Seat,
+    chunk_of,
+    chunks_of,
+    encode,
+    head_of,
+    in_order,
+    parse_chunk,
+    parse_decided,
+    parse_round,
+    roll_id,
+    round_of,
+)
+from ftcoord.core.verdict import Publish
+from ftcoord.errors import StateError
+
+PREFIX: Final = "/g"
+IN_TWOS: Final = RollSizes(inline=0, chunk=2)
+NAMES: Final = ("a", "b", "c", "d")
+
+
+def round_with(number: int, first: str, size: int = 3, away: int = 0) -> Round:
+    seats = tuple(Seat(f"{first}{n}", f"node {first}{n}", "h") for n in range(size))
+    return Round(number, seats, "here", 1, tuple(Away(f"{first}away{n}", 1) for n in range(away)), 1, size)
+
+
+class Attempt(NamedTuple):
+    """A decision under way: on which revision of the record it is, by whom, and how many chunks of it were written."""
+
+    decider: str
+    base: int
+    round: Round
+    written: int = 0
+
+
+class State(NamedTuple):
+    """What is in etcd: the record, the revision that it was written at (0: it is absent), and the chunks of rolls."""
+
+    revision: int = 1
+    at: int = 0
+    head: RoundHead | None = None
+    keys: frozenset[tuple[str, bytes]] = frozenset()
+    attempts: tuple[Attempt, ...] = ()
+    begun: int = 0
+
+
+@dataclass(frozen=True)
+class Rolls:
+    """The rules of one exploration.
+
+    Args:
+        guarded: whether a head requires that its roll is there, and each chunk that the record is unchanged.
+        last: whether a head is written after its roll.
+        named: whether a roll's name has its decider and its contents in it.
+    """
+
+    guarded: bool = True
+    last: bool = True
+    named: bool = True
+
+    def events(self, state: State) -> Iterator[tuple[str, State]]:
+        if state.begun < 3:
+            for decider in ("x", "y"):
+                for first in "ab":
+                    decided = round_with((state.head.number if state.head else 0) + 1, first)
+                    attempt = Attempt(decider, state.at, decided)
+                    if attempt not in state.attempts:
+                        after = state._replace(attempts=(*state.attempts, attempt), begun=state.begun + 1)
+                        yield f"{decider} decides for {first}", after
+        for attempt in state.attempts:
+            who = f"{attempt.decider} ({attempt.round.seats[0].member})"
+            yield f"{who} writes a chunk", self._write(state, attempt, goes_on=True)
+            yield f"{who} writes a chunk, and hears nothing of it", self._write(state, attempt, goes_on=False)
+            if attempt.written == self._chunks(attempt) or not self.last:
+                yield f"{who} writes the head", self._publish(state, attempt)
+        if state.head is not None and state.at:
+            yield "somebody recalls it", state._replace(revision=state.revision + 1, at=state.revision + 1)
+            yield "somebody deletes the record", state._replace(revision=state.revision + 1, at=0, head=None)
+
+    def _chunks(self, attempt: Attempt) -> int:
+        return IN_TWOS.chunks_for(attempt.round)
+
+    def _name(self, attempt: Attempt) -> str:
+        return roll_id(attempt.round, self._chunks(attempt), attempt.decider) if self.named else "one"
+
+    def _write(self, state: State, attempt: Attempt, *, goes_on: bool) -> State:
+        at = attempt.written
+        if at == self._chunks(attempt) or (self.guarded and attempt.base != state.at):
+            return state
+        key = roll_key(PREFIX, self._name(attempt), at)
+        value = encode(chunks_of(attempt.round, self._chunks(attempt))[at])
+        keys = frozenset({*((k, v) for k, v in state.keys if k != key), (key, value)})
+        after = attempt._replace(written=at + 1) if goes_on else attempt
+        attempts = tuple(after if one is attempt else one for one in state.attempts)
+        return state._replace(keys=keys, attempts=attempts)
+
+    def _publish(self, state: State, attempt: Attempt) -> State:
+        name = self._name(attempt)
+        there = dict(state.keys)
+        if attempt.base != state.at or (self.guarded and self.last and roll_key(PREFIX, name, 0) not in there):
+            return state
+        spans = layout.other_rolls(PREFIX, name)
+        kept = frozenset((key, value) for key, value in state.keys if not any(key in span for span in spans))
+        head = head_of(attempt.round, name, self._chunks(attempt), attempt.decider)
+        return State(state.revision + 1, state.revision + 1, head, kept, state.attempts, state.begun)
+
+
+def check(state: State) -> None:
+    """Whoever reads the head and its roll reads a round that somebody decided."""
+    head = state.head
+    if head is None:
+        return
+    there = dict(state.keys)
+    keys = [roll_key(PREFIX, head.roll, at) for at in range(head.chunks)]
+    require("S1 a head has all of its roll", all(key in there for key in keys))
+    try:
+        read = round_of("roll", head, [parse_chunk(key, there[key]) for key in keys])
+    except StateError:
+        raise InvariantBroken("S1 a roll is one of somebody") from None
+    decided = [one.round for one in state.attempts if one.decider == head.by]
+    require("S1 a roll says what its decider decided", any(one.seats == read.seats for one in decided))
+
+
+def test_who_reads_a_head_finds_all_of_its_roll() -> None:
+    assert exploring.explore(State(), Rolls().events, check, 9) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("rolls", "rule"),
+    [
+        (Rolls(last=False), "S1 a head has all of its roll"),
+        (Rolls(named=False), "S1 a roll"),
+        (Rolls(guarded=False), "S1 a head has all of its roll"),
+    ],
+    ids=["the head comes first", "all rolls have one name", "nothing guards it"],
+)
+def test_planted_bug_is_found(rolls: Rolls, rule: str) -> None:
+    with pytest.raises(InvariantBroken, match=rule):
+        exploring.explore(State(), rolls.events, check, 12)
+
+
+# -- a roll as keys and bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "away"), [(1, 0), (2, 1), (5, 0), (9, 4), (200, 30)])
+def test_a_roll_is_read_as_it_was_written(size: int, away: int) -> None:
+    decided = round_with(7, "m", size, away)
+    chunks = IN_TWOS.chunks_for(decided)
+    head = parse_decided("decided", encode(head_of(decided, "7-x-y", chunks, "x")))
+    assert isinstance(head, RoundHead)
+    parts = [parse_chunk("chunk", encode(one)) for one in chunks_of(decided, chunks)]
+    assert round_of("roll", head, parts) == replace(decided, away=in_order(decided.away), by="x")
+    for member in [*decided.ranks, *decided.last_seats, "nobody"]:
+        at = chunk_of(member, chunks)
+        heard = HeardRound.of(head, parts[at], at)
+        assert heard.place_of(member) == decided.place_of(member)
+        assert HeardRound.of(head, parts[at], at + 1).place_of(member) is None, "another chunk tells nothing"
+    assert heard.place_of("nobody") == Place(None, 0)
+
+
+def test_members_are_spread_over_all_chunks() -> None:
+    assert {chunk_of(f"{n:016x}", 7) for n in range(200)} == set(range(7))
+
+
+def test_a_head_has_one_size_and_a_chunk_too() -> None:
+    """etcd takes 1.5 MiB a request, and everybody is sent the head."""
+    for size in (64, 10_000):
+        decided = Round(
+            2**31, tuple(Seat(f"{i:016x}", f"{i:032x}", f"{i:060d}") for i in range(size)), "f" * 39, 65535, (), 1, size
+        )
+        chunks = RollSizes(32, 8).chunks_for(decided)
+        assert len(encode(head_of(decided, roll_id(decided, chunks, "f" * 16), chunks, "f" * 16))) < 500
+        assert max(len(encode(one)) for one in chunks_of(decided, chunks)) < 5000
+
+
+def test_a_release_that_knows_only_v1_refuses_a_head_and_says_why() -> None:
+    """`parse_round` is what such a release has."""
+    decided = round_with(7, "m")
+    with pytest.raises(
+        StateError, match=r"layout version 2, and this ftcoord reads 1: use one release in all of a job"
+    ):
+        parse_round("decided", encode(head_of(decided, "7-x-y", 2, "x")))
+    assert parse_decided("decided", encode(decided)) == decided, "and what such a release decides can be read"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"chunks": 0}, {"chunks": 2**40}, {"size": 0}, {"roll": ""}, {"roll": "a/b"}, {"roll": "x" * 200}],
+    ids=str,
+)
+def test_a_head_that_names_no_roll_is_refused(wrong: dict[str, int | str]) -> None:
+    head = head_of(round_with(7, "m"), "7-x-y", 2, "x")
+    with pytest.raises(StateError, match="names no roll"):
+        parse_decided("decided", encode(replace(head, **wrong)))  # type: ignore[arg-type]
+
+
+def test_chunks_that_are_not_whole_are_refused() -> None:
+    decided = round_with(7, "m", away=1)
+    whole, other = chunks_of(decided, 2)
+    for wrong in (replace(whole, ranks=()), replace(whole, hosts=(*whole.hosts, "h"))):
+        with pytest.raises(StateError, match="not whole"):
+            parse_chunk("chunk", encode(wrong))
+    with pytest.raises(StateError, match="since when"):
+        parse_chunk("chunk", encode(replace(whole, away=("m",), rounds=())))
+    with pytest.raises(StateError, match="no roll of 3 nodes"):
+        round_of("roll", head_of(decided, "r", 2, ""), [other])
+
+
+# -- what a decider may publish ---------------------------------------------------------------------------------------
+
+
+def published(decided: Round, roll: str = "", **more: object) -> Publish[bytes]:
+    chunks = IN_TWOS.chunks_for(decided)
+    name = roll or roll_id(decided, chunks, "x")
+    beside = [(roll_key(PREFIX, name, at), encode(one)) for at, one in enumerate(chunks_of(decided, chunks))]
+    value = encode(head_of(decided, name, chunks, "x"))
+    return replace(Publish(value, "", beside=beside, deletes=layout.other_rolls(PREFIX, name)), **more)  # type: ignore[arg-type]
+
+
+DECIDED: Final = round_with(7, "m", away=1)
+OTHER: Final = round_with(7, "n")
+HEAD: Final = head_of(DECIDED, roll_id(DECIDED, 2, "x"), 2, "x")
+
+
+def test_a_new_round_and_what_is_said_of_it_later_are_published() -> None:
+    check_roll(PREFIX, None, DECIDED, published(DECIDED))
+    check_roll(
+        PREFIX, HEAD, replace(DECIDED, ready=True), published(replace(DECIDED, ready=True), HEAD.roll, beside=())
+    )
+    check_roll(PREFIX, None, DECIDED, Publish(encode(DECIDED), ""))
+
+
+@pytest.mark.parametrize(
+    ("old", "decision", "rule"),
+    [
+        (None, published(DECIDED, beside=published(DECIDED).beside[:1]), "written as a whole"),
+        (None, published(DECIDED, beside=published(OTHER, HEAD.roll).beside), "says what was decided"),
+        (None, published(OTHER), "says what was decided"),
+        (None, published(DECIDED, beside=()), "a new round has a new roll"),
+        (HEAD, published(DECIDED, "another"), "one membership"),
+        (None, published(DECIDED, deletes=[layout.rolls_span(PREFIX)]), "keeps its roll"),
+        (None, published(DECIDED, deletes=[roll_span(PREFIX, HEAD.roll)]), "keeps its roll"),
+        (None, Publish(encode(OTHER), ""), "one membership"),
+    ],
+)
+def test_a_roll_that_breaks_an_invariant_is_not_published(
+    old: RoundHead | None, decision: Publish[bytes], rule: str
+) -> None:
+    with pytest.raises(InvariantBroken, match=rule):
+        check_roll(PREFIX, old, DECIDED, decision)
