@@ -15,7 +15,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.utils.store import barrier
 
 from benchmarks.metrics import AS_ETCD_DOES
-from benchmarks.processes import PROCESSES, Processes, free_port
+from benchmarks.processes import PATIENCE, PROCESSES, Processes, free_port
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.store import EtcdStore
 
@@ -76,9 +76,14 @@ class Crowd(Processes, Generic[T]):
     """
 
     def __init__(
-        self, make: Callable[[int], T], count: int, warm: Callable[[T], object], processes: int = PROCESSES
+        self,
+        make: Callable[[int], T],
+        count: int,
+        warm: Callable[[T], object],
+        processes: int = PROCESSES,
+        patience: float = PATIENCE,
     ) -> None:
-        super().__init__(count, _serve, make, warm, processes=processes)
+        super().__init__(count, _serve, make, warm, processes=processes, patience=patience)
 
     def do(self, work: Callable[[T], object]) -> float:
         """All do it once, together: seconds until the last one has."""

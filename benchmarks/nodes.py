@@ -18,10 +18,12 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import ftcoord.rendezvous.create  # noqa: F401  # warm, as torch's own backends are: the registry imported those
 from benchmarks.metrics import AS_ETCD_DOES
-from benchmarks.processes import BenchmarkError, Processes
+from benchmarks.processes import BenchmarkError, Made, Processes, making
 from ftcoord.embedded.server import EtcdServer
 
-BACKENDS: Final = ("etcd-v3", "c10d", "etcd-v2")
+OURS, *_ = BACKENDS = ("etcd-v3", "c10d", "etcd-v2")
+REQUEST_TIMEOUT: Final = 5.0
+"""Seconds: the default."""
 MONITOR_INTERVAL: Final = 0.1
 """Seconds between two looks of an agent at `num_nodes_waiting()`: torchrun's default."""
 
@@ -43,6 +45,11 @@ class Nodes(Processes):
     def __init__(self, backend: str, endpoint: str, count: int) -> None:
         super().__init__(count, _serve, backend, endpoint, count)
         self._count = count
+
+    @property
+    def made(self) -> Made:
+        """What making the handlers took."""
+        return Made.of_all(self.ready)
 
     def join(self) -> Joined:
         """All call next_rendezvous together."""
@@ -72,9 +79,9 @@ def endpoint_for(backend: str) -> Iterator[str]:
 
 def _serve(pipe: Connection, nodes: Sequence[int], backend: str, endpoint: str, count: int) -> None:
     logging.disable(logging.WARNING)
-    handlers = [_create(backend, endpoint, count, node) for node in nodes]
+    handlers, made = making(lambda: [_create(backend, endpoint, count, node) for node in nodes])
     with ThreadPoolExecutor(len(handlers)) as pool:
-        pipe.send("created")
+        pipe.send(made)
         while True:
             command, seconds = pipe.recv()
             if command == "join":
@@ -88,7 +95,9 @@ def _serve(pipe: Connection, nodes: Sequence[int], backend: str, endpoint: str, 
 
 def _create(backend: str, endpoint: str, count: int, node: int) -> RendezvousHandler:
     # On one host every node would take itself for the host of c10d's store.
-    config = {"is_host": node == 0} if backend == "c10d" else {}
+    config: dict[str, object] = {"is_host": node == 0} if backend == "c10d" else {}
+    if backend == OURS:  # no two alike, or the handlers of a process would share a connection, which hosts cannot
+        config["request_timeout"] = REQUEST_TIMEOUT + node / 1e6
     return get_rendezvous_handler(
         RendezvousParameters(backend, endpoint, "benchmark", count, count, "127.0.0.1", **config)
     )

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 PROCESSES: Final = 4
 PATIENCE: Final = 300.0
-"""Seconds for any answer of the processes."""
+"""Seconds for any answer of the processes, where nothing else is said."""
 
 
 Self = TypeVar("Self", bound="Processes")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What making the clients of a process took, or those of all: seconds and CPU seconds; the threads afterwards."""
+
+    seconds: float
+    cpu: float
+    threads: int
+
+    @classmethod
+    def of_all(cls, processes: Sequence[Made]) -> Made:
+        """The seconds of the slowest one, the sum of the rest."""
+        return cls(
+            max(one.seconds for one in processes),
+            sum(one.cpu for one in processes),
+            sum(one.threads for one in processes),
+        )
+
+
+def making(make: Callable[[], T]) -> tuple[T, Made]:
+    """What `make` makes, and what that took."""
+    began, cpu = time.monotonic(), time.process_time()
+    made = make()
+    return made, Made(time.monotonic() - began, time.process_time() - cpu, threading.active_count())
 
 
 class BenchmarkError(Exception):
@@ -29,10 +59,18 @@ class Processes:
     """`serve(pipe, numbers, *arguments)` in each of a few processes, for its share of `count` clients; context manager.
 
     They are forked from one that has imported what `serve` needs, so no import is measured. Each says something when it
-    is ready, and answers each request once.
+    is ready (`ready`), and answers each request once.
     """
 
-    def __init__(self, count: int, serve: Callable[..., None], *arguments: Any, processes: int = PROCESSES) -> None:
+    def __init__(
+        self,
+        count: int,
+        serve: Callable[..., None],
+        *arguments: Any,
+        processes: int = PROCESSES,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._patience = patience
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([serve.__module__])
         self._pipes = []
@@ -47,7 +85,10 @@ class Processes:
             self._processes.append(process)
 
     def __enter__(self: Self) -> Self:
-        self._answers()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.__exit__)
+            self.ready = self._answers()
+            undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,9 +104,10 @@ class Processes:
 
     def _answers(self) -> list[Any]:
         answers = []
+        deadline = time.monotonic() + self._patience
         for pipe in self._pipes:
-            if not pipe.poll(PATIENCE):
-                raise BenchmarkError(f"the processes did not answer within {PATIENCE:g} s")
+            if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                raise BenchmarkError(f"the processes did not answer within {self._patience:g} s")
             try:
                 answers.append(pipe.recv())
             except EOFError:

@@ -6,8 +6,10 @@ import heapq
 import itertools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ftcoord import concurrency
@@ -36,10 +38,11 @@ class Renewer:
 
     def __init__(self, clock: Clock = concurrency.now) -> None:
         self.clock = clock  # never changes
-        # Guards all below, and `KeptLease.scheduled`. Reentrant: `renew_soon` holds it while it calls `schedule`.
+        # Guards all below, and `KeptLease.entry`. Reentrant: `renew_soon` holds it while it calls `schedule`.
         # Never held during a renewal or while a listener runs.
         self._wake = concurrency.condition("Renewer._wake")
-        self._due: list[tuple[float, int, KeptLease]] = []  # a heap
+        self._due: list[_Entry] = []  # a heap; an entry without a lease does not count
+        self._ttls: Counter[float] = Counter()  # of the entries that count
         self._order = itertools.count()  # makes entries comparable: leases are not
         self._thread: concurrency.Thread | None = None
 
@@ -52,11 +55,11 @@ class Renewer:
         """Have `lease` renewed at `due`, unless it was stopped. A lease that is scheduled already keeps its time,
         unless `hasten` is given. Raises ThreadNotStarted; nothing is scheduled then."""
         with self._wake:
-            if not lease.kept or (lease.scheduled and not hasten):
+            if not lease.kept or (lease.entry is not None and not hasten):
                 return
-            if lease.scheduled:
-                self._remove(lease)
-            lease.scheduled, entry = True, (due, next(self._order), lease)
+            self._remove(lease)
+            lease.entry = entry = _Entry(due, next(self._order), lease.ttl, lease)
+            self._ttls[entry.ttl] += 1
             heapq.heappush(self._due, entry)
             try:
                 self._start()
@@ -69,7 +72,7 @@ class Renewer:
     def renew_soon(self, lease_id: int) -> None:
         """Renew a lease now instead of when it is due, if it is kept alive here."""
         with self._wake:
-            for lease in [lease for _, _, lease in self._due if lease.id == lease_id]:
+            for lease in [lease for entry in self._due if (lease := entry.lease) and lease.id == lease_id]:
                 self.schedule(lease, self.clock(), hasten=True)
 
     def cancel(self, lease: KeptLease) -> None:
@@ -79,9 +82,16 @@ class Renewer:
             self._wake.notify()
 
     def _remove(self, lease: KeptLease) -> None:
-        lease.scheduled = False
-        self._due = [entry for entry in self._due if entry[2] is not lease]
-        heapq.heapify(self._due)
+        """With the lock held. What is in the heap goes later, all at once: then a thousand leases cost no more each
+        than one does."""
+        entry, lease.entry = lease.entry, None
+        if entry is None:
+            return
+        entry.lease = None
+        self._ttls -= Counter([entry.ttl])  # which drops what is 0
+        if len(self._due) > 2 * self._ttls.total() + 1:
+            self._due = [entry for entry in self._due if entry.lease is not None]
+            heapq.heapify(self._due)
 
     def _start(self) -> None:
         if self._thread is None and self._due:
@@ -109,21 +119,48 @@ class Renewer:
         """Wait for the next lease that is due; None when there are none left."""
         with self._wake:
             while self._due:
-                wait = self._due[0][0] - self.clock()
-                if wait <= 0:
-                    lease = heapq.heappop(self._due)[2]
-                    lease.scheduled = False
+                lease, wait = self._due[0].lease, self._due[0].due - self.clock()
+                if lease is not None and wait > 0:
+                    del lease  # whoever has it may end it meanwhile, and be forgotten
+                    self._wake.wait(wait)
+                    continue
+                heapq.heappop(self._due)
+                if lease is not None:
+                    self._remove(lease)
                     return lease
-                self._wake.wait(wait)
             return None
 
     def _timeout_of(self, lease: KeptLease) -> float:
         """Seconds that a renewal may take: an etcd that hangs must not cost the leases behind it theirs."""
         with self._wake:
-            ttls = [lease.ttl, *(other.ttl for _, _, other in self._due)]
-            waiting = sum(due <= self.clock() for due, _, _ in self._due)
-        whole = min(ttls) * RENEW_AFTER
-        return max(whole / (1 + waiting), min(whole, SHORTEST_RENEWAL_TIMEOUT))
+            whole = min([lease.ttl, *self._ttls]) * RENEW_AFTER
+            shortest = min(whole, SHORTEST_RENEWAL_TIMEOUT)
+            waiting = self._waiting(int(whole / shortest))
+        return max(whole / (1 + waiting), shortest)
+
+    def _waiting(self, limit: int) -> int:
+        """With the lock held: how many leases are due now; it stops counting at the limit."""
+        now, count, places = self.clock(), 0, [0]
+        while places and count < limit:
+            place = places.pop()
+            if place < len(self._due) and self._due[place].due <= now:  # else none below it is due
+                count += self._due[place].lease is not None
+                places += (2 * place + 1, 2 * place + 2)
+        return count
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """When a lease is to be renewed; `ttl` as it was when that was said. The renewer's lock guards it."""
+
+    due: float
+    order: int
+    ttl: float
+    lease: KeptLease | None
+    """None once this does not count any longer: what stays in the heap must not keep a lease's owner alive."""
+
+    def __lt__(self, other: _Entry) -> bool:
+        return (self.due, self.order) < (other.due, other.order)
 
 
 class KeptLease:
@@ -150,7 +187,7 @@ class KeptLease:
         self.id = lease.id
         self._etcd, self._listener = etcd, listener
         self._renewer = renewer or Renewer.of_process()
-        self.scheduled = False  # guarded by Renewer._wake
+        self.entry: _Entry | None = None  # guarded by Renewer._wake: when it is to be renewed
         # Without a lock, since each is replaced as a whole and a reader may see either value:
         self.kept = True  # any thread; becomes False once. `Renewer.schedule` checks it with the lock held
         self._lost = False  # any thread; becomes True once

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, EtcdUnavailable
-from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.shared import SharedClient
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 from ftcoord.rendezvous.logs import show_log_lines
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -23,7 +23,7 @@ class OpenedRun(NamedTuple):
     """A run's settings, and a client whose etcd has answered; `server` is that etcd if it was started here."""
 
     settings: RendezvousSettings
-    etcd: EtcdClient
+    etcd: SharedClient
     server: EtcdServer | None
 
 
@@ -71,9 +71,12 @@ def open_run(params: RendezvousParameters) -> OpenedRun:
         raise
 
 
-def connect(config: EtcdConfig) -> EtcdClient:
-    """A client whose etcd has answered. Raises RendezvousConnectionError."""
-    client = EtcdClient(config)
+def connect(config: EtcdConfig) -> SharedClient:
+    """A client whose etcd has answered. Raises RendezvousConnectionError.
+
+    It shares the process's connection: each connection with a watch costs a process three threads, and etcd a stream.
+    """
+    client = SharedClient(config)
     try:
         client.status()
     except EtcdError as error:

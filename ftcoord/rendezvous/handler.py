@@ -31,8 +31,8 @@ from ftcoord.core.layout import round_key, round_store_prefix
 from ftcoord.core.rendezvous_records import AnyRound
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError
-from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.retry import UNANSWERED
+from ftcoord.etcd.shared import SharedClient
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
 from ftcoord.rendezvous.logs import round_line
 from ftcoord.rendezvous.node import SHUT_DOWN, Node
@@ -89,7 +89,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         server: an embedded etcd to end with this handler.
     """
 
-    def __init__(self, settings: RendezvousSettings, etcd: EtcdClient, server: EtcdServer | None = None) -> None:
+    def __init__(self, settings: RendezvousSettings, etcd: SharedClient, server: EtcdServer | None = None) -> None:
         self._settings, self._etcd = settings, etcd
         ends = contextlib.ExitStack()
         if server is not None:

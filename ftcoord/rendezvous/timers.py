@@ -6,12 +6,12 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.namespace import Namespace
+from ftcoord.etcd.shared import SharedClient
 from ftcoord.timer.environment import VARIABLE, describe
 
 
-def serve_timers(prefix: str, etcd: EtcdClient) -> Callable[[], None]:
+def serve_timers(prefix: str, etcd: SharedClient) -> Callable[[], None]:
     """Start a server for this host, and let workers that are started from now on find it; returns what ends both.
 
     The workers find it through this process's environment, which torch's agent copies when it starts them: torch gives

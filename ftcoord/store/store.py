@@ -11,11 +11,11 @@ import os
 import sys
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Final, cast
-from urllib.parse import quote
+from typing import Final, NoReturn, cast
+from urllib.parse import quote, unquote
 
 from torch.distributed import DistStoreError, Store
 
@@ -132,19 +132,24 @@ class EtcdStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, in order; waits until all are there."""
-        deadline, found = self._deadline(), dict[str, KeyValue]()
-        while missing := [key for key in dict.fromkeys(keys) if key not in found]:
-            found |= self._look(missing, deadline)
-            still = next((key for key in missing if key not in found), None)
-            if still is not None:
-                found[still] = self._await(Get(Span(self._data + still)), still, deadline)
+        deadline, wanted = self._deadline(), list(dict.fromkeys(keys))
+        found = self._look(wanted, deadline)
+        while missing := [key for key in wanted if key not in found]:
+            if self._is_alone(missing, len(wanted), deadline):
+                found |= self._values_to_come(missing, deadline)
+            else:
+                found[missing[0]] = self._await(Get(Span(self._data + missing[0])), missing[0], deadline)
+                found |= self._look(missing[1:], deadline)
         return [_value(found[key]) for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there, each as a value or as a queue that holds an item."""
         deadline = self._deadline(timeout)
         while missing := self._missing(keys, deadline):
-            self._until(self._signs(missing[0]), missing[0], deadline)
+            if self._is_alone(missing, len(keys), deadline):
+                self._signs_to_come(missing, deadline)
+            else:
+                self._until(self._signs(missing[0]), missing[0], deadline)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there now, each as a value or as a queue that holds an item."""
@@ -303,12 +308,10 @@ class EtcdStore(Store):
             key.encode()  # refuses half characters: etcd would give back another key
         unseen = list(keys)
         if len(unseen) > 1:
-            start = os.path.commonprefix(unseen)  # noqa: RUF071  # characters, not path components
-            spans = [Span(self._data + start, True), Span(self._queues + quote(start, safe=""), True)]
-            values, items = self._ranges([Get(span, limit=2 * len(keys), keys_only=True) for span in spans], deadline)
-            names = {kv.key.removeprefix(self._data) for kv in values.kvs}
-            queues = {kv.key.removeprefix(self._queues).partition("/")[0] for kv in items.kvs}
-            unseen = [key for key in keys if key not in names and quote(key, safe="") not in queues]
+            gets = [Get(span, limit=2 * len(keys), keys_only=True) for span in self._around(unseen)]
+            values, items = self._ranges(gets, deadline)
+            there = {self._name(kv) for kv in (*values.kvs, *items.kvs)}
+            unseen = [key for key in keys if key not in there]
             if values.count == len(values.kvs) and items.count == len(items.kvs):
                 return unseen
         found = self._ranges([sign for key in unseen for sign in self._signs(key)], deadline)
@@ -316,15 +319,68 @@ class EtcdStore(Store):
             key for key, value, item in zip(unseen, found[::2], found[1::2], strict=True) if not (value.kvs or item.kvs)
         ]
 
+    def _around(self, keys: Sequence[str]) -> list[Span]:
+        """All values, and the items of all queues, whose keys begin as these do."""
+        start = os.path.commonprefix(keys)  # noqa: RUF071  # characters, not path components
+        return [Span(self._data + start, True), Span(self._queues + quote(start, safe=""), True)]
+
+    def _name(self, kv: KeyValue) -> str:
+        """The user's key of a value, or of an item of a queue."""
+        if kv.key.startswith(self._data):
+            return kv.key.removeprefix(self._data)
+        return unquote(kv.key.removeprefix(self._queues).partition("/")[0])
+
+    def _is_alone(self, keys: Sequence[str], wanted: int, deadline: float) -> bool:
+        """Whether one watch of all that begins as these keys do, some of the `wanted` ones, will bring little else."""
+        if len(keys) == 1:
+            return False
+        around = self._ranges([Get(span, count_only=True) for span in self._around(keys)], deadline)
+        return sum(one.count for one in around) <= 2 * wanted
+
+    def _values_to_come(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
+        """The values of the keys, as they are when they are seen first."""
+        found = dict[str, KeyValue]()
+        self._all_of(self._around(keys)[:1], keys, lambda kv: found.setdefault(self._name(kv), kv), deadline)
+        return {key: found[key] for key in keys}
+
+    def _signs_to_come(self, keys: Sequence[str], deadline: float) -> None:
+        """Until each of the keys was seen, as a value or as a queue that held an item."""
+        self._all_of(self._around(keys), keys, lambda kv: None, deadline)
+
+    def _all_of(
+        self, spans: Sequence[Span], keys: Sequence[str], note: Callable[[KeyValue], object], deadline: float
+    ) -> None:
+        """Watch the spans until each of the keys was seen; `note` gets whatever is seen there meanwhile."""
+        missing = dict.fromkeys(keys)
+
+        def take(kvs: Sequence[KeyValue]) -> bool:
+            for kv in kvs:
+                note(kv)
+                missing.pop(self._name(kv), None)
+            return not missing
+
+        with as_torch_errors():
+            has_all = self._waiting.until([Get(span) for span in spans], take, deadline)
+        if not has_all:
+            self._raise_missing(next(iter(missing)))
+
     def _signs(self, key: str) -> list[Get]:
         """What finds a key that is there: its value, or an item of its queue."""
         return [Get(Span(self._data + key), keys_only=True), Get(self._queue(key), limit=1, keys_only=True)]
 
     def _look(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
-        """Those of the keys that have a value now."""
-        unique = list(dict.fromkeys(keys))
-        found = self._ranges([Get(Span(self._data + key)) for key in unique], deadline)
-        return {key: one.one for key, one in zip(unique, found, strict=True) if one.one is not None}
+        """Those of the different keys that have a value now.
+
+        If one request does not take them all, one read of all that begin as they do comes first: it suffices where
+        there are few others among them.
+        """
+        if len(keys) > KEYS_PER_REQUEST:
+            around = self._range(Get(self._around(keys)[0], limit=2 * len(keys)), deadline)
+            if around.count == len(around.kvs):
+                values = {self._name(kv): kv for kv in around.kvs}
+                return {key: values[key] for key in keys if key in values}
+        found = self._ranges([Get(Span(self._data + key)) for key in keys], deadline)
+        return {key: one.one for key, one in zip(keys, found, strict=True) if one.one is not None}
 
     def _ranges(self, gets: Sequence[Get], deadline: float) -> list[RangeResult]:
         """What each of `gets` finds, in as few requests as etcd allows."""
@@ -344,8 +400,11 @@ class EtcdStore(Store):
         """What one of `gets` will find, none of which found anything."""
         with as_torch_errors():
             found = self._waiting.first(gets, deadline)
-        if found is not None:
-            return found
+        if found is None:
+            self._raise_missing(name)
+        return found
+
+    def _raise_missing(self, name: str) -> NoReturn:
         if self._closed.is_set():
             raise DistStoreError(f"the store was closed while waiting for {name!r}")
         raise DistStoreError(f"wait timeout: nobody set {name!r} in time; is a rank gone, or the timeout too short?")

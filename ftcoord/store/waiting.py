@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Final, TypeAlias
@@ -15,6 +15,8 @@ from ftcoord.primitives.exactly_once import round_over
 
 _Items: TypeAlias = "concurrency.Queue[tuple[int, WatchItem | None]]"
 _FENCE: Final = -1
+Take: TypeAlias = Callable[[Sequence[KeyValue]], bool]
+"""Takes keys as they are; whether these were all that it needs."""
 
 
 class Waiting:
@@ -40,17 +42,32 @@ class Waiting:
     def first(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
         """What one of `gets` finds, or the first value put later; None after the deadline or when the store was closed.
 
-        Watches each of them, and the fence. Raises EtcdError, such as ClientClosed; and RoundOver when nothing is there
-        and the fence is gone.
+        Raises as `until` does.
+        """
+        found = list[KeyValue]()
+
+        def take(kvs: Sequence[KeyValue]) -> bool:
+            found.extend(kvs[:1])
+            return bool(found)
+
+        return found[0] if self.until(gets, take, deadline) else None
+
+    def until(self, gets: Sequence[Get], take: Take, deadline: float) -> bool:
+        """Give `take` what `gets` find, and then whatever is put into their spans, until it returns True.
+
+        Whether it did: False after the deadline, or when the store was closed. It may be given a key more than once.
+
+        Watches each of the spans, and the fence. Raises EtcdError, such as ClientClosed; and RoundOver when `take` has
+        not got all and the fence is gone.
         """
         while not self._closed.is_set():
-            found = self._watch(gets, deadline)
-            if found is not None or concurrency.now() >= deadline:
-                return found
-        return None
+            has_all = self._watch(gets, take, deadline)
+            if has_all or concurrency.now() >= deadline:
+                return has_all
+        return False
 
-    def _watch(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
-        """As `first`, but None also when a watch ended."""
+    def _watch(self, gets: Sequence[Get], take: Take, deadline: float) -> bool:
+        """As `until`, but False also when a watch ended."""
         items: _Items = concurrency.inbox()
         self._waiters.append(items)
         with ExitStack() as undo:
@@ -60,9 +77,9 @@ class Waiting:
             if self._fence is not None:
                 tell = partial(_put, items, _FENCE)
                 undo.callback(self._etcd.watch(Span(self._fence), 0, tell, deletes_only=True).cancel)
-            return self._hear(items, gets, deadline)
+            return self._hear(items, gets, take, deadline)
 
-    def _hear(self, items: _Items, gets: Sequence[Get], deadline: float) -> KeyValue | None:
+    def _hear(self, items: _Items, gets: Sequence[Get], take: Take, deadline: float) -> bool:
         """Read once all watches stand, so that nothing is missed between reading and watching; then wait."""
         standing = set[int]()
         wanted = len(gets) + (self._fence is not None)
@@ -70,36 +87,37 @@ class Waiting:
             try:
                 index, item = items.get(timeout=max(deadline - concurrency.now(), 0))
             except concurrency.Empty:
-                return None
-            found = None
+                return False
+            has_all = False
             if isinstance(item, Began):
                 standing.add(index)
-                found = self._read(gets, deadline) if len(standing) == wanted else None
+                has_all = len(standing) == wanted and self._read(gets, take, deadline)
             elif isinstance(item, Batch):
                 # A key may have been put before the fence went: a read shows both as they are at one revision.
-                found = self._read(gets, deadline) if index == _FENCE else _put_in(item)
+                has_all = self._read(gets, take, deadline) if index == _FENCE else _take_puts(item, take)
             elif isinstance(item, EtcdAuthError):
                 raise item
             else:
-                return None
-            if found is not None:
-                return found
-        return None
+                return False
+            if has_all:
+                return True
+        return False
 
-    def _read(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
-        """What is there now. Raises RoundOver if nothing is there and the fence is gone."""
+    def _read(self, gets: Sequence[Get], take: Take, deadline: float) -> bool:
+        """Give what is there now. Raises RoundOver if that is not all and the fence is gone."""
         fences = [] if self._fence is None else [Get(Span(self._fence), keys_only=True)]
         reads = [*gets, *fences]
         result = retry_until_answered(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)
-        found = next((kv for index in range(len(gets)) if (kv := result.range(index).one)), None)
-        if found is None and self._fence is not None and result.range(len(gets)).one is None:
+        has_all = take([kv for index in range(len(gets)) for kv in result.range(index).kvs])
+        if not has_all and self._fence is not None and result.range(len(gets)).one is None:
             raise round_over(self._fence)
-        return found
+        return has_all
 
 
 def _put(items: _Items, index: int, item: WatchItem) -> None:
     items.put((index, item))
 
 
-def _put_in(batch: Batch) -> KeyValue | None:
-    return next((event.kv for event in batch.events if event.kind == "put"), None)
+def _take_puts(batch: Batch, take: Take) -> bool:
+    puts = [event.kv for event in batch.events if event.kind == "put"]
+    return bool(puts) and take(puts)

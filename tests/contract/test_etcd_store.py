@@ -17,11 +17,12 @@ from helpers import DEADLINE, eventually, in_fork, python
 from members import Door
 from rdzv_nodes import keys_under, spawn
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
+from watching import Watching
 
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RoundOver
-from ftcoord.etcd.api import Began, Etcd, Get, Op, RangeResult, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.api import Etcd, Get, Op, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.store import EtcdStore
 
@@ -277,37 +278,6 @@ def test_what_waits_watches_little(make: MakeEtcdStore, client: EtcdClient, pref
         with pytest.raises(DistStoreError):
             waiting.result(DEADLINE)
         assert len(watching.spans) == watches
-
-
-class Watching(Door):
-    """An etcd that notes what is read and watched. Of `deaf_to` it delivers no changes."""
-
-    def __init__(self, real: Etcd, deaf_to: str = "") -> None:
-        super().__init__(real)
-        self.spans: list[Span] = []
-        self.reads = self.stands = 0
-        self._deaf_to = deaf_to
-
-    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        self.reads += 1
-        return super().range(get, timeout=timeout)
-
-    def txn(self, compares: Any, success: Sequence[Op], *rest: Any, **kwargs: Any) -> TxnResult:
-        self.reads += all(isinstance(op, Get) for op in success)
-        return super().txn(compares, success, *rest, **kwargs)
-
-    def watch(
-        self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
-    ) -> Watch:
-        def heard(item: WatchItem) -> None:
-            if isinstance(item, Began):
-                deliver(item)
-                self.stands += 1
-            elif span.start != self._deaf_to:
-                deliver(item)
-
-        self.spans.append(span)
-        return super().watch(span, start_revision, heard, deletes_only=deletes_only)
 
 
 def test_no_run_has_the_keys_of_a_store_without_a_prefix(etcd: EtcdServer) -> None:

@@ -216,6 +216,19 @@ def test_local_addr_and_its_default(make_nodes: MakeNodes) -> None:
         pass
 
 
+def test_handlers_of_one_process_share_its_connection(make_nodes: MakeNodes) -> None:
+    """Making a further one costs no thread, and the end of one leaves the others their watches."""
+    run = make_nodes(1, 3)
+    nodes = [run.one()]
+    threads = threading.active_count()
+    nodes += run.add(2)
+    assert threading.active_count() == threads
+    join_all(nodes)
+    nodes[0].handler._leave()
+    all_signalled(nodes[1:])
+    join_all(nodes[1:])
+
+
 # -- stores -----------------------------------------------------------------------------------------------------------
 
 

@@ -47,7 +47,7 @@ def decided(client: EtcdClient, node: Node) -> Round | None:
 @pytest.fixture
 def late_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes made from now on have clients whose news can be held back."""
-    monkeypatch.setattr("ftcoord.rendezvous.create.EtcdClient", Late)
+    monkeypatch.setattr("ftcoord.rendezvous.create.SharedClient", Late)
 
 
 def news_of(node: Node) -> Late:

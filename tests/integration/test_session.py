@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 from helpers import DEADLINE, eventually, freeze, in_fork, python
@@ -320,6 +322,47 @@ def test_a_short_rest_costs_no_renewal_and_a_long_one_a_single_one() -> None:
     stale.stop()
     eventually(lambda: keeper_threads() == 0, what="the end of the thread")
     assert etcd.answers.empty()
+
+
+class Noting:
+    """An etcd that notes which leases it renews, for ten minutes each."""
+
+    def __init__(self) -> None:
+        self.renewed: list[int] = []
+
+    def renew(self, lease_id: int, *, timeout: float) -> int:
+        self.renewed.append(lease_id)
+        return 600
+
+
+def test_a_thousand_leases_are_renewed_in_turn_but_for_those_that_were_stopped() -> None:
+    """Each is due since a moment of its own; whatever was stopped in between is passed over, however many."""
+    etcd, renewer, now = Noting(), Renewer(), time.monotonic()
+    resting = KeptLease(etcd, Lease(10_000, 600), now, renewer=renewer)
+    kept = [KeptLease(etcd, Lease(number, 600), now - number / 1000, renewer=renewer) for number in range(1000)]
+    for lease in kept[::3]:
+        lease.stop()
+    for lease in kept:
+        renewer.schedule(lease, now + 1 - lease.id / 1000, hasten=True)
+    left = [number for number in range(999, -1, -1) if number % 3]
+    eventually(lambda: len(etcd.renewed) >= len(left), what="the renewals")
+    assert etcd.renewed == left
+    for lease in (*kept, resting):
+        lease.stop()
+    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
+
+
+def test_the_owner_of_a_stopped_lease_is_forgotten_though_others_are_kept() -> None:
+    renewer, told = Renewer(), Told()
+    other = KeptLease(Noting(), Lease(1, 600), time.monotonic(), renewer=renewer)
+    stopped = KeptLease(Noting(), Lease(2, 3600), time.monotonic(), told, renewer=renewer)
+    known = weakref.ref(told)
+    stopped.stop()
+    del stopped, told
+    gc.collect()
+    assert known() is None
+    other.stop()
+    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
 
 
 def test_a_forked_child_has_no_part_in_it(client: EtcdClient, prefix: str) -> None:

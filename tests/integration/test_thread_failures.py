@@ -22,7 +22,7 @@ from ftcoord.core import barrier as core_barrier
 from ftcoord.core import election as core_election
 from ftcoord.core.lease import SessionState
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed
+from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Began, Lease, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.watch import WatchHub
@@ -80,15 +80,14 @@ def test_a_lease_whose_renewal_fails_is_lost_and_others_are_kept() -> None:
 def test_a_lease_that_no_thread_can_renew_is_kept_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next thread would renew it for as long as the process lives."""
 
-    class NoThreads(concurrency.Python):
-        def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> concurrency.Thread:
-            thread = super().thread(target, name, args)
-            monkeypatch.setattr(thread, "start", lambda: (_ for _ in ()).throw(RuntimeError("no more threads")))
-            return thread
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("no more threads")
 
     renewer, etcd = Renewer(), Answering()
-    with concurrency.use(NoThreads()), pytest.raises(RuntimeError, match="no more threads"):
-        KeptLease(etcd, Lease(1, 1), time.monotonic(), renewer=renewer)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ThreadNotStarted, match="no more threads"):
+            KeptLease(etcd, Lease(1, 1), time.monotonic(), renewer=renewer)
     second = KeptLease(etcd, Lease(2, 1), time.monotonic() - 1, renewer=renewer)
     assert [etcd.renewed.get(timeout=DEADLINE) for _ in range(2)] == [2, 2]
     second.stop()

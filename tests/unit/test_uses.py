@@ -25,7 +25,7 @@ import ftcoord
 
 ROOT = Path(__file__).parents[2]
 USE = re.compile(r"(Plain)?Use\[")
-FOR_DEVELOPERS = {"architecture.md", "benchmarks.md", "extending.md", "protocol.md"}
+FOR_DEVELOPERS = {"architecture.md", "benchmarks.md", "extending.md", "protocol.md", "scaling.md"}
 FOR_USERS = [
     "README.md",
     *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md") if page.name not in FOR_DEVELOPERS),
