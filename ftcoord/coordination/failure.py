@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ftcoord.coordination import checks
-from ftcoord.errors import EtcdError, NotInQuorum, ServerError, StateError, ThreadFailed
+from ftcoord.errors import EtcdError, NotInQuorum, ServerError, StateError, ThreadFailed, ThreadNotStarted
 
 TIMED_OUT: Final = ("Cancelled", "DeadlineExceeded")
-KNOWN: Final = (TimeoutError, NotInQuorum, StateError, ThreadFailed, ServerError, EtcdError)
+KNOWN: Final = (TimeoutError, NotInQuorum, StateError, ThreadFailed, ThreadNotStarted, ServerError, EtcdError)
 """What a call to a job or a manager may fail with."""
 
 

@@ -1,4 +1,4 @@
-"""The JSON records of a quorum, layout v1: what its members ask, and what was decided.
+"""The JSON records of a quorum, layout v2: what its members ask, and what was decided.
 
 Parsing is strict, see `core.strict`. `core.layout` has the keys.
 
@@ -23,7 +23,21 @@ from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from ftcoord.core.layout import roster_key
-from ftcoord.core.strict import LARGEST, Raw, build, build_each, dump, json_problem, load, numbers, objects, part, texts
+from ftcoord.core.strict import (
+    LARGEST,
+    V2,
+    Raw,
+    build,
+    build_each,
+    check_number,
+    dump,
+    json_problem,
+    load,
+    numbers,
+    objects,
+    part,
+    texts,
+)
 from ftcoord.errors import StateError
 
 
@@ -286,43 +300,48 @@ _PROFILES: Final = 4096
 @lru_cache(_PROFILES)
 def digest_of(profile: Profile) -> str:
     """What a record names a profile by."""
-    return _digest(dump(profile))
+    return _digest(dump(profile, V2))
 
 
 def encode(record: ReplicaRecord) -> bytes:
     """The record as JSON, with the layout's version."""
     if not record.profile:
-        return dump(record)
+        return dump(record, V2)
     progress = _progress(record.request)
-    return dump(_ShortReplicaRecord(progress, record.asked, record.after, record.beat, record.profile))
+    return dump(_ShortReplicaRecord(progress, record.asked, record.after, record.beat, record.profile), V2)
 
 
 def encode_quorum(quorum: QuorumRecord, known: Roster | None = None) -> tuple[bytes, bytes | None]:
     """The head as JSON, and the roster too unless it is the `known` one."""
     head = _head_over(quorum, known) if known is not None else None
     if head is not None:
-        return dump(head), None
+        return dump(head, V2), None
     seats = tuple(RosterSeat(seat.member, seat.asked, seat.request.profile) for seat in quorum.seats)
-    roster = dump(_RosterRecord(seats))
-    return dump(_head(quorum, _digest(roster), (), (), _column([0] * len(seats)))), roster
+    roster = dump(_RosterRecord(seats), V2)
+    return dump(_head(quorum, _digest(roster), (), (), _column([0] * len(seats))), V2), roster
 
 
 def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     """Raises StateError."""
-    raw = load(key, value)
+    raw = load(key, value, V2)
+    record = build(ReplicaRecord, key, {**raw, "request": _parse_request(key, raw)})
+    check_number(key, record.after)
+    return record
+
+
+def _parse_request(key: str, raw: Raw) -> QuorumRequest:
     request = part(key, raw, "request")
     if raw.get("profile"):
-        progress = build(Progress, key, request)
-        return build(ReplicaRecord, key, {**raw, "request": _joined(_UNKNOWN, progress)})
+        return _joined(_UNKNOWN, build(Progress, key, request))
     built = build(QuorumRequest, key, {**request, "handles": texts(key, request, "handles")})
     _check_data(key, built.data)
-    return build(ReplicaRecord, key, {**raw, "request": built})
+    return built
 
 
 @lru_cache(_ROSTERS)
 def parse_roster(key: str, value: bytes) -> Roster:
     """Raises StateError."""
-    raw = load(key, value)
+    raw = load(key, value, V2)
     record = build(
         _RosterRecord,
         key,
@@ -442,7 +461,7 @@ def _head(
 
 
 def _parse_head(key: str, value: bytes) -> QuorumHead:
-    raw = load(key, value)
+    raw = load(key, value, V2)
     columns = {name: _parse_column(key, raw, name) for name in _COLUMNS}
     lists = {
         "left": numbers(key, raw, "left"),
@@ -450,6 +469,8 @@ def _parse_head(key: str, value: bytes) -> QuorumHead:
         "idle": build_each(IdleMember, key, raw, "idle"),
     }
     head = build(QuorumHead, key, {**raw, **columns, **lists})
+    check_number(key, head.number)
+    check_number(key, head.id)
     if not isfinite(head.created):
         raise StateError(key, "has a created that is no time")
     return head

@@ -20,11 +20,21 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
-from ftcoord.core.strict import VERSION, Raw, build, build_each, dump, load, load_one_of, numbers, texts
+from ftcoord.core.strict import (
+    V2,
+    VERSION,
+    Raw,
+    build,
+    build_each,
+    check_number,
+    dump,
+    load,
+    load_one_of,
+    numbers,
+    texts,
+)
 from ftcoord.errors import StateError
 
-V2: Final = 2
-"""The layout of heads and rolls. A ftcoord that reads v1 only refuses them, and says why."""
 _DIGEST_BYTES: Final = 8
 _MOST_CHUNKS: Final = 2**20
 """Of a roll that anybody may have written: nobody has so many nodes."""
@@ -382,6 +392,8 @@ def encode(record: JoinRequest | Round | RoundHead | RollChunk) -> bytes:
 def parse_join_request(key: str, value: bytes) -> JoinRequest:
     """Raises StateError."""
     ask = build(JoinRequest, key, load(key, value))
+    check_number(key, ask.after)
+    check_number(key, ask.seated)
     if not 1 <= ask.min_nodes <= ask.max_nodes:
         raise StateError(key, f"asks for rounds of {ask.min_nodes} to {ask.max_nodes} nodes, which cannot be")
     return ask
@@ -393,6 +405,7 @@ def parse_decided(key: str, value: bytes) -> Round | RoundHead:
     if version == VERSION:
         return _round(key, raw)
     head = build(RoundHead, key, raw)
+    check_number(key, head.number)
     if not 1 <= head.chunks <= _MOST_CHUNKS or head.size < 1 or not _is_roll_id(head.roll):
         raise StateError(key, "names no roll that a round may have, so it is not ftcoord's")
     return head
@@ -410,7 +423,9 @@ def parse_round(key: str, value: bytes) -> Round:
 
 def _round(key: str, raw: Raw) -> Round:
     lists = {"seats": build_each(Seat, key, raw, "seats"), "away": build_each(Away, key, raw, "away")}
-    return build(Round, key, {**raw, **lists})
+    round_ = build(Round, key, {**raw, **lists})
+    check_number(key, round_.number)
+    return round_
 
 
 def parse_chunk(key: str, value: bytes) -> RollChunk:

@@ -13,6 +13,9 @@ from typing import Any, Final, TypeVar, get_origin, get_type_hints
 
 from ftcoord.errors import StateError
 
+V2: Final = 2
+"""The layout of quorums, and of rounds whose roll lies beside them. A ftcoord that reads v1 only refuses them, and says
+why."""
 VERSION: Final = 1
 """Of the layout: in every record that has a key of its own, unless the record says otherwise."""
 LARGEST: Final = 2**63 - 1

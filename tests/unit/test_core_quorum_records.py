@@ -65,14 +65,15 @@ EACH = pytest.mark.parametrize(
 
 texts = st.text(st.characters(), max_size=20)
 whole = st.integers(-strict.LARGEST, strict.LARGEST)
+counted = st.integers(0, strict.LARGEST_COUNT)
 handles = st.lists(texts, max_size=3).map(tuple)
 data = st.just("") | st.dictionaries(texts, texts | whole, max_size=2).map(json.dumps)
 requests = st.builds(QuorumRequest, texts, texts, texts, whole, whole, st.booleans(), data, whole, handles)
-replica_records = st.builds(ReplicaRecord, requests, whole, whole, whole)
+replica_records = st.builds(ReplicaRecord, requests, whole, counted, whole)
 quorums = st.builds(
     QuorumRecord,
-    number=whole,
-    id=whole,
+    number=counted,
+    id=counted,
     seats=st.lists(st.builds(QuorumSeat, texts, whole, requests), max_size=3, unique_by=lambda seat: seat.member).map(
         tuple
     ),
@@ -145,7 +146,7 @@ def test_a_step_writes_no_roster() -> None:
 @EACH
 def test_one_record_is_always_the_same_bytes(parse: Parse, value: bytes) -> None:
     assert b"\n" not in value
-    assert fields(value)["v"] == 1
+    assert fields(value)["v"] == 2
     assert json.dumps(fields(value), separators=(",", ":"), sort_keys=True).encode() == value
     parse(KEY, value)
 
@@ -161,12 +162,12 @@ def test_the_form_of_the_records() -> None:
         "handles": ["h0", "h1"],
     }
     progress = {"replica_id": "rep_0:4f1c", "step": 7, "shrink_only": False, "commit_failures": 2}
-    asked = {"v": 1, "asked": 3, "after": 12, "beat": 99}
+    asked = {"v": 2, "asked": 3, "after": 12, "beat": 99}
     assert fields(encode(PETITION)) == {**asked, "request": profile | progress, "profile": ""}
     assert fields(encode(SHORT)) == {**asked, "request": progress, "profile": digest_of(SEATED)}
-    assert fields(ROSTER) == {"v": 1, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}
+    assert fields(ROSTER) == {"v": 2, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}
     assert fields(HEAD) == {
-        "v": 1,
+        "v": 2,
         "number": 5,
         "id": 4,
         "roster": parse_roster(KEY, ROSTER).digest,
@@ -186,7 +187,7 @@ def test_a_digest_is_the_same_in_all_releases() -> None:
     assert (
         digest_of(SEATED)
         == blake2b(
-            json.dumps({"v": 1, **asdict(SEATED)}, separators=(",", ":"), sort_keys=True).encode(), digest_size=8
+            json.dumps({"v": 2, **asdict(SEATED)}, separators=(",", ":"), sort_keys=True).encode(), digest_size=8
         ).hexdigest()
     )
 
@@ -203,9 +204,18 @@ def test_a_thousand_replicas_of_eight_ranks_fit_into_one_request() -> None:
 
 
 @EACH
-@pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, "2", None, True, 2.0], ids=repr)
 def test_another_layout_version_is_refused(parse: Parse, value: bytes, version: object) -> None:
     assert f"version {version!r}" in refused(parse, {**fields(value), "v": version})
+
+
+@pytest.mark.parametrize("number", [-1, strict.LARGEST_COUNT + 1])
+def test_what_is_counted_on_from_leaves_room_for_more(number: int) -> None:
+    """Else the next quorum would have a number that nobody can read."""
+    for name in ("number", "id"):
+        assert "nobody has counted to" in refused(parse_head, {**fields(HEAD), name: number})
+    for value in (encode(PETITION), encode(SHORT)):
+        assert "nobody has counted to" in refused(parse_replica, {**fields(value), "after": number})
 
 
 @EACH

@@ -43,16 +43,17 @@ BOTH = pytest.mark.parametrize(
 
 texts = st.text(st.characters(), max_size=20)
 whole = st.integers(-strict.LARGEST, strict.LARGEST)
+counted = st.integers(0, strict.LARGEST_COUNT)
 limits = st.tuples(st.integers(1, strict.LARGEST), st.integers(1, strict.LARGEST)).map(sorted)
 asks = st.builds(
     lambda limits, *rest: JoinRequest(*rest[:6], *limits, *rest[6:]),
     limits,
-    *(texts, texts, whole, whole, texts, texts, whole, whole, texts),
+    *(texts, texts, whole, counted, texts, texts, counted, whole, texts),
 )
 seats = st.builds(Seat, texts, texts, texts)
 rounds = st.builds(
     Round,
-    number=whole,
+    number=counted,
     seats=st.lists(seats, max_size=4).map(tuple),
     address=texts,
     port=whole,
@@ -122,6 +123,14 @@ def test_thousands_of_seats_fit_into_one_request() -> None:
 )
 def test_what_is_no_json_object_is_not_ours(parse: Parse, value: bytes) -> None:
     assert "not ftcoord's" in refused(parse, value)
+
+
+@pytest.mark.parametrize("number", [-1, strict.LARGEST_COUNT + 1])
+def test_what_is_counted_on_from_leaves_room_for_more(number: int) -> None:
+    """Else the next round would have a number that nobody can read."""
+    assert "nobody has counted to" in refused(parse_round, {**fields(ROUND), "number": number})
+    for name in ("after", "seated"):
+        assert "nobody has counted to" in refused(parse_join_request, {**fields(ASK), name: number})
 
 
 @BOTH

@@ -356,6 +356,8 @@ class Group:
                 self._succession.was_overtaken()
             return concurrency.now() + STEP_RETRY_PAUSE
         self._succession.has_decided()
+        if not self._record.mirror.synced:
+            return concurrency.now()
         return concurrency.now() + STEP_RETRY_PAUSE  # the watch tells this member too, and then it looks what follows
 
     def _basis(self) -> tuple[object, ...]:
