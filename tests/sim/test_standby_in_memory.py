@@ -7,18 +7,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from members import Counting, Door
-from test_participants_in_memory import (
-    JOB,
-    LEASE_TTL,
-    Agent,
-    Trainer,
-    check_quorums,
-    check_rounds,
-    end,
-    train_together,
-    trainers,
-    work_together,
-)
+from test_participants_in_memory import JOB, LEASE_TTL, Trainer, check_quorums, end, train_together, trainers
+from test_rounds_in_memory import Agent, check_rounds, work_together
 from worlds import World, simulated
 
 from ftcoord import concurrency
@@ -26,7 +16,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
 from ftcoord.core.quorum_records import QuorumRequest
-from ftcoord.core.rendezvous_records import parse_round
+from ftcoord.core.rendezvous_records import parse_decided
 from ftcoord.core.standby import SLOT, patience, stagger
 from ftcoord.etcd.api import Compare, Get, Op, Put, Span, TxnResult
 from ftcoord.testing import MemoryClient
@@ -183,7 +173,7 @@ class Freezes(Door):
 
     def txn(self, compares: Sequence[Compare], success: Sequence[Op], *more: Any, **how: Any) -> TxnResult:
         records = [op for op in success if isinstance(op, Put) and op.key.endswith("/decided")]
-        if not self.frozen_at and any(parse_round(op.key, op.value).ready for op in records):
+        if not self.frozen_at and any(parse_decided(op.key, op.value).ready for op in records):
             self.frozen_at = self._world.scheduler.time
             self._world.scheduler.pause(self._name)
             concurrency.event().wait(STEP)
