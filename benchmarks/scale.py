@@ -39,7 +39,7 @@ from benchmarks.quorum import Asker
 from benchmarks.rendezvous import measure_round
 from benchmarks.report import publish, table
 from ftcoord.coordination import connection
-from ftcoord.core.layout import KEY_PREFIX, decided_key, decided_span, run_prefix
+from ftcoord.core.layout import KEY_PREFIX, decided_key, rolls_span, run_prefix
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
@@ -126,11 +126,14 @@ def _measure_order(name: str, order: Order, agents: Agents, endpoints: str) -> C
 
 
 def _record_sizes(endpoints: str) -> tuple[int, int]:
-    """Bytes of the decided record's head, and of all that it consists of."""
+    """Bytes of the decided record, and of that with the roll beside it."""
     prefix = run_prefix(KEY_PREFIX, RUN)
     with EtcdClient(endpoints) as client:
-        kvs = client.range(Get(Span(f"{decided_span(prefix).start}", is_prefix=True))).kvs
-    return sum(len(kv.value) for kv in kvs if kv.key == decided_key(prefix)), sum(len(kv.value) for kv in kvs)
+        head, roll = (
+            sum(len(kv.value) for kv in client.range(Get(span)).kvs)
+            for span in (Span(decided_key(prefix)), rolls_span(prefix))
+        )
+    return head, head + roll
 
 
 def rounds_section(sizes: Sequence[Size], members: int, processes: int, patience: float) -> str:
