@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
@@ -36,6 +36,8 @@ from ftcoord.core.strict import (
 from ftcoord.errors import StateError
 
 _DIGEST_BYTES: Final = 8
+_RECORDS: Final = 4
+"""Decided records that a process keeps parsed: it may have many nodes."""
 _MOST_CHUNKS: Final = 2**20
 """Of a roll that anybody may have written: nobody has so many nodes."""
 _LONGEST_ROLL_ID: Final = 128
@@ -399,6 +401,7 @@ def parse_join_request(key: str, value: bytes) -> JoinRequest:
     return ask
 
 
+@lru_cache(_RECORDS)
 def parse_decided(key: str, value: bytes) -> Round | RoundHead:
     """The decided record, in either form. Raises StateError."""
     version, raw = load_one_of(key, value, (VERSION, V2))
