@@ -87,8 +87,14 @@ class Here:
         eventually(lambda: len(self._ranks._votes._waiting) == count, f"{count} ranks have voted")
 
     def await_requests(self, count: int) -> None:
-        """Until so many ranks wait for others that are to ask too."""
-        eventually(lambda: len(self._ranks._barrier._there) == count, f"{count} ranks ask")
+        """Until so many calls, also of one rank, wait for other ranks that are to ask too."""
+        barrier = self._ranks._barrier
+
+        def there() -> int:
+            with barrier._lock:
+                return sum(len(calls) for calls in barrier._there.values())
+
+        eventually(lambda: there() == count, f"{count} calls wait")
 
 
 @pytest.fixture
@@ -228,7 +234,7 @@ def test_metadata_is_known_as_soon_as_its_rank_has_asked(here: Here) -> None:
 def test_a_manager_that_is_shut_down_ends_the_calls_of_its_ranks(here: Here, call: str) -> None:
     if call == "quorum":
         waiting = [here.one.quorum(here.address, 1), here.one.quorum(here.address, 1)]
-        here.await_requests(1)
+        here.await_requests(2)
     else:
         mine = spawn(partial(here.zero.should_commit, 1, 0, True, LONG))
         waiting = [mine, here.one.commit(here.address, 1, 0)]  # type: ignore[list-item]
