@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -149,8 +150,8 @@ class Agents(Processes):
 
 def _serve(pipe: Connection, numbers: Sequence[int], endpoints: str, count: int, patience: float) -> None:
     logging.disable(logging.WARNING)
-    gc.freeze()  # what was imported is not looked through again for each generation of garbage
     threading.stack_size(512 * 1024)
+    sys.setswitchinterval(1)  # else hundreds of threads that wait for the interpreter wake up 200 times a second each
     settings = RendezvousSettings.parse(
         backend="etcd-v3",
         endpoint=_turned(endpoints, numbers[0]),
@@ -161,6 +162,7 @@ def _serve(pipe: Connection, numbers: Sequence[int], endpoints: str, count: int,
         conf={"join_timeout": patience, "lease_ttl": LEASE_TTL},
     )
     agents, made = making(lambda: {number: Agent(settings) for number in numbers})
+    gc.freeze()  # a host has one agent, so it does not look through those of others for garbage
     spare = agents.pop(count, None)
     with ThreadPoolExecutor(len(numbers)) as pool:
         together = threading.Barrier(len(numbers))
@@ -190,7 +192,11 @@ def _obey(order: Order, agents: Sequence[Agent], pool: ThreadPoolExecutor) -> li
                 joining[agent] = pool.submit(agent.join)
         if len(joining) < len(agents):
             threading.Event().wait(MONITOR_INTERVAL)
-        elif not wait(joining.values(), MONITOR_INTERVAL).not_done:
+            continue
+        late = next((one for one in joining.values() if not one.done()), None)
+        if late is not None:
+            wait([late], MONITOR_INTERVAL)  # to wait for all would mean to go to each of them, each time
+        else:
             seats = [one.result() for one in joining.values()]
             if all(seat.world == order.world for seat in seats):
                 return seats

@@ -135,7 +135,7 @@ class Blind(Door):
         result = self.real.txn(*args, **kwargs)
         gets = args[1] if result.succeeded else args[2]
         hidden = [
-            RangeResult((), 0, found.revision) if isinstance(op, Get) and op.order == "newest" else found
+            RangeResult((), 1, found.revision) if isinstance(op, Get) and op.limit == 1 else found
             for op, found in zip(gets, result.results, strict=True)
         ]
         return TxnResult(result.succeeded, result.revision, tuple(hidden))

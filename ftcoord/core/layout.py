@@ -81,6 +81,11 @@ def member_of(key: str) -> str:
     return key.rpartition("/")[2]
 
 
+def tail_key(prefix: str) -> str:
+    """The key that names the member of a group that joined last: whoever joins next follows that one."""
+    return f"{prefix}/tail"
+
+
 def decided_key(prefix: str) -> str:
     """The key of a group's decided record."""
     return f"{prefix}/decided"

@@ -33,7 +33,7 @@ class WriteOutcome:
     Args:
         done: whether the key holds the value that was to be written.
         kv: the key as it is now; None if it is absent.
-        reads: what the `reads` found.
+        reads: what `before` and `reads` found, in this order.
         revision: of etcd, at which all this was so.
     """
 
@@ -50,21 +50,23 @@ def write_once(
     *,
     guards: Sequence[Compare] = (),
     also: Sequence[Op] = (),
+    before: Sequence[Get] = (),
     reads: Sequence[Get] = (),
     timeout: float | None = None,
 ) -> WriteOutcome:
     """Write `put` if its key is still at mod revision `expected` (0: absent) and the other `guards` hold.
 
-    `also` is done in the same transaction; `reads` are answered at its revision, whether it wrote or not. When the
-    answer is lost, the same transaction is sent again: its guard lets it happen only once, and the value, which must
-    differ from all others that were ever written to the key, shows whether an earlier attempt wrote it.
+    `also` is done in the same transaction; `reads` are answered at its revision, whether it wrote or not, and `before`
+    as it was before it wrote. When the answer is lost, the same transaction is sent again: its guard lets it happen
+    only once, and the value, which must differ from all others that were ever written to the key, shows whether an
+    earlier attempt wrote it. What `before` finds then may be of after that attempt.
 
     Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds
     (WRITE_TIMEOUT if None), and what else `Etcd.txn` raises.
     """
     compares = [unchanged(put.key, expected), *guards]
-    look = [Get(Span(put.key)), *reads]
-    success, failure = [put, *also, Get(Span(put.key), keys_only=True), *reads], look  # what was put is known
+    failure = [*before, Get(Span(put.key)), *reads]
+    success = [*before, put, *also, Get(Span(put.key), keys_only=True), *reads]  # what was put is known
     deadline = concurrency.now() + (WRITE_TIMEOUT if timeout is None else timeout)
     lost: list[OutcomeUnknown] = []
 
@@ -83,13 +85,14 @@ def write_once(
         if not lost:
             raise
         raise OutcomeUnknown(f"a write was not answered, and then: {error}") from None
-    first = len(success) - len(look) if result.succeeded else 0
-    kv = result.range(first).one
+    found = [result.range(at) for at in range(len(before))]
+    at_key = len(before) + (1 + len(also) if result.succeeded else 0)
+    kv = result.range(at_key).one
     if result.succeeded and kv is not None:
         kv = kv._replace(value=put.value)
     done = kv is not None and kv.value == put.value
-    answers = tuple(result.range(first + 1 + i) for i in range(len(reads)))
-    return WriteOutcome(done, kv, answers, result.revision)
+    found += [result.range(at_key + 1 + at) for at in range(len(reads))]
+    return WriteOutcome(done, kv, tuple(found), result.revision)
 
 
 Amendment: TypeAlias = tuple[bytes, Sequence[Op]]

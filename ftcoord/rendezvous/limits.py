@@ -17,7 +17,7 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 log = logging.getLogger(__name__)
 
 MEMBERS_LOOKED_AT: Final = 100
-"""Members, the oldest, among which a node with other limits looks for one that shares the run's."""
+"""Members among which a node with other limits looks for one that shares the run's."""
 LEASES_OUTLIVED: Final = 1.5
 """How many times the TTL of a lease must pass until whoever is still there does live."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 FIRST_LINE: Final = 5.0
 """Seconds until a node that waits says so for the first time."""
+LINES_PER_SECOND: Final = 1000
+"""How many nodes of a run ask etcd for that line in a second: they all begin to wait at about the same time."""
 LINE_INTERVAL: Final = 30.0
 """Seconds between two lines of a node that waits about who is there."""
 LOOK_TIMEOUT: Final = 2.0
@@ -51,7 +54,8 @@ class RoundPace:
         self.has_waited = False
         """Whether this node has waited for others: it then may be a spare of theirs."""
         self.limits = OtherLimits(settings, run)
-        self._check_at, self._line_at = now + KEY_CHECK_INTERVAL, now + FIRST_LINE
+        self._check_at = now + KEY_CHECK_INTERVAL
+        self._line_at = now + FIRST_LINE + random.random() * settings.max_nodes / LINES_PER_SECOND
         self._tolerated: AnyRound | None = None
         """A record with other limits, which nobody else alive shares, as far as is known."""
 

@@ -105,12 +105,13 @@ class RunRecord:
         return False
 
     def members(self, limit: int, timeout: float) -> tuple[list[JoinRequest], int]:
-        """The requests of the oldest members of the run, `limit` of them at most; and how many members there are.
+        """The requests of members of the run, `limit` of them at most; and how many members there are.
 
-        Raises EtcdError.
+        They are those with the lowest ids, which are mostly the oldest: etcd would read all members to find the oldest,
+        and each node of a large run that forms slowly asks for this. Raises EtcdError.
         """
         span = members_span(self._settings.prefix)
-        found = self._etcd.range(Get(span, limit=limit, order="oldest"), timeout=timeout)
+        found = self._etcd.range(Get(span, limit=limit), timeout=timeout)
         asks = []
         for kv in found.kvs:
             try:

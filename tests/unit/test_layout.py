@@ -28,6 +28,7 @@ HEX = f"{LEASE:016x}"
 KEYS = {
     "members_span": f"{RUN}/members/",
     "member_key": layout.member_key(RUN, layout.member_id(LEASE)),
+    "tail_key": layout.tail_key(RUN),
     "decided_key": layout.decided_key(RUN),
     "decided_span": layout.decided_span(RUN).start,
     "roster_key": layout.roster_key(layout.decided_key(RUN)),
@@ -59,7 +60,9 @@ KEYS = {
 """By function: a key that it names, or the beginning of those that it names."""
 
 IN_GROUPS = [
-    f(group) for group in (ELECTION, BARRIER) for f in (layout.decided_key, partial(layout.member_key, member=HEX))
+    f(group)
+    for group in (ELECTION, BARRIER)
+    for f in (layout.decided_key, layout.tail_key, partial(layout.member_key, member=HEX))
 ]
 """The keys that each group has, where the group's own prefix is one of `core.layout`."""
 

@@ -88,7 +88,7 @@ class Group:
         self._turn = concurrency.lock("Group._turn")
         """Held by the thread while it works, and by the client's thread for what it may apply itself. It guards:"""
         self._record = DecidedRecord(etcd, prefix, record_ttl, self._post, listener, has_roster=has_roster)
-        self._succession = Succession(etcd, members, self._member_key, self._post, deletes_only=watch_deletes_only)
+        self._succession = Succession(etcd, prefix, self._member_key, self._post, deletes_only=watch_deletes_only)
         self._members = MembersView(etcd, members, self._post)
         self.place = 0  # the thread that enters, once; read anywhere
         """How many members there were when this one joined, itself included: its place in line, or behind it."""
@@ -153,8 +153,8 @@ class Group:
         """
         if not self.entered:
             self.prepare(timeout)
-        newest = Get(members_span(self._prefix), keys_only=True, order="newest", limit=2)
-        outcome = self._member_key.put(value, timeout, (Get(self._record.mirror.span), newest))
+        count = Get(members_span(self._prefix), keys_only=True, limit=1)
+        outcome = self._member_key.put(value, timeout, (Get(self._record.mirror.span), count))
         if outcome.reads:
             try:
                 self._begin(outcome)
@@ -213,11 +213,11 @@ class Group:
             self._turn.release()
 
     def _begin(self, outcome: WriteOutcome) -> None:
-        decided, newest = outcome.reads
-        self.place = newest.count
+        tail, decided, members = outcome.reads
+        self.place = members.count
         self._record.mirror.adopt(decided)
         self._record.tell()
-        self._succession.begin(newest)
+        self._succession.begin(tail.one, members)
         self._thread.start()
 
     def _doubt_key(self) -> None:

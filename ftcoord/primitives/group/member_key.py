@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.layout import member_id, member_key, member_of
+from ftcoord.core.layout import member_id, member_key, member_of, tail_key
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
 from ftcoord.primitives.session import Session
@@ -63,6 +63,7 @@ class MemberKey:
     def __init__(self, etcd: Etcd, prefix: str, session: Session) -> None:
         self.id = member_id(session.lease_id)
         self.key = member_key(prefix, self.id)
+        self._tail_key = tail_key(prefix)
         self._etcd, self._session = etcd, session
         self._writing = concurrency.lock("MemberKey._writing")
         """Held over a write, so that the next one knows what it replaces. After `put_soon` another thread lets go."""
@@ -74,22 +75,30 @@ class MemberKey:
         """What it will hold soon: with the next decision, or by itself."""
 
     def put(self, value: bytes, timeout: float, first_reads: Sequence[Get]) -> WriteOutcome:
-        """Write a value unlike all before, with `timeout` seconds for each request; the first time, with some reads.
+        """Write a value unlike all before, with `timeout` seconds for each request.
 
-        Raises LeaseLost, and EtcdError.
+        The first time this member becomes the tail, and the outcome's reads are the tail that it found and then the
+        `first_reads`; later there are none. Raises LeaseLost, and EtcdError.
         """
         put = Put(self.key, value, self._session.lease_id)
         with self._turn(timeout):
-            reads = () if self.kv else first_reads
-            expected = self.kv.mod_revision if self.kv else 0
-            outcome = write_once(self._etcd, put, expected, reads=reads, timeout=timeout)
-            if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
-                # Ours after all: an earlier call's, whose outcome was unknown.
-                outcome = write_once(self._etcd, put, outcome.kv.mod_revision, reads=reads, timeout=timeout)
+            if self.kv is None:
+                outcome = self._join(put, first_reads, timeout)
+            else:
+                outcome = write_once(self._etcd, put, self.kv.mod_revision, timeout=timeout)
             if not outcome.done:
                 raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
             self.kv = outcome.kv
             return outcome
+
+    def _join(self, put: Put, reads: Sequence[Get], timeout: float) -> WriteOutcome:
+        before = (Get(Span(self._tail_key)),)
+        tail = Put(self._tail_key, self.id.encode(), put.lease)
+        outcome = write_once(self._etcd, put, 0, also=(tail,), before=before, reads=reads, timeout=timeout)
+        if outcome.done or outcome.kv is None or outcome.kv.lease != put.lease:
+            return outcome
+        # Ours after all: an earlier call's, whose outcome was unknown.
+        return write_once(self._etcd, put, outcome.kv.mod_revision, before=before, reads=reads, timeout=timeout)
 
     def put_soon(self, value: bytes, timeout: float, done: Callable[[bool], None], over: int = 0) -> None:
         """Write over what is there, or only `over` this revision: `done` gets whether that worked, and must not block.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core.layout import Span
+from ftcoord.core.layout import Span, member_id, member_key, members_span
 from ftcoord.etcd.api import Etcd, Get, KeyValue, RangeResult
 from ftcoord.primitives.group.member_key import MemberKey, is_member
 from ftcoord.primitives.mirror import Mirror, Posted
@@ -28,7 +28,7 @@ class Succession:
 
     Args:
         etcd: the etcd client.
-        members: the span of all members' keys.
+        prefix: the group's.
         mine: this member's key, which it has by the time of `begin()`.
         post: takes what the watch delivers; see `Mirror`.
         deletes_only: whether the watch leaves out what the member ahead writes. A stranger's value in a dead member's
@@ -38,13 +38,13 @@ class Succession:
     def __init__(
         self,
         etcd: Etcd,
-        members: Span,
+        prefix: str,
         mine: MemberKey,
         post: Callable[[Mirror, Posted], None],
         *,
         deletes_only: bool,
     ) -> None:
-        self._etcd, self._members, self._mine, self._post = etcd, members, mine, post
+        self._etcd, self._prefix, self._mine, self._post = etcd, prefix, mine, post
         self._deletes_only = deletes_only
         self._ahead: Mirror | None = None
         self.is_first = False
@@ -88,16 +88,22 @@ class Succession:
         stays_until = max(self._stays_until, concurrency.now())
         return stays_until if until is None else min(until, stays_until)
 
-    def begin(self, newest: RangeResult) -> None:
-        """Use what the transaction that joined read: the two newest members, this one among them."""
+    def begin(self, tail: KeyValue | None, members: RangeResult) -> None:
+        """Use what the transaction that joined read: the tail that it found, and how many members there were then,
+        this one among them.
+
+        The tail lies under its member's lease, so it is there as long as that lives, and was written when that joined.
+        It is only a shorter way to an older member: to sort all members costs etcd more, the more there are. Where it
+        does not lead to one, `look` finds who was there already: the last one that joined is gone, or an earlier
+        attempt of this member wrote the tail, and its answer was lost.
+        """
         assert self._mine.kv is not None
-        others = [kv for kv in newest.kvs if kv.key != self._mine.key]
-        if not others:
+        if members.count == 1:
             self.is_first = True
-        elif others[0].create_revision > self._mine.kv.create_revision:
-            pass  # it came before this member's write was known: `look` finds who was there already
-        elif is_member(others[0]):
-            self._follow(others[0], newest.revision)
+        elif tail is not None and tail.mod_revision < self._mine.kv.create_revision and _names_a_member(tail):
+            joined = tail.mod_revision
+            last = KeyValue(member_key(self._prefix, member_id(tail.lease)), b"", joined, joined, 1, tail.lease)
+            self._follow(last, members.revision)
 
     def look(self) -> None:
         """Make sure that the member ahead is watched, or that there is none. Raises EtcdError; then call it again."""
@@ -124,7 +130,9 @@ class Succession:
         assert self._mine.kv is not None
         before = self._mine.kv.create_revision
         while True:
-            found = self._etcd.range(Get(self._members, 1, keys_only=True, order="newest", created_before=before))
+            found = self._etcd.range(
+                Get(members_span(self._prefix), 1, keys_only=True, order="newest", created_before=before)
+            )
             if found.one is None or is_member(found.one):
                 return found
             before = found.one.create_revision
@@ -137,3 +145,8 @@ class Succession:
     def _follow(self, predecessor: KeyValue, revision: int) -> None:
         self._ahead = Mirror(self._etcd, Span(predecessor.key), self._post, deletes_only=self._deletes_only)
         self._ahead.adopt(RangeResult((predecessor,), 1, revision))
+
+
+def _names_a_member(tail: KeyValue) -> bool:
+    """Whether a member of ftcoord's wrote it, and nobody else since."""
+    return tail.lease != 0 and tail.value == member_id(tail.lease).encode()
