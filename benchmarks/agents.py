@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import threading
 import time
@@ -150,6 +151,7 @@ class Agents(Processes):
 
 def _serve(pipe: Connection, numbers: Sequence[int], endpoints: str, count: int, patience: float) -> None:
     logging.disable(logging.WARNING)
+    os.nice(10)  # etcd has hosts of its own: hundreds of threads that wait for a processor must not push it aside
     threading.stack_size(512 * 1024)
     sys.setswitchinterval(1)  # else hundreds of threads that wait for the interpreter wake up 200 times a second each
     settings = RendezvousSettings.parse(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import socket
 import threading
 import time
@@ -40,9 +41,9 @@ class Made:
 
 def making(make: Callable[[], T]) -> tuple[T, Made]:
     """What `make` makes, and what that took."""
-    began, cpu = time.monotonic(), time.process_time()
+    began, cpu, threads = time.monotonic(), time.process_time(), threading.active_count()
     made = make()
-    return made, Made(time.monotonic() - began, time.process_time() - cpu, threading.active_count())
+    return made, Made(time.monotonic() - began, time.process_time() - cpu, threading.active_count() - threads)
 
 
 class BenchmarkError(Exception):
@@ -78,7 +79,7 @@ class Processes:
         for first in range(min(processes, count)):
             mine, theirs = context.Pipe()
             numbers = range(first, count, processes)
-            process = context.Process(target=serve, args=(theirs, numbers, *arguments), daemon=True)
+            process = context.Process(target=_serve, args=(serve, theirs, numbers, *arguments), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)
@@ -113,3 +114,16 @@ class Processes:
             except EOFError:
                 raise BenchmarkError("a process failed") from None
         return answers
+
+
+def _serve(serve: Callable[..., None], *arguments: Any) -> None:
+    """Serve until the benchmark ends, however that comes about: its `kill` is not called when it is killed itself."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+    serve(*arguments)

@@ -45,6 +45,9 @@ from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 
 SIZES: Final = (64, 256, 1000, 4000)
+SHARED_BY: Final = 8
+"""Processes that the nodes share by default. Hundreds of threads in one process cost more than as many processes would,
+and memory sets a limit to those."""
 SETTLE: Final = 0.5
 """Seconds between a round and the next measurement: what the last events cost is counted with their round."""
 STEPS: Final = 10
@@ -142,12 +145,13 @@ def rounds_section(sizes: Sequence[Size], members: int, processes: int, patience
     names = ["N", "round", "s", "CPU, ms", "kB out", "requests", "events", "writes", "etcd's CPU, ms"]
     problems = "".join(f"{_prose(f'- N = {size.count}: {size.problem}.')}\n" for size in sizes if size.problem)
     about = f"""Written by `python -m benchmarks.scale --members {members} --write docs/scaling.md`. {_machine()} N
-    agents in {processes} processes, each process with one connection, each agent with watches of its own and a lease
-    of {LEASE_TTL} s; min = N - 1, max = N. "s" is until the last one has left `next_rendezvous`. All other columns
-    are for each node: CPU of its process, bytes that etcd sent to clients, messages that etcd received, changes that
-    watches were told, etcd's writes (raft proposals), and etcd's CPU, all members together. "One lost": a lease ends
-    (so without its TTL); the next round waits 1 s (`settle_timeout`) for whoever may still come. "One added": a node
-    comes, and the others are called back. What takes longer than {patience:g} s is given up."""
+    agents in {processes} processes, which let etcd go first (it has hosts of its own), each process with one
+    connection, each agent with watches of its own and a lease of {LEASE_TTL} s; min = N - 1, max = N. "s" is until the
+    last one has left `next_rendezvous`. All other columns are for each node: CPU of its process, bytes that etcd sent
+    to clients, messages that etcd received, changes that watches were told, etcd's writes (raft proposals), and etcd's
+    CPU, all members together. "One lost": a lease ends (so without its TTL); the next round waits 1 s
+    (`settle_timeout`) for whoever may still come. "One added": a node comes, and the others are called back. What
+    takes longer than {patience:g} s is given up."""
     held = table(_HELD, [_held_cells(size) for size in sizes if size.made and size.making and size.held])
     more = "### What making the agents cost, and what etcd held after the last round"
     return _section(_title(members), about, table(names, rows), problems, more, held)
@@ -388,7 +392,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description="Measure many nodes.")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="numbers of nodes or replicas")
     parser.add_argument("--members", type=int, choices=(1, 3), default=1, help="members of the etcd cluster")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="processes that the nodes share")
+    parser.add_argument("--processes", type=int, default=SHARED_BY, help="processes that the nodes share")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for each thing that a size does")
     parser.add_argument("--quorums", action="store_true", help="quorums beside torchft's lighthouse, not rounds")
     parser.add_argument("--handlers", action="store_true", help="what each handler holds, not rounds")
