@@ -163,7 +163,7 @@ def test_a_forked_child_that_ends(name: str, home: EtcdServer, run: str, now: Ca
     """It drops and collects what the parent made, which lives on."""
     with python(PROGRAM, name, home.get_endpoint(), run, "fork") as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "0 True\n"
+        assert process.stdout.readline() == "0 [] True\n"
         if name not in WITHOUT_LEASE:
             there = now()
             assert there.leases

@@ -172,9 +172,10 @@ def test_idle_clients_cost_nothing(fragile: EtcdServer, caplog: pytest.LogCaptur
     assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-QUORUMS, COST = 50, 2.5
-"""How many are asked for; and for each, what is written: one request, and one decision with the other request. A
-renewal now and then, and one more write while members come or go, are in the rest."""
+QUORUMS, COST = 50, 3.5
+"""How many are asked for; and for each, what is written: one request, and one decision with the other request. On a
+crowded machine the decider's own request has been held back long enough now and then, and goes by itself. A renewal
+now and then, and one more write while members come or go, are in the rest. Keys that are put back cost 8."""
 
 
 def cost_of_quorums(etcd: EtcdServer, *clients: LighthouseClient) -> float:
