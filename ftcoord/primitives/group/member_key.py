@@ -82,23 +82,19 @@ class MemberKey:
         """
         put = Put(self.key, value, self._session.lease_id)
         with self._turn(timeout):
-            if self.kv is None:
-                outcome = self._join(put, first_reads, timeout)
-            else:
-                outcome = write_once(self._etcd, put, self.kv.mod_revision, timeout=timeout)
+            joins = self.kv is None
+            before, reads = ((Get(Span(self._tail_key)),), first_reads) if joins else ((), ())
+            also = (Put(self._tail_key, self.id.encode(), put.lease),) if joins else ()
+            expected = self.kv.mod_revision if self.kv else 0
+            outcome = write_once(self._etcd, put, expected, also=also, before=before, reads=reads, timeout=timeout)
+            if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
+                # Ours after all: an earlier call's, whose outcome was unknown.
+                found = outcome.kv.mod_revision
+                outcome = write_once(self._etcd, put, found, before=before, reads=reads, timeout=timeout)
             if not outcome.done:
                 raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
             self.kv = outcome.kv
             return outcome
-
-    def _join(self, put: Put, reads: Sequence[Get], timeout: float) -> WriteOutcome:
-        before = (Get(Span(self._tail_key)),)
-        tail = Put(self._tail_key, self.id.encode(), put.lease)
-        outcome = write_once(self._etcd, put, 0, also=(tail,), before=before, reads=reads, timeout=timeout)
-        if outcome.done or outcome.kv is None or outcome.kv.lease != put.lease:
-            return outcome
-        # Ours after all: an earlier call's, whose outcome was unknown.
-        return write_once(self._etcd, put, outcome.kv.mod_revision, before=before, reads=reads, timeout=timeout)
 
     def put_soon(self, value: bytes, timeout: float, done: Callable[[bool], None], over: int = 0) -> None:
         """Write over what is there, or only `over` this revision: `done` gets whether that worked, and must not block.
