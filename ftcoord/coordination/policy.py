@@ -149,7 +149,7 @@ class QuorumPolicy:
         if changed is not None:
             puts, roster = [(roster_key(key), changed)], changed
         _quorums.note(key, head, roster, decision.record)
-        return Publish(head, decision.reason, decision.rule, puts)
+        return Publish(head, decision.reason, decision.rule, puts, settles=decision.settles)
 
     def _read_decided(self, view: View) -> tuple[QuorumRecord | None, Roster | None]:
         """The last quorum, and its roster as it lies in etcd. Raises StateError."""

@@ -143,7 +143,9 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
         return waiting
     else:
         reason, rule = f"Valid quorum found {poll}", ENOUGH
-    return Publish(_conclude(poll.eligible, situation), reason, rule)
+    # If each live member has a seat in it, nobody asks any more.
+    settles = len(poll.eligible) == len(situation.members)
+    return Publish(_conclude(poll.eligible, situation), reason, rule, settles=settles)
 
 
 def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
