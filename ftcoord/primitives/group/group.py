@@ -377,8 +377,9 @@ class Group:
         seen = members.seen()
         if held is not None:  # as if it were there already: it will be, when this is decided
             revision = members.revision + 1
-            in_order = tuple(kv if kv.key != self.key else _asking(kv, held, revision) for kv in in_order)
-            seen[self.key] = held.since
+            mine = self.key
+            in_order = tuple(kv if kv.key != mine else _asking(kv, held, revision) for kv in in_order)
+            seen[mine] = held.since
         state = record.known, record.known_at, record.vanished
         return View(in_order, seen, members.changed_at, *state, members.read_at, record.known_roster)
 
