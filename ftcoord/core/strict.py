@@ -64,8 +64,8 @@ def build(kind: type[Record], key: str, raw: Raw) -> Record:
     form = _form_of(kind)
     if raw.keys() == form.types.keys():
         values = form.values(raw)
-        if tuple(map(type, values)) == form.kinds and form.fits(values):
-            return kind(*(form.with_tuples(values) if form.lists else values))
+        if tuple(map(type, values)) == form.kinds and (fitting := form.fitting(values)) is not None:
+            return kind(*fitting)
     raise StateError(key, _problem(kind.__name__, raw, form))
 
 
@@ -144,17 +144,18 @@ class _Form:
         self.values: Callable[[Raw], tuple[Any, ...]] = _all(itemgetter, tuple(self.types))
         self.attributes: Callable[[object], tuple[Any, ...]] = _all(attrgetter, tuple(self.types))
 
-    def fits(self, values: Sequence[Any]) -> bool:
-        """Whether values of the right types are in their ranges, and those in lists of their types."""
+    def fitting(self, values: Sequence[Any]) -> Sequence[Any] | None:
+        """Values of the right types, with tuples for the lists; None if a number is out of range, or something else is
+        in a list."""
         for at in self.numbers:
             if not -LARGEST <= values[at] <= LARGEST:
-                return False
-        return not self.lists or all(_are(item, values[at]) for at, item in self.lists)
-
-    def with_tuples(self, values: Sequence[Any]) -> list[Any]:
-        """The values, with tuples for the lists."""
+                return None
+        if not self.lists:
+            return values
         found = list(values)
-        for at, _ in self.lists:
+        for at, item in self.lists:
+            if not _are(item, found[at]):
+                return None
             found[at] = tuple(found[at])
         return found
 
