@@ -6,14 +6,49 @@ rendezvous layer translates these into torch's own error types where torch's API
 
 from __future__ import annotations
 
-from typing import Final
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+_E = TypeVar("_E", bound="FtcoordError")
 
 MORE_THREADS: Final = "raise the limit on threads (ulimit -u, or the container's limit on processes) if it is reached"
 """What to do where no thread can be started."""
 
 
 class FtcoordError(Exception):
-    """The root of the tree: catch this to catch everything ftcoord raises."""
+    """The root of the tree: catch this to catch everything ftcoord raises.
+
+    Each can be copied, also into another process, as multiprocessing and concurrent.futures do: it has the same text
+    and attributes there.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python itself would call the constructor with the finished text, and a pool that cannot read an error breaks.
+        return _again, (type(self), self.args), self._state()
+
+    def _state(self) -> dict[str, Any]:
+        """The attributes, as they are to be in another process."""
+        return self.__dict__
+
+
+def _again(kind: type[_E], args: tuple[object, ...]) -> _E:
+    """An error that was copied, without its attributes."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
+
+_PLAIN: Final = (type(None), bool, int, float, str, bytes, timedelta, type(Path()))
+
+
+def _is_plain(value: object) -> bool:
+    """Whether every process can read a copy of it. A class of the user's, even one that derives from these, may not."""
+    if type(value) is dict:
+        return all(_is_plain(inner) for item in value.items() for inner in item)
+    if type(value) in (list, tuple, set, frozenset):
+        return all(_is_plain(inner) for inner in value)  # type: ignore[attr-defined]
+    return type(value) in _PLAIN
 
 
 class ConfigError(FtcoordError, ValueError):
@@ -21,7 +56,8 @@ class ConfigError(FtcoordError, ValueError):
 
     Args:
         key: the setting, as the user wrote it (``lease_ttl``, ``FTCOORD_ENDPOINTS``).
-        value: what it was set to (never a secret).
+        value: what it was set to (never a secret). A copy of the error has the `repr` of what is no plain value, since
+            another process may not be able to read that.
         allowed: what would have been accepted.
     """
 
@@ -30,6 +66,9 @@ class ConfigError(FtcoordError, ValueError):
         self.key = key
         self.value = value
         self.allowed = allowed
+
+    def _state(self) -> dict[str, Any]:
+        return {**self.__dict__, "value": self.value if _is_plain(self.value) else repr(self.value)}
 
 
 class ForkedProcessError(FtcoordError, RuntimeError):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import crashes
 import locks
 import pytest
 from helpers import DEADLINE, eventually
@@ -29,6 +30,21 @@ def lock_order() -> Iterator[None]:
         return
     with locks.recorded():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes() -> Iterator[None]:
+    """How those end that the tests start: see `no_process_crashes`. Some end with the session."""
+    with crashes.noticed():
+        yield
+    assert crashes.crashed() == []
+
+
+@pytest.fixture(autouse=True)
+def no_process_crashes() -> Iterator[None]:
+    """None that a test starts, also where the test does not look at its exit code."""
+    yield
+    assert crashes.crashed() == []
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,20 @@ from worlds import PREFIX, TTL, Host, World, simulated
 from ftcoord.core.layout import decided_key, members_span
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import LeaseLost
-from ftcoord.etcd.api import Began, Compare, Etcd, Event, Get, Op, Put, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.api import (
+    Began,
+    Compare,
+    Etcd,
+    Event,
+    Get,
+    Op,
+    Put,
+    RangeResult,
+    Span,
+    TxnResult,
+    Watch,
+    WatchItem,
+)
 from ftcoord.primitives.group.succession import FOLLOW_UP
 from ftcoord.testing import REFUSED, Call, Fate, flaky
 
@@ -485,3 +498,37 @@ def test_no_decision_is_taken_for_a_missed_one(world: World) -> None:
     world.until(lambda: all(host.node.rolls[-1]["number"] == number for host in hosts), "all heard the last one")
     assert not reads
     world.check_one_history()
+
+
+class AsksWhenItLooks(Door):
+    """Somebody asks through the group just when its thread looks at a key, and so sees that its member is lost."""
+
+    def __init__(self, real: Etcd) -> None:
+        super().__init__(real)
+        self.key = ""
+        self.ask: Callable[[], None] = lambda: None
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        if get.span.start == self.key:
+            self.key = ""
+            self.ask()
+        return super().range(get, timeout=timeout)
+
+
+@simulated
+def test_who_asks_while_its_membership_ends_is_told(world: World) -> None:
+    """The decider holds an ask back for its thread, which may end before it takes that out of the inbox."""
+    doors: list[AsksWhenItLooks] = []
+
+    def door(real: Etcd) -> Etcd:
+        doors.append(AsksWhenItLooks(real))
+        return doors[-1]
+
+    host = world.host(door=door)
+    world.agree(host)
+    told: list[bool] = []
+    doors[0].ask = lambda: host.node.group.enter_soon(b"late", 5, told.append)
+    doors[0].key = host.node.group.key
+    world.etcd.expire(host.node.session.lease_id)
+    world.until(lambda: told, "it is told")
+    assert told == [False]

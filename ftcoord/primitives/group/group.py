@@ -16,6 +16,7 @@ anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -45,8 +46,8 @@ deciding takes. So events that come one by one are decided on together. With 64 
 CHANGES_PER_STEP: Final = 1000
 """Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
 
-_Task: TypeAlias = "tuple[Mirror, Posted] | Callable[[], None]"
-"""What lies in the inbox: what a watch delivered, or what the thread is to do."""
+_Task: TypeAlias = "tuple[Mirror, Posted] | HeldAsk | Callable[[], None]"
+"""What lies in the inbox: what a watch delivered, what this member asks, or what else the thread is to do."""
 
 
 class Group:
@@ -97,6 +98,8 @@ class Group:
         self._has_begun = False
         """Whether the watch on the record has stood before: if it stands again, it was interrupted."""
         self._closing = False  # only ever becomes true; read anywhere
+        self._ended = False  # only ever becomes true, by the thread; read anywhere
+        """Whether nobody takes anything out of the inbox any more."""
         self._said = ""  # only the thread
         self._calm_until = 0.0  # only the thread
         self._rests: tuple[tuple[object, ...], float | None] | None = None  # only the thread
@@ -172,7 +175,9 @@ class Group:
             return
         mine = self._member_key.kv
         held = HeldAsk(value, timeout, done, concurrency.now(), mine.mod_revision if mine else 0)
-        self._inbox.put(lambda: self._hold(held))
+        self._inbox.put(held)
+        if self._ended:  # meanwhile: the thread may not have seen it
+            self._refuse_asks()
 
     def check(self) -> None:
         """Have this member's key put back if it is gone, though its lease is not."""
@@ -232,6 +237,14 @@ class Group:
         self._member_key.release_held()  # one that was asked before: the two must not change places
         self._member_key.held = held
 
+    def _refuse_asks(self) -> None:
+        """Tell those whose asks the thread has left in the inbox. Any thread, once that one has ended."""
+        with contextlib.suppress(concurrency.Empty):
+            while True:
+                task = self._inbox.get(timeout=0)
+                if isinstance(task, HeldAsk):
+                    task.done(False)
+
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -248,6 +261,8 @@ class Group:
                 self._failed(failure)
             if self._member_key.held is not None:
                 self._member_key.held.done(False)
+            self._ended = True  # before the inbox is emptied: who puts an ask there later sees it
+            self._refuse_asks()
             self._record.close()
             self._succession.close()
             self._members.close()
@@ -280,7 +295,9 @@ class Group:
             for _ in range(CHANGES_PER_STEP):
                 task = self._inbox.get(timeout=timeout)
                 with self._turn:
-                    if callable(task):
+                    if isinstance(task, HeldAsk):
+                        self._hold(task)
+                    elif callable(task):
                         task()
                     else:
                         self._taken += isinstance(task[1].item, Batch)
