@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
@@ -34,8 +32,34 @@ log = logging.getLogger(__name__)
 LEASE_FLOOR: Final = 3.0
 """Seconds. A shorter heartbeat time-out is judged by beats: etcd's leases do not end that soon (2 s at the least)."""
 
-parse_decided = functools.lru_cache(maxsize=4)(parse_quorum)
-"""`parse_quorum`: each quorum is read once in a process, which may represent many replicas."""
+_KEPT: Final = 4
+"""Quorums that a process keeps as it read, or wrote, them last."""
+
+
+class _Quorums:
+    """The last quorums of this process, by what etcd holds of them: each is parsed once in a process, which may
+    represent many replicas, and never where it was decided. Thread-safe."""
+
+    def __init__(self) -> None:
+        # Any thread, one step of a dict at a time; if two parse the same, the last one stays.
+        self._known: dict[tuple[str, bytes, bytes | None], QuorumRecord] = {}
+
+    def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
+        """`parse_quorum`. Raises StateError."""
+        quorum = self._known.get((key, value, roster))
+        if quorum is None:
+            quorum = parse_quorum(key, value, roster)
+            self.note(key, value, roster, quorum)
+        return quorum
+
+    def note(self, key: str, value: bytes, roster: bytes | None, quorum: QuorumRecord) -> None:
+        """This is what `parse_quorum` would make of it."""
+        self._known[key, value, roster] = quorum
+        for old in [*self._known][:-_KEPT]:
+            self._known.pop(old, None)
+
+
+_quorums: Final = _Quorums()
 
 
 class HighestSeen:
@@ -48,7 +72,7 @@ class HighestSeen:
 
     def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
         """A decided record, which is remembered. Raises StateError."""
-        quorum = parse_decided(key, value, roster)
+        quorum = _quorums.read(key, value, roster)
         with self._lock:
             self.highest, self._last = self.highest.and_of(quorum), quorum
         return quorum
@@ -94,6 +118,9 @@ class QuorumPolicy:
         self._prefix, self._options, self._look, self._seen, self._wall_clock = prefix, options, look, seen, wall_clock
         self._patience = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
         self._members = ParsedKeys(parse_replica)
+        self._decided: tuple[KeyValue, KeyValue | None] | None = None
+        self._last: tuple[QuorumRecord | None, Roster | None] = None, None
+        """What `_decided` says."""
         self._known: dict[str, _Heard] = {}
         self._silent: dict[str, int] = {}
         self._said = ""
@@ -104,25 +131,36 @@ class QuorumPolicy:
         previous, roster = self._read_decided(view)
         self._note(view, previous.profiles if previous else {})
         alive, silent, next_death = self._judge(view, now)
-        situation = QuorumSituation(alive, previous, view.decided_at, silent, self._seen.highest, self._wall_clock())
+        highest, created = self._seen.highest, self._wall_clock()
+        situation = QuorumSituation(alive, previous, view.decided_at, silent, highest, created, me)
         verdict = decide(situation, self._options, now)
         check = lambda one: check_quorum(situation, self._options, one.record)  # noqa: E731
         verdict = self._guard.passed(verdict, check, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
-            head, changed = encode_quorum(replace(verdict.record, by=me), roster)
-            puts = [] if changed is None else [(roster_key(decided_key(self._prefix)), changed)]
-            return Publish(head, verdict.reason, verdict.rule, puts)
+            return self._encoded(verdict, view, roster)
         times = [at for at in (verdict.until, next_death) if at is not None]
         return Wait(verdict.reason, min(times, default=None), verdict.rule)
+
+    def _encoded(self, decision: Publish[QuorumRecord], view: View, known: Roster | None) -> Publish[bytes]:
+        """The same decision, as etcd is to hold it."""
+        head, changed = encode_quorum(decision.record, known)
+        key, puts, roster = decided_key(self._prefix), [], view.roster.value if view.roster else None
+        if changed is not None:
+            puts, roster = [(roster_key(key), changed)], changed
+        _quorums.note(key, head, roster, decision.record)
+        return Publish(head, decision.reason, decision.rule, puts, settles=decision.settles)
 
     def _read_decided(self, view: View) -> tuple[QuorumRecord | None, Roster | None]:
         """The last quorum, and its roster as it lies in etcd. Raises StateError."""
         decided, roster = view.decided, view.roster
         if decided is None:
             return None, None
-        quorum = self._seen.read(decided.key, decided.value, roster.value if roster else None)
-        return quorum, parse_roster(roster.key, roster.value) if roster else None
+        if (decided, roster) != self._decided:
+            quorum = self._seen.read(decided.key, decided.value, roster.value if roster else None)
+            self._last = quorum, parse_roster(roster.key, roster.value) if roster else None
+            self._decided = decided, roster
+        return self._last
 
     def _note(self, view: View, profiles: Mapping[str, Profile]) -> None:
         """The members, and what each was when it said what it says. Beats do not change since when it asks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftcoord.core.strict import build, build_each, check_number, dump, load, texts
+from ftcoord.core.strict import build, build_each, check_number, dump, load
 from ftcoord.errors import StateError
 
 
@@ -73,7 +73,6 @@ def parse_arrival(key: str, value: bytes) -> Arrival:
 def parse_generation(key: str, value: bytes) -> Generation:
     """Raises StateError."""
     raw = load(key, value)
-    lists = {"passed": build_each(Passed, key, raw, "passed"), "refused": texts(key, raw, "refused")}
-    generation = build(Generation, key, {**raw, **lists})
+    generation = build(Generation, key, {**raw, "passed": build_each(Passed, key, raw, "passed")})
     check_number(key, generation.number)
     return generation

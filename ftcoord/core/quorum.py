@@ -119,6 +119,7 @@ class QuorumSituation:
             but the decider remembers which of their requests were answered, and which ids they know.
         highest: of all quorums that the decider ever heard of.
         created: the wall clock, for `QuorumRecord.created`.
+        decider: the member that decides, for `QuorumRecord.by`.
     """
 
     members: Sequence[QuorumCandidate]
@@ -127,6 +128,7 @@ class QuorumSituation:
     silent: Sequence[QuorumCandidate] = ()
     highest: Highest = NOTHING_HEARD
     created: float = 0.0
+    decider: str = ""
 
 
 def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Verdict[QuorumRecord]:
@@ -141,7 +143,9 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
         return waiting
     else:
         reason, rule = f"Valid quorum found {poll}", ENOUGH
-    return Publish(_conclude(poll.eligible, situation), reason, rule)
+    # If each live member has a seat in it, nobody asks any more.
+    settles = len(poll.eligible) == len(situation.members)
+    return Publish(_conclude(poll.eligible, situation), reason, rule, settles=settles)
 
 
 def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
@@ -203,7 +207,8 @@ def _conclude(chosen: Iterable[QuorumCandidate], situation: QuorumSituation) -> 
     seats = tuple(QuorumSeat(one.member, one.asked, one.request) for one in ordered)
     idle = tuple(_idle(members, seats, previous.answered if previous else {}))
     number = max(previous.number if previous else 0, situation.highest.number) + 1
-    return QuorumRecord(number, _id_of(seats, members, previous, situation.highest.id), seats, idle, situation.created)
+    id_ = _id_of(seats, members, previous, situation.highest.id)
+    return QuorumRecord(number, id_, seats, idle, situation.created, situation.decider)
 
 
 def _idle(

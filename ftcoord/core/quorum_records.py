@@ -33,10 +33,8 @@ from ftcoord.core.strict import (
     dump,
     json_problem,
     load,
-    numbers,
     objects,
     part,
-    texts,
 )
 from ftcoord.errors import StateError
 
@@ -333,7 +331,7 @@ def _parse_request(key: str, raw: Raw) -> QuorumRequest:
     request = part(key, raw, "request")
     if raw.get("profile"):
         return _joined(_UNKNOWN, build(Progress, key, request))
-    built = build(QuorumRequest, key, {**request, "handles": texts(key, request, "handles")})
+    built = build(QuorumRequest, key, request)
     _check_data(key, built.data)
     return built
 
@@ -464,7 +462,6 @@ def _parse_head(key: str, value: bytes) -> QuorumHead:
     raw = load(key, value, V2)
     columns = {name: _parse_column(key, raw, name) for name in _COLUMNS}
     lists = {
-        "left": numbers(key, raw, "left"),
         "joined": tuple(_with_profile(JoinedSeat, key, one) for one in objects(key, raw, "joined")),
         "idle": build_each(IdleMember, key, raw, "idle"),
     }
@@ -481,9 +478,7 @@ _COLUMNS: Final = ("asked", "step", "commit_failures", "shrink_only")
 
 def _parse_column(key: str, raw: Raw, name: str) -> Column:
     try:
-        inner = part(key, raw, name)
-        lists = {each: numbers(key, inner, each) for each in ("ranks", "values")}
-        return build(Column, key, {**inner, **lists})
+        return build(Column, key, part(key, raw, name))
     except StateError:
         raise StateError(key, f"has a {name} that is no column of numbers") from None
 
@@ -529,8 +524,7 @@ def _roster_seats(key: str, head: QuorumHead, roster: Roster) -> Sequence[Roster
 
 
 def _with_profile(kind: type[Seated], key: str, raw: Raw) -> Seated:
-    inner = part(key, raw, "profile")
-    profile = build(Profile, key, {**inner, "handles": texts(key, inner, "handles")})
+    profile = build(Profile, key, part(key, raw, "profile"))
     _check_data(key, profile.data)
     return build(kind, key, {**raw, "profile": profile})
 

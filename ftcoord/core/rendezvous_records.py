@@ -30,8 +30,6 @@ from ftcoord.core.strict import (
     dump,
     load,
     load_one_of,
-    numbers,
-    texts,
 )
 from ftcoord.errors import StateError
 
@@ -434,8 +432,7 @@ def _round(key: str, raw: Raw) -> Round:
 def parse_chunk(key: str, value: bytes) -> RollChunk:
     """Raises StateError."""
     raw = load(key, value, V2)
-    lists = {name: texts(key, raw, name) for name in ("members", "nodes", "hosts", "away")}
-    chunk = build(RollChunk, key, {**raw, **lists, **{name: numbers(key, raw, name) for name in ("ranks", "rounds")}})
+    chunk = build(RollChunk, key, raw)
     if len({len(chunk.members), len(chunk.nodes), len(chunk.hosts), len(chunk.ranks)}) > 1:
         raise StateError(key, "has seats that are not whole")
     if len(chunk.away) != len(chunk.rounds):

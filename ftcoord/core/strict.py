@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, Final, TypeVar, get_origin, get_type_hints
+from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from ftcoord.errors import StateError
 
@@ -59,23 +59,26 @@ def load_one_of(key: str, value: bytes, versions: Sequence[int]) -> tuple[int, R
 
 
 def build(kind: type[Record], key: str, raw: Raw) -> Record:
-    """The record of these fields; fields that are records or tuples must have been built before. Raises StateError."""
+    """The record of these fields. Lists of texts or numbers become tuples; fields that are records, or tuples of them,
+    must have been built before. Raises StateError."""
     form = _form_of(kind)
     if raw.keys() == form.types.keys():
         values = form.values(raw)
-        if tuple(map(type, values)) == form.kinds and all(-LARGEST <= values[at] <= LARGEST for at in form.numbers):
-            return kind(*values)
-    raise StateError(key, _problem(kind.__name__, raw, form.types))
+        if tuple(map(type, values)) == form.kinds and (fitting := form.fitting(values)) is not None:
+            return kind(*fitting)
+    raise StateError(key, _problem(kind.__name__, raw, form))
 
 
-def _problem(record: str, raw: Raw, wanted: Mapping[str, type]) -> str:
+def _problem(record: str, raw: Raw, form: _Form) -> str:
     """Why `build` takes no such fields."""
-    if raw.keys() != wanted.keys():
-        odd = ", ".join(sorted(raw.keys() ^ wanted.keys()))
+    if raw.keys() != form.types.keys():
+        odd = ", ".join(sorted(raw.keys() ^ form.types.keys()))
         return f"does not have the fields of a {record} (differing: {odd})"
-    for name, value in raw.items():
-        if type(value) is not wanted[name] or (type(value) is int and abs(value) > LARGEST):
-            return f"has a {name} that is no {wanted[name].__name__}"
+    for (name, wanted), value in zip(form.types.items(), form.values(raw), strict=True):
+        if wanted is list and (type(value) is not list or not _are(form.items[name], value)):
+            return f"has no list of {name}"
+        if wanted is not list and not _are(wanted, (value,)):
+            return f"has a {name} that is no {wanted.__name__}"
     raise AssertionError("nothing is wrong")
 
 
@@ -86,7 +89,10 @@ def build_each(kind: type[Record], key: str, raw: Raw, name: str) -> tuple[Recor
 
 def objects(key: str, raw: Raw, name: str) -> list[Raw]:
     """The field `name`, which must be a list of objects. Raises StateError."""
-    return _items(dict, key, raw, name)
+    items = raw.get(name)
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise StateError(key, f"has no list of {name}")
+    return items
 
 
 def part(key: str, raw: Raw, name: str) -> Raw:
@@ -95,19 +101,6 @@ def part(key: str, raw: Raw, name: str) -> Raw:
     if not isinstance(found, dict):
         raise StateError(key, f"has no {name}")
     return found
-
-
-def texts(key: str, raw: Raw, name: str) -> tuple[str, ...]:
-    """The field `name`, which must be a list of texts. Raises StateError."""
-    return tuple(_items(str, key, raw, name))
-
-
-def numbers(key: str, raw: Raw, name: str) -> tuple[int, ...]:
-    """The field `name`, which must be a list of numbers. Raises StateError."""
-    items = raw.get(name)
-    if not isinstance(items, list) or not all(type(item) is int and abs(item) <= LARGEST for item in items):
-        raise StateError(key, f"has no list of {name}")
-    return tuple(items)
 
 
 def check_number(key: str, number: int) -> None:
@@ -127,30 +120,53 @@ def json_problem(text: str) -> str:
     return ""
 
 
-def _items(kind: type, key: str, raw: Raw, name: str) -> list[Any]:
-    items = raw.get(name)
-    if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):
-        raise StateError(key, f"has no list of {name}")
-    return items
-
-
 def _plain(record: object) -> dict[str, Any]:
     form = _form_of(type(record))
-    return dict(zip(form.types, form.attributes(record), strict=True))
+    return dict(zip(form.types, form.attributes(record)))  # noqa: B905 - both are of the same form
 
 
-_encode: Final = json.JSONEncoder(default=_plain, separators=(",", ":"), sort_keys=True).encode
+# A record has no cycles, so nobody need look for them.
+_encode: Final = json.JSONEncoder(default=_plain, separators=(",", ":"), sort_keys=True, check_circular=False).encode
 
 
 class _Form:
-    """What the fields of a record must be (of a tuple, only that it is one), and how to take them all at once."""
+    """What the fields of a record are in JSON (of a tuple of records, only that it is one), and how to take them all
+    at once."""
 
     def __init__(self, kind: type) -> None:
-        self.types = {name: get_origin(hint) or hint for name, hint in get_type_hints(kind).items()}
+        hints = get_type_hints(kind)
+        self.items = {name: get_args(hint)[0] for name, hint in hints.items() if _is_plain_list(hint)}
+        """The fields that are lists in JSON, of texts or numbers, and which of both."""
+        self.types = {name: list if name in self.items else get_origin(hint) or hint for name, hint in hints.items()}
         self.kinds = tuple(self.types.values())
         self.numbers = [at for at, wanted in enumerate(self.kinds) if wanted is int]
+        self.lists = [(at, self.items[name]) for at, name in enumerate(self.types) if name in self.items]
         self.values: Callable[[Raw], tuple[Any, ...]] = _all(itemgetter, tuple(self.types))
         self.attributes: Callable[[object], tuple[Any, ...]] = _all(attrgetter, tuple(self.types))
+
+    def fitting(self, values: Sequence[Any]) -> Sequence[Any] | None:
+        """Values of the right types, with tuples for the lists; None if a number is out of range, or something else is
+        in a list."""
+        for at in self.numbers:
+            if not -LARGEST <= values[at] <= LARGEST:
+                return None
+        if not self.lists:
+            return values
+        found = list(values)
+        for at, item in self.lists:
+            if not _are(item, found[at]):
+                return None
+            found[at] = tuple(found[at])
+        return found
+
+
+def _is_plain_list(hint: Any) -> bool:
+    return get_origin(hint) is tuple and get_args(hint)[0] in (str, int)
+
+
+def _are(kind: Any, values: Sequence[Any]) -> bool:
+    """Whether all are of this type, and numbers in their range."""
+    return not values or all(type(one) is kind and (kind is not int or abs(one) <= LARGEST) for one in values)
 
 
 def _all(getter: Callable[..., Any], names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:

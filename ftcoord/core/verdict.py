@@ -27,6 +27,7 @@ class Publish(Generic[R]):
             only through the record. Their keys must be unlike all that another decider, or another decision of the same
             one, ever wrote, or hold the same. They are written with the record if they fit into one transaction, and
             else before it.
+        settles: whether nothing is due once this is decided, as long as no member comes, changes or goes.
     """
 
     record: R
@@ -35,6 +36,7 @@ class Publish(Generic[R]):
     puts: Sequence[tuple[str, bytes]] = ()
     deletes: Sequence[Span] = ()
     beside: Sequence[tuple[str, bytes]] = ()
+    settles: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from members import Door
 from worlds import World, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
+from ftcoord.coordination.policy import QuorumPolicy
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import decided_key, members_span
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, parse_replica
-from ftcoord.etcd.api import Compare, Etcd, Get, Op, Put, Span, TxnResult, Watch, WatchItem
+from ftcoord.core.verdict import Verdict
+from ftcoord.etcd.api import Compare, Etcd, Get, Op, Put, RangeResult, Span, TxnResult, Watch, WatchItem
+from ftcoord.primitives.group.policy import View
 from ftcoord.testing import DELIVERED, LOST_ANSWER, Call, Fate
 from ftcoord.testing.keyspace import Transaction
 
@@ -93,6 +97,26 @@ def test_the_decider_s_ask_is_written_though_no_decision_is_due(world: World) ->
         assert [request.step for request in quorum.requests] == [1, 1]
 
 
+@simulated
+def test_a_decider_looks_once_for_a_step_and_its_own_decision_is_no_news(world: World) -> None:
+    looks = 0
+    decide = QuorumPolicy.decide
+
+    def counted(self: QuorumPolicy, view: View, me: str, now: float) -> Verdict[bytes]:
+        nonlocal looks
+        looks += 1
+        return decide(self, view, me, now)
+
+    with replica_of(world.etcd.client(), ALONE, "a") as replica:
+        ask(replica, 0)
+        world.sleep(1)
+        with patch.object(QuorumPolicy, "decide", counted):
+            for step in range(1, 6):
+                assert ask(replica, step).requests[0].step == step
+            world.sleep(1)
+    assert looks == 5
+
+
 class LosesAnswers:
     """A client's fate: the answers of the next transactions that decide something are lost."""
 
@@ -136,12 +160,16 @@ def test_somebody_else_decides_before(world: World) -> None:
 
 class LateWatches(Door):
     """Its requests are answered at once, but it hears of changes late. Counts its asks that went with a decision, as
-    `done` or `refused`."""
+    `done` or `refused`, and what it `reads`."""
 
     def __init__(self, real: Etcd, lag: float) -> None:
         super().__init__(real)
         self._lag = lag
-        self.done = self.refused = 0
+        self.done = self.refused = self.reads = 0
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        self.reads += 1
+        return super().range(get, timeout=timeout)
 
     def txn(self, compares: Sequence[Compare], success: Sequence[Op], *more: Any, **how: Any) -> TxnResult:
         result = super().txn(compares, success, *more, **how)
@@ -171,6 +199,24 @@ def test_who_asked_before_the_decider_is_in_its_quorum_though_the_decider_has_no
         world.until(lambda: asked(world, ALONE, "newcomer"), "it has asked")
         assert ask(decider, 2).names == {"decider", "newcomer"}
         assert (door.done, door.refused) == (1, 1)
+        join()
+
+
+@simulated
+def test_a_decider_is_steps_ahead_of_what_it_hears_of_its_own_decisions(world: World) -> None:
+    """The watch then brings values of its key that are older than what it knows: it has missed nothing."""
+    door = LateWatches(world.etcd.client(), lag=0.1 * (1 + world.seed % 5))
+    with replica_of(door, ALONE, "a") as replica, replica_of(world.etcd.client(), ALONE, "b") as newcomer:
+        ask(replica, 0)
+        world.sleep(5)
+        before = door.reads
+        for step in range(1, 6):
+            assert ask(replica, step).requests[0].step == step
+        world.sleep(5)
+        assert (door.done, door.reads) == (5, before)
+        join = in_background(lambda: ask(newcomer, 0))
+        world.until(lambda: asked(world, ALONE, "b"), "it has asked")
+        assert ask(replica, 6).names == {"a", "b"}
         join()
 
 

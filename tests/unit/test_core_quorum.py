@@ -63,7 +63,16 @@ def judge(
     assert verdict.rule in RULES
     if isinstance(verdict, Publish):
         check_quorum(situation, options, verdict.record)
+        check_settled(situation, options, verdict)
     return verdict
+
+
+def check_settled(situation: QuorumSituation, options: QuorumOptions, verdict: Publish[QuorumRecord]) -> None:
+    """Nothing is due, now or ever, while its members say what they said."""
+    if verdict.settles:
+        then = decide(replace(situation, previous=verdict.record), options, 10 * HOUR)
+        assert isinstance(then, Wait)
+        assert then.until is None
 
 
 def decided(verdict: Verdict) -> QuorumRecord:
@@ -78,6 +87,16 @@ def names(verdict: Verdict) -> str:
 def waits(verdict: Verdict, why: str, until: float | None = None) -> bool:
     assert isinstance(verdict, Wait), verdict
     return why in verdict.reason and verdict.until == until
+
+
+def test_a_quorum_of_all_settles_all() -> None:
+    verdicts = [
+        judge(all_ask("a b")),
+        judge([*all_ask("a b"), beats("c")], quorum("a b")),
+        judge(all_ask("a c", shrink_only=True), quorum("a b")),
+        judge([*all_ask("a b"), asks("b", member="another")]),
+    ]
+    assert [isinstance(one, Publish) and one.settles for one in verdicts] == [True, False, False, False]
 
 
 # -- torchft's own scenarios --------------------------------------------------------------------------------------

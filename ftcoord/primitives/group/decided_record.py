@@ -38,7 +38,7 @@ Listener: TypeAlias = Callable[[KeyValue | None, KeyValue | None], None]
 
 class DecidedRecord:
     """A mirror of `decided`, what its listener made of it, and the lease that the decider keeps for it. The group's
-    turn guards all of it but `queued`.
+    turn guards all of it.
 
     A record with a roster lies under two keys, which change in one transaction. So one watch has both in one batch, and
     one read has both at one revision: a reader never sees one without the other.
@@ -72,16 +72,9 @@ class DecidedRecord:
         self.known_roster: KeyValue | None = None
         """The roster that goes with it."""
         self.known_at = concurrency.now()
-        self.queued = self.taken = 0
-        """Decisions that were put into the group's inbox (only the watch's thread counts them), and taken out of it."""
         self._listener = listener
         self._told: tuple[KeyValue | None, KeyValue | None] = None, None
         self._unreadable: StateError | None = None
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether a decision is still in the group's inbox."""
-        return self.taken < self.queued
 
     @property
     def vanished(self) -> bool:

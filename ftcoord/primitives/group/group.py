@@ -93,6 +93,8 @@ class Group:
         self._members = MembersView(etcd, members, self._post)
         self.place = 0  # the thread that enters, once; read anywhere
         """How many members there were when this one joined, itself included: its place in line, or behind it."""
+        self._queued = self._taken = 0
+        """Changes that were put into the inbox (only the watch's thread counts them), and taken out of it."""
         self._has_begun = False
         """Whether the watch on the record has stood before: if it stands again, it was interrupted."""
         self._closing = False  # only ever becomes true; read anywhere
@@ -192,23 +194,22 @@ class Group:
 
     def _post(self, mirror: Mirror, posted: Posted) -> None:
         if not self._apply_here(mirror, posted):
-            self._record.queued += self._is_news(mirror, posted)
+            self._queued += isinstance(posted.item, Batch)
             self._inbox.put((mirror, posted))
 
-    def _is_news(self, mirror: Mirror, posted: Posted) -> bool:
-        """Whether it is a decision, and not only that the watch stands, or ended."""
-        return mirror is self._record.mirror and isinstance(posted.item, Batch)
-
     def _apply_here(self, mirror: Mirror, posted: Posted) -> bool:
-        """Most members only need to be told the decision, so this applies it on the watch's thread and lets the group's
-        thread sleep. It never waits for the turn: the watch's thread serves others too.
+        """Most members only need to be told the decision, and a decider need not be told its own: so this applies both
+        on the watch's thread and lets the group's thread sleep. It never waits for the turn: the watch's thread serves
+        others too.
 
         It does not overtake what the thread has still to apply: the mirror would take that for a change that it missed.
         """
-        if not self._is_news(mirror, posted) or not self._turn.acquire(blocking=False):
+        if not isinstance(posted.item, Batch) or not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._members.mirror is not None or self._thread.ident is None or self._record.is_behind:
+            if self._thread.ident is None or self._taken < self._queued:
+                return False
+            if not (self._is_all_it_hears(mirror) or mirror.has(posted)):
                 return False
             self._apply(mirror, posted)
             if not mirror.synced:  # a change was missed, and only the thread reads
@@ -216,6 +217,10 @@ class Group:
             return True
         finally:
             self._turn.release()
+
+    def _is_all_it_hears(self, mirror: Mirror) -> bool:
+        """Whether these are the decisions, of a member that does not decide."""
+        return mirror is self._record.mirror and self._members.mirror is None
 
     def _begin(self, outcome: WriteOutcome) -> None:
         tail, decided, members = outcome.reads
@@ -295,7 +300,7 @@ class Group:
                     elif callable(task):
                         task()
                     else:
-                        self._record.taken += self._is_news(*task)
+                        self._taken += isinstance(task[1].item, Batch)
                         self._apply(*task)
                 timeout = max(self._calm_until - concurrency.now(), 0)
         except concurrency.Empty:
@@ -373,9 +378,10 @@ class Group:
                 self._succession.was_overtaken()
             return concurrency.now() + STEP_RETRY_PAUSE
         self._succession.has_decided()
-        if not self._record.mirror.synced:
-            return concurrency.now()
-        return concurrency.now() + STEP_RETRY_PAUSE  # the watch tells this member too, and then it looks what follows
+        if not (verdict.settles and self._record.mirror.synced):
+            return concurrency.now()  # and look what follows
+        self._rests = self._basis(), None
+        return self._succession.rest(None)
 
     def _basis(self) -> tuple[object, ...]:
         """All that a verdict rests on, but for the time."""
@@ -388,8 +394,9 @@ class Group:
         seen = members.seen()
         if held is not None:  # as if it were there already: it will be, when this is decided
             revision = members.revision + 1
-            in_order = tuple(kv if kv.key != self.key else _asking(kv, held, revision) for kv in in_order)
-            seen[self.key] = held.since
+            mine = self.key
+            in_order = tuple(kv if kv.key != mine else _asking(kv, held, revision) for kv in in_order)
+            seen[mine] = held.since
         state = record.known, record.known_at, record.vanished
         return View(in_order, seen, members.changed_at, *state, members.read_at, record.known_roster)
 
@@ -415,6 +422,8 @@ class Group:
             held.done(False)
             raise
         if done:
+            if self._member_key.kv is not None:
+                self._members.expect(self._member_key.kv)
             held.done(True)
         else:
             self._member_key.put_soon(held.value, held.timeout, held.done, held.over)

@@ -79,6 +79,12 @@ class MembersView:
         if self.mirror.synced:
             self._note((change.key for change in changes), concurrency.now())
 
+    def expect(self, kv: KeyValue) -> None:
+        """What this member wrote itself, in the decision that answers it: it is no news when the watch brings it."""
+        assert self.mirror is not None
+        self.mirror.expect(kv)
+        self._note((kv.key,), concurrency.now())
+
     def in_order(self) -> tuple[KeyValue, ...]:
         """The members' keys, oldest first."""
         if not self._is_in_order:

@@ -39,5 +39,6 @@ class Policy(Protocol):
     """The pure part: what to decide."""
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
-        """What to do now. After a Wait this is not asked again before its `until`, unless the view has changed: so a
-        verdict must rest on nothing else that may change meanwhile, but for numbers that only grow."""
+        """What to do now. After a Wait this is not asked again before its `until`, unless the view has changed, nor
+        after a decision that settles all: so a verdict must rest on nothing else that may change meanwhile, but for
+        numbers that only grow."""
