@@ -3,102 +3,171 @@
     git worktree add /tmp/old REVISION
     python -m benchmarks.against /tmp/old
 
-Each trial is a process of its own, in which all nodes, replicas or clients of that trial are threads. Says for each
-measure the median of each tree and their ratio; what counts is the ratio. A few minutes.
+Every node, replica and client is a process of its own. Those of both trees live at the same time and act by turns, so
+that whatever else the machine does meets both. Says for each measure the median of each tree and their ratio; what
+counts is the ratio. A few minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+import time
+import uuid
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, TextIO
 
+from benchmarks.processes import BenchmarkError
 from ftcoord.embedded.server import EtcdServer
 
-TRIALS: Final = 7
+TRIALS: Final = 5
 HERE: Final = Path(__file__).resolve().parent.parent
 
-TRIAL: Final = """
-import sys, time, uuid
-from concurrent.futures import ThreadPoolExecutor
+ACTOR: Final = """
+import sys
 from datetime import timedelta
-from statistics import median
 
-import ftcoord
-from ftcoord.coordination import LighthouseClient
-from ftcoord.rendezvous.create import create_handler
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-endpoint, name = sys.argv[1], uuid.uuid4().hex
+what, endpoint, name, number, size = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
 long = timedelta(seconds=120)
 
+if what == "round":
+    from ftcoord.rendezvous.create import create_handler
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-def measure(what, repeats, call):
-    call()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    print(f"{what}\\t{median(times) * 1e3}", flush=True)
-
-
-for size in (2, 8):
-    run = f"{name}-{size}"
     conf = {"join_timeout": 120}
-    handlers = [create_handler(RendezvousParameters("etcd-v3", endpoint, run, size, size, "127.0.0.1", **conf))
-                for _ in range(size)]
-    with ThreadPoolExecutor(size) as pool:
-        measure(f"a round of {size}", 15, lambda: list(pool.map(lambda one: one.next_rendezvous(), handlers)))
-    for one in handlers:
-        one._leave()
+    handler = create_handler(RendezvousParameters("etcd-v3", endpoint, name, size, size, "127.0.0.1", **conf))
+    act, leave = handler.next_rendezvous, handler._leave
+elif what == "quorum":
+    from ftcoord.coordination import LighthouseClient
 
-for size in (2, 8):
-    address = f"etcd://{endpoint}/{name}-{size}?min_replicas={size}"
-    replicas = [LighthouseClient(address, long) for _ in range(size)]
-    with ThreadPoolExecutor(size) as pool:
-        measure(f"a quorum of {size}", 60, lambda: list(pool.map(
-            lambda one: one[1].quorum(f"r{one[0]}", long), enumerate(replicas))))
-    for one in replicas:
-        one.close()
+    client = LighthouseClient(f"etcd://{endpoint}/{name}?min_replicas={size}", long)
+    act, leave = lambda: client.quorum(f"r{number}", long), client.close
+else:
+    import ftcoord
 
-store = ftcoord.EtcdStore(endpoint, f"/{name}/")
-measure("store: set", 200, lambda: store.set("k", "x" * 64))
-measure("store: get", 200, lambda: store.get("k"))
-measure("store: add", 200, lambda: store.add("n", 1))
-measure("store: multi_get of 64", 60, lambda: store.multi_get(["k"] * 64))
+    store = ftcoord.EtcdStore(endpoint, f"/{name}/")
+    store.set("k", "x" * 64)
+    calls = {
+        "set": lambda: store.set("k", "x" * 64),
+        "get": lambda: store.get("k"),
+        "add": lambda: store.add("n", 1),
+        "multi_get of 64": lambda: store.multi_get(["k"] * 64),
+    }
+    act, leave = calls[what], lambda: None
+
+print("ready", flush=True)
+for _ in sys.stdin:
+    act()
+    print("done", flush=True)
+leave()
 """
 
 
-def trial(tree: Path, endpoint: str) -> dict[str, float]:
-    """Milliseconds of each measure, in a process that imports ftcoord from this tree."""
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What is measured: how many processes act at once, and how often they do in a trial."""
+
+    what: str
+    size: int
+    repeats: int
+
+    def __str__(self) -> str:
+        return f"a {self.what} of {self.size}" if self.size > 1 else f"store: {self.what}"
+
+
+MEASURES: Final = (
+    Measure("round", 2, 15),
+    Measure("round", 8, 15),
+    Measure("quorum", 2, 60),
+    Measure("quorum", 8, 60),
+    Measure("set", 1, 200),
+    Measure("get", 1, 200),
+    Measure("add", 1, 200),
+    Measure("multi_get of 64", 1, 60),
+)
+
+
+class Actors:
+    """The processes of one measure that import ftcoord from one tree."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]], said: TextIO) -> None:
+        self._processes = processes
+        self._said = said
+        self._await()
+
+    def act(self) -> float:
+        """Seconds until all have acted once."""
+        began = time.perf_counter()
+        for process in self._processes:
+            assert process.stdin
+            process.stdin.write("\n")
+            process.stdin.flush()
+        self._await()
+        return time.perf_counter() - began
+
+    def _await(self) -> None:
+        for process in self._processes:
+            assert process.stdout
+            if not process.stdout.readline():
+                self._said.seek(0)
+                raise BenchmarkError(f"a process failed:\n{self._said.read()}")
+
+
+@contextlib.contextmanager
+def actors(tree: Path, measure: Measure, endpoint: str) -> Iterator[Actors]:
+    """The processes of this measure, ready to act. They leave when the block ends, and are killed when it fails."""
     env = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(
-        [sys.executable, "-c", TRIAL, endpoint], cwd="/", env=env, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"a trial of {tree} failed:\n{done.stderr}")
-    return {what: float(value) for what, value in (line.split("\t") for line in done.stdout.splitlines())}
+    group = [measure.what, endpoint, uuid.uuid4().hex]
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(tempfile.TemporaryFile("w+"))
+        processes = []
+        for number in range(measure.size):
+            command = [sys.executable, "-c", ACTOR, *group, str(number), str(measure.size)]
+            process = subprocess.Popen(
+                command, cwd="/", env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield Actors(processes, said)
+        for process in processes:
+            process.communicate(timeout=60)
+
+
+def trial(measure: Measure, here: Path, other: Path, endpoint: str) -> dict[Path, list[float]]:
+    """Seconds of each act of both trees."""
+    times: dict[Path, list[float]] = {here: [], other: []}
+    with actors(here, measure, endpoint) as ours, actors(other, measure, endpoint) as theirs:
+        turns = [(here, ours), (other, theirs)]
+        for _, those in turns:
+            those.act()  # the first one connects
+        for _ in range(measure.repeats):
+            for tree, those in turns:
+                times[tree].append(those.act())
+            turns.reverse()
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("other", type=Path, help="the other source tree")
     other = parser.parse_args().other.resolve()
-    found: dict[str, dict[Path, list[float]]] = defaultdict(lambda: {HERE: [], other: []})
     with EtcdServer() as server:
-        for number in range(TRIALS):
-            for tree in (HERE, other) if number % 2 else (other, HERE):
-                for what, value in trial(tree, server.get_endpoint()).items():
-                    found[what][tree].append(value)
-    for what, times in found.items():
-        here, there = median(times[HERE]), median(times[other])
-        print(f"{what:25} other {there:8.2f} ms, this {here:8.2f} ms, ratio {here / there:.2f}")
+        for measure in MEASURES:
+            found: dict[Path, list[float]] = defaultdict(list)
+            for _ in range(TRIALS):
+                for tree, times in trial(measure, HERE, other, server.get_endpoint()).items():
+                    found[tree].append(median(times) * 1e3)
+            here, there = median(found[HERE]), median(found[other])
+            print(f"{measure!s:25} other {there:8.2f} ms, this {here:8.2f} ms, ratio {here / there:.2f}", flush=True)
 
 
 if __name__ == "__main__":

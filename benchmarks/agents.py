@@ -151,7 +151,9 @@ class Agents(Processes):
 
 def _serve(pipe: Connection, numbers: Sequence[int], endpoints: str, count: int, patience: float) -> None:
     logging.disable(logging.WARNING)
-    os.nice(10)  # etcd has hosts of its own: hundreds of threads that wait for a processor must not push it aside
+    # etcd has hosts of its own: hundreds of threads that wait for a processor must not push it aside. Where the kernel
+    # groups processes by session (sched_autogroup_enabled), this counts only among those of one session.
+    os.nice(10)
     threading.stack_size(512 * 1024)
     sys.setswitchinterval(1)  # else hundreds of threads that wait for the interpreter wake up 200 times a second each
     settings = RendezvousSettings.parse(
