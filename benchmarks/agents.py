@@ -25,6 +25,8 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 RUN: Final = "benchmark"
 LEASE_TTL: Final = 60
 """Seconds. Longer than by default, so that few of the renewals of so many hosts fall into a round on one machine."""
+REQUEST_TIMEOUT: Final = 60
+"""Seconds, as docs/scaling.md advises for thousands of nodes on few cores."""
 SPARE: Final = 1
 """How many agents there are beside those of the first round: it is added at the end."""
 
@@ -74,6 +76,11 @@ class Agent:
         self.world = 0
         """How many nodes its round has; 0 while it has none."""
         self.lost = False
+
+    @property
+    def incarnations(self) -> int:
+        """How many members it has been so far, each with a lease of its own."""
+        return len(self._handler._node.participant.ids)
 
     @property
     def is_called(self) -> bool:
@@ -163,7 +170,7 @@ def _serve(pipe: Connection, numbers: Sequence[int], endpoints: str, count: int,
         min_nodes=max(count - 1, 1),
         max_nodes=count,
         local_addr="127.0.0.1",
-        conf={"join_timeout": patience, "lease_ttl": LEASE_TTL},
+        conf={"join_timeout": patience, "lease_ttl": LEASE_TTL, "request_timeout": REQUEST_TIMEOUT},
     )
     agents, made = making(lambda: {number: Agent(settings) for number in numbers})
     gc.freeze()  # a host has one agent, so it does not look through those of others for garbage

@@ -97,6 +97,10 @@ class Processes:
             process.kill()
             process.join()
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
     def ask(self, request: Any) -> list[Any]:
         """What all of them answer."""
         for pipe in self._pipes:

@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="numbers of replicas")
     parser.add_argument("--repeat", type=int, default=30, help="rounds of each")
     parser.add_argument("--world-sizes", nargs="+", type=int, default=ranks.WORLD_SIZES, help="ranks of a group")
-    parser.add_argument("--trials", type=int, default=5, help="deaths of each")
+    parser.add_argument("--trials", type=int, default=10, help="deaths of each")
     parser.add_argument("--write", type=Path, metavar="FILE", help="report whose section to replace; default: print it")
     options = parser.parse_args()
     logging.disable(logging.WARNING)

@@ -2,29 +2,28 @@
 
     python -m benchmarks.rendezvous --write docs/benchmarks.md
 
-Needs `pip install python-etcd urllib3` for `etcd-v2`, and an etcd 3.4 or 3.5 (3.6 has no v2 API). About half an hour.
+Needs `pip install python-etcd urllib3` for `etcd-v2`, and an etcd 3.4 or 3.5 (3.6 has no v2 API). An hour and a
+half.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks import report
-from benchmarks.failover import NODE_ADDED, NODE_LOST, RANK_0_LOST, Case, recover, spread
+from benchmarks import deaths, report
 from benchmarks.imports import measure_import
 from benchmarks.metrics import Load
 from benchmarks.nodes import BACKENDS, Nodes, endpoint_for
-from benchmarks.report import Idle, Recoveries, Trial
+from benchmarks.report import Idle, Trial
 
-PARTS: Final = ("rounds", "idle", "import", "failover")
-OURS, *RIVALS = BACKENDS
+PARTS: Final = ("rounds", "idle", "import", "failover", "starving")
+OURS, *_ = BACKENDS
 SETTLE: Final = 1.0
 """Seconds between a round and the next measurement."""
 
@@ -37,8 +36,7 @@ class Plan:
     sizes: Sequence[int]
     repeat: int
     idle: float
-    failover_repeat: int
-    rival_repeat: int
+    trials: deaths.Trials
 
 
 def measure_rounds(plan: Plan) -> list[Trial]:
@@ -48,7 +46,7 @@ def measure_rounds(plan: Plan) -> list[Trial]:
         for count in plan.sizes:
             for place in range(len(BACKENDS)):
                 trial = measure_round(BACKENDS[(repetition + place) % len(BACKENDS)], count)
-                _say(f"{trial.backend} N={count}: {trial.first.seconds:.3f} s, {trial.again.seconds:.3f} s")
+                deaths.say(f"{trial.backend} N={count}: {trial.first.seconds:.3f} s, {trial.again.seconds:.3f} s")
                 trials.append(trial)
     return trials
 
@@ -80,22 +78,6 @@ def measure_idle(count: int, seconds: float) -> Idle:
         return Idle(count, seconds, Load.read(endpoint).since(before))
 
 
-def measure_failover(plan: Plan) -> list[Recoveries]:
-    """Real agents, one case after the other."""
-    both, ours = [OURS, *RIVALS], [OURS]
-    cases: list[tuple[Case, list[str]]] = [(NODE_LOST, both), (RANK_0_LOST, ours), (NODE_ADDED, both)]
-    return [_recoveries(plan, case, backend) for case, backends in cases for backend in backends]
-
-
-def _recoveries(plan: Plan, case: Case, backend: str) -> Recoveries:
-    found = []
-    for phase in spread(plan.failover_repeat if backend == OURS else plan.rival_repeat):
-        recovery = recover(backend, case, phase)
-        _say(f"{backend}, {case.title}: {recovery.first_start:.1f} s, {recovery.all_running:.1f} s")
-        found.append(recovery)
-    return Recoveries(backend, case, found)
-
-
 def run(plan: Plan) -> Iterator[str]:
     """Measure, and tell it in Markdown, section by section."""
     yield report.head(plan.parts)
@@ -106,11 +88,9 @@ def run(plan: Plan) -> Iterator[str]:
     if "import" in plan.parts:
         yield report.imports([measure_import() for _ in range(plan.repeat)])
     if "failover" in plan.parts:
-        yield report.failover(measure_failover(plan))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        yield from deaths.failover(plan.trials)
+    if "starving" in plan.parts:
+        yield from deaths.starving(plan.trials)
 
 
 def main() -> None:
@@ -120,14 +100,16 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=(2, 8, 32, 64), help="numbers of nodes")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions of the rounds and imports")
     parser.add_argument("--idle", type=float, default=70, help="seconds to watch idle nodes")
-    parser.add_argument("--failover-repeat", type=int, default=3, help="trials of etcd-v3 with real agents")
-    parser.add_argument("--rival-repeat", type=int, default=1, help="trials of the others: up to 150 s each")
+    parser.add_argument("--failover-repeat", type=int, default=10, help="trials of etcd-v3 with real agents")
+    parser.add_argument("--rival-repeat", type=int, default=2, help="trials of c10d: up to 150 s each")
+    parser.add_argument("--starving-repeat", type=int, default=10, help="trials of agents that starve")
     parser.add_argument("--write", type=Path, metavar="FILE", help="where to put the report; default: print it")
     options = vars(parser.parse_args())
     target: Path | None = options.pop("write")
     logging.disable(logging.WARNING)
     sections = []
-    for section in run(Plan(**options)):
+    trials = deaths.Trials(*(options.pop(f"{name}_repeat") for name in ("failover", "rival", "starving")))
+    for section in run(Plan(**options, trials=trials)):
         sections.append(section)
         if target is not None:  # what there is survives a measurement that fails
             target.write_text("\n".join(sections))

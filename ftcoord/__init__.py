@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ftcoord.embedded.server import EtcdServer
     from ftcoord.etcd.client import EtcdClient
     from ftcoord.heartbeat import Heartbeat, watch_heartbeats
+    from ftcoord.primitives.deaths import cause_of_death
     from ftcoord.primitives.session import Session
     from ftcoord.recipes.barrier import Barrier
     from ftcoord.recipes.election import Election
@@ -38,6 +39,7 @@ _HOMES = {
     "EtcdStore": "ftcoord.store",
     "Heartbeat": "ftcoord.heartbeat",
     "Session": "ftcoord.primitives.session",
+    "cause_of_death": "ftcoord.primitives.deaths",
     "install_legacy_names": "ftcoord.rendezvous.legacy",
     "register_init_methods": "ftcoord.rendezvous.init_method",
     "watch_heartbeats": "ftcoord.heartbeat",
@@ -55,6 +57,7 @@ __all__ = [
     "EtcdStore",
     "Heartbeat",
     "Session",
+    "cause_of_death",
     "coordination",
     "errors",
     "install_legacy_names",

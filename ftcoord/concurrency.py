@@ -401,6 +401,18 @@ def when_forgotten(
     return cancel
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The same bound method, for a thread that must not keep its object alive: does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call_if_there(*arguments: object) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*arguments)
+
+    return call_if_there
+
+
 def exit_deadline() -> float:
     """When all requests to etcd must have ended, on the monotonic clock: infinity until the process ends."""
     return _exit_deadline

@@ -4,7 +4,7 @@ with ftcoord.Heartbeat("job1", "host-7", ttl=10, data={"gpu": 3}) as heartbeat:
     heartbeat.update({"gpu": 4})
 
 for event in ftcoord.watch_heartbeats("job1"):
-    print(event.kind, event.name, event.data, event.reason)
+    print(event.kind, event.name, event.data, event.reason, event.cause)
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ftcoord.errors import (
 )
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.etcd.namespace import Namespace
+from ftcoord.primitives.deaths import cause_of_death
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.leased_keys import LeasedKeys
 from ftcoord.primitives.mirror import Change
@@ -126,7 +127,9 @@ class _Beating:
     def __init__(self, run: Namespace, ttl: int, beat: Beat) -> None:
         prefix, name = run.prefix, beat.name
         self._run, self._beat = run, beat
-        self._keys = LeasedKeys(run.etcd, ttl, lambda _, lease: heartbeat_key(prefix, name, lease), "heartbeats")
+        self._keys = LeasedKeys(
+            run.etcd, ttl, lambda _, lease: heartbeat_key(prefix, name, lease), "heartbeats", prefix
+        )
 
     def put(self, beat: Beat) -> None:
         """Raises EtcdError when etcd does not take it in time, and ThreadFailed."""
@@ -211,8 +214,17 @@ class HeartbeatWatch(Closing):
         if beat is None:
             return None
         if change.now is None:
-            return self._roll.drop(kv.key, beat.name)
+            lives = self._roll.speaks_for(kv.key, beat.name)
+            return self._roll.drop(kv.key, beat.name, self._cause(kv) if lives else "")
         return self._roll.note(kv.key, kv.create_revision, beat)
+
+    def _cause(self, gone: KeyValue) -> str:
+        """Why the process is gone whose heartbeat this was; empty if nobody has said so, or etcd does not answer."""
+        try:
+            return cause_of_death(self._run.etcd, self._run.prefix, gone.lease)
+        except EtcdError as error:
+            log.debug("the cause of a death is not known: %s", error)
+            return ""
 
 
 def _end_watch(feed: Feed, run: Namespace) -> None:
@@ -225,9 +237,10 @@ def watch_heartbeats(
 ) -> HeartbeatWatch:
     """An event `joined` for each name that lives, and then every change. Waits for the next one, also through outages.
 
-    A name is lost when its heartbeat ended (reason ``left``), or when its lease did (``expired``): after `ttl` seconds
-    of silence, or longer if etcd was away meanwhile. An end that was not seen, because etcd compacted its history
-    during an outage, counts as expired.
+    A name is lost when its heartbeat ended (reason ``left``), when its process died (``died``, with the cause: at once,
+    if that had a sentinel), or when its lease did (``expired``): after `ttl` seconds of silence, or longer if etcd was
+    away meanwhile. An end that was not seen, because etcd compacted its history during an outage, counts as expired
+    where nobody has said of what the process died.
 
     Args:
         run: the run's id.

@@ -4,19 +4,23 @@
     torchrun --nproc-per-node=4 -m ftcoord.torchft train.py
 
 TORCHFT_LIGHTHOUSE is then `etcd://h1:2379,h2:2379/job?min_replicas=2`. Only the module that torchft takes its native
-classes from is replaced (tried with torchft 0.2.0).
+classes from is replaced (tried with torchft 0.2.0); and torchft's Manager, if TORCHFT_PROACTIVE_RECOVERY is 1.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 import runpy
 import sys
 from types import ModuleType
 from typing import Final, NoReturn
 
 from ftcoord import coordination
+from ftcoord.errors import ConfigError
 
 NATIVE: Final = "torchft._torchft"
+PROACTIVE: Final = "TORCHFT_PROACTIVE_RECOVERY"
 _USAGE: Final = "usage: python -m ftcoord.torchft (SCRIPT | -m MODULE) [ARGUMENT ...]"
 
 
@@ -30,8 +34,13 @@ def lighthouse_main() -> NoReturn:
 def install() -> None:
     """Put ftcoord's classes where torchft looks for its native ones. Idempotent.
 
-    Raises ImportError if torchft was imported before, with its own classes.
+    With TORCHFT_PROACTIVE_RECOVERY=1 torchft is imported, and `ftcoord.proactive.Manager` is its Manager.
+
+    Raises ImportError if torchft was imported before, with its own classes; and ConfigError.
     """
+    proactive = os.environ.get(PROACTIVE) or "0"
+    if proactive not in ("0", "1"):
+        raise ConfigError(PROACTIVE, proactive, "set it to 1 to abort collectives when a peer is lost, or to 0")
     if NATIVE in sys.modules and not hasattr(sys.modules[NATIVE], "__ftcoord__"):
         raise ImportError("torchft is imported already, with its own coordination: import ftcoord.torchft before it")
     module = ModuleType(NATIVE, __doc__)
@@ -39,6 +48,10 @@ def install() -> None:
         setattr(module, name, getattr(coordination, name))
     vars(module).update(lighthouse_main=lighthouse_main, __ftcoord__=True)
     sys.modules[NATIVE] = module
+    if proactive == "1":
+        manager = importlib.import_module("ftcoord.proactive").Manager  # which needs torchft, and that the module above
+        for name in ("torchft", "torchft.manager"):
+            setattr(importlib.import_module(name), "Manager", manager)  # noqa: B010
 
 
 def main() -> None:

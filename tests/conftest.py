@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import crashes
+import kept
 import locks
 import pytest
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE
 
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.sentinel import Sentinel
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it for us
 
@@ -51,10 +52,15 @@ def no_process_crashes() -> Iterator[None]:
 def no_lease_is_kept_alive_for_nobody() -> Iterator[None]:
     """Every session that a test opens, it closes."""
     yield
-    eventually(
-        lambda: not any(thread.name == "ftcoord-leases" for thread in threading.enumerate()),
-        what="the end of the keep-alive thread",
-    )
+    kept.check()
+
+
+@pytest.fixture(autouse=True)
+def no_sentinel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the process of the tests, but for those that are marked. To start one takes as much of a processor as
+    most tests do. Processes that a test starts have theirs."""
+    if request.node.get_closest_marker("sentinel") is None:
+        monkeypatch.setattr(Sentinel, "of_process", lambda: None)
 
 
 _numbers = itertools.count(1)

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from helpers import eventually
-
 import ftcoord
 import ftcoord.coordination
 import ftcoord.timer
@@ -28,7 +26,6 @@ from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.core.layout import config_key
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.rendezvous.create import create_handler
 from ftcoord.timer.listing import Subscription
 
 LONG = timedelta(seconds=60)
@@ -106,7 +103,9 @@ def heartbeat_watch(endpoint: str, run: str) -> object:
 
 
 def handler(endpoint: str, run: str) -> object:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousParameters  # here: the others need no torch
+
+    from ftcoord.rendezvous.create import create_handler
 
     handler = create_handler(RendezvousParameters("etcd-v3", endpoint, run, 1, 1, lease_ttl=str(TTL), timers="1"))
     handler.next_rendezvous()
@@ -120,6 +119,8 @@ def timer_client(endpoint: str, run: str) -> object:
 
 
 def timer_server(endpoint: str, run: str) -> object:
+    from helpers import eventually  # here: the others need no pytest
+
     server = ftcoord.timer.EtcdTimerServer(run, endpoint, max_interval=3600)
     server.start()
     eventually(lambda: server._queue.began, "the watch of the timers")

@@ -53,6 +53,10 @@ class Door:
     def __init__(self, real: Etcd) -> None:
         self.real = real
 
+    @property
+    def config(self) -> EtcdConfig | None:
+        return self.real.config
+
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
         return self.real.range(get, timeout=timeout)
 

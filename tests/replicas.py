@@ -63,6 +63,14 @@ class ReplicaProcess:
     def metadata(self, manager: str, rank: int) -> str:
         return str(self._order("metadata", manager=manager, rank=rank).result(DEADLINE))
 
+    def guarded(self) -> int:
+        """Wait until a sentinel stands beside it; the sentinel's pid."""
+        return int(self._order("guarded", timeout=DEADLINE).result(DEADLINE))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def stop(self) -> None:
         freeze(self._process.pid)
 
@@ -72,6 +80,10 @@ class ReplicaProcess:
     def code(self) -> int:
         """With what it ends by itself."""
         return self._process.wait(DEADLINE)
+
+    def die(self) -> None:
+        """SIGKILL, and be there for its sentinel, which reads how it ended: unlike `kill`, this does not reap it."""
+        self._process.send_signal(signal.SIGKILL)
 
     def kill(self) -> None:
         """SIGKILL. Idempotent."""

@@ -121,7 +121,9 @@ class GatewaySessions:
                     session.last_sign_at = concurrency.now()
 
     def _new_replica(self, replica_id: str) -> Replica:
-        return Replica(self._etcd, self._job, replica_id, keeps_lease=True, takeover=self._takeover)
+        return Replica(  # which lives on when this gateway dies, and asks the next one
+            self._etcd, self._job, replica_id, keeps_lease=True, dies_with_process=False, takeover=self._takeover
+        )
 
     def _should_forward(self, session: _GatewaySession) -> bool:
         """Whether this beat goes to etcd: if beats are judged there and one is due, or if the replica is no member."""

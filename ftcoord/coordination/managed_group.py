@@ -21,7 +21,6 @@ from ftcoord.coordination.ranks import RankRequest
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import EtcdError, ServerError
-from ftcoord.primitives.lease_keeper import LeaseKeeper
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +76,7 @@ class ManagedGroup:
                 ends.callback(stop_listening, listener)
                 job, etcd = connect(lighthouse_addr, connect_timeout)
                 ends.callback(etcd.close)
-                keeper = LeaseKeeper.of_process(etcd.config)
-                self._replica = Replica(etcd, job, identity.replica_id, keeps_lease=True, lease_keeper=keeper)
+                self._replica = Replica(etcd, job, identity.replica_id, keeps_lease=True)
                 ends.callback(self._replica.leave, LEAVE_TIMEOUT)
                 self._join(job, connect_timeout)
                 ends.callback(watch_kills(etcd, job.prefix, self._replica.was, self._fail).close)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,21 +12,20 @@ from ftcoord import concurrency
 from ftcoord.coordination import checks
 from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_reply
+from ftcoord.coordination.history import quorum_in, quorums
 from ftcoord.coordination.replica import RECORD_TTL
 from ftcoord.coordination.types import Quorum as QuorumReply
 from ftcoord.core.layout import (
     config_key,
     configs_span,
-    decided_key,
     decided_span,
     member_key,
     members_span,
-    roster_key,
 )
-from ftcoord.core.quorum_records import QuorumRecord, parse_quorum
-from ftcoord.errors import RequestRefused
-from ftcoord.etcd.api import Get, KeyValue, RangeResult, Span
+from ftcoord.core.quorum_records import QuorumRecord
+from ftcoord.etcd.api import KeyValue, Span
 from ftcoord.etcd.shared import SharedClient
+from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror
 
@@ -37,15 +35,22 @@ log = logging.getLogger(__name__)
 class Observer:
     """A view of one job.
 
-        observer = Observer("etcd://h1:2379,h2:2379/job1", timedelta(seconds=10), on_lost=abort_collectives)
+        def abort(replica_id: str, cause: str) -> None:
+            print(replica_id, "is lost:", cause)
+            process_group.abort()  # what waits for it ends now, and not by the time-out of NCCL
+
+        observer = Observer("etcd://h1:2379,h2:2379/job1", timedelta(seconds=10), on_lost=abort)
+
+    It is told of each request and each quorum of the job: one for a job, or for a host, is enough.
 
     Args:
         addr: the job's address, see `LighthouseClient`.
         connect_timeout: how long to look for etcd.
         on_quorum: called with the last quorum, if there is one, and then with each that is decided; after an
             interruption of the connection perhaps only with the last of several.
-        on_lost: called with the replica id when a member of the current quorum has left, or its heartbeat timed out:
-            long before its peers' collectives do. Once for each quorum and member.
+        on_lost: called with the replica id, and the cause, when a member of the current quorum died, left, or its
+            heartbeat timed out: long before its peers' collectives do. Once for each quorum and member. The cause is
+            one line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; empty if nobody has said so.
         on_config: called with a name, and its value or None, for each name of the shared configuration, and whenever
             one changes.
 
@@ -63,14 +68,14 @@ class Observer:
         connect_timeout: timedelta,
         *,
         on_quorum: Callable[[QuorumReply], object] | None = None,
-        on_lost: Callable[[str], object] | None = None,
+        on_lost: Callable[[str, str], object] | None = None,
         on_config: Callable[[str, bytes | None], object] | None = None,
     ) -> None:
         limit = checks.seconds("connect_timeout", connect_timeout)
         self._job, self._etcd = connect(checks.string("addr", addr), limit)
         prefix = self._job.prefix
         self._on_quorum, self._on_lost, self._on_config = on_quorum, on_lost, on_config
-        self._prefix, self._decided_key, self._configs = prefix, decided_key(prefix), configs_span(prefix).start
+        self._prefix, self._configs = prefix, configs_span(prefix).start
         # Only the informer's thread:
         self._current: QuorumRecord | None = None
         self._reported_lost: set[str] = set()  # members of the current quorum
@@ -84,7 +89,11 @@ class Observer:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._etcd.close)  # where no thread can be started
                 self._informer = Informer(
-                    self._etcd, spans, _weak(self._report), "ftcoord-observer", failed=_weak(self._note_failure)
+                    self._etcd,
+                    spans,
+                    concurrency.weakly(self._report),
+                    "ftcoord-observer",
+                    failed=concurrency.weakly(self._note_failure),
                 )
                 undo.pop_all()
         self._cancel_finalizer = concurrency.when_forgotten(
@@ -100,16 +109,13 @@ class Observer:
 
         Costs one read each. Raises RuntimeError.
         """
-        revision = 0  # the newest
+        decided = quorums(self._etcd, self._prefix)
         for _ in range(limit):
             with self._answering():
-                kvs = self._read_decided(revision)
-                kv = kvs.get(self._decided_key)
-                if kv is None:
-                    return
-                decided = self._parse(kv, kvs)
-            yield quorum_reply(decided)
-            revision = kv.mod_revision - 1
+                quorum = next(decided, None)
+            if quorum is None:
+                return
+            yield quorum_reply(quorum)
 
     def get_config(self, name: str) -> bytes | None:
         """The value of a name in the job's shared configuration; None if it has none. Raises RuntimeError."""
@@ -131,7 +137,7 @@ class Observer:
             if value is None:
                 self._etcd.delete(Span(key))
                 return
-            decided = self._etcd.get(self._decided_key).one
+            decided = self._etcd.get(decided_span(self._prefix).start).one
             lease = decided.lease if decided else self._etcd.grant(RECORD_TTL).id
             self._etcd.put(key, value, lease)
 
@@ -154,23 +160,10 @@ class Observer:
     def _note_failure(self, error: BaseException) -> None:
         self._failure = error
 
-    def _read_decided(self, revision: int) -> dict[str, KeyValue]:
-        """The decided record and its roster, at one revision."""
-        try:
-            found: RangeResult = self._etcd.range(Get(decided_span(self._prefix), revision=revision))
-        except RequestRefused as error:
-            log.debug("etcd's history ends: %s", error)
-            return {}
-        return {kv.key: kv for kv in found.kvs}
-
-    def _parse(self, decided: KeyValue, kvs: Mapping[str, KeyValue]) -> QuorumRecord:
-        roster = kvs.get(roster_key(decided.key))
-        return parse_quorum(decided.key, decided.value, roster.value if roster else None)
-
     def _report(self, quorum: Mirror, alive: Mirror, config: Mirror) -> None:
         kv = quorum.one
         if kv is not None:
-            decided = self._parse(kv, quorum.kvs)
+            decided = quorum_in(quorum.kvs, kv)
             if decided != self._current:
                 self._current, self._reported_lost = decided, set()
                 if self._on_quorum is not None:
@@ -188,7 +181,8 @@ class Observer:
             # The watch of the decision may be ahead of that of the members, so a new member may only seem to be lost.
             if self._etcd.get(key).one is None:
                 self._reported_lost.add(seat.member)
-                _call(self._on_lost, seat.request.replica_id)
+                cause = causes_of(self._etcd, self._prefix, [seat.member]).get(seat.member, "")
+                _call(self._on_lost, seat.request.replica_id, cause)
 
     def _report_config(self, config: Mapping[str, KeyValue]) -> None:
         if self._on_config is None:
@@ -199,18 +193,6 @@ class Observer:
         for key in changed:
             kv = config.get(key)
             _call(self._on_config, key.removeprefix(self._configs), kv.value if kv else None)
-
-
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """The same method, for a thread that must not keep its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call_if_there(*arguments: Any) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(*arguments)
-
-    return call_if_there
 
 
 def _call(callback: Callable[..., object], *arguments: Any) -> None:

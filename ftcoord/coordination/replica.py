@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from typing import Final
@@ -14,13 +15,18 @@ from ftcoord.coordination.use import QuorumUse, asking, idle
 from ftcoord.core.layout import members_span
 from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
-from ftcoord.errors import EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
 from ftcoord.etcd.api import Etcd, Get
+from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken
-from ftcoord.primitives.group.participant import LeaseKeeper, Left, Participant, ParticipantOptions
+from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
+
+log = logging.getLogger(__name__)
 
 RECORD_TTL: Final = 7 * 24 * 3600
 """Seconds that the last quorum is remembered when all replicas are gone, so that its id does not come again."""
+CAUSE_TIMEOUT: Final = 1.0
+"""Seconds that a quorum which is there already may wait for what the log says of it."""
 BEAT_FRACTION: Final = 1 / 4
 """Of a heartbeat time-out that is too short for leases: the time between two beats that are written."""
 
@@ -35,7 +41,7 @@ class Replica:
         job: the job and its rules.
         replica_id: its name. Several members with one name are one replica: its last request counts, for all of them.
         keeps_lease: whether its lease is kept alive between calls too. If not, each call is one sign of life.
-        lease_keeper: keeps its leases alive while this interpreter is stuck.
+        dies_with_process: whether it is gone when this process dies. If not, its lease ends by time.
         takeover: shared by all replicas of this process.
         timeout: seconds for each request to etcd.
     """
@@ -47,21 +53,26 @@ class Replica:
         replica_id: str,
         *,
         keeps_lease: bool,
-        lease_keeper: LeaseKeeper | None = None,
+        dies_with_process: bool = True,
         takeover: TakeoverToken | None = None,
         timeout: float = 5.0,
     ) -> None:
         self.replica_id = replica_id
         self._etcd, self._job, self._timeout = etcd, job, timeout
         self._takeover = takeover or TakeoverToken()
+        self._last: QuorumRecord | None = None  # any thread that asks: it only matters to a log line
         self._by_writing = job.heartbeat_timeout < LEASE_FLOOR
         self._participant: Participant[QuorumRecord, ReplicaRecord] = Participant(
             etcd,
             QuorumUse(job, replica_id, self._revisions),
             ParticipantOptions(
-                max(math.ceil(job.heartbeat_timeout), 1), RECORD_TTL, timeout, keeps_lease=keeps_lease, batches=True
+                max(math.ceil(job.heartbeat_timeout), 1),
+                RECORD_TTL,
+                timeout,
+                keeps_lease=keeps_lease,
+                batches=True,
+                dies_with_process=dies_with_process,
             ),
-            lease_keeper=lease_keeper,
         )
 
     @property
@@ -98,6 +109,7 @@ class Replica:
                 quorum = self._participant.ask(asking(request), pace).record
             assert quorum is not None
             answered = self._is_answered(quorum)
+            self._say_who_died(quorum)
             return quorum
         finally:
             pace.end()
@@ -141,6 +153,22 @@ class Replica:
         """Take part no longer, but live on for the others until the lease expires by itself. Idempotent."""
         self._participant.stop()
         self._participant.orphan()
+
+    def _say_who_died(self, quorum: QuorumRecord) -> None:
+        """In the log, once for each quorum that goes on without some of the last one's. Costs a read then."""
+        last, self._last = self._last, quorum
+        gone = last.seated.keys() - quorum.seated.keys() if last is not None else set()
+        if not gone:
+            return
+        assert last is not None
+        names = {seat.member: seat.request.replica_id for seat in last.seats}
+        try:
+            causes = causes_of(self._etcd, self._job.prefix, gone, timeout=CAUSE_TIMEOUT)
+        except EtcdError as error:
+            log.debug("why members are gone cannot be told: %s", error)
+            return
+        for member, cause in causes.items():
+            log.warning("quorum %d goes on without replica %s: %s", quorum.id, names[member], cause)
 
     def _is_answered(self, quorum: QuorumRecord) -> bool:
         """Whether the member that it is now was answered: an older one's seat may leave this one's request open."""

@@ -17,13 +17,15 @@ class HeartbeatEvent:
         kind: ``joined``, ``updated`` (with new data) or ``lost``.
         name: whose heartbeat it is.
         data: what it told the others last.
-        reason: of a loss: ``left`` or ``expired``; else empty.
+        reason: of a loss: ``left``, ``died`` or ``expired``; else empty.
+        cause: of a death, one line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; else empty.
     """
 
     kind: Literal["joined", "updated", "lost"]
     name: str
     data: Any = None
-    reason: Literal["", "left", "expired"] = ""
+    reason: Literal["", "left", "died", "expired"] = ""
+    cause: str = ""
 
 
 class _Life(NamedTuple):
@@ -43,7 +45,7 @@ class Roll:
     def note(self, key: str, created: int, beat: Beat) -> HeartbeatEvent | None:
         """A beat that was written, to a key that is there since the revision `created`; what it means."""
         if beat.left:
-            return self.drop(key, beat.name, "left")
+            return self._end(key, beat.name, "left", "")
         before = self._lives.get(beat.name)
         if before is not None and created < before.created:
             return None
@@ -52,10 +54,18 @@ class Roll:
             return None
         return HeartbeatEvent("updated" if before else "joined", beat.name, json.loads(beat.data))
 
-    def drop(self, key: str, name: str, reason: Literal["left", "expired"] = "expired") -> HeartbeatEvent | None:
-        """A key that is gone; what it means."""
+    def drop(self, key: str, name: str, cause: str = "") -> HeartbeatEvent | None:
+        """A key that is gone, and the cause of its process's death, if it died; what it means."""
+        return self._end(key, name, "died" if cause else "expired", cause)
+
+    def speaks_for(self, key: str, name: str) -> bool:
+        """Whether the process with this key is the one that counts."""
         life = self._lives.get(name)
-        if life is None or life.key != key:
+        return life is not None and life.key == key
+
+    def _end(
+        self, key: str, name: str, reason: Literal["left", "died", "expired"], cause: str
+    ) -> HeartbeatEvent | None:
+        if not self.speaks_for(key, name):
             return None
-        del self._lives[name]
-        return HeartbeatEvent("lost", name, json.loads(life.data), reason)
+        return HeartbeatEvent("lost", name, json.loads(self._lives.pop(name).data), reason, cause)

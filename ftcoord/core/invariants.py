@@ -42,6 +42,8 @@ def check_round(situation: RoundSituation, new: Round) -> None:
     old = situation.previous or NO_ROUND
     if new.number == old.number:
         _check_amendment(situation, old, new)
+    elif new.recalled:
+        _check_lost_round(situation, old, new)
     else:
         _check_new_round(situation, old, new)
 
@@ -67,6 +69,14 @@ def _check_amendment(situation: RoundSituation, old: Round, new: Round) -> None:
         taken = all(seated.get(seat.member) == new.number for seat in new.seats)
         require("S1 nobody starts before all have taken their seats", taken)
         require("S1 a recalled round does not start", not new.recalled)
+
+
+def _check_lost_round(situation: RoundSituation, old: Round, new: Round) -> None:
+    """Of a round whose record etcd has lost it is only said that it is recalled, while nodes run in it."""
+    held = [member.ask.seated for member in situation.members]
+    require("S2 rounds only grow", new.number > old.number)
+    require("S2 no number is given again", new.number == max(held, default=0))
+    require("S1 one membership a round", not (new.seats or new.ready or new.away))
 
 
 def _check_new_round(situation: RoundSituation, old: Round, new: Round) -> None:

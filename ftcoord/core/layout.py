@@ -122,6 +122,16 @@ def roll_key(prefix: str, roll: str, chunk: int) -> str:
     return f"{roll_span(prefix, roll).start}{chunk}"
 
 
+def deaths_span(prefix: str) -> Span:
+    """Why processes that held leases here are gone."""
+    return Span(f"{prefix}/deaths/", is_prefix=True)
+
+
+def death_key(prefix: str, member: str) -> str:
+    """Why the process is gone that was a member, or held the lease with this `member_id`."""
+    return f"{deaths_span(prefix).start}{member}"
+
+
 # -- rounds and their stores ------------------------------------------------------------------------------------------
 
 

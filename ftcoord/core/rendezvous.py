@@ -7,9 +7,9 @@ Rules
   R2 seats. A round that was decided is not yet ready: first each participant says that it takes its seat, and repeats
      that as long as it waits. When all have said so within the last moments, the round is ready, and only then does
      anybody start. Nobody starts a round that was recalled before it was ready.
-  R3 recall. A round is recalled when a participant is gone or comes back for another round, when somebody waits while
-     there is room, when seats are not taken in time, or when its record vanished from etcd. A recall only tells the
-     participants to come back; it changes no membership.
+  R3 recall. A round is recalled when a participant is gone, comes back for another round or says that a worker failed;
+     when somebody waits while there is room; when seats are not taken in time; or when its record vanished from etcd. A
+     recall only tells the participants to come back; it changes no membership.
   R4 forming. The next round forms among the members that ask for it. It is complete
        - at once, when every seat is taken and no participant of the last round is still to come back;
        - when the settle time-out has passed without change and all live participants of the last round are back;
@@ -24,7 +24,13 @@ Rules
   R7 closed. A closed run stays closed, unless the user's `restart` lets new members go on from it. They say so, and
      wait until nobody of the closed round is left.
   R8 leaving. A member that says that it is leaving counts as gone from then on, so that the others learn why. A member
-     whose key vanishes is gone because its lease ended.
+     whose key vanishes is gone: because it died, if its sentinel said so, or else because its lease ended.
+  R9 reattaching. A lost lease is no lost node: etcd may have hung, and ended the leases of all. A node whose lease is
+     gone while its workers run takes another one, and says as which member it took its seat in which round. It holds
+     that seat from then on, as long as the round is the last one. When one has come back like that, or most are gone in
+     one moment, those that are gone without a word have a lease's time to come back before the round is recalled. Where
+     etcd has lost the record too, the round runs on until somebody asks for another one. Then a record without seats
+     recalls it. Who was still taking its seat there asks again.
 
 Times are the decider's own monotonic seconds, from when it saw the event.
 """
@@ -32,7 +38,7 @@ Times are the decider's own monotonic seconds, from when it saw the event.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final, Literal, TypeAlias
 
@@ -60,9 +66,10 @@ RULES: Final = (
     "R6 limits",
     "R7 closed",
     "R8 leaving",
+    "R9 reattaching",
 )
 """The rules above, as verdicts name them."""
-_, SEATS, RECALL, FORMING, _, LIMITS, CLOSED_RUN, _ = RULES
+_, SEATS, RECALL, FORMING, _, LIMITS, CLOSED_RUN, _, REATTACHING = RULES
 
 RETURN_FACTOR: Final = 1.5
 """How much longer than the last call participants of the last round have to come back. With the defaults, 30 s and
@@ -72,6 +79,8 @@ SEATING: Final = 10.0
 """Seconds within which seats are to be taken, where the last call is not longer. A healthy node takes milliseconds."""
 FRESH: Final = 3.0
 """Seconds for which a seat counts as taken after its member said so: nobody must wait for a member that died since."""
+MOMENT: Final = 0.5
+"""Seconds within which leases that end together are gone: etcd ends those that are over twice a second."""
 SAY_AGAIN: Final = 1.0
 """Seconds until a member that waits for others says again that it takes its seat."""
 AT_ONCE: Final = 500
@@ -79,9 +88,17 @@ AT_ONCE: Final = 500
 repeat it in a second: that must not keep the others from saying it for the first time."""
 
 
-def unhurried(size: int) -> float:
-    """How many times longer taking seats, and saying so again, may last in a round of this size."""
-    return max(1.0, size / AT_ONCE)
+def unhurried(size: int, elapsed: float) -> float:
+    """How many times longer it counts that a seat was taken, and how many times less often that is said again.
+
+    Taking seats lasts longer in a large round, and where etcd or the hosts are slow. There to say it as often as ever
+    would make them slower still, and the round would never be ready.
+
+    Args:
+        size: the round's.
+        elapsed: seconds for which seats are being taken, as far as is known.
+    """
+    return max(1.0, size / AT_ONCE, elapsed / (2 * FRESH))
 
 
 Restart: TypeAlias = Literal["failed", "always", "never"]
@@ -95,6 +112,7 @@ class RoundOptions:
     Args:
         seat_timeout: how long taking seats may last, where the last call is not longer.
         fresh: how long it counts that a member said that it takes its seat.
+        return_to_seat: how long nodes have to come back to their seats when many lost their leases.
     """
 
     last_call_timeout: float = 30.0
@@ -103,6 +121,7 @@ class RoundOptions:
     restart: Restart = "failed"
     seat_timeout: float = SEATING
     fresh: float = FRESH
+    return_to_seat: float = 0.0
 
     @property
     def return_timeout(self) -> float:
@@ -129,6 +148,8 @@ class RoundSituation:
         vanished: `previous` is known, but its key is gone from etcd.
         highest: the highest number that the decider ever saw, also in records that etcd has lost since.
         read_at: when the decider read the members as a whole. What they asked then, they may have said long before.
+        deaths: the causes of those that have died, by their member ids, as far as anybody has said so.
+        gone_since: when the decider first saw that members with a seat in the last round are gone.
     """
 
     members: Sequence[RoundCandidate]
@@ -138,6 +159,8 @@ class RoundSituation:
     vanished: bool = False
     highest: int = 0
     read_at: float = -inf
+    deaths: Mapping[str, str] = field(default_factory=dict, hash=False)
+    gone_since: float = -inf
 
     def was_said_since(self, member: RoundCandidate, time: float) -> bool:
         """Whether what a member asks of the last round was certainly said after that time."""
@@ -158,6 +181,9 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
     poll = _poll(situation, limits)
     if previous is not None and previous.closed:
         return _judge_closed(previous, poll, options, now)
+    lost = max((member.ask.seated for member in situation.members), default=0)
+    if poll.asking and lost > (previous or NO_ROUND).number:
+        return _recall_lost(lost, poll)
     if previous is not None and previous.seats and not previous.recalled:
         return _judge_running(previous, poll, options, now)
     return _form(poll, options, now)
@@ -193,6 +219,7 @@ class _RoundPoll:
         asking: those that ask for a round, oldest first.
         busy: those that still have one to end.
         leaving: the ids of those that are about to go, and why; they count as gone.
+        held: the seats that others hold for those that had them, by the members that had them: their holders.
     """
 
     situation: RoundSituation
@@ -200,18 +227,26 @@ class _RoundPoll:
     asking: Sequence[RoundCandidate]
     busy: Sequence[RoundCandidate]
     leaving: dict[str, str]
+    held: Mapping[str, str]
 
     @property
     def seated(self) -> Set[str]:
-        """The members that have a seat in the last round, there or not."""
+        """The members that have a seat in the last round, there or not, and those that hold one for such a one."""
         previous = self.situation.previous
-        return previous.ranks.keys() if previous else frozenset()
+        seated = previous.ranks.keys() if previous else frozenset()
+        return seated | {*self.held.values()} if self.held else seated
+
+    def last_seat_of(self, member: RoundCandidate) -> int:
+        """The last round that a member is known to have had a seat in; 0 for none."""
+        previous = self.situation.previous
+        known = previous.last_seats.get(member.id, 0) if previous else 0
+        return max(known, member.ask.seated)
 
 
 def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
     previous = situation.previous
     newest = {member.ask.node: member for member in situation.members}
-    last = previous.last_seats if previous else {}
+    number, last = (previous.number, previous.last_seats) if previous else (0, {})
     asking: list[RoundCandidate] = []
     busy: list[RoundCandidate] = []
     leaving: dict[str, str] = {}
@@ -220,14 +255,24 @@ def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
         if ask.leaving:
             leaving[member.id] = ask.leaving
         elif newest[ask.node] is member and ask.limits == limits:
-            (busy if ask.after < last.get(member.id, 0) else asking).append(member)
-    return _RoundPoll(situation, limits, asking, busy, leaving)
+            in_lost_round = ask.seated > number  # who has not started it asks again when it hears that it is lost
+            (busy if ask.holds or in_lost_round or ask.after < last.get(member.id, 0) else asking).append(member)
+    held = {member.ask.holds: member.id for member in busy if previous and _holds_seat(member, previous)}
+    return _RoundPoll(situation, limits, asking, busy, leaving, held)
+
+
+def _holds_seat(member: RoundCandidate, previous: Round) -> bool:
+    """R9. The node must be the one that has the seat, and the round the one that it started."""
+    rank = previous.ranks.get(member.ask.holds) if member.ask.holds else None
+    if rank is None or not previous.ready or member.ask.seated != previous.number:
+        return False
+    return previous.seats[rank].node == member.ask.node
 
 
 def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     """R7. Only members that have seen the end may go on from it: one that waited before it came must hear of it."""
     reopening = [member for member in poll.asking if member.ask.reopens == previous.number]
-    left = [member for member in poll.situation.members if member.id in previous.last_seats]
+    left = [member for member in poll.situation.members if poll.last_seat_of(member)]
     if not reopening:
         return Wait("the run is closed", rule=CLOSED_RUN)
     if left:
@@ -249,16 +294,32 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
     back = [member for member in poll.asking if member.id in seated]
     new = len(poll.asking) - len(back)
     live = {member.id for member in (*running, *back)}
-    gone = [seat for seat in previous.seats if seat.member not in live]
+    gone = [seat for seat in previous.seats if poll.held.get(seat.member, seat.member) not in live]
     if back:
         return _recall(previous, f"{_names(member.ask.host for member in back)} came back for a new round", new)
+    failed = [f"{one.ask.host}: {one.ask.failed}" for one in running if one.ask.failed]
+    if failed and options.recall_on_loss:
+        return _recall(previous, _some(failed, "; "), new)
     if gone and (options.recall_on_loss or not running or not previous.ready):
-        return _recall(previous, _why_gone(gone, poll.leaving), new)
+        until = _may_come_back_until(previous, gone, poll, options)
+        if now < until:
+            hosts = _names(seat.host for seat in gone)
+            return Wait(f"{hosts} lost a lease, as others did, and may come back to its seat", until, REATTACHING)
+        return _recall(previous, _why_gone(gone, poll.leaving, poll.situation.deaths), new)
     if new and len(previous.seats) - len(gone) < poll.limits[1]:
         return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
     if not previous.ready:
         return _judge_seated(previous, running, poll.situation, options, now)
     return Wait(f"round {previous.number} is running on {len(running)} nodes", rule=RECALL)
+
+
+def _may_come_back_until(previous: Round, gone: Sequence[Seat], poll: _RoundPoll, options: RoundOptions) -> float:
+    """R9. Until when those that are gone may come back to their seats; in the past if they are simply lost."""
+    told = poll.leaving.keys() | poll.situation.deaths.keys()
+    if not previous.ready or any(seat.member in told for seat in gone):
+        return -inf
+    many = poll.held or 2 * len(gone) > previous.size
+    return poll.situation.gone_since + (options.return_to_seat if many else min(MOMENT, options.return_to_seat))
 
 
 def _judge_seated(
@@ -270,7 +331,7 @@ def _judge_seated(
 ) -> Verdict[Round]:
     """R2. All take their seats, or nobody starts."""
     until = situation.previous_at + max(options.last_call_timeout, options.seat_timeout)
-    since = now - options.fresh * unhurried(previous.size)
+    since = now - options.fresh * unhurried(previous.size, now - situation.previous_at)
     missing = [
         member
         for member in participants
@@ -284,11 +345,13 @@ def _judge_seated(
     return Wait(f"{len(missing)} of {len(participants)} nodes have still to take their seats", until, SEATS)
 
 
-def _why_gone(gone: Sequence[Seat], leaving: dict[str, str]) -> str:
-    """Who left, with what they said, and who ended without a word."""
+def _why_gone(gone: Sequence[Seat], leaving: Mapping[str, str], deaths: Mapping[str, str]) -> str:
+    """Who died of what, who left, with what they said, and who ended without a word."""
     said = {seat.host: leaving[seat.member] for seat in gone if seat.member in leaving}
-    silent = [seat.host for seat in gone if seat.member not in leaving]
-    parts = [f"{_names(said)} left ({', '.join(sorted(set(said.values())))})"] if said else []
+    died = [deaths[seat.member] for seat in gone if seat.host not in said and seat.member in deaths]
+    silent = [seat.host for seat in gone if seat.host not in said and seat.member not in deaths]
+    parts = [_some(died, "; ")] if died else []
+    parts += [f"{_names(said)} left ({', '.join(sorted(set(said.values())))})"] if said else []
     parts += [f"{_names(silent)} is gone (its lease ended)"] if silent else []
     return "; ".join(parts)
 
@@ -296,6 +359,14 @@ def _why_gone(gone: Sequence[Seat], leaving: dict[str, str]) -> str:
 def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
     recalled = replace(previous, recalled=reason, waiting=waiting)
     return Publish(recalled, f"round {previous.number} recalled: {reason}", RECALL)
+
+
+def _recall_lost(number: int, poll: _RoundPoll) -> Publish[Round]:
+    """R9. Nobody knows the seats of this round, but those that hold one know its number."""
+    hosts = _names(member.ask.host for member in poll.asking)
+    reason = f"{hosts} asks for a round, and etcd has lost the record of round {number}"
+    record = Round(number, (), "", 0, (), *poll.limits, recalled=reason, waiting=len(poll.asking))
+    return Publish(record, f"round {number} recalled: {reason}", REATTACHING)
 
 
 def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
@@ -342,7 +413,7 @@ def _complete(poll: _RoundPoll) -> Publish[Round]:
         tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked),
         first.address,
         first.port,
-        tuple(Away(member.id, previous.last_seats[member.id]) for member in poll.busy),
+        tuple(Away(member.id, poll.last_seat_of(member)) for member in poll.busy),
         *poll.limits,
         before=previous.closed or previous.recalled,
     )
@@ -365,9 +436,14 @@ def _rank(chosen: Sequence[RoundCandidate], nodes_before: Mapping[str, int]) -> 
 
 
 def _names(hosts: Iterable[str]) -> str:
-    names = sorted(set(hosts))
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return _some(hosts, ", ")
+
+
+def _some(texts: Iterable[str], separator: str) -> str:
+    """The first three of them, by the alphabet, and how many more there are."""
+    ordered = sorted(set(texts))
+    shown = separator.join(ordered[:3])
+    return shown if len(ordered) <= 3 else f"{shown} and {len(ordered) - 3} more"
 
 
 # -- the member's half ------------------------------------------------------------------------------------------
@@ -384,6 +460,8 @@ def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequ
     """
     if now is None or (now.closed and now.number == ask.reopens) or (isinstance(now, HeardRound) and now.gone):
         return _PENDING
+    if not now.closed and now.number < ask.seated:
+        return Outlook(Standing.MISSED, Next.RETURN)  # an etcd that lost writes has lost the round
     if not now.closed and now.limits not in (ask.limits, NO_ROUND.limits):
         return Outlook(Standing.REFUSED)
     if not now.closed and now.recalled and now.number <= ask.after:
@@ -419,12 +497,13 @@ def call_back(now: AnyRound | None, mine: AnyRound) -> tuple[int, str]:
     A run that is over calls everybody back, to hear why, unless its workers are done: then all others are, or soon
     will be, and must not be disturbed.
     """
-    if now is None:
+    if now is None or now.number < mine.number:  # an etcd that lost writes: nobody went on without this node
         return 0, ""
     if now.closed:
         return (0, "") if now.outcome == FINISHED else (1, f"the run is over: {now.closed}")
     if not is_same_round(now, mine):
-        return 1, f"round {now.number} was formed without this node"
+        is_lost = now.number == mine.number and now.recalled and not now.size
+        return 1, now.recalled if is_lost else f"round {now.number} was formed without this node"
     return (max(1, now.waiting), now.recalled) if now.recalled else (0, "")
 
 

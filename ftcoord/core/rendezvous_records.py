@@ -56,6 +56,10 @@ class JoinRequest:
         seated: the round in which it has taken its seat; 0 for none.
         reopens: the number of the closed round that it wants to go on from; -1 for none.
         leaving: why it is about to give up its lease; empty while it stays.
+        holds: the member that it was when it took its seat in round `seated`, where it lost that member's lease since
+            and its workers run on; empty for none. Such a member asks for nothing.
+        failed: what became of its first worker that failed in round `seated`; empty for nothing. It holds its seat
+            until it comes back.
     """
 
     node: str
@@ -69,6 +73,8 @@ class JoinRequest:
     seated: int = 0
     reopens: int = -1
     leaving: str = ""
+    holds: str = ""
+    failed: str = ""
 
     @property
     def limits(self) -> tuple[int, int]:

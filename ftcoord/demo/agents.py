@@ -1,4 +1,4 @@
-"""torchrun agents as child processes: started, killed as when their host dies, and never left behind."""
+"""torchrun agents as child processes: started, killed, and never left behind."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ from pathlib import Path
 
 
 class Agent:
-    """One torchrun agent with one worker; its output goes to `<folder>/<name>.log`."""
+    """One torchrun agent; its output, and that of its workers, goes to `<folder>/<name>.log`.
 
-    def __init__(self, name: str, folder: Path, torchrun: Sequence[str], script: Sequence[str]) -> None:
+    `program` is the module that is run as torchrun.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        torchrun: Sequence[str],
+        script: Sequence[str],
+        program: str = "torch.distributed.run",
+    ) -> None:
         self.name = name
         self.lost = False
         self.log = folder / f"{name}.log"
-        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *script]
+        command = [sys.executable, "-m", program, *torchrun, *script]
         environment = {**os.environ, "DEMO_AGENT": name, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -35,13 +45,11 @@ class Agent:
         lines = self.log.read_text(errors="replace").splitlines()[-count:] or ["(empty)"]
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
-    def lose(self) -> None:
-        """SIGKILL the agent and its workers, as if the host had lost its power."""
+    def kill(self) -> None:
+        """SIGKILL the agent alone, as a user does it, or a kernel without memory: its worker is left behind."""
         self.lost = True
-        workers = descendants(self.pid)
         self.process.kill()
         self.process.wait()
-        _signal(workers, signal.SIGKILL)
 
     def stop(self, timeout: float = 20) -> None:
         """SIGTERM, which torchrun passes on to its workers; after `timeout` seconds SIGKILL."""

@@ -58,6 +58,7 @@ class Demo:
         self._agents: dict[str, Agent] = {}
         self._rounds: concurrency.Queue[Round] = concurrency.inbox()
         self._announced: set[tuple[int, bool]] = set()
+        self._recalled_at = 0.0  # when the demo heard of the last recall
         self._progress = folder / "progress.jsonl"
         self._progress.touch()
         self._tick = concurrency.event()
@@ -69,12 +70,12 @@ class Demo:
         first = self._await_round(3)
         lost = self._agents[self._seated(first)[0]]
         before = self._await_steps()
-        self._say(f"kill -9 agent {lost.name} (pid {lost.pid}) and its worker: rank 0 and its store are gone")
+        self._say(f"kill -9 agent {lost.name} (pid {lost.pid}): rank 0's store is gone, and its worker is an orphan")
         killed_at = self._clock()
-        lost.lose()
+        lost.kill()
         second = self._await_round(2)
-        took = self._clock() - killed_at
-        self._say(f"{lost.name} is out, the survivors have a new round {took:.1f} s after the kill (lease TTL 10 s)")
+        heard, took = self._recalled_at - killed_at, self._clock() - killed_at
+        self._say(f"the survivors heard of it {heard:.1f} s after the kill, and have a new round after {took:.1f} s")
         alone = self._await_steps()
         if lost.name in self._seated(second):
             raise DemoError("the lost agent has a seat in the new round")
@@ -111,6 +112,7 @@ class Demo:
                 continue
             self._announced.add(state)
             if now.recalled:
+                self._recalled_at = self._clock()
                 self._say(f"round {now.number} is recalled: {self._named(now.recalled)}")
                 continue
             ranks = ", ".join(f"{name} rank {rank}" for rank, name in enumerate(self._seated(now)))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import Span as Span
 from ftcoord.core.layout import decode_key as decode_key
 from ftcoord.core.layout import encode_key as encode_key
@@ -181,6 +182,10 @@ class Renews(Protocol):
 class Etcd(Protocol):
     """A client of etcd. Every call has a deadline, is linearizable, and raises the EtcdError family: EtcdUnavailable
     when it had no effect, OutcomeUnknown when a write may have had one, ClientClosed after the client was closed."""
+
+    @property
+    def config(self) -> EtcdConfig | None:
+        """How another process reaches the same etcd; None if none can."""
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult: ...
 

@@ -17,18 +17,17 @@ from ftcoord.etcd.api import (
     KeyCalls,
     Lease,
     Op,
-    Put,
     RangeResult,
     Span,
     TxnResult,
     WatchItem,
-    encode_key,
 )
 from ftcoord.etcd.release import EMBEDDED_NAMES, newer_wanted
 from ftcoord.etcd.rpc import messages
 from ftcoord.etcd.rpc.batching import Batcher
+from ftcoord.etcd.rpc.codec import range_request, range_result, txn_request, txn_result
 from ftcoord.etcd.rpc.transport import Transport
-from ftcoord.etcd.rpc.watch import Watcher, WatchHub, key_value
+from ftcoord.etcd.rpc.watch import Watcher, WatchHub
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +76,8 @@ class EtcdClient(KeyCalls, Closing):
         )
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        request = messages.message("RangeRequest")()
-        _write_range(request, get)
-        response = self._transport.call(messages.RANGE, request, timeout=timeout)
-        return _range_result(response, response.header.revision)
+        response = self._transport.call(messages.RANGE, range_request(get), timeout=timeout)
+        return range_result(response, response.header.revision)
 
     def txn(
         self,
@@ -90,10 +87,10 @@ class EtcdClient(KeyCalls, Closing):
         *,
         timeout: float | None = None,
     ) -> TxnResult:
-        request = _txn_request(compares, success, failure)
+        request = txn_request(compares, success, failure)
         writes = any(not isinstance(op, Get) for op in (*success, *failure))
         response = self._transport.call(messages.TXN, request, timeout=timeout, write=writes)
-        return _txn_result(response, response.header.revision)
+        return txn_result(response, response.header.revision)
 
     def submit(
         self,
@@ -106,9 +103,9 @@ class EtcdClient(KeyCalls, Closing):
         self._transport.check_process()
 
         def tell(response: Any, revision: int, error: EtcdError | None) -> None:
-            done(error or _txn_result(response, revision))
+            done(error or txn_result(response, revision))
 
-        self._batcher.submit(_txn_request(compares, success, ()), timeout, tell)
+        self._batcher.submit(txn_request(compares, success, ()), timeout, tell)
 
     def grant(self, ttl: int) -> Lease:
         # Safe to repeat: a lease nobody knows of holds no keys, and expires.
@@ -188,70 +185,3 @@ def _warn_below_floor(version: str) -> None:
     if wanted is not None and version not in _warned_of:
         _warned_of.add(version)
         log.warning("etcd %s has known lease and watch bugs; use %s or newer for real training runs", version, wanted)
-
-
-# Field by field: half of the time that keyword arguments take, which showed in every transaction.
-
-
-def _txn_request(compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op]) -> Any:
-    request = messages.message("TxnRequest")()
-    for compare in compares:
-        _write_compare(request.compare.add(), compare)
-    for op in success:
-        _write_op(request.success.add(), op)
-    for op in failure:
-        _write_op(request.failure.add(), op)
-    return request
-
-
-def _write_range(raw: Any, get: Get) -> None:
-    raw.key = encode_key(get.span.start) or b"\0"
-    if get.span.end:
-        raw.range_end = get.span.end
-    if get.limit:
-        raw.limit = get.limit
-    if get.revision:
-        raw.revision = get.revision
-    if get.keys_only:
-        raw.keys_only = True
-    if get.count_only:
-        raw.count_only = True
-    if get.order != "keys":
-        raw.sort_order, raw.sort_target = messages.SORT[get.order], messages.SORT_BY_CREATE
-    if get.created_before:
-        raw.max_create_revision = get.created_before - 1
-
-
-def _write_op(raw: Any, op: Op) -> None:
-    if isinstance(op, Get):
-        _write_range(raw.request_range, op)
-    elif isinstance(op, Put):
-        put = raw.request_put
-        put.key, put.value, put.lease = encode_key(op.key), op.value, op.lease
-    else:
-        delete = raw.request_delete_range
-        delete.key, delete.range_end = encode_key(op.span.start) or b"\0", op.span.end
-
-
-def _write_compare(raw: Any, compare: Compare) -> None:
-    raw.key, raw.result = encode_key(compare.key), messages.COMPARE_RESULT[compare.relation]
-    raw.target = messages.COMPARE_TARGET[compare.target]
-    setattr(raw, messages.COMPARE_FIELD[compare.target], compare.operand)
-    if compare.end:
-        raw.range_end = compare.end
-
-
-def _txn_result(response: Any, revision: int) -> TxnResult:
-    return TxnResult(response.succeeded, revision, tuple(_op_result(one, revision) for one in response.responses))
-
-
-def _range_result(response: Any, revision: int) -> RangeResult:
-    return RangeResult(tuple(key_value(kv) for kv in response.kvs), response.count, revision)
-
-
-def _op_result(response: Any, revision: int) -> RangeResult | int | None:
-    if response.HasField("response_range"):
-        return _range_result(response.response_range, revision)
-    if response.HasField("response_delete_range"):
-        return int(response.response_delete_range.deleted)
-    return None

@@ -25,13 +25,15 @@ class News(NamedTuple):
 class Feed:
     """Delivers what is in `span`, then every change. If some were missed, or compacted, only their result.
 
+    With `deletes_only` it then delivers only which of those that it delivered are gone: etcd is not asked for more.
+
     For one thread; only `wake()` may be called from others.
     """
 
-    def __init__(self, etcd: Etcd, span: Span) -> None:
+    def __init__(self, etcd: Etcd, span: Span, *, deletes_only: bool = False) -> None:
         # The client's threads put into the inbox, `wake()` too; only the reader touches the mirror.
         self._inbox: concurrency.Queue[Posted | None] = concurrency.inbox()
-        self._mirror = Mirror(etcd, span, lambda _mirror, posted: self._inbox.put(posted))
+        self._mirror = Mirror(etcd, span, lambda _mirror, posted: self._inbox.put(posted), deletes_only)
 
     @property
     def synced(self) -> bool:

@@ -17,7 +17,7 @@ from ftcoord.errors import ClientClosed, EtcdError, LeaseLost, ThreadFailed
 from ftcoord.etcd.api import Compare, Etcd, Get, Put, Span
 from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT
+from ftcoord.primitives.write_once import write_attempt_timeout
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class KeysUnderLease:
             [Compare(keys[name], "version", "=", version) for name, (version, _) in before.items()],
             [Put(keys[name], sent.value, self._lease) for name, sent in writes.items()],
             [Get(Span(key)) for key in keys.values()],
-            timeout=WRITE_ATTEMPT_TIMEOUT,
+            timeout=write_attempt_timeout(self._etcd),
         )
         done = set[str]()
         for index, (name, (version, sent)) in enumerate(before.items()):
@@ -217,6 +217,7 @@ class LeasedKeys:
         ttl: of the lease, in seconds.
         key_of: the key of a name under a lease, `key_of(name, lease id)`.
         what: what the keys are, for the thread's name and for warnings.
+        deaths: below which prefix the cause is written when this process dies; see `Session`.
 
     Thread-safe. One transaction writes all that is asked for at the time. Not usable in a forked child.
 
@@ -224,8 +225,10 @@ class LeasedKeys:
     ThreadFailed.
     """
 
-    def __init__(self, etcd: Etcd, ttl: int, key_of: Callable[[str, int], str], what: str) -> None:
-        self._etcd, self._ttl, self._key_of, self._what = etcd, ttl, key_of, what  # never change
+    def __init__(
+        self, etcd: Etcd, ttl: int, key_of: Callable[[str, int], str], what: str, deaths: str | None = None
+    ) -> None:
+        self._etcd, self._ttl, self._key_of, self._what, self._deaths = etcd, ttl, key_of, what, deaths  # never change
         self._owner = OwnerProcess(f"these {what} belong to the parent process")
         self._wanted = WantedKeys(what)
         self._keys: KeysUnderLease | None = None  # only the thread
@@ -327,7 +330,7 @@ class LeasedKeys:
             log.warning("the lease of these %s was lost: they are put back under a new one", self._what)
         if self._keys is None:
             self._wanted.expect_lease()
-            session = self._session = Session(self._etcd, self._ttl, self._on_state)
+            session = self._session = Session(self._etcd, self._ttl, self._on_state, deaths=self._deaths)
             self._keys = KeysUnderLease(self._etcd, self._key_of, session.lease_id)
             self._wanted.come_back()
             if not self._wanted.want_all():  # `close()` may not wait for this thread any longer

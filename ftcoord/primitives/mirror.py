@@ -160,6 +160,10 @@ class Mirror:
         """Something does not fit this copy: have the next `sync()` check whether etcd ever held what it says."""
         self.synced, self._doubted = False, self.synced or self._doubted
 
+    def forget(self) -> None:
+        """Have the next `sync()` read all keys again: the watch may not have told of all that matters."""
+        self.synced = self._doubted = False
+
     def close(self) -> None:
         """Stop watching; idempotent."""
         self.synced = self._stands = self._doubted = False

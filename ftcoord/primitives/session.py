@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
@@ -18,6 +18,7 @@ from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
 from ftcoord.errors import ClientClosed, EtcdError, LeaseLost, ThreadNotStarted
 from ftcoord.etcd.api import Etcd, Lease, Renews
 from ftcoord.fork import OwnerProcess
+from ftcoord.primitives.sentinel import SentinelFor
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,25 @@ SHORTEST_RENEWAL_TIMEOUT = 0.25
 GIVE_BACK_TIMEOUT = 2.0
 """Seconds that etcd may take to revoke a lease that nobody has any longer; after that it expires."""
 
+INTRODUCED_AFTER = 0.5
+"""Seconds after which a lease is told to the sentinel. To start that costs a tenth of a second of a processor, which a
+round that forms just then, and a session that ends soon, need not pay for."""
+
 Clock: TypeAlias = Callable[[], float]
 Listener: TypeAlias = Callable[[SessionState], None]
+
+
+class Bystander(Protocol):
+    """Who hears what becomes of a lease. Called on any thread; must not block, nor raise."""
+
+    def keep(self, lease_id: int, ttl: float) -> None:
+        """It was renewed just now, for `ttl` seconds."""
+
+    def rest(self, lease_id: int) -> None:
+        """It is not renewed for now."""
+
+    def drop(self, lease_id: int) -> None:
+        """Nobody renews it any longer. May be said again, and of one that it never heard of."""
 
 
 class Renewer:
@@ -172,6 +190,7 @@ class KeptLease:
         sent_at: when its grant or last renewal was sent, on the renewer's clock.
         listener: called on the renewer's thread at each change of state; must not block.
         renewer: the process's own if None.
+        bystander: told of each renewal, of a rest and of the end; None for nobody.
 
     Raises ThreadNotStarted. Its methods may be called from any thread.
     """
@@ -183,9 +202,10 @@ class KeptLease:
         sent_at: float,
         listener: Listener | None = None,
         renewer: Renewer | None = None,
+        bystander: Bystander | None = None,
     ) -> None:
         self.id = lease.id
-        self._etcd, self._listener = etcd, listener
+        self._etcd, self._listener, self._bystander = etcd, listener, bystander
         self._renewer = renewer or Renewer.of_process()
         self.entry: _Entry | None = None  # guarded by Renewer._wake: when it is to be renewed
         # Without a lock, since each is replaced as a whole and a reader may see either value:
@@ -195,7 +215,9 @@ class KeptLease:
         # The owner's thread (`renew`) and the renewer's. If an older one wins, the lease is trusted for less time.
         self._times = LeaseTimes(sent_at, lease.ttl)
         self._reported = SessionState.CONNECTED  # only the renewer's thread: the listener's last state
-        self._renewer.schedule(self, self._times.renew_at())
+        self._is_introduced = bystander is None  # only the renewer's thread
+        due = self._times.renew_at()
+        self._renewer.schedule(self, due if bystander is None else min(due, sent_at + INTRODUCED_AFTER))
 
     @property
     def state(self) -> SessionState:
@@ -236,19 +258,38 @@ class KeptLease:
         """Stop renewing for good; the lease expires after its TTL."""
         self.kept = False
         self._renewer.cancel(self)
+        if self._bystander is not None:
+            self._bystander.drop(self.id)
 
     # -- the renewer's thread -----------------------------------------------------------------------------------
 
     def renew_on_schedule(self, timeout: float) -> float | None:
         """Renew once, in `timeout` seconds; when to do it again, or None if there is nothing to keep for now."""
+        due = self._keep_on_schedule(timeout)
+        if self._bystander is not None and not self.kept:
+            self._bystander.drop(self.id)  # `stop()` may have done so before this told of a renewal
+        return due
+
+    def _keep_on_schedule(self, timeout: float) -> float | None:
         if self._resting:
+            if self._bystander is not None:  # only now: most rests are over before a renewal would be due
+                if not self._is_introduced:  # or nobody would give it up if this process dies while it rests
+                    self._tell_of_renewal()
+                self._bystander.rest(self.id)
             return None
+        if not self._is_introduced and self._renewer.clock() < self._times.renew_at():
+            self._tell_of_renewal()
+            return self._times.renew_at()
+        return self._renew_in(timeout)
+
+    def _renew_in(self, timeout: float) -> float | None:
         sent_at = self._renewer.clock()
         due = None
         try:
             ttl = self._etcd.renew(self.id, timeout=min(timeout, self._times.patience(sent_at)))
             self._times = LeaseTimes(sent_at, ttl)
             due = self._times.renew_at()
+            self._tell_of_renewal()
         except ClientClosed as error:  # whoever closed it lets the lease expire, and knows
             log.debug("lease %x is left to expire: %s", self.id, error)
             self.kept = False
@@ -266,6 +307,11 @@ class KeptLease:
         self._report()
         return due
 
+    def _tell_of_renewal(self) -> None:
+        self._is_introduced = True
+        if self._bystander is not None:
+            self._bystander.keep(self.id, self.ttl)
+
     def fail(self, failure: BaseException) -> None:
         """Count as lost: an error that nobody foresaw ended the thread while it renewed this lease, or told of it.
 
@@ -275,6 +321,8 @@ class KeptLease:
             return
         log.error("lease %x is not renewed any longer, and counts as lost: %r", self.id, failure)
         self.kept, self._lost = False, True
+        if self._bystander is not None:
+            self._bystander.drop(self.id)
         self._report()
 
     def _report(self) -> None:
@@ -294,6 +342,10 @@ class Session(Closing):
         ttl: the time to live to ask for, in seconds; `Session.ttl` is what etcd granted (by default at least 2 s).
         listener: called with CONNECTED, SUSPENDED or LOST at each change, on the keep-alive thread. LOST is final. It
             must not block. If it raises, the session is LOST.
+        deaths: a prefix of keys. If given, a process beside this one, the sentinel, renews the lease too while this
+            interpreter is stuck. When this process dies it writes the cause below that prefix, where `cause_of_death`
+            finds it, and revokes the lease at once. Where none can be started, and with FTCOORD_SENTINEL=0, the lease
+            ends by time.
 
     Raises:
         EtcdError: no lease could be had.
@@ -303,7 +355,15 @@ class Session(Closing):
     transaction that has the effect.
     """
 
-    def __init__(self, etcd: Etcd, ttl: int, listener: Listener | None = None, renewer: Renewer | None = None) -> None:
+    def __init__(
+        self,
+        etcd: Etcd,
+        ttl: int,
+        listener: Listener | None = None,
+        renewer: Renewer | None = None,
+        *,
+        deaths: str | None = None,
+    ) -> None:
         self._etcd = etcd
         self._owner = OwnerProcess("this session's lease belongs to the parent process")
         self._closed = False  # any thread; becomes True once
@@ -313,7 +373,8 @@ class Session(Closing):
         self.ttl = lease.ttl
         with ExitStack() as undo:
             undo.callback(_give_back, etcd, lease.id)  # where no thread can be started
-            self._kept = KeptLease(etcd, lease, sent_at, listener, renewer)
+            bystander = None if deaths is None else SentinelFor.of(etcd.config, deaths)
+            self._kept = KeptLease(etcd, lease, sent_at, listener, renewer, bystander)
             undo.pop_all()
         # In the listener may be whoever has this session: then the renewer keeps both, until that one ends it.
         self._cancel_finalizer = concurrency.when_forgotten(

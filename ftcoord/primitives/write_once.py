@@ -22,8 +22,25 @@ WRITE_ATTEMPT_TIMEOUT: Final = 1.5
 client so only after 7 s; a new leader is there after 1.5 s."""
 SHORTEST_WRITE_ATTEMPT: Final = 0.05
 """Minimum time-out of one attempt, in seconds: with none, it could not be answered at all."""
+WRITE_ATTEMPT_PART: Final = 0.3
+"""The part of a longer `request_timeout` that an attempt gets: who knows that etcd is slow says so there. What it is
+still busy with must not be sent again."""
 WRITE_TIMEOUT: Final = 5.0
-"""Seconds that a write may take in all, unless the caller says otherwise."""
+"""Seconds that a write may take in all, unless the caller, or a longer `request_timeout`, says otherwise."""
+
+
+def write_attempt_timeout(etcd: Etcd) -> float:
+    """Seconds after which an answer of this etcd counts as lost."""
+    return max(WRITE_ATTEMPT_TIMEOUT, _request_timeout(etcd) * WRITE_ATTEMPT_PART)
+
+
+def write_timeout(etcd: Etcd) -> float:
+    """Seconds that a write may take in all, where the caller says nothing."""
+    return max(WRITE_TIMEOUT, _request_timeout(etcd))
+
+
+def _request_timeout(etcd: Etcd) -> float:
+    return etcd.config.request_timeout if etcd.config else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +79,19 @@ def write_once(
     earlier attempt wrote it. What `before` finds then may be of after that attempt.
 
     Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds
-    (WRITE_TIMEOUT if None), and what else `Etcd.txn` raises.
+    (`write_timeout(etcd)` if None), and what else `Etcd.txn` raises.
     """
     compares = [unchanged(put.key, expected), *guards]
     failure = [*before, Get(Span(put.key)), *reads]
     success = [*before, put, *also, Get(Span(put.key), keys_only=True), *reads]  # what was put is known
-    deadline = concurrency.now() + (WRITE_TIMEOUT if timeout is None else timeout)
+    deadline = concurrency.now() + (write_timeout(etcd) if timeout is None else timeout)
+    longest = write_attempt_timeout(etcd)
     lost: list[OutcomeUnknown] = []
 
     def attempt() -> TxnResult:
         try:
             left = max(deadline - concurrency.now(), SHORTEST_WRITE_ATTEMPT)
-            return etcd.txn(compares, success, failure, timeout=min(left, WRITE_ATTEMPT_TIMEOUT))
+            return etcd.txn(compares, success, failure, timeout=min(left, longest))
         except OutcomeUnknown as error:
             log.debug("a write of %s is sent again: %s", put.key, error)
             lost.append(error)

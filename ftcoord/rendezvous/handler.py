@@ -7,6 +7,7 @@ The contract is torch's `RendezvousHandler`
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -30,16 +31,18 @@ from ftcoord.core import rendezvous_records
 from ftcoord.core.layout import round_key, round_store_prefix
 from ftcoord.core.rendezvous_records import AnyRound
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdError
+from ftcoord.errors import EtcdError, ThreadNotStarted
 from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
 from ftcoord.rendezvous.logs import round_line
 from ftcoord.rendezvous.node import SHUT_DOWN, Node
+from ftcoord.rendezvous.orphans import MarkedChildren
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions
 from ftcoord.rendezvous.timers import serve_timers
+from ftcoord.rendezvous.workers import WorkerWatch
 from ftcoord.store import EtcdStore
 
 log = logging.getLogger(__name__)
@@ -52,10 +55,23 @@ class HandlerResources:
         self.node, self.ends = node, ends  # never change
         self.store: EtcdStore | None = None
         self.tcp_store: TCPStore | None = None
+        self.watch: WorkerWatch | None = None
         self.left = False  # any thread; becomes True once
 
+    def watch_workers(self, round_: AnyRound, children: MarkedChildren | None) -> None:
+        """See at once when one of them fails. Where that cannot be, the others hear of it when the agent says so."""
+        if children is None:
+            return
+        try:
+            self.watch = WorkerWatch(children.mark, functools.partial(self.node.worker_failed, round_))
+        except (OSError, ThreadNotStarted) as error:
+            log.debug("the workers are not watched: %s", error)
+
     def end_round(self) -> None:
-        """Close the round's stores."""
+        """Close the round's stores, and watch its workers no longer."""
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.end()
         if self.store is not None:
             self.store.close()
         self.store = self.tcp_store = None
@@ -75,8 +91,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
     """One node's part in the rendezvous of a run.
 
     Promised: all who leave `next_rendezvous` with the same round have the same world and bootstrap address, and each
-    a rank of its own; rounds only grow; a node that died is noticed when its lease ends (`lease_ttl` seconds), whatever
-    the workers do; an etcd outage disturbs no running worker.
+    a rank of its own; rounds only grow; an agent that died is noticed at once, and a host that is lost when its lease
+    ends (`lease_ttl` seconds), whatever the workers do; an etcd outage disturbs no running worker.
 
     Not promised: that a node which etcd cannot hear has stopped. Its writes to the store of an old round are refused.
 
@@ -99,6 +115,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._address = own_address(settings.local_addr, etcd.config)
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
         self._resources = HandlerResources(Node(etcd, settings, self._address, self.host), ends)
+        self._children: MarkedChildren | None = None
+        self._watched: AnyRound | None = None
         self._users_error: BaseException | None = None
         self._told = True
         self._called_back = 0
@@ -154,6 +172,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """
         count, reason = self._node.waiting()
         mine = self._node.round
+        if mine is not None and mine is not self._watched:
+            self._watched = mine  # the agent asks this only when the workers run
+            self._resources.watch_workers(mine, self._children)
         if count and mine is not None and self._called_back != mine.number:
             self._called_back = mine.number
             log.warning("run %r, round %d: the workers are stopped: %s", self._settings.run_id, mine.number, reason)
@@ -204,6 +225,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             undo.callback(self._leave, "it could not prepare")
             if self._settings.timers:
                 self._resources.ends.callback(serve_timers(self._settings.prefix, self._etcd))
+            children = self._children = MarkedChildren()
+            self._resources.ends.callback(children.close)
+            if self._settings.orphans == "end":
+                children.end_with_this_process()
             try:
                 self._node.participant.prepare()
             except UNANSWERED as error:

@@ -22,13 +22,14 @@ from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import RoundOptions, call_back, is_same_round, may_reopen
 from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes
-from ftcoord.errors import EtcdError, StateError, ThreadFailed
+from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.pace import Look
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
 from ftcoord.rendezvous.run_record import RunRecord, Speaker
+from ftcoord.rendezvous.seat import SeatHolder
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.use import RoundUse
 
@@ -54,7 +55,11 @@ class Node:
         self, etcd: Etcd, settings: RendezvousSettings, address: str, host: str, rolls: RollSizes = ROLLS
     ) -> None:
         options = RoundOptions(
-            settings.last_call_timeout, settings.settle_timeout, settings.on_member_loss == "restart", settings.restart
+            settings.last_call_timeout,
+            settings.settle_timeout,
+            settings.on_member_loss == "restart",
+            settings.restart,
+            return_to_seat=settings.lease_ttl,
         )
         self._settings, self._address, self.host = settings, address, host
         self.id = uuid.uuid4().hex
@@ -66,9 +71,13 @@ class Node:
             # A round that is ready counts, though the lease was lost: see `_ready_after_all`.
             ParticipantOptions(settings.lease_ttl, settings.run_ttl, settings.request_timeout, renews=False),
             self._changed,
+            self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute
         )
         self.round: AnyRound | None = None  # read by any thread
-        """The last round that it took part in."""
+        """The last round that it took part in,"""
+        self._seat = ""
+        """and as which member it took its seat there."""
+        self._holder = SeatHolder(self.participant, settings.request_timeout)
         self._run = RunRecord(etcd, settings)
         self.begin()
         self._after = 0
@@ -94,6 +103,7 @@ class Node:
         Raises torch's rendezvous errors, and SystemExit for a spare that is not needed any more. After that nobody
         counts on the node, but where somebody has to repair the run's record first (RendezvousStateError).
         """
+        self._holder.end()
         try:
             with self._as_torch_errors():
                 return self._ask(port, self.pace)
@@ -108,6 +118,7 @@ class Node:
 
     def leave(self, why: str) -> None:
         """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
+        self._holder.end()
         member = self.participant.member
         lives = member is not None and member.entered and not member.lost
         if lives and self.participant.withdraw(replace(self._new_ask(0), leaving=why), LOOK_TIMEOUT, for_all=True):
@@ -115,14 +126,24 @@ class Node:
         self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 
     def waiting(self) -> tuple[int, str]:
-        """How many nodes wait for this one to come back to the rendezvous, and why. From memory; from any thread."""
+        """How many nodes wait for this one to come back to the rendezvous, and why. From memory; from any thread.
+
+        A node that has lost its lease returns to its seat meanwhile: that nobody else knows of it says nothing of its
+        workers.
+        """
         member, mine = self.participant.member, self.round
         if member is None or mine is None:
             return 0, ""
-        now = member.record
-        if member.lost and not (now and now.closed):
-            return 1, "this node's lease expired"
-        return call_back(now, mine)
+        count, reason = call_back(member.record, mine)
+        if count or not member.lost:
+            return count, reason
+        if member.failure is not None:
+            return 1, str(member.failure)
+        try:
+            self._holder.begin(self._hold(mine))
+        except ThreadNotStarted as error:
+            return 1, f"this node's lease expired, and it cannot return to its seat: {error}"
+        return 0, ""
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -156,8 +177,21 @@ class Node:
         limits = settings.min_nodes, settings.max_nodes
         return JoinRequest(self.id, self._address, port, self._after, self.host, "", *limits, reopens=self._reopens)
 
+    def worker_failed(self, mine: AnyRound, fate: str) -> None:
+        """Have the others know at once that a worker of that round failed: this node's agent comes back later, when it
+        has stopped the others. From any thread."""
+        if self.round is mine and not self.waiting()[0]:
+            with contextlib.suppress(ThreadNotStarted):  # they hear of it later
+                self._holder.begin(replace(self._hold(mine), failed=fate))
+
+    def _hold(self, mine: AnyRound) -> JoinRequest:
+        """Says that this node holds its seat in that round, and asks for nothing."""
+        return replace(self._new_ask(0), seated=mine.number, holds=self._seat)
+
     def _started(self, round_: AnyRound) -> AnyRound:
-        self.round, self._after = round_, round_.number
+        self._seat = next(one for one in reversed(self.participant.ids) if round_.rank_of(one) is not None)
+        self.round, self._after = round_, round_.number  # in this order: `waiting` looks at any time
+        self._holder.allow()
         return round_
 
     def _ready_after_all(self, look: Look[AnyRound, JoinRequest]) -> AnyRound | None:

@@ -56,6 +56,8 @@ class RoundPace:
         self.limits = OtherLimits(settings, run)
         self._check_at = now + KEY_CHECK_INTERVAL
         self._line_at = now + FIRST_LINE + random.random() * settings.max_nodes / LINES_PER_SECOND
+        self._seated = 0, now
+        """The round in which it takes its seat, and since when it does."""
         self._tolerated: AnyRound | None = None
         """A record with other limits, which nobody else alive shares, as far as is known."""
 
@@ -67,7 +69,7 @@ class RoundPace:
             # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
             seating = max(self._settings.last_call_timeout, SEATING) + LOOK_TIMEOUT
             self.deadline = max(self.deadline, now + seating)
-            self._check_at = min(self._check_at, now + SAY_AGAIN * unhurried(self._seats(look.record)))
+            self._check_at = min(self._check_at, self._say_again_at(look.record, now))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
             self.deadline = now + self._settings.join_timeout
         self._standby.see(look.record, self._waiters(look.record), _may_look(look.record, standing))
@@ -117,10 +119,17 @@ class RoundPace:
     def _check(self, look: Look[AnyRound, JoinRequest], now: float) -> None:
         self._tolerated = None
         if look.record is not None and look.record.number == look.ask.seated:
-            self._check_at = now + SAY_AGAIN * unhurried(look.record.size)
+            self._check_at = self._say_again_at(look.record, now)
             self._participant.reaffirm(look.ask, self)  # for what was said a while ago does not count
         else:
             self._check_at = now + KEY_CHECK_INTERVAL
+
+    def _say_again_at(self, record: AnyRound | None, now: float) -> float:
+        """When to say again that this node takes its seat."""
+        number = record.number if record is not None else 0
+        if self._seated[0] != number:
+            self._seated = number, now
+        return now + SAY_AGAIN * unhurried(self._seats(record), now - self._seated[1])
 
     def _why_no_round(self) -> str:
         settings = self._settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
 
@@ -35,6 +36,7 @@ from ftcoord.core.rendezvous_records import (
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, Get
+from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.group.beside import read_all
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
@@ -51,7 +53,7 @@ class RendezvousPolicy:
     Args:
         prefix: the run's.
         options: what its user asked for.
-        etcd: for reading the roll of a round that another member decided.
+        etcd: for reading the roll of a round that another member decided, and why members are gone.
         rolls: when a roll lies beside its head.
     """
 
@@ -64,10 +66,14 @@ class RendezvousPolicy:
         self._known: dict[str, Round] = {}
         """By roll id, a record with that roll: of the last round, and of that which this decider wants to follow."""
         self._highest = 0
+        self._gone: dict[str, str] = {}
+        """Why members with a seat in the last round are gone, empty for those of whom nobody says it,"""
+        self._gone_since = 0.0
+        """and when this decider first saw that any are."""
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
-        """Raises StateError when the decided record is not ours to read, and EtcdError when its roll cannot be read."""
+        """Raises StateError when the decided record is not ours to read, EtcdError when what lies beside it is not."""
         record = self._decided.of(view.decided) if view.decided else None
         # An etcd that lost its last writes may show an older record than this member has seen.
         self._highest = max(self._highest, record.number if record else 0)
@@ -75,7 +81,7 @@ class RendezvousPolicy:
             previous = self._with_roll(record, view) if isinstance(record, RoundHead) else record
         except RollReplaced:
             return Wait("another record has replaced the one that is known: it is on its way")
-        situation = self._situation(view, previous)
+        situation = self._situation(view, previous, now)
         verdict = decide(situation, self._options, now)
         verdict = self._guard.passed(verdict, lambda one: check_round(situation, one.record), now)
         if isinstance(verdict, Wait):
@@ -85,7 +91,7 @@ class RendezvousPolicy:
         published = self._guard.passed(published, partial(check_roll, self._prefix, head, verdict.record), now)
         return self._guard.passed(published, partial(check_fences, self._prefix, previous, verdict.record.number), now)
 
-    def _situation(self, view: View, previous: Round | None) -> RoundSituation:
+    def _situation(self, view: View, previous: Round | None, now: float) -> RoundSituation:
         before, self._candidates = self._candidates, {}
         for kv, ask in self._members.of(view.members):
             seen, one = view.seen[kv.key], before.get(kv.key)
@@ -94,8 +100,31 @@ class RendezvousPolicy:
             self._candidates[kv.key] = one
         members = list(self._candidates.values())
         return RoundSituation(
-            members, view.changed_at, previous, view.decided_at, view.vanished, self._highest, view.read_at
+            members,
+            view.changed_at,
+            previous,
+            view.decided_at,
+            view.vanished,
+            self._highest,
+            view.read_at,
+            *self._gone_of(previous, {one.id for one in members} | {one.ask.holds for one in members}, now),
         )
+
+    def _gone_of(self, previous: Round | None, live: Set[str], now: float) -> tuple[Mapping[str, str], float]:
+        """Why members with a seat are gone, of those of whom it is known, and since when any are.
+
+        Read once of each: a sentinel says it before its member goes.
+        """
+        gone = previous.ranks.keys() - live if previous is not None and not previous.recalled else frozenset()
+        if not gone:
+            self._gone = {}
+            return {}, now
+        if not self._gone:
+            self._gone_since = now
+        if not gone <= self._gone.keys():
+            causes = causes_of(self._etcd, self._prefix, gone - self._gone.keys())
+            self._gone = {member: causes.get(member, self._gone.get(member, "")) for member in gone}
+        return {member: cause for member, cause in self._gone.items() if cause}, self._gone_since
 
     # -- the roll of the last round -----------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ _KEYS = (
     _Key("keep_alive_max_attempt", "keep_alive_max_attempt", _attempts),
     _Key("run_ttl", "run_ttl", _ttl),
     _Key("on_member_loss", "on_member_loss", _one_of(restart="restart", ignore="ignore")),
+    _Key("orphans", "orphans", _one_of(end="end", leave="leave")),
     _Key("restart", "restart", _one_of(failed="failed", always="always", never="never")),
     _Key("on_spare_close", "on_spare_close", _one_of(exit="exit", **{"raise": "raise"})),
     _Key("key_prefix", "key_prefix", key_path),
@@ -126,6 +127,7 @@ class RendezvousSettings:
         lease_ttl: how long a silent node counts as alive. The server may grant more.
         run_ttl: how long the run's state outlives its last agent.
         on_member_loss: ``restart`` the workers when a node's lease expires, or ``ignore`` it as torch does.
+        orphans: when this process dies, ``end`` what it has started (its workers), or ``leave`` it.
         restart: which closed runs a new start may go on from, once nobody of the old one is left: one that ``failed``,
             ``always`` any, ``never``.
         on_spare_close: a spare whose run closes ends with ``exit`` code 0, or will ``raise`` torch's error.
@@ -147,6 +149,7 @@ class RendezvousSettings:
     lease_ttl: int = 10
     run_ttl: int = 3600
     on_member_loss: Literal["restart", "ignore"] = "restart"
+    orphans: Literal["end", "leave"] = "end"
     restart: Restart = "failed"
     on_spare_close: Literal["exit", "raise"] = "exit"
     key_prefix: str = KEY_PREFIX

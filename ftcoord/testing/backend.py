@@ -130,16 +130,18 @@ class Backend:
             self._full = full
 
     def go_down(self) -> None:
-        """Stop serving: no lease expires meanwhile."""
+        """Serve no longer: no lease expires meanwhile."""
         with self._changed:
             self._down = True
             self._interrupt()
 
-    def come_up(self) -> None:
-        """Serve again, with a new leader."""
+    def come_up(self, *, with_old_leader: bool = False) -> None:
+        """Serve again, with a new leader; an old one ends the leases whose time is over."""
         with self._changed:
             self._down = False
-            self._elect()
+            if not with_old_leader:
+                self._elect()
+            self._changed.notify_all()
 
     def change_leader(self) -> None:
         """Every lease gets its whole TTL again, and every watch is interrupted and goes on."""

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import (
     Compare,
@@ -89,8 +90,13 @@ class MemoryEtcd:
         self._backend.set_full(full)
 
     @contextmanager
-    def outage(self) -> Iterator[None]:
-        """Nobody reaches etcd meanwhile, and no lease expires; then each has its whole TTL, as on a new leader."""
+    def outage(self, *, hangs: bool = False) -> Iterator[None]:
+        """Nobody reaches etcd meanwhile, and no lease expires; then each has its whole TTL, as on a new leader.
+
+        Args:
+            hangs: it only stands still, as a server does that was stopped. When it goes on, all leases expire whose
+                time is over.
+        """
         self._down = True
         for client in self._clients:
             client.cut_off()
@@ -99,7 +105,7 @@ class MemoryEtcd:
             yield
         finally:
             self._down = False
-            self._backend.come_up()
+            self._backend.come_up(with_old_leader=hangs)
             for client in self._clients:
                 client.reconnect()
 
@@ -144,6 +150,8 @@ class MemoryClient:
         self._closed = False
         self._watches = MemoryWatches(backend, lambda event: self.loses(event))
         self._submitter = Submitter(self._txn)
+        self.config: EtcdConfig | None = None
+        """No other process can reach this etcd."""
 
     # -- Etcd ---------------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class EtcdTimerClient(TimerClient):
             self._worker = worker = this_process(self._ledger.fd, ttl)
             prefix = run_.prefix
             self._keys = LeasedKeys(
-                run_.etcd, ttl, lambda slot, lease: timer_key(prefix, worker.host, lease, slot), "timers"
+                run_.etcd, ttl, lambda slot, lease: timer_key(prefix, worker.host, lease, slot), "timers", prefix
             )
             undo.pop_all()
         self._end = functools.partial(_end, self._ledger, self._held, self._keys, run_, max(self._timeout, 0.1))

@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
+from ftcoord import pidfd
 from ftcoord.core.timer_records import Worker
 from ftcoord.errors import ConfigError
 
@@ -69,15 +70,15 @@ def kill(worker: Worker) -> bool:
     Raises OSError when that is not allowed. Where the kernel has pidfds (Linux 5.3) no other process can be hit.
     """
     try:
-        handle = os.pidfd_open(worker.pid)
+        handle = pidfd.open_pidfd(worker.pid)
     except ProcessLookupError:
         return False
-    except (OSError, AttributeError):  # an old kernel, a sandbox, or a Python built without it
+    except OSError:  # an old kernel, or a sandbox
         return _kill_by_pid(worker)
     try:
         if not lives(worker):
             return False
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        pidfd.send(handle, signal.SIGKILL)
     except ProcessLookupError:
         return False
     finally:

@@ -23,7 +23,7 @@ from ftcoord.etcd.api import Etcd, Put
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.log_once import LogOnce
 from ftcoord.primitives.session import Clock
-from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, write_once
+from ftcoord.primitives.write_once import write_attempt_timeout, write_once
 from ftcoord.timer.ledger import holds
 from ftcoord.timer.process import host_id, kill, lives
 from ftcoord.timer.requests import EtcdRequestQueue, EtcdTimerRequest
@@ -263,7 +263,7 @@ class EtcdTimerServer(TimerServer):
         timer, kv = replace(request.timer, expired=self.id, reaped=reaped), request.kv
         put = Put(kv.key, encode(timer), kv.lease)
         try:
-            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=WRITE_ATTEMPT_TIMEOUT)
+            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=write_attempt_timeout(self._run.etcd))
         except LeaseLost:
             return None
         return EtcdTimerRequest(outcome.kv, timer) if outcome.done and outcome.kv else None

@@ -14,9 +14,9 @@ from datetime import timedelta
 
 from clusters import pass_time
 from helpers import DEADLINE, Seen, eventually
-from rdzv_nodes import Node, Nodes, Seat, join_all, join_as_agents
+from rdzv_nodes import Node, Nodes, Seat, all_signalled, join_all, join_as_agents
 from replicas import Told, agreed, managed, replica_processes
-from rounds import Rounds
+from rounds import LOOK, Rounds
 from torch.distributed import DistNetworkError
 
 from ftcoord.config import EtcdConfig
@@ -308,6 +308,74 @@ class Run:
     def close(self) -> None:
         for one in self._nodes:
             one.end()
+
+
+class TwoJobs:
+    """Nodes of a run whose workers do not fail, and a training. Nobody of them dies, whatever happens to etcd."""
+
+    def __init__(self, run: Run, training: Training, lease_ttl: float) -> None:
+        self.run, self.training, self._ttl = run, training, lease_ttl
+        self._before = self._latest()
+
+    def wait(self, seconds: float) -> None:
+        """Meanwhile no node is called back; they look as agents do."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            assert not self._called(), "nobody has died"
+            pass_time(LOOK)
+
+    def stay_undisturbed(self) -> None:
+        """Nobody is called back until all nodes hold their seats again, and for two lease times longer. The replicas
+        are all in one quorum again, and its id is not lower."""
+
+        def all_are_back() -> bool:
+            assert not self._called(), "nobody has died"
+            return all(node.handler._node.participant.joined for node in self.run.nodes)
+
+        eventually(all_are_back, "all nodes hold their seats again")
+        self.wait(2 * self._ttl)
+        eventually(lambda: self._quorum() >= self._before[1], "a quorum of all again")
+
+    def go_on(self) -> tuple[int, int]:
+        """A worker fails. What is decided next has a higher number than all before; the round and the quorum's id."""
+        first, *others = self.run.nodes
+        join = first.join()
+        all_signalled(others)
+        joins = [join, *(node.join() for node in others)]
+        seats = join_as_agents(self.run.nodes, joins)
+        quorum = eventually(lambda: max(self._quorum(), 0), "a quorum of all")
+        self.training.check()
+        assert min(seat.round for seat in seats) > self._before[0]
+        self.run.seats += seats
+        self._before = self._latest()
+        return seats[0].round, quorum
+
+    def _called(self) -> bool:
+        return any(node.signalled() for node in self.run.nodes)
+
+    def _latest(self) -> tuple[int, int]:
+        """The highest round, and quorum's id, that anybody was told."""
+        training = self.training
+        return max(seat.round for seat in self.run.seats), max(told[-1][0] for told in training.told if told)
+
+    def _quorum(self) -> int:
+        """The id of the last one, if it has all replicas; else -1."""
+        assert not self.training.errors, self.training.errors
+        last = [told[-1] for told in self.training.told]
+        number, names = last[0]
+        return number if names == ["a", "b", "c"] and all(one == last[0] for one in last) else -1
+
+
+@contextmanager
+def two_jobs(endpoints: str, prefix: str, lease_ttl: int = LEASE_TTL) -> Iterator[TwoJobs]:
+    name = prefix.rpartition("/")[2]
+    with ExitStack() as stack:
+        run = Run([endpoints] * 3, name, lease_ttl=lease_ttl)
+        stack.callback(run.close)
+        training = Training(endpoints, name, heartbeat_ms=1000 * lease_ttl, join_ms=100)
+        stack.callback(training.close)
+        training.progress(3)
+        yield TwoJobs(run, training, lease_ttl)
 
 
 class Guarded:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
 from clusters import SIZE, Cluster, alarm, client_of, pass_time
-from helpers import DEADLINE, Seen, eventually
+from helpers import DEADLINE, Seen
 from lines import Lines
-from load import LEASE_TTL, Run, Training, everything
+from load import LEASE_TTL, Run, everything, two_jobs
 from rdzv_nodes import Nodes, spawn
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -95,50 +95,16 @@ def test_the_majority_is_lost_for_a_while(cluster: Cluster, prefix: str, figures
     figures(seconds=OUTAGE, decided_meanwhile=0, **told, back_after=round(took, 2), bound=LEASE_TTL + 5)
 
 
-@contextmanager
-def two_jobs(endpoints: str, prefix: str) -> Iterator[tuple[Run, Training]]:
-    name = prefix.rpartition("/")[2]
-    with ExitStack() as stack:
-        run = Run([endpoints] * 3, name)
-        stack.callback(run.close)
-        training = Training(endpoints, name, join_ms=100)
-        stack.callback(training.close)
-        training.progress(3)
-        yield run, training
-
-
-def latest(run: Run, training: Training) -> tuple[int, int]:
-    """The highest round, and quorum's id, that anybody was told."""
-    return max(seat.round for seat in run.seats), max(told[-1][0] for told in training.told)
-
-
-def never_lower(run: Run, training: Training, before: tuple[int, int]) -> tuple[int, int]:
-    """What is decided next has a higher number than all before; the round and the quorum's id."""
-    eventually(lambda: run.evictions() == len(run.nodes), what="all nodes are called back")
-    seats = run.come_back()
-    told = eventually(lambda: _later(training, before[1]), what="a quorum of all again")
-    assert min(seat.round for seat in seats) > before[0]
-    training.check()
-    return seats[0].round, told
-
-
-def _later(training: Training, than: int) -> int | None:
-    assert not training.errors, training.errors
-    last = [told[-1] for told in training.told]
-    number, names = last[0]
-    return number if number > than and names == ["a", "b", "c"] and all(one == last[0] for one in last) else None
-
-
 def test_etcd_is_wiped(
     cluster: Cluster, prefix: str, figures: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with two_jobs(cluster.endpoints, prefix) as (run, training):
-        store = run.nodes[0].info.store  # type: ignore[union-attr]
-        before = latest(run, training)
+    with two_jobs(cluster.endpoints, prefix) as jobs:
+        store = jobs.run.nodes[0].info.store  # type: ignore[union-attr]
         cluster.wipe()
         with pytest.raises(RoundOver):
             store.set("late", "")
-        round_, quorum = never_lower(run, training, before)
+        jobs.stay_undisturbed()
+        round_, quorum = jobs.go_on()
     assert "its data was lost" in caplog.text
     figures(round_after=round_, quorum_after=quorum)
 
@@ -154,10 +120,10 @@ def test_another_cluster_is_behind_the_name(
                 for _ in range(100):
                     second.put("/filler", b"")
         line = stack.enter_context(Lines(cluster.endpoints.split(",")))
-        run, training = stack.enter_context(two_jobs(line.endpoints, prefix))
-        before = latest(run, training)
+        jobs = stack.enter_context(two_jobs(line.endpoints, prefix))
         line.lead_to(*[other.get_endpoint()] * SIZE)
-        round_, quorum = never_lower(run, training, before)
+        jobs.stay_undisturbed()
+        round_, quorum = jobs.go_on()
     assert "belongs to another cluster" in caplog.text
     figures(round_after=round_, quorum_after=quorum)
 

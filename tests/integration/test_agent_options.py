@@ -30,9 +30,9 @@ def test_two_workers_on_each_agent(etcd: EtcdServer, tmp_path: Path, env: dict[s
 
 
 def test_the_events_of_the_rendezvous_are_recorded(etcd: EtcdServer, tmp_path: Path) -> None:
-    with Job(tmp_path, etcd.get_endpoint(), "1") as job:
+    with Job(tmp_path, etcd.get_endpoint(), "1", "idle.py") as job:
         job.start("a", "--event-log-handler=console")
-        job.round_of("a")
+        job.round_of("a", kind="started")
         job.finish("a")
         text = job.agents["a"].terminal()
         events = [json.loads(line[line.index("{") :]) for line in text.splitlines() if '"name": "torchelastic' in line]

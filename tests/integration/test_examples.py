@@ -1,18 +1,24 @@
-"""examples/train.py as the README starts it: it goes on after a `kill -9`, and from its checkpoint after a restart."""
+"""examples/train.py as the README starts it: it goes on after a `kill -9`, and from its checkpoint after a restart. And
+examples/lost_peer.py: the others hear of what one died."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
-from helpers import eventually
+from helpers import DEADLINE, eventually
 from jobs import Job
 
+from ftcoord.demo.agents import descendants
 from ftcoord.embedded.server import EtcdServer
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = EXAMPLES / "train.py"
 PROGRESS = re.compile(r"rank \d of (\d): step (\d+) of \d+, loss (\d+\.\d+)")
 
 
@@ -62,3 +68,39 @@ def test_a_finished_training_says_so_when_it_is_started_again(etcd: EtcdServer, 
             job.expect_exit(0, "a")
             assert "has 200 steps; delete it to train again" in job.agents["a"].terminal()
             assert [step for _, step, _ in progress(job, "a")] == ([] if number else [50, 100, 150, 200])
+
+
+def has_sentinel(pid: int) -> bool:
+    return any(b"sentinel_main" in Path(f"/proc/{child}/cmdline").read_bytes() for child in descendants(pid))
+
+
+def test_a_worker_hears_of_what_its_peer_died(etcd: EtcdServer, tmp_path: Path) -> None:
+    env = {**os.environ, "FTCOORD_ENDPOINTS": etcd.get_endpoint(), "JOB": tmp_path.name, "WORLD_SIZE": "2"}
+    with ExitStack() as ends:
+
+        def start(rank: int) -> subprocess.Popen[bytes]:
+            with (tmp_path / f"{rank}.log").open("wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, str(EXAMPLES / "lost_peer.py")],
+                    env={**env, "RANK": str(rank)},
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+            return process
+
+        def said(rank: int) -> str:
+            return (tmp_path / f"{rank}.log").read_text()
+
+        survivor, victim = start(0), start(1)
+        eventually(
+            lambda: all(f"rank {rank} of 2 trains" in said(rank) for rank in range(2)),
+            lambda: f"both train\n{said(0)}\n{said(1)}",
+        )
+        eventually(lambda: has_sentinel(victim.pid), "the victim has its sentinel")
+        victim.kill()
+        assert survivor.wait(DEADLINE) == 1, said(0)
+    death = f"{os.uname().nodename} (pid {victim.pid}) was killed by signal 9 (SIGKILL)"
+    assert f"rank 1 is lost: {death}" in said(0)

@@ -28,6 +28,7 @@ from ftcoord.etcd.rpc import messages
 from ftcoord.etcd.rpc.transport import Transport
 from ftcoord.etcd.rpc.watch import WatchHub
 
+pytestmark = pytest.mark.sentinel
 PUBLIC_MODULES = ("ftcoord", "ftcoord.coordination", "ftcoord.timer", "ftcoord.store")
 NOTHING_TO_CLOSE = {
     "EtcdConfig",
@@ -160,8 +161,9 @@ def test_the_end_of_the_process_while_etcd_is_away(name: str, fragile: EtcdServe
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_forked_child_that_ends(name: str, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
-    """It drops and collects what the parent made, which lives on."""
-    with python(PROGRAM, name, home.get_endpoint(), run, "fork") as process:
+    """It drops and collects what the parent made, which lives on. The parent is killed in the end; a sentinel would
+    write into the next test then. tests/integration/test_sentinel.py forks with one."""
+    with python(PROGRAM, name, home.get_endpoint(), run, "fork", env={"FTCOORD_SENTINEL": "0"}) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "0 [] True\n"
         if name not in WITHOUT_LEASE:

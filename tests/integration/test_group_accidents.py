@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from accidents import Rewinding, cut_off
-from helpers import DEADLINE
+from helpers import DEADLINE, eventually
 from members import CALL_TIMEOUT, Door, Node, Roll
 
 from ftcoord.core.lease import SessionState
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Batch, Began, Event, Span, Watch, WatchItem
+from ftcoord.etcd.api import Batch, Began, Span, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group import group as group_module
 from ftcoord.primitives.group.group import Group
@@ -155,39 +155,36 @@ def test_an_unreadable_record_does_not_hide_what_was_decided_before(client: Etcd
         assert (member.record, member.record_lease) == (record, lease)
 
 
-class InOneGo(Door):
-    """Tells of two changes of a key at once, as to a busy thread."""
+class Late(Door):
+    """Tells of what happens to a key only when it is told to, as a busy thread does."""
 
     def __init__(self, real: EtcdClient) -> None:
         super().__init__(real)
         self.key = ""
-        self.told = threading.Event()
+        self.heard: queue.Queue[Callable[[], None]] = queue.Queue()
+        """What is to be told."""
 
     def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
-        held: list[Event] = []
-
         def late(item: WatchItem) -> None:
-            if span.start != self.key or not isinstance(item, Batch):
+            if span.start == self.key and isinstance(item, Batch):
+                self.heard.put(lambda: deliver(item))
+            else:
                 deliver(item)
-                return
-            held.extend(item.events)
-            if len(held) == 2:
-                deliver(Batch(tuple(held)))
-                self.told.set()
 
         return self.real.watch(span, start_revision, late, **how)
 
 
 def test_members_do_not_follow_each_other_in_a_circle(client: EtcdClient, node: Callable[..., Node]) -> None:
-    """The second's key is deleted and put back, so that it is the newest; the third hears of both at once."""
-    door = InOneGo(client)
+    """The second's key is deleted and put back, so that it is the newest when the third hears of the deletion."""
+    door = Late(client)
     first, second = node(), node()
     door.key = second.group.key
     third = node(door)
     third.sees(first, second, third)
     client.delete(Span(second.group.key))
     second.group.check()
-    assert door.told.wait(DEADLINE)
+    eventually(lambda: client.get(second.group.key).one, "its key is back")
+    door.heard.get(timeout=DEADLINE)()
     first.leave()
     assert third.sees(second, third)["by"] in (second.id, third.id)
 

@@ -33,11 +33,11 @@ IGNORED = {"is_host": "1", "store_type": "file", "rank": 0, "cas_backoff_max_sec
 def test_an_old_template_runs_with_one_variable_more(etcd: EtcdServer, tmp_path: Path, name: str) -> None:
     """The etcd has no v2 API."""
     conf = {**OLD_CONF[name], **IGNORED}
-    with Job(tmp_path, etcd.get_endpoint(), "2:3", backend=name, conf=conf, env=REPLACE) as job:
+    with Job(tmp_path, etcd.get_endpoint(), "2:3", "idle.py", backend=name, conf=conf, env=REPLACE) as job:
         job.start("abc")
-        job.round_of("abc")
+        job.round_of("abc", kind="started")
         job.kill("a")
-        job.round_of("bc")
+        job.round_of("bc", kind="started")
         job.finish("bc")
         for agent in "bc":
             terminal = job.agents[agent].terminal()
@@ -95,25 +95,30 @@ def test_an_agent_that_is_told_who_is_host(etcd: EtcdServer, tmp_path: Path, nam
     assert (done.returncode, done.stdout.strip()) == (0, "[(0, 42), (1, 42)]"), done.stderr
 
 
-@pytest.mark.parametrize("name", [*OLD_CONF, "etcd-v3", "etcd-v3-dynamic"])
-def test_what_is_malformed_stays_refused_under_all_names(name: str) -> None:
+OLD_SAY = ("ConfigError timeout", "ConfigError read_timeout", "RendezvousConnectionError")
+NEW_SAY = ("ConfigError timeout", "ConfigError is_host", "ConfigError is_host")
+MALFORMED = {**dict.fromkeys(OLD_CONF, OLD_SAY), "etcd-v3": NEW_SAY, "etcd-v3-dynamic": NEW_SAY}
+"""What each name says of a time-out that is none, of a negative one, and of a key that only the old ones know."""
+
+
+def test_what_is_malformed_stays_refused_under_all_names() -> None:
     """And so does what nobody knows, under the new ones. Nothing listens at the endpoint: that is not come to."""
     code = f"""
 import ftcoord
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 ftcoord.install_legacy_names()
-nowhere = ("{name}", "127.0.0.1:1", "refused", 1, 1)
-for conf in ({{"timeout": "soon"}}, {{"read_timeout": -1, "is_host": "1"}}, {{"is_host": "1"}}):
-    try:
-        get_rendezvous_handler(RendezvousParameters(*nowhere, request_timeout=1, **conf))
-    except Exception as error:
-        print(type(error).__name__, getattr(error, "key", ""))
+for name in {MALFORMED!r}:
+    for conf in ({{"timeout": "soon"}}, {{"read_timeout": -1, "is_host": "1"}}, {{"is_host": "1"}}):
+        parameters = RendezvousParameters(name, "127.0.0.1:1", "refused", 1, 1, request_timeout=1, **conf)
+        try:
+            get_rendezvous_handler(parameters)
+        except Exception as error:
+            print(name, type(error).__name__, getattr(error, "key", ""))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    last = "RendezvousConnectionError" if name in OLD_CONF else "ConfigError is_host"
-    second = "ConfigError read_timeout" if name in OLD_CONF else "ConfigError is_host"
-    assert [line.strip() for line in done.stdout.splitlines()] == ["ConfigError timeout", second, last]
+    expected = [f"{name} {text}" for name, texts in MALFORMED.items() for text in texts]
+    assert [line.strip() for line in done.stdout.splitlines()] == expected
 
 
 def test_torchs_own_state_machine_on_etcd_v3(etcd: EtcdServer, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -30,16 +32,21 @@ class Reports:
     def __init__(self) -> None:
         self.quorums: list[tuple[int, list[str]]] = []
         self.lost: list[str] = []
+        self.causes: list[str] = []
         self.config: list[tuple[str, bytes | None]] = []
 
     def on_quorum(self, quorum: Quorum) -> None:
         self.quorums.append((quorum.quorum_id, members(quorum)))
 
+    def on_lost(self, replica_id: str, cause: str) -> None:
+        self.lost.append(replica_id)
+        self.causes.append(cause)
+
     def on_config(self, name: str, value: bytes | None) -> None:
         self.config.append((name, value))
 
     def observe(self, address: str) -> Observer:
-        return Observer(address, LONG, on_quorum=self.on_quorum, on_lost=self.lost.append, on_config=self.on_config)
+        return Observer(address, LONG, on_quorum=self.on_quorum, on_lost=self.on_lost, on_config=self.on_config)
 
 
 class World:
@@ -122,6 +129,19 @@ def test_a_replica_that_is_killed_is_reported_when_its_heartbeat_times_out(etcd:
         eventually(lambda: reports.lost == ["a"], "the lost member is reported")
 
 
+def test_a_death_is_reported_with_its_cause_though_no_heartbeat_times_out(etcd: EtcdServer, prefix: str) -> None:
+    job = f"etcd://{etcd.get_endpoint()}/{prefix.strip('/')}?min_replicas=1&heartbeat_timeout_ms=3600000"
+    reports = Reports()
+    with replica_processes(job, 1) as (process,), closing(reports.observe(job)):
+        process.quorum(process.manage("a")).result(DEADLINE)
+        eventually(lambda: reports.quorums[-1:] == [(1, ["a"])], "the quorum is reported")
+        process.guarded()
+        process.die()
+        eventually(lambda: reports.causes, "the lost member is reported")
+    assert reports.lost == ["a"]
+    assert reports.causes[0].endswith(f"(pid {process.pid}) was killed by signal 9 (SIGKILL)")
+
+
 def test_the_history_ends_where_etcd_compacted_it(world: World, client: EtcdClient) -> None:
     ids = [world.quorum(names) for names in ("ab", "ab")]
     world.clients[1].leave("b")
@@ -173,7 +193,7 @@ def test_a_callback_that_raises_is_logged_and_ends_nothing(
     reports = Reports()
     callbacks: dict[str, Callable[..., None]] = {
         "on_quorum": reports.on_quorum,
-        "on_lost": reports.lost.append,
+        "on_lost": reports.on_lost,
         "on_config": reports.on_config,
         raising: fail,
     }
@@ -249,7 +269,7 @@ def test_when_its_thread_has_failed_its_calls_say_so(
 
     watching = Reports().observe(world.address)
     assert watching.quorum() is None
-    monkeypatch.setattr(observer, "parse_quorum", fail)
+    monkeypatch.setattr(observer, "quorum_in", fail)
     world.quorum("a")
     eventually(lambda: "ftcoord-observer failed" in caplog.text, "the failure is logged")
     monkeypatch.undo()
@@ -263,6 +283,38 @@ def test_when_its_thread_has_failed_its_calls_say_so(
         with pytest.raises(RuntimeError, match=r"this observer has failed \(MemoryError: made by the test\)"):
             call()
     watching.close()
+
+
+def test_the_example_restarts_a_script_that_would_wait_for_a_lost_peer(etcd: EtcdServer, prefix: str) -> None:
+    job = f"etcd://{etcd.get_endpoint()}/{prefix.strip('/')}?min_replicas=1&heartbeat_timeout_ms=3600000"
+    example = Path(__file__).parents[2] / "examples" / "lost_replica.py"
+    script = "import os, sys; print('started', os.getpid(), flush=True); sys.exit(int(bool(sys.stdin.readline())))"
+    with replica_processes(job, 1) as (peer,):
+        manager = peer.manage("a")
+        peer.quorum(manager).result(DEADLINE)
+        peer.guarded()
+        supervisor = subprocess.Popen(
+            [sys.executable, str(example), job, sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert supervisor.stdout is not None
+            first = supervisor.stdout.readline()
+            peer.quorum(manager, step=1, failures=1).result(DEADLINE)  # one that the script may be in
+            peer.die()
+            said = supervisor.stdout.readline()
+            second = supervisor.stdout.readline()
+            supervisor.communicate(timeout=DEADLINE)  # closes its input, and the script's, which ends by that
+        finally:
+            supervisor.kill()
+            supervisor.communicate()
+    assert first.split()[0] == second.split()[0] == "started"
+    assert first != second
+    assert said.startswith("a is lost: ")
+    assert said.endswith(f"(pid {peer.pid}) was killed by signal 9 (SIGKILL); the script is started again\n")
+    assert supervisor.returncode == 0
 
 
 def test_the_example_of_the_docs(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -45,7 +47,7 @@ def make_fragile_job(fragile: EtcdServer, prefix: str) -> Iterator[MakeJob]:
         yield make_job_on(fragile, prefix, stack)
 
 
-# -- replicas that die, hang and give up ------------------------------------------------------------------------
+# -- replicas that die ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heartbeat", [2_900, 3_000], ids=["beats", "leases"])
@@ -74,6 +76,80 @@ def test_the_decider_is_killed_while_all_ask(make_job: MakeJob, heartbeat: int) 
     assert agreed(waiting) in [(1, ["a", "b", "c", "d"]), (2, ["b", "c", "d"])]
     last = agreed([process.quorum(at, step=2) for process, at in pairs[1:]])
     assert last == (2, ["b", "c", "d"])
+
+
+# -- replicas whose sentinels bury them: no heartbeat times out in these tests ----------------------------------
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["between steps", "asks too"])
+@pytest.mark.parametrize("victim", [0, 2], ids=["decider", "youngest"])
+def test_the_dead_are_out_of_the_next_quorum_though_no_heartbeat_times_out(
+    make_job: MakeJob, victim: int, asks: bool
+) -> None:
+    """The others wait in a quorum that cannot be decided while the dead one counts as alive."""
+    processes = make_job(4, min_replicas=3, heartbeat=HOUR)
+    pairs = managed(processes)
+    assert agreed([process.quorum(at) for process, at in pairs]) == (1, ["a", "b", "c", "d"])
+    killed, address = pairs.pop(victim)
+    killed.guarded()
+    waiting = [process.quorum(at, step=1) for process, at in pairs[:2]]
+    if asks:
+        killed.quorum(address, step=1)
+    killed.kill()
+    waiting.append(pairs[2][0].quorum(pairs[2][1], step=1))
+    names = [name for number, name in enumerate("abcd") if number != victim]
+    told = agreed(waiting)
+    if told != (2, names):  # all four had asked before it died
+        assert (asks, told) == (True, (1, ["a", "b", "c", "d"]))
+    assert agreed([process.quorum(at, step=2) for process, at in pairs]) == (2, names)
+
+
+def test_all_but_two_die_at_once(make_job: MakeJob) -> None:
+    pairs = managed(make_job(5, heartbeat=HOUR))
+    agreed([process.quorum(at) for process, at in pairs])
+    for process, _ in pairs[:3]:
+        process.guarded()
+    waiting = [process.quorum(at, step=1) for process, at in pairs[3:]]
+    for process, _ in pairs[:3]:
+        process.kill()
+    assert agreed(waiting) == (2, ["d", "e"])
+
+
+def test_where_the_managers_process_dies_and_its_rank_lives_the_group_is_out(make_job: MakeJob) -> None:
+    """The manager is in a process of its own, its rank in another one."""
+    manager, rank, other = make_job(3, min_replicas=1, heartbeat=HOUR)
+    one, two = manager.manage("a"), other.manage("b")
+    agreed([rank.quorum(one), other.quorum(two)])
+    manager.guarded()
+    manager.kill()
+    assert other.quorum(two, step=1).result(DEADLINE) == (2, ["b"])
+    with pytest.raises(RuntimeError):
+        rank.quorum(one, step=1).result(DEADLINE)
+
+
+def test_a_client_without_a_manager_is_buried_too(make_job: MakeJob) -> None:
+    """Its lease rests between its calls."""
+    victim, other = make_job(2, min_replicas=3, heartbeat=HOUR)
+    assert agreed([victim.ask("a"), other.ask("b"), other.ask("c")]) == (1, ["a", "b", "c"])
+    victim.guarded()
+    waiting = [other.ask(name, step=1) for name in "bcd"]
+    victim.kill()
+    assert agreed(waiting) == (2, ["b", "c", "d"])
+
+
+def test_where_the_sentinel_dies_first_the_heartbeat_times_out(make_job: MakeJob) -> None:
+    """The one that dies is stopped before, so that it cannot start another sentinel."""
+    a, b = make_job(2, min_replicas=1)
+    pairs = managed([a, b])
+    agreed([process.quorum(at) for process, at in pairs])
+    sentinel = a.guarded()
+    a.stop()
+    os.kill(sentinel, signal.SIGKILL)
+    a.kill()
+    assert b.quorum(pairs[1][1], step=1).result(DEADLINE) == (2, ["b"])
+
+
+# -- replicas that hang and give up -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asks", [False, True])

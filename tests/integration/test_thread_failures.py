@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +15,6 @@ from helpers import DEADLINE, Seen, eventually, in_fork
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig
 from ftcoord.core import barrier as core_barrier
 from ftcoord.core import election as core_election
 from ftcoord.core.lease import SessionState
@@ -28,7 +25,6 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.watch import WatchHub
 from ftcoord.heartbeat import Heartbeat
 from ftcoord.primitives.informer import Informer
-from ftcoord.primitives.lease_keeper import LeaseKeeper
 from ftcoord.primitives.leased_keys import LeasedKeys
 from ftcoord.primitives.session import KeptLease, Renewer, Session
 from ftcoord.recipes.barrier import Barrier
@@ -210,22 +206,6 @@ def test_who_waits_in_a_store_survives_it(client: EtcdClient, prefix: str, faili
     waiting.join(DEADLINE)
     assert not waiting.is_alive()
     store.close()
-
-
-def test_a_lease_keeper_that_was_killed_is_replaced(etcd: EtcdServer, client: EtcdClient) -> None:
-    keeper = LeaseKeeper(EtcdConfig.load(etcd.get_endpoint(), env={}))
-    first, second = client.grant(60).id, client.grant(60).id
-    keeper.keep(first, 60)
-    before = keeper.pid
-    assert before is not None
-    os.kill(before, signal.SIGKILL)
-    assert keeper._process is not None
-    keeper._process.wait(DEADLINE)
-    keeper.keep(second, 60)
-    assert keeper.pid not in (None, before)
-    keeper.drop(first)
-    keeper.drop(second)
-    assert keeper.pid is None
 
 
 def test_timers_of_a_worker_raise_nothing_and_say_so(

@@ -11,7 +11,7 @@ from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.etcd.api import Etcd, KeyValue
-from ftcoord.primitives.group.participant import LeaseKeeper, Participant, ParticipantOptions
+from ftcoord.primitives.group.participant import Participant, ParticipantOptions
 from ftcoord.primitives.group.policy import View
 from ftcoord.primitives.group.use import Use
 
@@ -81,20 +81,6 @@ class RollUse(Use[RollRecord, Called]):
         return Outlook(Standing.PENDING)
 
 
-class Kept:
-    """A lease keeper that remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.leases: set[int] = set()
-
-    def keep(self, lease_id: int, ttl: int) -> None:
-        concurrency.event().wait(0.01)  # as where a pipe is full
-        self.leases.add(lease_id)
-
-    def drop(self, lease_id: int) -> None:
-        self.leases.discard(lease_id)
-
-
 class Caller:
     """A participant of the roll at `prefix`, in the process that makes it."""
 
@@ -108,12 +94,10 @@ class Caller:
         renews: bool = True,
         keeps_lease: bool = True,
         batches: bool = False,
-        lease_keeper: LeaseKeeper | None = None,
     ) -> None:
         self.use = RollUse(prefix, enough)
         self.participant: Participant[RollRecord, Called] = Participant(
             etcd,
             self.use,
             ParticipantOptions(ttl, 60, 5.0, renews=renews, keeps_lease=keeps_lease, batches=batches),
-            lease_keeper=lease_keeper,
         )

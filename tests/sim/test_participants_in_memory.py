@@ -53,6 +53,8 @@ class Trainer(Machine):
         super().__init__(world, name, client)
         self.replica_id = replica_id or name
         self.told: list[QuorumRecord] = []
+        self.rest = 0.2
+        """Seconds between two steps at most."""
         self.begin(self._train)
 
     @property
@@ -70,7 +72,7 @@ class Trainer(Machine):
             except (TimeoutError, EtcdError):
                 continue
             step += 1
-            self.stop.wait(random.uniform(0, 0.2))
+            self.stop.wait(random.uniform(0, self.rest))
         replica.leave(1)
 
 
@@ -152,6 +154,22 @@ def test_a_replica_that_stood_still_comes_back_as_a_new_member(world: World) -> 
     world.scheduler.pause(slow.name)
     train_together(world, [trainer for trainer in group if trainer is not slow])
     world.scheduler.resume(slow.name)
+    train_together(world, group)
+    end(world, group)
+    check_quorums(group)
+
+
+@simulated
+def test_replicas_train_on_when_an_etcd_that_hung_has_ended_all_leases(world: World) -> None:
+    """For 37 seconds, and for ten minutes. And when it was restored."""
+    group = trainers(world, 3)
+    train_together(world, group)
+    old = world.etcd.snapshot()
+    for seconds in (37, 600):
+        with world.etcd.outage(hangs=True):
+            world.sleep(seconds)
+        train_together(world, group)
+    world.etcd.rewind(old)
     train_together(world, group)
     end(world, group)
     check_quorums(group)

@@ -11,6 +11,7 @@ import pytest
 from worlds import TTL, World, insist, simulated
 
 from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import TRUST_FOR, SessionState
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, RoundOver
 from ftcoord.etcd.api import Event, Get, KeyValue, Put, Span, absent
@@ -20,7 +21,7 @@ from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.leased_keys import LeasedKeys
 from ftcoord.primitives.mirror import Mirror
-from ftcoord.primitives.session import Session
+from ftcoord.primitives.session import INTRODUCED_AFTER, KeptLease, Session
 from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
 from ftcoord.testing import Call, Fate, MemoryClient, MemoryEtcd, flaky
@@ -110,6 +111,74 @@ def test_a_new_leader_gives_a_lease_its_whole_time_again(world: World) -> None:
     assert not world.keys("/key")
 
 
+class Notes:
+    """A bystander that notes what it is told of one lease: when it was renewed last, and whether it is to rest."""
+
+    def __init__(self) -> None:
+        self.renewed_at: float | None = None
+        self.rests = False
+
+    def keep(self, lease_id: int, ttl: float) -> None:
+        self.renewed_at, self.rests = concurrency.now(), False
+
+    def rest(self, lease_id: int) -> None:
+        self.rests = True
+
+    def drop(self, lease_id: int) -> None:
+        self.renewed_at = None
+
+
+def noted(client: MemoryClient) -> tuple[KeptLease, Notes]:
+    notes = Notes()
+    return KeptLease(client, client.grant(TTL), concurrency.now(), bystander=notes), notes
+
+
+@simulated
+def test_a_bystander_is_told_of_each_renewal(world: World) -> None:
+    began = concurrency.now()
+    lease, notes = noted(world.observer)
+    world.until(lambda: notes.renewed_at is not None, "it is told of the lease")
+    assert concurrency.now() - began < INTRODUCED_AFTER + 0.1
+    for _ in range(20):
+        world.sleep(random.uniform(0, TTL))
+        assert notes.renewed_at is not None
+        assert concurrency.now() - notes.renewed_at < TTL / 3 + 0.1
+    lease.stop()
+
+
+@simulated
+def test_no_bystander_keeps_a_lease_for_nobody(world: World) -> None:
+    """Whenever the lease is stopped or lost: a renewal may be under way."""
+    client = world.etcd.client()
+    lease, notes = noted(client)
+    client.fate = flaky(world.seed, late=0.5, delay=0.5)
+    world.sleep(random.uniform(0, TTL))
+    if random.random() < 0.5:
+        lease.stop()
+    else:
+        world.etcd.expire(lease.id)
+        world.until(lambda: lease.state is LOST, "it is told")
+    world.sleep(TTL)
+    assert notes.renewed_at is None
+    lease.stop()
+
+
+@simulated
+def test_a_bystander_is_told_of_a_long_rest_only(world: World) -> None:
+    lease, notes = noted(world.observer)
+    for _ in range(50):  # steps of a quorum
+        lease.rest()
+        world.sleep(0.01)
+        assert not notes.rests
+        lease.resume()
+        world.sleep(TTL / 20)
+    lease.rest()
+    world.until(lambda: notes.rests, "it is told of the rest")
+    lease.resume()
+    world.until(lambda: not notes.rests, "it is told that the rest is over")
+    lease.stop()
+
+
 # -- writes -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +204,28 @@ def test_a_counter_that_counts_every_increment_once(world: World) -> None:
     counter = world.observer.get("/counter").one
     assert counter is not None
     assert int(counter.value.split()[0]) == counter.version == sum(counted) == 15
+
+
+@simulated
+def test_a_slow_etcd_is_asked_once_by_who_gives_it_time(world: World) -> None:
+    """What etcd is still busy with is not sent again, if `request_timeout` says that it is slow."""
+    patient = EtcdConfig.load("127.0.0.1:1", env={}, request_timeout=60)
+    for config, is_asked_again in ((None, True), (patient, False)):
+        asked: list[Call] = []
+
+        def slow(call: Call, asked: list[Call] = asked) -> Fate:
+            asked.append(call)
+            return Fate(arrives=3.0)
+
+        client = world.etcd.client(slow)
+        client.config = config
+        done = True
+        try:
+            done = write_once(client, Put(f"/slow/{is_asked_again}", b"1"), 0).done
+        except OutcomeUnknown:
+            assert config is None, "who asks for so long is answered"
+        assert done
+        assert (len(asked) > 1) is is_asked_again
 
 
 @simulated

@@ -7,6 +7,7 @@ of docs/protocol.md, whatever the seed did to them.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -53,6 +54,8 @@ class Agent(Machine):
         self.rounds: list[Started] = []
         self.ended: RendezvousError | None = None
         self.node: Node | None = None
+        self.worker_fails = concurrency.event()
+        self.looks_every = 0.1
         self._rolls = rolls or (IN_TWOS if world.seed % 2 else ROLLS)
         self.settings = RendezvousSettings(
             "etcd-v3", "run", *nnodes, None, None, last_call_timeout=2.0, lease_ttl=LEASE_TTL, close_timeout=1.0
@@ -78,9 +81,14 @@ class Agent(Machine):
                 assert found.ready
                 assert rank is not None
                 self.rounds.append(Started(found.number, rank, found.size, found.address, found.port, found.roll))
-                while not self.stop.wait(0.1) and not node.waiting()[0]:
+                self.worker_fails.clear()
+                while not (self.stop.wait(self.looks_every) or node.waiting()[0] or self.worker_fails.is_set()):
                     pass
         node.leave("the test is over")
+
+    def lease(self) -> int:
+        assert self.node is not None
+        return self.node.participant.lease
 
 
 def agents(
@@ -189,13 +197,115 @@ def test_an_outage_longer_than_the_lease_ends_no_round(world: World) -> None:
 
 
 @simulated
-def test_rounds_go_on_from_the_highest_number_when_etcd_was_wiped(world: World) -> None:
+def test_an_etcd_that_hung_ends_no_round(world: World) -> None:
+    """For 37 seconds, and for ten minutes. It ends all leases when it goes on."""
+    group = agents(world, 3, (1, 3))
+    before = work_together(world, group)
+    for seconds in (37, 600):
+        leases = {agent.lease() for agent in group}
+        with world.etcd.outage(hangs=True):
+            world.sleep(seconds)
+        world.until(lambda leases=leases: not leases & {agent.lease() for agent in group}, "all have others")
+        world.sleep(3 * LEASE_TTL)
+        assert [agent.rounds[-1] for agent in group] == before, "somebody was called back"
+    crashed, *others = random.sample(group, 3)
+    crashed.crash()
+    work_together(world, others, before[0].number)
+    end(world, others)
+    check_rounds(group)
+
+
+@simulated
+def test_nodes_return_to_their_seats_though_their_agents_seldom_look(world: World) -> None:
+    """`--monitor-interval` may be longer than a lease."""
+    group = agents(world, 3, (1, 3))
+    before = work_together(world, group)
+    for agent in group:
+        agent.looks_every = 3.0 * LEASE_TTL
+    world.sleep(1)
+    for lease in {agent.lease() for agent in group}:
+        world.etcd.expire(lease)
+    world.sleep(10 * LEASE_TTL)
+    assert [agent.rounds[-1] for agent in group] == before, "somebody was called back"
+    end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_a_lost_lease_is_no_lost_node(world: World) -> None:
+    """An etcd that hung and went on may have ended the leases of all, or of most. Nobody's workers are stopped."""
+    group = agents(world, 4, (1, 4))
+    before = work_together(world, group)
+    for _ in range(3):
+        some = random.sample(group, random.choice((3, 4)))
+        for agent in some:
+            world.etcd.expire(agent.lease())
+        world.sleep(3 * LEASE_TTL)
+        assert [agent.rounds[-1] for agent in group] == before, "somebody was called back"
+    crashed, *others = random.sample(group, 4)
+    crashed.crash()
+    work_together(world, others, before[0].number)
+    end(world, others)
+    check_rounds(group)
+
+
+@simulated
+def test_of_those_that_lost_their_leases_one_does_not_come_back(world: World) -> None:
+    group = agents(world, 4, (1, 4))
+    before = work_together(world, group)
+    leases = [agent.lease() for agent in group]
+    crashed, *others = random.sample(group, 4)
+    crashed.crash()
+    for lease in leases:
+        world.etcd.expire(lease)
+    began = concurrency.now()
+    work_together(world, others, before[0].number)
+    assert concurrency.now() - began < 3 * LEASE_TTL + 3 * others[0].settings.last_call_timeout
+    end(world, others)
+    check_rounds(group)
+
+
+@simulated
+def test_a_node_that_was_replaced_does_not_come_back_into_its_old_round(world: World) -> None:
+    group = agents(world, 4, (1, 4))
+    before = work_together(world, group)
+    late, *others = random.sample(group, 4)
+    late.client.cut_off()
+    world.etcd.expire(late.lease())
+    after = work_together(world, others, before[0].number)
+    late.client.reconnect()
+    work_together(world, group, after[0].number)
+    end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_an_etcd_that_was_wiped_disturbs_nobody_and_rounds_go_on_from_the_highest_number(world: World) -> None:
     empty = world.etcd.snapshot()
     group = agents(world, 3, (3, 3))
-    first = work_together(world, group)
+    before = work_together(world, group)
     world.etcd.rewind(empty)
-    world.until(lambda: all(agent.rounds[-1].number > first[0].number for agent in group), "another round")
+    world.sleep(5 * LEASE_TTL)
+    assert [agent.rounds[-1] for agent in group] == before, "somebody was called back"
+    random.choice(group).worker_fails.set()
+    work_together(world, group, before[0].number)
+    end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_an_etcd_that_was_restored_disturbs_nobody(world: World) -> None:
+    """Its record is of an earlier round, with seats that nobody has."""
+    group = agents(world, 3, (1, 3))
     work_together(world, group)
+    old = world.etcd.snapshot()
+    group[0].worker_fails.set()
+    before = work_together(world, group, group[1].rounds[-1].number)
+    world.etcd.rewind(old)
+    world.sleep(5 * LEASE_TTL)
+    assert [agent.rounds[-1] for agent in group] == before, "somebody was called back"
+    random.choice(group).worker_fails.set()
+    work_together(world, group, before[0].number)
     end(world, group)
     check_rounds(group)
 

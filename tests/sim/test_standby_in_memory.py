@@ -24,6 +24,8 @@ from ftcoord.testing import MemoryClient
 JOIN = JOB.join_timeout_ms / 1000
 STEP = 0.2
 """Seconds that a trainer takes for a step at most."""
+SELDOM = 2.0
+"""Seconds between two steps of trainers that only have to be there."""
 DECISION = 0.1
 """Seconds that the rest of a decision takes, and the looks of this test at whether it was made."""
 
@@ -92,6 +94,8 @@ def test_a_decider_that_is_frozen_for_ten_seconds(world: World) -> None:
     frozen = world.scheduler.time
     train_together(world, group[1:], steps=1)
     assert world.scheduler.time - frozen < STEP + soon(4) + JOIN + patience(0)
+    for trainer in group:  # ten seconds of full steps would show no more, and take a minute for all seeds
+        trainer.rest = SELDOM
     world.sleep(10)
     world.scheduler.resume("replica0")
     train_together(world, group)
@@ -154,6 +158,8 @@ def test_a_replica_that_rests_is_not_put_back(world: World) -> None:
         for key in keys:
             world.observer.delete(Span(key))
     group = trainers(world, 2)
+    for trainer in group:
+        trainer.rest = SELDOM
     world.sleep(2 * LEASE_TTL)
     train_together(world, group)
     late = [event for key in keys for event in world.events(key) if event.kv.mod_revision > rested]

@@ -118,3 +118,17 @@ def test_a_tail_whose_key_is_gone_for_a_moment_is_followed_until_it_is_back(worl
     row.follows(3, 1)
     row.hosts[0].leave()
     world.agree(*row.hosts[1:])
+
+
+@simulated
+def test_a_dead_members_key_that_a_stranger_took_is_found_out(world: World) -> None:
+    """The watch tells only of its deletion, which never comes; nobody waits for a round who would decide instead."""
+    row = Row(world)
+    for _ in range(3):
+        row.join()
+    world.agree(*row.hosts)
+    dead = row.hosts[0].node.group.key
+    world.observer.put(dead, b"a stranger's")
+    row.hosts[0].crash()
+    world.until(lambda: row.hosts[1].node.group._succession.is_first, "the next one decides")
+    assert dead in world.keys(dead)

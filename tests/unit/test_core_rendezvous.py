@@ -17,6 +17,7 @@ from ftcoord.core.invariants import check_round
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import (
     FRESH,
+    MOMENT,
     RULES,
     SEATING,
     RoundCandidate,
@@ -436,6 +437,13 @@ def test_who_took_its_seat_a_while_ago_may_be_dead() -> None:
     assert isinstance(judge(just_now, DECIDED, (2, 2), previous_at=-4.0), Publish)
 
 
+def test_where_taking_seats_is_slow_a_seat_counts_for_longer() -> None:
+    """Who repeats it every second where etcd takes ten for all of them is never done."""
+    early = [asks("A", seated=1, seen=-FRESH * 2), asks("B", seated=1)]
+    assert isinstance(judge(early, DECIDED, (2, 2), previous_at=-FRESH * 5), Publish), "in the second half of the time"
+    assert waits(judge(early, DECIDED, (2, 2), previous_at=-FRESH * 3.9), LAST_CALL - FRESH * 3.9)
+
+
 def test_a_seat_that_was_read_may_have_been_taken_long_ago() -> None:
     """Who begins to decide reads it: its member may have died since, and all would start to wait for it."""
     taken = [asks("A", seated=1, seen=-1.0), asks("B", seated=1, seen=-0.5)]
@@ -625,10 +633,27 @@ def test_a_decision_does_not_expire(case: Case, later: float) -> None:
 
 def new_round(case: Case) -> Round | None:
     """The round that is decided, if one is."""
+    record = another_number(case)
+    return record if record is not None and not record.recalled else None
+
+
+def another_number(case: Case) -> Round | None:
+    """The record that is decided, if it has another number than the one before."""
     verdict, before = case.verdict, case.situation.previous
     if not isinstance(verdict, Publish) or verdict.record.number == (before.number if before else 0):
         return None
     return verdict.record
+
+
+@given(cases())
+def test_of_a_round_whose_record_is_lost_it_is_only_said_that_it_is_recalled(case: Case) -> None:
+    record = another_number(case)
+    if record is None or not record.recalled:
+        return
+    asks = [member.ask for member in case.situation.members]
+    assert record.number == max(ask.seated for ask in asks)
+    assert (record.seats, record.ready, record.away, record.closed) == ((), False, (), "")
+    assert any(ask.seated < record.number for ask in asks), "somebody else asks for another round"
 
 
 def of_the_same_round(case: Case, *fields: str) -> Round | None:
@@ -713,4 +738,113 @@ def test_every_decision_is_one_of_these(case: Case) -> None:
     verdict = case.verdict
     if isinstance(verdict, Publish) and case.situation.previous is not None:
         kinds = [("recalled", "waiting"), ("ready",), ("min_nodes", "max_nodes")]
-        assert new_round(case) or any(of_the_same_round(case, *kind) for kind in kinds)
+        assert another_number(case) or any(of_the_same_round(case, *kind) for kind in kinds)
+
+
+# -- R9 reattaching ---------------------------------------------------------------------------------------------------
+
+
+def back_in_seat(name: str, number: int = 1, seen: float = 0.0) -> RoundCandidate:
+    """Node B's second incarnation, `B'`, which holds the seat of its first."""
+    return asks(name, 0, seen, seated=number, holds=name[0])
+
+
+def judge_lost(members: Sequence[RoundCandidate], previous: Round, ago: float = 1.0, **more: Any) -> Verdict:
+    """With 10 s to come back, since the first was gone so long ago."""
+    options = replace(RoundOptions(LAST_CALL, SETTLE), return_to_seat=10.0)
+    there = replace(situation(members, 0.0, previous, (2, 3), AGO), gone_since=-ago, **more)
+    verdict = decide(there, options, 0.0)
+    if isinstance(verdict, Publish):
+        check_round(there, verdict.record)
+    return verdict
+
+
+def test_all_that_lost_their_leases_come_back_and_nothing_happens() -> None:
+    previous = a_round("A B C")
+    names = ["A'", "B'", "C'"]
+    for count in (1, 2):
+        assert waits(judge_lost([back_in_seat(name) for name in names[:count]], previous), 9.0)
+    assert waits(judge_lost([back_in_seat(name) for name in names], previous), None)
+
+
+def test_most_that_are_gone_at_once_have_a_lease_s_time() -> None:
+    previous = a_round("A B C")
+    alive = [asks("A", seated=1)]
+    assert waits(judge_lost(alive, previous), 9.0)
+    assert is_recall(judge_lost(alive, previous, ago=10.0), previous, "hostB, hostC is gone (its lease ended)")
+
+
+def test_one_of_three_that_is_gone_is_lost() -> None:
+    previous = a_round("A B C")
+    alive = [asks("A", seated=1), asks("B", seated=1)]
+    assert waits(judge_lost(alive, previous, ago=0.1), MOMENT - 0.1)
+    assert is_recall(judge_lost(alive, previous), previous, "hostC is gone (its lease ended)")
+
+
+@pytest.mark.parametrize("known", ["died", "left"])
+def test_nobody_waits_for_one_of_whom_it_is_known(known: str) -> None:
+    previous = a_round("A B C")
+    alive = [asks("A", seated=1)]
+    if known == "died":
+        verdict = judge_lost(alive, previous, deaths={"B": "hostB (pid 7) was killed by signal 9 (SIGKILL)"})
+        why = "hostB (pid 7) was killed by signal 9 (SIGKILL); hostC is gone (its lease ended)"
+    else:
+        verdict = judge_lost([*alive, asks("B", seated=1, leaving="it failed")], previous)
+        why = "hostB left (it failed); hostC is gone (its lease ended)"
+    assert is_recall(verdict, previous, why)
+
+
+@pytest.mark.parametrize(
+    "pretender",
+    [
+        back_in_seat("B'", number=2),  # of another round
+        asks("D", seated=1, holds="B"),  # another node
+        asks("B'", seated=1, holds="X"),  # no such seat
+    ],
+)
+def test_a_seat_is_held_by_its_own_node_in_its_own_round_only(pretender: RoundCandidate) -> None:
+    previous = a_round("A B C")
+    alive = [asks("A", seated=1), asks("C", seated=1), pretender]
+    assert is_recall(judge_lost(alive, previous), previous, "hostB is gone (its lease ended)")
+
+
+def test_who_holds_a_seat_asks_for_nothing_even_where_its_round_is_forgotten() -> None:
+    assert waits(judge([back_in_seat("A'"), back_in_seat("B'")]), None)
+
+
+def test_who_holds_a_seat_is_waited_for_when_the_round_is_recalled() -> None:
+    """As any participant that has still to stop its workers; and it is away if it does not come in time."""
+    previous = recalled("A B C")
+    asking = all_ask("A C", 1, seen=AGO)
+    assert waits(judge([*asking, back_in_seat("B'")], previous, changed_at=-5.0, previous_at=-5.0), RETURN - 5.0)
+    verdict = judge([*asking, back_in_seat("B'")], previous, changed_at=AGO, previous_at=AGO)
+    assert seats(verdict) == "A C"
+    assert isinstance(verdict, Publish)
+    assert verdict.record.away == (Away("B'", 1),)
+
+
+def test_who_comes_back_for_a_round_from_a_seat_that_it_holds_keeps_its_rank() -> None:
+    verdict = judge([*all_ask("B' A C", 1)], recalled("A B C"))
+    assert seats(verdict) == "A B' C"
+
+
+def test_a_run_is_not_reopened_before_a_holder_of_a_seat_has_left() -> None:
+    closed = a_round("A B", closed="it failed", outcome=FAILED)
+    new = [asks("C", reopens=1), asks("D", reopens=1)]
+    assert waits(judge([back_in_seat("A'"), *new], closed, changed_at=AGO), None)
+
+
+def test_an_older_record_calls_nobody_back() -> None:
+    """An etcd that lost its last writes, or was restored: nobody went on without this node."""
+    mine = a_round("A B", 3)
+    assert call_back(a_round("A B", 2, recalled="long ago"), mine) == (0, "")
+
+
+def test_a_worker_that_failed_recalls_the_round_before_its_node_is_back() -> None:
+    previous = a_round("A B C")
+    failing = asks("B", seated=1, holds="B", failed="worker 7 exited with code 1")
+    alive = [asks("A", seated=1), failing, asks("C", seated=1)]
+    assert is_recall(judge(alive, previous), previous, "hostB: worker 7 exited with code 1")
+    assert waits(judge(alive, previous, recall_on_loss=False), None)
+    again = judge([*all_ask("A C", 1), failing], recalled("A B C"))
+    assert waits(again, RETURN), "its node has still to come back"

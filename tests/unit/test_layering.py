@@ -21,18 +21,19 @@ FLOORS = (
     "ftcoord",
     "errors",
     "concurrency closing log_once",
-    "files fork pool",
+    "files fork pidfd pool",
     "config",
     "core.strict core.layout core.outlook core.standby core.lease core.vote core.store_values core.store_history",
     "core.verdict core.situation core.election_records core.barrier_records",
-    "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records",
-    "core.rendezvous core.quorum core.election core.barrier core.recovery core.timers core.heartbeats",
+    "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records core.death_records",
+    "core.rendezvous core.quorum core.election core.barrier core.recovery core.timers core.heartbeats core.losses",
     "core.invariants",
     "etcd.api etcd.release",
     "etcd.retry",
     "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback",
     "etcd.rpc.messages etcd.rpc.errors",
-    "etcd.rpc.transport",
+    "etcd.rpc.codec",
+    "etcd.rpc.transport etcd.rpc.lean",
     "etcd.rpc.watch etcd.rpc.batching",
     "etcd.client",
     "etcd.shared etcd.namespace",
@@ -40,9 +41,10 @@ FLOORS = (
     "embedded.process",
     "embedded.member",
     "embedded.server embedded.cluster",
+    "primitives.sentinel_orders primitives.watched_process primitives.orphans",
+    "primitives.sentinel primitives.sentinel_main",
     "primitives.session primitives.mirror primitives.write_once",
-    "primitives.feed primitives.informer primitives.exactly_once primitives.leased_keys primitives.lease_keeper_main",
-    "primitives.lease_keeper",
+    "primitives.deaths primitives.feed primitives.informer primitives.exactly_once primitives.leased_keys",
     "primitives.group.policy primitives.group.invariant_guard primitives.group.parse_cache primitives.group.member_key",
     "primitives.group.members_view primitives.group.record_lease primitives.group.beside",
     "primitives.group.decided_record primitives.group.succession",
@@ -53,6 +55,7 @@ FLOORS = (
     "store timer heartbeat recipes",
     "rendezvous",
     "coordination",
+    "proactive",
     "torchft",
     "demo testing",
     "cli _torchrun",
@@ -147,7 +150,7 @@ def test_imports_point_downward(module: str) -> None:
 def test_primitives_work_on_any_etcd(module: str) -> None:
     """So that an etcd in memory can stand in for a real one."""
     known = {name for name in imports(module) if name.startswith("ftcoord.etcd.")}
-    program = {"ftcoord.etcd.client"} if module == "ftcoord.primitives.lease_keeper_main" else set()
+    program = {"ftcoord.etcd.rpc.lean"} if module == "ftcoord.primitives.sentinel_main" else set()
     assert known <= {"ftcoord.etcd.api", "ftcoord.etcd.retry"} | program
 
 

@@ -52,6 +52,8 @@ KEYS = {
     "election_prefix": ELECTION,
     "term_key": layout.term_key(ELECTION, 7),
     "barrier_prefix": BARRIER,
+    "deaths_span": layout.deaths_span(RUN).start,
+    "death_key": layout.death_key(RUN, HEX),
     "timers_span": layout.timers_span(RUN, "host").start,
     "timer_key": layout.timer_key(RUN, "host", LEASE, "slot"),
     "heartbeats_span": layout.heartbeats_span(RUN).start,

@@ -266,6 +266,20 @@ def test_no_lease_ends_in_an_outage_and_all_begin_again_after_it(world: Schedule
 
 
 @virtual
+def test_an_etcd_that_hung_ends_the_leases_whose_time_is_over(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client = etcd.client()
+    short, long = client.grant(10).id, client.grant(200).id
+    client.put("/short", b"", short)
+    client.put("/long", b"", long)
+    with etcd.outage(hangs=True):
+        world.sleep(100)
+    assert took(lambda: client.renew(short), LeaseLost) == pytest.approx(0, abs=0.1)
+    world.sleep(1)
+    assert client.get("/short").one is None
+    assert client.get("/long").one is not None
+
+
+@virtual
 def test_an_etcd_that_goes_back(world: Scheduler, etcd: MemoryEtcd) -> None:
     """What was written since is gone, also its leases; watches that are ahead of it hear so, others go on."""
     client, items, behind = etcd.client(), list[WatchItem](), list[WatchItem]()

@@ -17,7 +17,7 @@ TWO_VALUES = {
 """Constants that modules may define differently, and why."""
 TWO_CLASSES = {
     "Event": "threading's in the seam, etcd's in its API: both are the field's words",
-    "LeaseKeeper": "the participant's is the protocol of what the class offers",
+    "Sentinel": "the one is this process's, the other does its work in a process of its own",
     "Subscription": "timers', and a watch of an etcd in memory",
 }
 """Public classes that modules may call alike, and why."""

@@ -7,6 +7,8 @@ trouble with a write is `OutcomeUnknown`. (Compare `isSafeRetryMutableRPC` in et
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ftcoord.errors import (
     EtcdAuthError,
     EtcdError,
@@ -16,7 +18,6 @@ from ftcoord.errors import (
     OutcomeUnknown,
     RequestRefused,
 )
-from ftcoord.etcd.rpc.quiet_grpc import grpc
 
 _NEVER_LEFT = ("failed to connect to all addresses", "DNS resolution failed", "Name resolution failed")
 _NOT_PROPOSED = ("etcdserver: no leader", "etcdserver: too many requests", "etcdserver: rpc not supported for learner")
@@ -32,15 +33,16 @@ _AUTH = (
     "role not found",
 )
 
-_UNANSWERED_CODES = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
-    grpc.StatusCode.ABORTED,
-)
-_REFUSED_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.OUT_OF_RANGE)
+_UNANSWERED_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL", "UNKNOWN", "ABORTED")
+_REFUSED_CODES = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE")
+
+
+class CallFailure(NamedTuple):
+    """How a call failed: the name of its gRPC status code (https://grpc.io/docs/guides/status-codes/), and what was
+    said with it."""
+
+    code: str
+    details: str
 
 
 def _says(details: str, texts: tuple[str, ...]) -> bool:
@@ -53,15 +55,15 @@ def is_stale_token(details: str) -> bool:
     return _says(details, _STALE_TOKEN)
 
 
-def blames_member(error: grpc.RpcError) -> bool:
+def blames_member(failure: CallFailure) -> bool:
     """Whether another member may do better."""
-    return error.code() in _UNANSWERED_CODES or _says(error.details() or "", _NOT_PROPOSED)
+    return failure.code in _UNANSWERED_CODES or _says(failure.details, _NOT_PROPOSED)
 
 
-def translate(error: grpc.RpcError, *, write: bool, where: str) -> EtcdError:
-    """The exception to raise for `error`, met while calling the member `where`."""
-    code, details = error.code(), error.details() or ""
-    fate = f"etcd at {where}: {details or code.name} ({code.name})"
+def translate(failure: CallFailure, *, write: bool, where: str) -> EtcdError:
+    """The exception to raise for a call of the member `where` that failed."""
+    code, details = failure
+    fate = f"etcd at {where}: {details or code} ({code})"
     if _says(details, _NEVER_LEFT) or _says(details, _NOT_PROPOSED):
         return EtcdUnavailable(f"{fate}; is etcd running there, and do the endpoints and the TLS settings fit it?")
     return _explained(details, fate) or _by_code(code, fate, write)
@@ -82,10 +84,10 @@ def _explained(details: str, fate: str) -> EtcdError | None:
     return None
 
 
-def _by_code(code: grpc.StatusCode, fate: str, write: bool) -> EtcdError:
+def _by_code(code: str, fate: str, write: bool) -> EtcdError:
     if code in _UNANSWERED_CODES:
         return OutcomeUnknown(f"{fate}; the write may have happened") if write else EtcdUnavailable(fate)
-    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+    if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         return EtcdAuthError(f"{fate}; check FTCOORD_USER, FTCOORD_PASSWORD and the client certificate")
     if code in _REFUSED_CODES:
         return RequestRefused(f"{fate}; etcd takes at most 128 operations and 1.5 MiB a request")

@@ -216,12 +216,13 @@ class Transport:
             yield
         except grpc.RpcError as error:
             log.debug("a call of etcd at %s failed: %r", member.name, error)
-            if errors.blames_member(error):
+            failure = failure_of(error)
+            if errors.blames_member(failure):
                 self.blame(member)
-            if self.config.credentials and errors.is_stale_token(error.details() or ""):
+            if self.config.credentials and errors.is_stale_token(failure.details):
                 self.forget_token(token)
-                raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {error.details()}") from None
-            raise errors.translate(error, write=write, where=member.name) from None
+                raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {failure.details}") from None
+            raise errors.translate(failure, write=write, where=member.name) from None
         except ValueError:  # gRPC raises it if close() was faster than the call: nothing was sent
             if not self.closed.is_set():
                 raise
@@ -246,6 +247,11 @@ class Transport:
             if "authentication is not enabled" in str(error):
                 return ""
             raise
+
+
+def failure_of(error: grpc.RpcError) -> errors.CallFailure:
+    """What gRPC's error says."""
+    return errors.CallFailure(error.code().name, error.details() or "")
 
 
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:

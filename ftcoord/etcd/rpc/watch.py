@@ -26,11 +26,12 @@ from ftcoord.errors import (
     Rewound,
     ThreadNotStarted,
 )
-from ftcoord.etcd.api import Batch, Began, Event, KeyValue, Span, WatchItem, decode_key, encode_key
+from ftcoord.etcd.api import Batch, Began, Event, Span, WatchItem, encode_key
 from ftcoord.etcd.retry import backoff
 from ftcoord.etcd.rpc import errors, messages
+from ftcoord.etcd.rpc.codec import key_value
 from ftcoord.etcd.rpc.quiet_grpc import grpc
-from ftcoord.etcd.rpc.transport import CLIENT_CLOSED, Transport
+from ftcoord.etcd.rpc.transport import CLIENT_CLOSED, Transport, failure_of
 
 log = logging.getLogger(__name__)
 
@@ -236,11 +237,14 @@ class WatchHub:
         if stream.ended:  # by us, for a reason that was dealt with
             return
         member = stream.member
-        if errors.blames_member(error):
+        failure = failure_of(error)
+        if errors.blames_member(failure):
             self._transport.blame(member)
-        if errors.is_stale_token(error.details() or ""):
+        if errors.is_stale_token(failure.details):
             self._transport.forget_token(stream.token)
-        log.debug("watch stream of %s ended: %s", member.name, errors.translate(error, write=False, where=member.name))
+        log.debug(
+            "watch stream of %s ended: %s", member.name, errors.translate(failure, write=False, where=member.name)
+        )
 
     def _handle(self, stream: _Stream, response: Any) -> None:
         watch_id = stream.note_answer(response)
@@ -416,11 +420,6 @@ def _create(source: _Source) -> Any:
 
 def _cancel(watch_id: int) -> Any:
     return messages.message("WatchRequest")(cancel_request={"watch_id": watch_id})
-
-
-def key_value(raw: Any) -> KeyValue:
-    """A KeyValue message as a plain value."""
-    return KeyValue(decode_key(raw.key), raw.value, raw.create_revision, raw.mod_revision, raw.version, raw.lease)
 
 
 def _event(raw: Any) -> Event:

@@ -15,7 +15,7 @@ from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.beside import batches, fits
 from ftcoord.primitives.group.record_lease import RecordLease
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, WRITE_TIMEOUT, WriteOutcome, write_once
+from ftcoord.primitives.write_once import WriteOutcome, write_attempt_timeout, write_once, write_timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,11 @@ class DecidedRecord:
         """Write what the record will name, as long as the record could be written. None if that was done, else what was
         found. Raises EtcdError; it may then be repeated, and so may what arrives late: it always writes the same."""
         look = Get(Span(self.mirror.span.start))
-        deadline, never = concurrency.now() + WRITE_TIMEOUT, concurrency.event()
+        deadline, never = concurrency.now() + write_timeout(self._etcd), concurrency.event()
         for batch in batches(beside):
 
             def once(batch: Sequence[Put] = batch) -> TxnResult:
-                return self._etcd.txn(guards, batch, [look], timeout=WRITE_ATTEMPT_TIMEOUT)
+                return self._etcd.txn(guards, batch, [look], timeout=write_attempt_timeout(self._etcd))
 
             result = retry(once, UNANSWERED, deadline, never)
             if not result.succeeded:

@@ -64,8 +64,6 @@ class Group:
             the key. A deletion is reported as None.
         failed: called with the error, on the group's thread, when that thread ends by one. This member is deaf then, so
             its session must end.
-        watch_deletes_only: members rewrite their keys often, so watch the predecessor for deletion only. A waiter must
-            then `take_over()` when nothing is decided: a stranger may have written into a dead member's key.
         has_roster: whether the decided record has a second key, see `Use.has_roster`. The listener gets that too.
     """
 
@@ -79,7 +77,6 @@ class Group:
         listener: Listener,
         *,
         failed: Callable[[BaseException], None] = lambda error: None,
-        watch_deletes_only: bool = False,
         has_roster: bool = False,
     ) -> None:
         members = members_span(prefix)
@@ -89,7 +86,7 @@ class Group:
         self._turn = concurrency.lock("Group._turn")
         """Held by the thread while it works, and by the client's thread for what it may apply itself. It guards:"""
         self._record = DecidedRecord(etcd, prefix, record_ttl, self._post, listener, has_roster=has_roster)
-        self._succession = Succession(etcd, prefix, self._member_key, self._post, deletes_only=watch_deletes_only)
+        self._succession = Succession(etcd, prefix, self._member_key, self._post)
         self._members = MembersView(etcd, members, self._post)
         self.place = 0  # the thread that enters, once; read anywhere
         """How many members there were when this one joined, itself included: its place in line, or behind it."""
@@ -340,7 +337,7 @@ class Group:
         if self._members.mirror is not None:
             self._members.sync()
         if not (self._members.synced and self._record.mirror.synced):
-            return None  # what is missing is on its way to the inbox
+            return self._succession.looks_at()  # what is missing is on its way to the inbox
         if self._succession.is_first:  # who only looks has no request more than that
             self._record.keep_lease()
         return self._decide()

@@ -13,7 +13,7 @@ from ftcoord.core.layout import member_id, member_key, member_of, tail_key
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, WRITE_TIMEOUT, WriteOutcome, write_once
+from ftcoord.primitives.write_once import WriteOutcome, write_attempt_timeout, write_once, write_timeout
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class MemberKey:
             self._writing.release()
             done(is_written)
 
-        limit = min(timeout, WRITE_ATTEMPT_TIMEOUT)
+        limit = min(timeout, write_attempt_timeout(self._etcd))
         self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=limit)
 
     def put_with(self, held: HeldAsk, write: Callable[[Compare, Put, Callable[[int], None]], bool]) -> bool:
@@ -162,7 +162,7 @@ class MemberKey:
 
         Raises MemberLost when its lease is gone or rests, and EtcdError.
         """
-        with self._turn(WRITE_TIMEOUT):
+        with self._turn(write_timeout(self._etcd)):
             mine, now = self.kv, self._etcd.range(Get(Span(self.key))).one
             if mine is None:
                 return
@@ -181,7 +181,7 @@ class MemberKey:
     @contextmanager
     def _turn(self, timeout: float) -> Iterator[None]:
         # What was put soon ends within an attempt.
-        if not self._writing.acquire(timeout=WRITE_ATTEMPT_TIMEOUT + timeout):
+        if not self._writing.acquire(timeout=write_attempt_timeout(self._etcd) + timeout):
             raise EtcdUnavailable(f"etcd has not answered what was written to {self.key} before")
         try:
             yield

@@ -34,7 +34,9 @@ class Membership(Generic[R]):
         ttl: of the lease, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
         timeout: seconds for each request.
-        watch_deletes_only, has_roster: see `Group`.
+        has_roster: see `Group`.
+        dies_with_process: see `ParticipantOptions`.
+        lost: called when etcd says that the lease is lost, on the keep-alive thread; must not block.
 
     Raises EtcdError when it can have no lease or no watch, and ThreadNotStarted when none can renew the lease.
     """
@@ -50,8 +52,9 @@ class Membership(Generic[R]):
         ttl: int,
         record_ttl: int,
         timeout: float,
-        watch_deletes_only: bool = False,
         has_roster: bool = False,
+        dies_with_process: bool = True,
+        lost: Callable[[], object] = lambda: None,
     ) -> None:
         self.record: R | None = None
         """The last decided record that could be read."""
@@ -65,7 +68,8 @@ class Membership(Generic[R]):
         """What ended the group's thread, and this membership with it."""
         self.lost = False
         self._etcd, self._parse, self._changed, self._timeout = etcd, parse, changed, timeout  # never change
-        self.session = Session(etcd, ttl, self._on_state)
+        self._on_lost = lost  # never changes
+        self.session = Session(etcd, ttl, self._on_state, deaths=prefix if dies_with_process else None)
         self.group = Group(
             etcd,
             self.session,
@@ -74,7 +78,6 @@ class Membership(Generic[R]):
             record_ttl,
             self._on_decided,
             failed=self._on_failure,
-            watch_deletes_only=watch_deletes_only,
             has_roster=has_roster,
         )
         self.id = self.group.id
@@ -149,6 +152,7 @@ class Membership(Generic[R]):
             log.warning("etcd renews the lease of member %s again", self.id)
         if state is SessionState.LOST:
             self.orphan()
+            self._on_lost()
 
     def _on_decided(self, kv: KeyValue | None, roster: KeyValue | None) -> None:
         try:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
@@ -37,13 +37,6 @@ class Left(FtcoordError):
     """This participant has left the group, or was stopped, while a call of it waited."""
 
 
-class LeaseKeeper(Protocol):
-    """Renews leases too, from somewhere that does not depend on this interpreter."""
-
-    def keep(self, lease_id: int, ttl: int) -> None: ...
-    def drop(self, lease_id: int) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ParticipantOptions:
     """How a participant behaves. Times in seconds.
@@ -56,7 +49,9 @@ class ParticipantOptions:
             LOST.
         keeps_lease: whether the lease is renewed also while nobody asks. If not, each call shows that the member lives.
         batches: whether a member that has joined writes together with others, and does not wait for that. For groups
-            whose members rewrite their keys often: they watch their predecessors for deletion only, see `Group`.
+            whose members rewrite their keys often.
+        dies_with_process: whether the sentinel gives the lease up, and says why, when this process dies. If not, the
+            lease ends by time: for who takes part for others, that live on.
     """
 
     lease_ttl: int
@@ -65,6 +60,7 @@ class ParticipantOptions:
     renews: bool = True
     keeps_lease: bool = True
     batches: bool = False
+    dies_with_process: bool = True
 
 
 class Participant(Generic[R, A]):
@@ -78,7 +74,7 @@ class Participant(Generic[R, A]):
         use: what the group is about.
         options: how it behaves.
         changed: notified whenever there may be news; a new condition, if None.
-        lease_keeper: renews the leases too.
+        lost: called when etcd says that a lease of its is lost, on the keep-alive thread; must not block.
     """
 
     def __init__(
@@ -87,10 +83,9 @@ class Participant(Generic[R, A]):
         use: Use[R, A],
         options: ParticipantOptions,
         changed: concurrency.Condition | None = None,
-        *,
-        lease_keeper: LeaseKeeper | None = None,
+        lost: Callable[[], object] = lambda: None,
     ) -> None:
-        self._etcd, self._use, self._options, self._lease_keeper = etcd, use, options, lease_keeper  # never change
+        self._etcd, self._use, self._options, self._lost = etcd, use, options, lost  # never change
         self._writing = concurrency.lock("Participant._writing")
         """Held while a member is made or written. May be held while `_changed` is taken, never the other way round."""
         self._said: A | None = None  # guarded by _writing
@@ -278,8 +273,6 @@ class Participant(Generic[R, A]):
         with self._changed:
             member, self.member = self.member, None
             self._changed.notify_all()
-        if member is not None:
-            self._release(member)
         return member
 
     # -- writing, with `_writing` held --------------------------------------------------------------------------
@@ -373,11 +366,10 @@ class Participant(Generic[R, A]):
             ttl=options.lease_ttl,
             record_ttl=options.record_ttl,
             timeout=options.request_timeout,
-            watch_deletes_only=options.batches,
             has_roster=use.has_roster,
+            dies_with_process=options.dies_with_process,
+            lost=self._lost,
         )
-        if self._lease_keeper is not None:  # before anybody can end this membership, and have the keeper drop it
-            self._lease_keeper.keep(int(member.id, 16), member.session.ttl)
         with self._changed:
             stopped = self._stopped
             if not stopped:
@@ -396,12 +388,7 @@ class Participant(Generic[R, A]):
 
     def _give_up(self, member: Membership[R]) -> None:
         """A member can be lost while its lease lives on: the others would wait for it, or for what it decides."""
-        self._release(member)  # first: etcd may be away for as long as the keeper would keep it alive for nobody
         member.leave(TAKE_BACK_TIMEOUT)
-
-    def _release(self, member: Membership[R]) -> None:
-        if self._lease_keeper is not None:
-            self._lease_keeper.drop(int(member.id, 16))
 
     # -- waiting ------------------------------------------------------------------------------------------------
 

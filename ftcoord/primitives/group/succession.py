@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
@@ -14,6 +15,8 @@ from ftcoord.primitives.mirror import Mirror, Posted
 Judged: TypeAlias = Callable[[float | None], None]
 """Called when there is nothing to decide: with the time until which that is known to hold, None for an event."""
 
+READ_INTERVAL: Final = 60.0
+"""Seconds, about, between two reads of the key of the member ahead."""
 FOLLOW_UP: Final = 5.0
 """Seconds that a member which took over and decided goes on, unless another one decides meanwhile: more decisions
 follow, and the decider has just shown that it does not make them. As long as the lease of a dead replica lives, by
@@ -26,13 +29,14 @@ class Succession:
     A member that is not the decider may take over: it decides too until there is nothing to decide. If it did decide,
     it goes on for `FOLLOW_UP` seconds after its last decision, or until another member decides.
 
+    The watch leaves out what the member ahead writes. So it does not tell of a stranger who writes into that key, which
+    then outlives its member. Whoever waits in vain takes over; the others read the key now and then.
+
     Args:
         etcd: the etcd client.
         prefix: the group's.
         mine: this member's key, which it has by the time of `begin()`.
         post: takes what the watch delivers; see `Mirror`.
-        deletes_only: whether the watch leaves out what the member ahead writes. A stranger's value in a dead member's
-            key is then not noticed, so somebody who waits in vain must take over.
     """
 
     def __init__(
@@ -41,12 +45,11 @@ class Succession:
         prefix: str,
         mine: MemberKey,
         post: Callable[[Mirror, Posted], None],
-        *,
-        deletes_only: bool,
     ) -> None:
         self._etcd, self._prefix, self._mine, self._post = etcd, prefix, mine, post
-        self._deletes_only = deletes_only
         self._ahead: Mirror | None = None
+        self._reads_at = 0.0
+        """When to read the key of the member ahead again."""
         self.is_first = False
         """Whether no older member lives, as far as is known here."""
         self._judged: Judged | None = None
@@ -110,6 +113,9 @@ class Succession:
         if self.decides:  # the member ahead may be one of which no answer comes
             return
         if self._ahead is not None:
+            if concurrency.now() >= self._reads_at:
+                self._ahead.forget()
+                self._read_later()
             if not self._ahead.synced:
                 self._ahead.sync()
             if not self._ahead.synced or self._is_older(self._ahead.one):
@@ -120,6 +126,10 @@ class Succession:
             self._follow(found.one, found.revision)
         else:
             self._ahead, self.is_first = None, True
+
+    def looks_at(self) -> float | None:
+        """When a member that does not decide is to `look` again though nothing happens; None if it decides."""
+        return None if self.decides else self._reads_at
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -143,8 +153,13 @@ class Succession:
         return kv is not None and is_member(kv) and kv.create_revision < self._mine.kv.create_revision
 
     def _follow(self, predecessor: KeyValue, revision: int) -> None:
-        self._ahead = Mirror(self._etcd, Span(predecessor.key), self._post, deletes_only=self._deletes_only)
+        self._ahead = Mirror(self._etcd, Span(predecessor.key), self._post, deletes_only=True)
+        self._read_later()
         self._ahead.adopt(RangeResult((predecessor,), 1, revision))
+
+    def _read_later(self) -> None:
+        """Not all at once: the members of a round join in one moment."""
+        self._reads_at = concurrency.now() + READ_INTERVAL * random.uniform(0.5, 1.5)
 
 
 def _names_a_member(tail: KeyValue) -> bool:

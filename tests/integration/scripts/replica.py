@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer
+from ftcoord.primitives.sentinel import Sentinel
 
 CONNECT = timedelta(seconds=60)
 
@@ -49,6 +51,16 @@ class Process:
 
     def commit(self, manager: str, rank: int, step: int, yes: bool, timeout: float) -> bool:
         return self._rank(manager, rank).should_commit(rank, step, yes, timedelta(seconds=timeout))
+
+    def guarded(self, timeout: float) -> int:
+        """Wait until a sentinel stands beside this process; its pid."""
+        sentinel, tick, deadline = Sentinel.of_process(), threading.Event(), time.monotonic() + timeout
+        assert sentinel is not None
+        while not (pid := sentinel.pid):
+            if time.monotonic() > deadline:
+                raise TimeoutError("no sentinel")
+            tick.wait(0.02)
+        return pid
 
     def metadata(self, manager: str, rank: int) -> str:
         return self._rank(manager, 0)._checkpoint_metadata(rank, CONNECT)

@@ -1,0 +1,187 @@
+"""Tells a member of a quorum when another one of it is lost, and costs etcd next to nothing while nobody is."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from itertools import islice
+from typing import Final, TypeAlias
+
+from ftcoord import concurrency
+from ftcoord.closing import Closing
+from ftcoord.coordination import checks
+from ftcoord.coordination.address import Job
+from ftcoord.coordination.connection import connect
+from ftcoord.coordination.history import quorums
+from ftcoord.core.layout import member_of, members_span
+from ftcoord.core.losses import Loss, Losses
+from ftcoord.core.quorum_records import parse_replica
+from ftcoord.errors import ClientClosed, EtcdError, StateError
+from ftcoord.etcd.api import Etcd, Get
+from ftcoord.etcd.shared import SharedClient
+from ftcoord.log_once import LogOnce
+from ftcoord.primitives.deaths import causes_of
+from ftcoord.primitives.feed import Feed
+
+log = logging.getLogger(__name__)
+
+RETRY_PAUSE: Final = 0.5
+"""Seconds until a step that failed is tried again."""
+LOOKED_BACK: Final = 100
+"""Quorums among which one is looked for: a rank that asks for it is hardly ever behind the last one."""
+
+OnLost: TypeAlias = Callable[[int, str, str], object]
+"""Called with a quorum's id, a replica id, and the cause, which may be empty."""
+
+
+class QuorumWatch(Closing):
+    """Watches over the quorum that a process is in. Thread-safe.
+
+    An `Observer` sees every request and every decision of a job. This is for each rank of a job to have: it reads the
+    quorum once, when it begins, and is then told by etcd of members that are gone, and of nothing else.
+
+    Args:
+        addr: the job's address, see `LighthouseClient`.
+        connect_timeout: how long to look for etcd.
+        on_lost: called on a thread of this watch with the quorum's id, the replica id and the cause, when a member of
+            the quorum is dead; or, with an empty cause, when it is gone and nobody of its name is back after a
+            heartbeat time-out. May be called again for the same member.
+
+    Raises TypeError and ValueError for bad arguments, and RuntimeError when etcd is not found in time. Nothing is told
+    while etcd is away; what happened meanwhile is told when it is back. A watch that nobody refers to any longer ends
+    as with `close()`; `on_lost` must not refer to it.
+    """
+
+    def __init__(self, addr: str, connect_timeout: timedelta, on_lost: OnLost) -> None:
+        limit = checks.seconds("connect_timeout", connect_timeout)
+        self._job, self._etcd = connect(checks.string("addr", addr), limit)
+        self._on_lost = on_lost
+        self._lock = concurrency.lock("QuorumWatch._lock")  # guards the next two
+        self._vigils: list[_Vigil] = []
+        """The one that there is now, if there is one."""
+        self._closed = False
+        self._cancel_finalizer = concurrency.when_forgotten(
+            self, _end, self._vigils, self._etcd, stage=concurrency.Stage.CLIENTS
+        )
+
+    def follow(self, quorum_id: int) -> None:
+        """Watch over this quorum from now on, and over no other. Does nothing once it is closed."""
+        with self._lock:
+            before = self._vigils.copy()
+            if not self._closed:
+                self._vigils[:] = [_Vigil(self._etcd, self._job, quorum_id, self._on_lost)]
+        for vigil in before:
+            vigil.close()
+
+    def close(self) -> None:
+        """Tell of nobody any more. Waits for a call of `on_lost` under way, unless that closes it. Idempotent."""
+        self._cancel_finalizer()
+        with self._lock:
+            self._closed = True
+        _end(self._vigils, self._etcd)
+
+
+class _Vigil:
+    """The watch over one quorum; its thread ends with `close()`."""
+
+    def __init__(self, etcd: Etcd, job: Job, quorum_id: int, on_lost: OnLost) -> None:
+        self._etcd, self._job, self._quorum_id, self._on_lost = etcd, job, quorum_id, on_lost  # never change
+        self._closed = concurrency.event()
+        self._feed = self._new_feed()  # replaced by the thread alone; `close()` wakes whichever there is
+        # Only the thread:
+        self._present: set[str] = set()
+        self._losses: Losses | None = None
+        self._problem = LogOnce(log)
+        self._thread = concurrency.thread(self._run, "ftcoord-vigil")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._feed.wake()
+        if self._thread is not concurrency.current_thread():
+            concurrency.join(self._thread)
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._run_until_closed()
+        except ClientClosed as error:
+            log.debug("quorum %d is not watched any longer: %s", self._quorum_id, error)
+        finally:
+            self._feed.close()
+            if sys.exc_info()[1] is not None:
+                log.exception("the watch over quorum %d failed: nobody is told of who is lost", self._quorum_id)
+
+    def _run_until_closed(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._step()
+            except ClientClosed:
+                raise
+            except (EtcdError, StateError) as error:
+                self._problem.say(f"quorum {self._quorum_id} cannot be watched for now: {error}")
+                self._closed.wait(RETRY_PAUSE)
+            else:
+                self._problem.forget()
+
+    def _step(self) -> None:
+        if self._losses is None:
+            self._losses = Losses(self._seats(), self._job.heartbeat_timeout)
+        if self._feed.synced:
+            self._note_gone(self._losses)
+            if self._losses.due <= concurrency.now():
+                self._judge(self._losses)
+                return
+        news = self._feed.next(min(self._losses.due - concurrency.now(), concurrency.LONGEST_WAIT))
+        for change in news.changes if news is not None else ():
+            if change.now is None:
+                self._present.discard(member_of(change.key))
+            else:
+                self._present.add(member_of(change.key))
+
+    def _note_gone(self, losses: Losses) -> None:
+        gone = losses.gone(self._present)
+        if not gone:
+            return
+        causes = causes_of(self._etcd, self._job.prefix, gone)
+        for member in gone:
+            loss = losses.note(member, causes.get(member, ""), concurrency.now())
+            if loss is not None:
+                self._tell(loss)
+
+    def _judge(self, losses: Losses) -> None:
+        found = self._etcd.range(Get(members_span(self._job.prefix))).kvs
+        names = {parse_replica(kv.key, kv.value).request.replica_id for kv in found}
+        lost, back = losses.judge(names, concurrency.now())
+        if back:  # under other member ids, which the feed does not know; and the next decision has them
+            self._feed.close()
+            self._feed, self._losses = self._new_feed(), None
+            self._present.clear()
+        for loss in lost:
+            self._tell(loss)
+
+    def _tell(self, loss: Loss) -> None:
+        if not self._closed.is_set():
+            self._on_lost(self._quorum_id, loss.replica_id, loss.cause)
+
+    def _seats(self) -> Mapping[str, str]:
+        """The replica ids of the quorum's members, by member id; none if the quorum is forgotten."""
+        for quorum in islice(quorums(self._etcd, self._job.prefix), LOOKED_BACK):
+            if quorum.id == self._quorum_id:
+                return {seat.member: seat.request.replica_id for seat in quorum.seats}
+            if quorum.id < self._quorum_id:
+                break
+        log.warning("quorum %d is not in etcd's history: nobody is told of who is lost of it", self._quorum_id)
+        return {}
+
+    def _new_feed(self) -> Feed:
+        return Feed(self._etcd, members_span(self._job.prefix), deletes_only=True)
+
+
+def _end(vigils: list[_Vigil], etcd: SharedClient) -> None:
+    for vigil in vigils:
+        vigil.close()
+    etcd.close()

@@ -1,0 +1,30 @@
+"""The JSON record of a death: why the process that held a lease is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftcoord.core.strict import build, dump, load
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """What a sentinel says of the process that it stood beside.
+
+    Args:
+        cause: one line, such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)".
+        wall_ms: when, by that host's clock, in milliseconds since 1970. For people: nothing is decided by it.
+    """
+
+    cause: str
+    wall_ms: int
+
+
+def encode(death: Death) -> bytes:
+    """The record as JSON, with the layout's version."""
+    return dump(death)
+
+
+def parse_death(key: str, value: bytes) -> Death:
+    """Raises StateError."""
+    return build(Death, key, load(key, value))

@@ -1,0 +1,60 @@
+"""Which members of a quorum are lost to the others. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import inf
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A member that is lost.
+
+    Args:
+        replica_id: its name.
+        cause: one line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; empty if nobody has said so.
+    """
+
+    replica_id: str
+    cause: str
+
+
+class Losses:
+    """What became of the members of one quorum.
+
+    Whoever is said to be dead is lost. Whoever is gone without a word may have left when it had done its part, or may
+    have lost no more than its lease: it is lost if nobody of its name is back after `patience` seconds.
+
+    Args:
+        seats: the replica ids of the quorum's members, by member id.
+        patience: in seconds.
+    """
+
+    def __init__(self, seats: Mapping[str, str], patience: float) -> None:
+        self._patience = patience  # never changes
+        self._there = dict(seats)
+        self._waited_for: dict[str, tuple[str, float]] = {}  # by member id: the replica id, and until when
+
+    @property
+    def due(self) -> float:
+        """When `judge` has somebody to judge; infinite for never."""
+        return min((until for _, until in self._waited_for.values()), default=inf)
+
+    def gone(self, present: Collection[str]) -> list[str]:
+        """The members that are not among those present, and of which `note` was not told yet."""
+        return [member for member in self._there if member not in present]
+
+    def note(self, member: str, cause: str, now: float) -> Loss | None:
+        """A member is gone; who is lost with it now."""
+        replica_id = self._there.pop(member)
+        if cause:
+            return Loss(replica_id, cause)
+        self._waited_for[member] = (replica_id, now + self._patience)
+        return None
+
+    def judge(self, names: Collection[str], now: float) -> tuple[list[Loss], list[str]]:
+        """Of those whose time is over: who is lost, and who is back, since its name is among those of live members."""
+        over = [member for member, (_, until) in self._waited_for.items() if until <= now]
+        replicas = [self._waited_for.pop(member)[0] for member in over]
+        return [Loss(one, "") for one in replicas if one not in names], [one for one in replicas if one in names]

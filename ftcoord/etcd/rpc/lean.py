@@ -1,0 +1,291 @@
+"""A client of etcd that takes a few megabytes: for the sentinel, of which each process has one beside it.
+
+gRPC's library takes 25 MB and a handful of threads. Here h2 (https://python-hyper.org/projects/h2/) speaks HTTP/2 over
+one socket, one call at a time, on the thread that calls. It connects when there is something to say, so an idle client
+costs etcd nothing. What gRPC is on top of HTTP/2: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote
+
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.events import (
+    ConnectionTerminated,
+    DataReceived,
+    Event,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+    TrailersReceived,
+)
+from h2.exceptions import H2Error
+
+from ftcoord import concurrency
+from ftcoord.config import Endpoint, EtcdConfig, Tls
+from ftcoord.errors import EtcdUnavailable, LeaseLost
+from ftcoord.etcd.api import Compare, Get, Lease, Op, RangeResult, TxnResult
+from ftcoord.etcd.rpc import errors, messages
+from ftcoord.etcd.rpc.codec import range_request, range_result, txn_request, txn_result
+
+T = TypeVar("T")
+
+_STATUS: Final = [
+    "OK",
+    "CANCELLED",
+    "UNKNOWN",
+    "INVALID_ARGUMENT",
+    "DEADLINE_EXCEEDED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
+    "ABORTED",
+    "OUT_OF_RANGE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "DATA_LOSS",
+    "UNAUTHENTICATED",
+]
+"""gRPC's status codes by their numbers."""
+_PREFIX: Final = struct.Struct(">?I")
+"""What stands before a message: whether it is compressed, and its length."""
+_RECEIVED_AT_ONCE: Final = 65536
+PAUSE: Final = 0.1
+"""Seconds between two attempts when no endpoint answered."""
+
+
+class _Broken(Exception):
+    """The connection is of no use any longer."""
+
+
+class LeanClient:
+    """A client of one etcd cluster, for one thread: reads, transactions, and leases that exist.
+
+    Every call ends within its time-out. What fails before it was sent is tried at the next endpoint. A transaction
+    whose answer is lost raises OutcomeUnknown.
+    """
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self._config = config
+        self._index = 0  # of the endpoint in use
+        self._connection: _Connection | None = None
+        self._token: str | None = None
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        """Raises EtcdError."""
+        response = self._call(messages.RANGE, range_request(get), timeout)
+        return range_result(response, response.header.revision)
+
+    def txn(
+        self, compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = (), *, timeout: float
+    ) -> TxnResult:
+        """Raises OutcomeUnknown, and EtcdError."""
+        response = self._call(messages.TXN, txn_request(compares, success, failure), timeout, write=True)
+        return txn_result(response, response.header.revision)
+
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
+        """A new lease of `ttl` seconds. Raises EtcdError."""
+        response = self._call(messages.GRANT, messages.message("LeaseGrantRequest")(ttl=ttl), timeout)
+        return Lease(response.id, response.ttl)
+
+    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+        """Seconds that the lease lives from now on. Raises LeaseLost, and EtcdError."""
+        request = messages.message("LeaseKeepAliveRequest")(id=lease_id)
+        ttl = int(self._call(messages.KEEP_ALIVE, request, timeout).ttl)
+        if ttl <= 0:
+            raise LeaseLost(f"lease {lease_id:x} has expired or was revoked")
+        return ttl
+
+    def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
+        """End a lease; nothing happens if it has ended already. Raises EtcdError."""
+        with contextlib.suppress(LeaseLost):
+            self._call(messages.REVOKE, messages.message("LeaseRevokeRequest")(id=lease_id), timeout)
+
+    def close(self) -> None:
+        """Close the connection; the next call opens another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _call(self, method: messages.Method, request: Any, timeout: float | None, *, write: bool = False) -> Any:
+        deadline = concurrency.now() + (self._config.request_timeout if timeout is None else timeout)
+        body = method.serialize(request)
+        while True:
+            try:
+                return method.parse(self._once(method.path, body, deadline, write))
+            except EtcdUnavailable:
+                left = deadline - concurrency.now()
+                if left <= 0:
+                    raise
+                concurrency.sleep(min(PAUSE, left))
+
+    def _once(self, path: str, body: bytes, deadline: float, write: bool) -> bytes:
+        where = self._config.endpoints[self._index]
+        token = self._token_of(deadline)
+        connection = self._connected(deadline)
+        try:
+            failure, answer = connection.exchange(path, body, token, deadline)
+        except (OSError, H2Error, _Broken) as error:
+            self._give_up()
+            failure = errors.CallFailure("UNAVAILABLE", str(error))
+            raise errors.translate(failure, write=write, where=where.target) from None
+        if failure is None:
+            return answer
+        if errors.blames_member(failure):
+            self._give_up()
+        if token and errors.is_stale_token(failure.details):
+            self._token = None
+            raise EtcdUnavailable(f"etcd at {where}: the login ran out: {failure.details}")
+        raise errors.translate(failure, write=write, where=where.target)
+
+    def _token_of(self, deadline: float) -> str:
+        """The login token; empty where none is needed."""
+        login = self._config.credentials
+        if login is None:
+            return ""
+        if self._token is None:
+            request = messages.message("AuthenticateRequest")(name=login.user, password=login.password)
+            method = messages.AUTHENTICATE
+            connection = self._connected(deadline)
+            try:
+                failure, answer = connection.exchange(method.path, method.serialize(request), "", deadline)
+            except (OSError, H2Error, _Broken) as error:
+                self._give_up()
+                raise EtcdUnavailable(f"etcd did not answer the login: {error}") from None
+            if failure is not None and "authentication is not enabled" not in failure.details:
+                raise errors.translate(failure, write=False, where=str(self._config.endpoints[self._index]))
+            self._token = "" if failure is not None else str(method.parse(answer).token)
+        return self._token
+
+    def _connected(self, deadline: float) -> _Connection:
+        if self._connection is None:
+            where = self._config.endpoints[self._index]
+            try:
+                self._connection = _Connection(where, self._config.tls, deadline)
+            except (OSError, H2Error, _Broken) as error:
+                self._give_up()
+                raise EtcdUnavailable(f"etcd at {where}: {error}") from None
+        return self._connection
+
+    def _give_up(self) -> None:
+        """Go on with the next endpoint."""
+        self.close()
+        self._index = (self._index + 1) % len(self._config.endpoints)
+
+
+class _Connection:
+    """One HTTP/2 connection. Raises OSError when there is none, or none in time."""
+
+    def __init__(self, endpoint: Endpoint, tls: Tls | None, deadline: float) -> None:
+        self._authority, self._scheme = endpoint.target, "https" if tls else "http"
+        plain = socket.create_connection((endpoint.host, endpoint.port), _left(deadline))
+        with contextlib.ExitStack() as undo:
+            undo.callback(plain.close)
+            plain.settimeout(_left(deadline))
+            self._socket = plain if tls is None else _encrypted(plain, tls, endpoint.host)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._h2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
+            self._h2.initiate_connection()
+            self._send(deadline)
+            undo.pop_all()
+
+    def exchange(self, path: str, body: bytes, token: str, deadline: float) -> tuple[errors.CallFailure | None, bytes]:
+        """One call: how it failed, if it did, and the answer. Raises OSError, H2Error and _Broken."""
+        stream = self._h2.get_next_available_stream_id()
+        self._h2.send_headers(stream, self._headers(path, token))
+        self._send_message(stream, _PREFIX.pack(False, len(body)) + body, deadline)
+        found: dict[str, str] = {}
+        answer = b""
+        while True:
+            for event in self._received(deadline):
+                if isinstance(event, ConnectionTerminated):
+                    raise _Broken(f"the server ended the connection ({event.error_code})")
+                if getattr(event, "stream_id", None) != stream:
+                    continue
+                if isinstance(event, StreamReset):
+                    raise _Broken(f"the server ended the call ({ErrorCodes(event.error_code).name})")
+                if isinstance(event, (ResponseReceived, TrailersReceived)):
+                    found.update((str(name), str(value)) for name, value in event.headers)
+                elif isinstance(event, DataReceived):
+                    answer += event.data
+                    self._h2.acknowledge_received_data(event.flow_controlled_length, stream)
+                elif isinstance(event, StreamEnded):
+                    return _failure(found), answer[_PREFIX.size :]
+            self._send(deadline)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+
+    def _send_message(self, stream: int, message: bytes, deadline: float) -> None:
+        """In frames as large as the server takes. Raises _Broken for more than it takes unread: etcd takes 64 KiB."""
+        if len(message) > self._h2.local_flow_control_window(stream):
+            raise _Broken(f"a message of {len(message)} bytes is too large for this client")
+        size = self._h2.max_outbound_frame_size
+        for at in range(0, len(message), size):
+            self._h2.send_data(stream, message[at : at + size], end_stream=at + size >= len(message))
+        self._send(deadline)
+
+    def _headers(self, path: str, token: str) -> list[tuple[str, str]]:
+        headers = [
+            (":method", "POST"),
+            (":scheme", self._scheme),
+            (":path", path),
+            (":authority", self._authority),
+            ("te", "trailers"),
+            ("content-type", "application/grpc"),
+            ("hasleader", "true"),
+        ]
+        return [*headers, ("token", token)] if token else headers
+
+    def _send(self, deadline: float) -> None:
+        if data := self._h2.data_to_send():
+            self._socket.settimeout(_left(deadline))
+            self._socket.sendall(data)
+
+    def _received(self, deadline: float) -> Sequence[Event]:
+        self._socket.settimeout(_left(deadline))
+        data = self._socket.recv(_RECEIVED_AT_ONCE)
+        if not data:
+            raise _Broken("the server closed the connection")
+        events: Sequence[Event] = self._h2.receive_data(data)
+        return events
+
+
+def _left(deadline: float) -> float:
+    left = deadline - concurrency.now()
+    if left <= 0:
+        raise TimeoutError("no answer in time")
+    return left
+
+
+def _encrypted(plain: socket.socket, tls: Tls, host: str) -> socket.socket:
+    import ssl  # takes 5 MB, and few need it
+
+    context = ssl.create_default_context(cafile=tls.ca)
+    if tls.cert:
+        context.load_cert_chain(tls.cert, tls.key)
+    context.set_alpn_protocols(["h2"])
+    return context.wrap_socket(plain, server_hostname=tls.server_name or host)
+
+
+def _failure(headers: dict[str, str]) -> errors.CallFailure | None:
+    """What the headers and trailers of an answer say; None for success."""
+    status = headers.get("grpc-status", "")
+    if not status.isdigit():
+        return errors.CallFailure("UNKNOWN", f"no gRPC server answered (HTTP status {headers.get(':status', 'none')})")
+    number = int(status)
+    if number == 0:
+        return None
+    code = _STATUS[number] if number < len(_STATUS) else "UNKNOWN"
+    return errors.CallFailure(code, unquote(headers.get("grpc-message", "")))

@@ -1,0 +1,46 @@
+"""Descriptors that stand for one process for ever, whoever gets its number afterwards
+(https://man7.org/linux/man-pages/man2/pidfd_open.2.html): also in a Python that was built where none were known."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from typing import Final
+
+P_PIDFD: Final = 3
+"""For `os.waitid`, which takes it also where `os` does not name it (<linux/wait.h>)."""
+_OPEN, _SEND = 434, 424
+"""The numbers of both system calls, which all kinds of processors share."""
+
+
+def open_pidfd(pid: int) -> int:
+    """A pidfd, which no other program inherits. It is readable when the process has ended.
+
+    Raises ProcessLookupError if there is none with this number, and OSError where there are no pidfds (a Linux before
+    5.3, gVisor) or nobody may have one (a seccomp filter).
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    return _call(_OPEN, pid, 0)
+
+
+def send(pidfd: int, number: int) -> None:
+    """Send a signal. Raises ProcessLookupError if the process has ended, and OSError."""
+    if hasattr(signal, "pidfd_send_signal"):
+        signal.pidfd_send_signal(pidfd, number)
+    else:
+        _call(_SEND, pidfd, number, 0, 0)
+
+
+def _call(number: int, *arguments: int) -> int:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    import ctypes  # takes memory, and nearly nobody needs it
+
+    library = ctypes.CDLL(None, use_errno=True)
+    result = int(library.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result

@@ -1,0 +1,279 @@
+"""This process's sentinel, which renews its leases while it is stuck, and buries it: see `sentinel_main`."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final
+
+import ftcoord
+from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
+from ftcoord.fork import OwnerProcess, hide, unhide
+from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
+from ftcoord.primitives.watched_process import own_pidfd
+
+log = logging.getLogger(__name__)
+
+SWITCH: Final = "FTCOORD_SENTINEL"
+"""The variable that switches sentinels off where it is 0."""
+NOT_MEANT: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""The signals that end a process politely: none of them ends a sentinel."""
+PROGRAM: Final = "ftcoord.primitives.sentinel_main"
+PAUSES: Final = (1.0, 300.0)
+"""Seconds from the start of a process that fails to that of the next one: at first, and at most. Twice as long each
+time: where none can run, each of many leases would start one with each renewal."""
+HANGS_AFTER: Final = 10.0
+"""Seconds for which a process may read nothing of what it is told."""
+LARGE_PIPE: Final = 1 << 20
+"""Bytes that the pipe holds if it must: what is told of some thousand leases."""
+ENDS_WITHIN: Final = 1.0
+"""Seconds that a process may take to end that is killed. One that hangs in the kernel must not hold up the renewals."""
+_OUR_VARIABLES: Final = ("FTCOORD_", "ETCDCTL_")
+_ROOT: Final = str(Path(ftcoord.__file__).parent.parent)
+
+
+class Sentinel:
+    """Starts the process beside this one with the first lease, and ends it with the last. Thread-safe.
+
+    If none can be started, or it ends, one warning says so; the leases then depend on this process alone, until the
+    next order starts another one. Does nothing in a forked child.
+    """
+
+    def __init__(self) -> None:
+        self._owner = OwnerProcess("this sentinel belongs to the parent process")
+        # Guards all below. Held while the process is started and written to: a pipe that is not waited for.
+        self._lock = concurrency.lock("Sentinel._lock")
+        self._etcds: dict[EtcdConfig, int] = {}
+        self._kept: dict[int, Order] = {}  # the order that told of each lease
+        self._mark = ""
+        self._process: _Process | None = None
+        self._pause = PAUSES[0]
+        self._next_start = -math.inf
+        self._has_warned = False
+
+    @classmethod
+    def of_process(cls) -> Sentinel | None:
+        """This process's own; None where it is switched off."""
+        return None if os.environ.get(SWITCH) == "0" else concurrency.of_process(cls)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        process = self._process
+        return process.pid if process else None
+
+    def keep(self, config: EtcdConfig, lease_id: int, ttl: float, deaths: str) -> None:
+        """Stand by a lease that was renewed just now, for `ttl` seconds. May be said again.
+
+        If this process dies the cause is written under `death_key(deaths, ...)`.
+        """
+        if not self._owner.is_current:
+            return
+        with self._lock:
+            number = self._etcds.get(config)
+            orders = []
+            if number is None:
+                number = self._etcds[config] = len(self._etcds)
+                orders = [Order(etcd=number, config=config_raw(config))]
+            order = self._kept[lease_id] = Order(etcd=number, keep=lease_id, ttl=ttl, deaths=deaths, rests=False)
+            if not self._send(*orders, order):
+                self._start()
+
+    def rest(self, lease_id: int) -> None:
+        """Do not renew a lease for now. It is still given up if this process dies."""
+        if not self._owner.is_current:
+            return
+        with self._lock:
+            if lease_id in self._kept:
+                order = self._kept[lease_id] = {**self._kept[lease_id], "rests": True}
+                self._send(order)
+
+    def end_orphans(self, mark: str) -> None:
+        """If this process dies, end all processes with this mark, see `ftcoord.primitives.orphans`; none if empty."""
+        if not self._owner.is_current:
+            return
+        with self._lock:
+            self._mark = mark
+            self._send(Order(orphans=mark))
+            self._end_if_idle()
+
+    def drop(self, lease_id: int) -> None:
+        """Do not stand by a lease any longer. Idempotent."""
+        if not self._owner.is_current:
+            return
+        with self._lock:
+            if self._kept.pop(lease_id, None) is None:
+                return
+            self._send(Order(drop=lease_id))
+            self._end_if_idle()
+
+    # -- with the lock held -------------------------------------------------------------------------------------
+
+    def _end_if_idle(self) -> None:
+        if not self._kept and not self._mark:
+            self._end()
+            self._etcds.clear()
+            self._next_start = -math.inf  # it did not fail
+
+    def _start(self) -> None:
+        """Start a process that stands by all the leases, unless the last one failed just now."""
+        now = concurrency.now()
+        if now < self._next_start:
+            return
+        # A process that lived for longer has shown that one can.
+        self._pause = PAUSES[0] if now > self._next_start + PAUSES[1] else min(2 * self._pause, PAUSES[1])
+        self._next_start = now + self._pause
+        try:
+            self._process = _Process(self._owner.pid)
+        except OSError as error:
+            self._warn("no sentinel could be started: %s", error)
+            return
+        self._send(*self._all())
+
+    def _all(self) -> Iterator[Order]:
+        """All that a new process must know."""
+        for config, number in self._etcds.items():
+            yield Order(etcd=number, config=config_raw(config))
+        yield from self._kept.values()
+        yield Order(orphans=self._mark)
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    def _send(self, *orders: Order) -> bool:
+        """Whether there is a process that has them all now, or will."""
+        if self._process is None:
+            return False
+        try:
+            self._process.tell(b"".join(map(line_of, orders)))
+        except OSError as error:  # it was killed, or is stopped
+            self._end()
+            self._warn("the sentinel has ended, or hangs: %s", error)
+            return False
+        return True
+
+    def _warn(self, problem: str, cause: object) -> None:
+        level = logging.DEBUG if self._has_warned else logging.WARNING
+        self._has_warned = True
+        log.log(
+            level, f"{problem}; until there is another one leases depend on this process alone, and end by time", cause
+        )
+
+
+class _Process:
+    """The process, and the pipe that it is told through. Raises OSError if it cannot be started."""
+
+    def __init__(self, parent: int) -> None:
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise OSError("this program is no Python that runs modules")
+        paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+        with ExitStack() as ends, ExitStack() as undo:
+            reader, self._pipe = os.pipe()
+            ends.callback(os.close, reader)
+            undo.callback(os.close, self._pipe)
+            pidfd = own_pidfd()
+            descriptors = () if pidfd is None else (pidfd,)
+            for descriptor in descriptors:
+                ends.callback(os.close, descriptor)
+            # They are meant for this process, which may want its leases until its end. The new one inherits the mask of
+            # the thread that starts it, so none comes before it could ignore them.
+            ends.callback(
+                signal.pthread_sigmask, signal.SIG_SETMASK, signal.pthread_sigmask(signal.SIG_BLOCK, NOT_MEANT)
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", PROGRAM, *map(str, (parent, *descriptors))],
+                stdin=reader,
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                env={**_environment(), "PYTHONPATH": os.pathsep.join(paths)},
+                start_new_session=True,  # a signal to this process's group or terminal is not meant for it
+                pass_fds=descriptors,
+            )
+            undo.pop_all()
+        os.set_blocking(self._pipe, False)
+        hide(self._pipe)
+        self.pid, self._identity = self._process.pid, _identity(self._pipe)  # never change
+        self._unread, self._read_at = b"", concurrency.now()
+
+    def tell(self, text: bytes) -> None:
+        """Without waiting: what the pipe does not hold goes with what is told next.
+
+        Raises OSError when the process has ended, or reads nothing for long, and when the pipe was closed by others.
+        """
+        if _identity(self._pipe) != self._identity:
+            raise OSError("somebody has closed a file that is not his: the pipe to the sentinel")
+        self._unread += text
+        self._write()
+        if self._unread:
+            with suppress(OSError):  # the user has many of them
+                fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, LARGE_PIPE)
+            self._write()
+        if self._unread and concurrency.now() > self._read_at + HANGS_AFTER:
+            raise TimeoutError("it does not read what it is told")
+
+    def end(self) -> None:
+        """It holds nothing that must be given back."""
+        self._process.kill()
+        unhide(self._pipe)
+        if _identity(self._pipe) == self._identity:
+            os.close(self._pipe)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDS_WITHIN)
+
+    def _write(self) -> None:
+        with suppress(BlockingIOError):
+            taken = os.write(self._pipe, self._unread)
+            self._unread, self._read_at = self._unread[taken:], concurrency.now()
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Which file it stands for; None for none."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _environment() -> dict[str, str]:
+    """This process's, which other threads may be changing, without what is ours: neither a login nor the mark of those
+    that end with this process."""
+    names = [name for name in list(os.environ) if not name.startswith(_OUR_VARIABLES)]
+    found = {name: os.environ.get(name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+class SentinelFor:
+    """The sentinel, as the leases of one etcd and one prefix need it: the `Bystander` of each."""
+
+    def __init__(self, sentinel: Sentinel, config: EtcdConfig, deaths: str) -> None:
+        self._sentinel, self._config, self._deaths = sentinel, config, deaths  # never change
+
+    @classmethod
+    def of(cls, config: EtcdConfig | None, deaths: str) -> SentinelFor | None:
+        """None where sentinels are switched off, or no other process can reach that etcd."""
+        sentinel = Sentinel.of_process() if config is not None else None
+        return None if sentinel is None or config is None else cls(sentinel, config, deaths)
+
+    def keep(self, lease_id: int, ttl: float) -> None:
+        """It was renewed just now, for `ttl` seconds."""
+        self._sentinel.keep(self._config, lease_id, ttl, self._deaths)
+
+    def rest(self, lease_id: int) -> None:
+        """It is not to be renewed for now."""
+        self._sentinel.rest(lease_id)
+
+    def drop(self, lease_id: int) -> None:
+        """Nobody needs it any longer."""
+        self._sentinel.drop(lease_id)

@@ -1,0 +1,204 @@
+"""The sentinel: stands beside a process, renews its leases while its interpreter is stuck, and buries it when it ends.
+
+    python -m ftcoord.primitives.sentinel_main PARENT_PID [PIDFD]
+
+Run as a module, never imported by others. A pidfd tells it that the process has ended, for whatever reason. Then it
+writes the cause into etcd, gives the leases up, and ends the processes that bear the mark of the dead one. A process
+that is stopped or traced is not dead: its leases are not renewed meanwhile, and end by time. The sentinel has no
+terminal, listens on nothing, and ends when it has done this.
+
+Standard input brings the orders, see `ftcoord.primitives.sentinel_orders`. Its end means that the process wants nothing
+more, or has become another program by `exec`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from math import inf
+from operator import attrgetter
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.core.death_records import Death, encode
+from ftcoord.core.layout import death_key, member_id
+from ftcoord.core.lease import LeaseTimes
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.etcd.api import Put
+from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.primitives.orphans import end_all_with
+from ftcoord.primitives.sentinel_orders import Order, config_from
+from ftcoord.primitives.watched_process import WatchedProcess
+
+HELP_AFTER: Final = 1 / 2
+"""The part of a TTL after which the sentinel renews a lease that the process has not renewed: that does so earlier."""
+CALL_TIMEOUT: Final = 1.0
+"""Seconds that one call may take: meanwhile the sentinel sees nothing else."""
+AGAIN_AFTER: Final = 0.5
+"""Seconds between two tries to renew, or to bury."""
+REMEMBERED_FOR: Final = 3600
+"""Seconds for which etcd keeps the cause of a death."""
+DEATHS_AT_ONCE: Final = 100
+"""Causes in one transaction: etcd takes 128 operations."""
+EXEC: Final = "became another program (exec), or closed its pipe to the sentinel"
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A lease that the sentinel stands by; `due` is when it renews it, unless the process does before. `was_spared`:
+    it was renewed once since the process was found stopped."""
+
+    id: int
+    etcd: int
+    deaths: str
+    times: LeaseTimes
+    due: float
+    was_spared: bool = False
+
+
+class Sentinel:
+    """What the process has asked for, and doing it. For one thread."""
+
+    def __init__(self, process: WatchedProcess) -> None:
+        self._process = process
+        self._etcds: dict[int, LeanClient] = {}
+        self._kept: dict[int, _Kept] = {}
+        self._mark = ""
+
+    def next_due(self) -> float:
+        """When `renew` has something to do; infinite: not before another order comes."""
+        return min((one.due for one in self._kept.values()), default=inf)
+
+    def obey(self, order: Order) -> None:
+        """Take one order."""
+        now = concurrency.now()
+        if "config" in order:
+            self._etcds[order["etcd"]] = LeanClient(config_from(order["config"]))
+        elif "keep" in order:
+            lease, ttl = order["keep"], order["ttl"]
+            due = inf if order["rests"] else now + ttl * HELP_AFTER
+            self._kept[lease] = _Kept(lease, order["etcd"], order["deaths"], LeaseTimes(now, ttl), due)
+        elif "orphans" in order:
+            self._mark = order["orphans"]
+        else:
+            self._kept.pop(order["drop"], None)
+
+    def renew(self) -> None:
+        """Renew the lease that is due first, if one is and the process runs. One: each may take `CALL_TIMEOUT`, and
+        meanwhile nothing is seen."""
+        now = concurrency.now()
+        one = min(self._kept.values(), key=attrgetter("due"), default=None)
+        if one is None or one.due > now:
+            return
+        runs = self._process.runs()
+        if not runs and one.was_spared:  # once it does again, it says so, or its lease has ended
+            one.due = now + AGAIN_AFTER if now < one.times.sent_at + one.times.ttl else inf
+            return
+        # It may have been stopped just before it would have renewed: a stop of less than a TTL never ends the lease.
+        one.was_spared = not runs
+        try:
+            ttl = self._etcds[one.etcd].renew(one.id, timeout=CALL_TIMEOUT)
+        except LeaseLost:  # the process finds out by itself
+            del self._kept[one.id]
+        except EtcdError:  # there is nobody to tell, and a lease outlives an outage of etcd
+            self._put_off(one.etcd)
+        else:
+            one.times = LeaseTimes(now, ttl)
+            one.due = now + ttl * HELP_AFTER
+
+    def _put_off(self, etcd: int) -> None:
+        """Renew nothing there for a moment: every try would take as long, and fail."""
+        again = concurrency.now() + AGAIN_AFTER
+        for one in self._kept.values():
+            if one.etcd == etcd:
+                one.due = max(one.due, again)
+
+    def bury(self, fate: str = "") -> None:
+        """Say what became of the process, end its leases, and what it has left behind, unless it lives on (`fate`).
+
+        Tries until the leases have ended by themselves.
+        """
+        value = encode(Death(self._process.cause(fate), int(concurrency.wall() * 1000)))
+        last = concurrency.now() + max((one.times.ttl for one in self._kept.values()), default=0)
+        self._give_up_all(value)
+        if self._mark and not fate:  # now: the others need not wait for it, nor it for an etcd that is away
+            end_all_with(self._mark)
+        while self._kept and concurrency.now() < last:
+            concurrency.sleep(AGAIN_AFTER)
+            self._give_up_all(value)
+
+    def _give_up_all(self, value: bytes) -> None:
+        for number, leases in groupby(sorted(self._kept.values(), key=attrgetter("etcd")), attrgetter("etcd")):
+            self._give_up(self._etcds[number], list(leases), value)
+
+    def _give_up(self, etcd: LeanClient, leases: Sequence[_Kept], value: bytes) -> None:
+        """The cause comes first: whoever sees that a lease has ended finds it. `bury` repeats what fails: to say it
+        twice does no harm."""
+        try:
+            self._say(etcd, leases, value)
+        except (EtcdUnavailable, OutcomeUnknown):
+            return
+        except EtcdError:  # it takes no cause (no space, no permission), but a lease can be given up all the same
+            pass
+        with suppress(EtcdError):
+            for one in leases:
+                etcd.revoke(one.id, timeout=CALL_TIMEOUT)
+                del self._kept[one.id]
+
+    def _say(self, etcd: LeanClient, leases: Sequence[_Kept], value: bytes) -> None:
+        grave = etcd.grant(REMEMBERED_FOR, timeout=CALL_TIMEOUT).id
+        for at in range(0, len(leases), DEATHS_AT_ONCE):
+            some = leases[at : at + DEATHS_AT_ONCE]
+            puts = [Put(death_key(one.deaths, member_id(one.id)), value, grave) for one in some]
+            etcd.txn((), puts, timeout=CALL_TIMEOUT)
+
+
+def stand_by(process: WatchedProcess) -> None:
+    """Obey until the process has ended, or wants nothing more; then do the rest."""
+    sentinel = Sentinel(process)
+    fate = _watch(process, sentinel)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)  # whoever reads what the process has said is not to wait for its sentinel
+    sentinel.bury(fate)
+
+
+def _watch(process: WatchedProcess, sentinel: Sentinel) -> str:
+    """What became of the process, if its end does not tell."""
+    received = b""
+    waits = select.poll()
+    waits.register(0, select.POLLIN)
+    if process.pidfd is not None:
+        waits.register(process.pidfd, select.POLLIN)
+    while True:
+        left = max(sentinel.next_due() - concurrency.now(), 0)
+        ready = {fd for fd, _ in waits.poll(None if left == inf else math.ceil(1000 * left))}
+        if 0 in ready:
+            data = os.read(0, 65536)
+            if not data:  # ending closes the pipe a moment before it shows elsewhere
+                return "" if process.has_ended(CALL_TIMEOUT) or process.is_ending() else EXEC
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                sentinel.obey(json.loads(line))
+        elif ready or (process.pidfd is None and process.has_ended()):  # a child may have kept the pipe open
+            return ""  # only now, since it may have told of leases just before
+        sentinel.renew()
+
+
+def main() -> None:
+    try:
+        os.fstat(2)
+    except OSError:  # the process has none: the number would be a connection's
+        os.open(os.devnull, os.O_WRONLY)
+    pid, *pidfd = map(int, sys.argv[1:])
+    stand_by(WatchedProcess(pid, pidfd[0] if pidfd else None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What a process tells its sentinel: JSON, one object a line, through a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
+
+
+class Order(TypedDict, total=False):
+    """One line.
+
+    Fields:
+        etcd, config: the number of an etcd, and how to reach it; see `config_raw`.
+        etcd, keep, ttl, deaths, rests: a lease that was renewed just now, its TTL in seconds, the number of its etcd,
+            the prefix below which the cause is written if the process dies, and whether it is not to be renewed. May be
+            said again.
+        drop: a lease that needs the sentinel no longer.
+        orphans: the mark of the processes to end if this one dies; empty for none.
+    """
+
+    etcd: int
+    config: Mapping[str, Any]
+    keep: int
+    ttl: float
+    deaths: str
+    rests: bool
+    drop: int
+    orphans: str
+
+
+def line_of(order: Order) -> bytes:
+    """As it goes through the pipe."""
+    return json.dumps(order).encode() + b"\n"
+
+
+def config_from(raw: Mapping[str, Any]) -> EtcdConfig:
+    """What `config_raw` made."""
+    return EtcdConfig(
+        tuple(Endpoint(host, port) for host, port in raw["endpoints"]),
+        Tls(*raw["tls"]) if raw["tls"] else None,
+        Credentials(*raw["login"]) if raw["login"] else None,
+        raw["request_timeout"],
+    )
+
+
+def config_raw(config: EtcdConfig) -> dict[str, Any]:
+    """A configuration for JSON, password included: for a pipe, never for a command line."""
+    tls, login = config.tls, config.credentials
+    return {
+        "endpoints": [(endpoint.host, endpoint.port) for endpoint in config.endpoints],
+        "tls": (*map(_absolute, (tls.ca, tls.cert, tls.key)), tls.server_name) if tls else None,
+        "login": (login.user, login.password) if login else None,
+        "request_timeout": config.request_timeout,
+    }
+
+
+def _absolute(path: str | None) -> str | None:
+    """The sentinel has a working directory of its own."""
+    return path and os.path.abspath(path)

@@ -1,0 +1,194 @@
+"""What Linux tells of another process: that it ended and how, whether it runs, and whether memory ran out.
+
+Linux tells without polling by a pidfd (https://man7.org/linux/man-pages/man2/pidfd_open.2.html). A pidfd means one
+process for ever, whoever gets the number afterwards.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+from pathlib import Path
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.pidfd import open_pidfd
+
+_GET_INFO: Final = 0xC040FF0B
+"""PIDFD_GET_INFO, the request of `ioctl` for a `struct pidfd_info` of 64 bytes (Linux 6.13, <linux/pidfd.h>)."""
+_INFO: Final = struct.Struct("=Q52xi")
+"""Of it: the mask of what is asked for, or was answered, and the exit status."""
+_WITH_EXIT: Final = 1 << 3
+"""PIDFD_INFO_EXIT in that mask (Linux 6.15). It is answered once the process has been waited for."""
+_STATE, _FLAGS, _STARTED, _EXIT_STATUS = 0, 6, 19, 49
+"""Fields of /proc/PID/stat, behind the name of the program."""
+_DOES_NOT_RUN: Final = frozenset("TtZXx")
+"""States there: stopped, traced, zombie, dead."""
+_IS_DEAD: Final = frozenset("ZXx")
+_EXITING: Final = 0x4
+"""PF_EXITING in the flags there (<linux/sched.h>)."""
+_LOOK_AGAIN: Final = 0.01
+"""Seconds between two looks where no pidfd tells."""
+_LOWEST: Final = 3
+"""The lowest number of a descriptor that is no standard stream, though this process has closed those."""
+_V1, _V2 = ("memory", "memory.oom_control"), ("", "memory.events")
+"""The controller that /proc/PID/cgroup names, and the file that counts kills there, with either version."""
+
+
+class WatchedProcess:
+    """This process's parent, which may have ended already.
+
+    Args:
+        pid: its number.
+        pidfd: a pidfd of it, which this process has inherited: readable when it has ended. None where there are none.
+    """
+
+    def __init__(self, pid: int, pidfd: int | None) -> None:
+        self.pid, self.pidfd = pid, pidfd
+        mine = _stat(os.getpid())
+        self._born = int(mine[_STARTED]) if mine is not None else None
+        self._oom_kills = _oom_kills(pid)
+
+    def runs(self) -> bool:
+        """Whether it exists and is not stopped. Where there is no /proc, only whether it exists."""
+        if os.getppid() != self.pid:  # somebody else may have its number
+            return False
+        fields = self._own_stat()
+        return fields is None or fields[_STATE] not in _DOES_NOT_RUN
+
+    def has_ended(self, timeout: float = 0) -> bool:
+        """Whether it has, or does within `timeout` seconds."""
+        if self.pidfd is not None:
+            return bool(select.select([self.pidfd], [], [], timeout)[0])
+        deadline = concurrency.now() + timeout
+        while os.getppid() == self.pid:
+            if concurrency.now() >= deadline:
+                return False
+            concurrency.sleep(_LOOK_AGAIN)
+        return True
+
+    def is_ending(self) -> bool:
+        """Whether it has no program any longer, though it has not ended yet: a driver may take long to let go of it.
+        For a process that has closed its files."""
+        return _is_over(self._own_stat())
+
+    def status(self) -> int | None:
+        """How it ended, as `os.wait` says it; None if that cannot be told. For a process that has ended, or is ending.
+
+        Until its parent has waited for it, /proc knows; afterwards its pidfd does, on a kernel of 2025 or later.
+        """
+        told = self._told_by_pidfd()
+        if told is None and (fields := self._own_stat()) is not None and _is_over(fields):
+            told = int(fields[_EXIT_STATUS])
+        return self._told_by_pidfd() if told is None else told  # it may have been waited for in between
+
+    def was_oom(self) -> bool:
+        """Whether the kernel has killed a process of its control group for lack of memory, since this was made."""
+        if self._oom_kills is None:
+            return False
+        now = _count(self._oom_kills[0])
+        return now is not None and now > self._oom_kills[1]
+
+    def cause(self, fate: str = "") -> str:
+        """One line: which process it was, and what became of it, unless that is known. For one that has ended."""
+        return f"{socket.gethostname()} (pid {self.pid}) {fate or fate_of(self.status(), self.was_oom())}"
+
+    def _own_stat(self) -> list[str] | None:
+        """What /proc says of it; None where it says nothing, or of another process with its number: that one is younger
+        than this process, and a parent is not."""
+        fields = _stat(self.pid)
+        is_older = fields is not None and self._born is not None and int(fields[_STARTED]) <= self._born
+        return fields if is_older else None
+
+    def _told_by_pidfd(self) -> int | None:
+        return None if self.pidfd is None else status_after_wait(self.pidfd)
+
+
+def own_pidfd() -> int | None:
+    """A pidfd of this process, to be inherited; None where there are none (a Linux before 5.3, gVisor)."""
+    try:
+        descriptor = open_pidfd(os.getpid())
+        if descriptor >= _LOWEST:
+            return descriptor
+        try:  # where a child's standard streams will be
+            return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _LOWEST)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+
+
+def status_after_wait(pidfd: int) -> int | None:
+    """How a process ended that somebody has waited for, as `os.wait` says it. None before, and on older kernels."""
+    info = bytearray(64)
+    _INFO.pack_into(info, 0, _WITH_EXIT, 0)
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, info)
+    except OSError:  # the kernel is older
+        return None
+    mask, status = _INFO.unpack_from(info)
+    return int(status) if mask & _WITH_EXIT else None
+
+
+def fate_of(status: int | None, was_oom: bool = False) -> str:
+    """What became of a process, in words.
+
+    Args:
+        status: how it ended, as `os.wait` says it; None if nobody could tell.
+        was_oom: the kernel killed a process of its control group for lack of memory, while it lived.
+    """
+    if status is None:
+        return "ended, and nobody could tell how"
+    number = status & 0x7F
+    if number == signal.SIGKILL and was_oom:
+        return "was killed by the kernel, since its control group had no memory left (OOM)"
+    if number:
+        return f"was killed by signal {number} ({_name(number)})"
+    return f"exited with code {status >> 8 & 0xFF}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return fields if len(fields) > _EXIT_STATUS else None
+
+
+def _is_over(fields: list[str] | None) -> bool:
+    return fields is not None and (fields[_STATE] in _IS_DEAD or bool(int(fields[_FLAGS]) & _EXITING))
+
+
+def _oom_kills(pid: int) -> tuple[Path, int] | None:
+    """Where the control group of a process counts such kills, and how many there were; None where it does not."""
+    try:
+        groups = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller, file in (_V1, _V2):
+            events = Path("/sys/fs/cgroup", controller, path.lstrip("/"), file)
+            if controller in controllers.split(",") and (count := _count(events)) is not None:
+                return events, count
+    return None
+
+
+def _count(events: Path) -> int | None:
+    try:
+        lines = events.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

@@ -1,0 +1,263 @@
+"""The sentinel: it buries a process that died, in every way to die, and disturbs nobody that lives."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from helpers import DEADLINE, eventually, freeze
+from victims import KILLED, LONG_TTL, PROGRAM, SHORT_TTL, Victim, a_process, runs
+
+import ftcoord
+from ftcoord.config import Credentials, EtcdConfig, Tls
+from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded.server import EtcdServer
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.orphans import MARK, end_all_with
+from ftcoord.primitives.sentinel import Sentinel
+from ftcoord.primitives.sentinel_orders import config_from, config_raw
+from ftcoord.primitives.watched_process import WatchedProcess, fate_of, own_pidfd
+
+
+@pytest.fixture
+def victim(etcd: EtcdServer, client: EtcdClient, prefix: str) -> Iterator[Victim]:
+    with a_process(etcd.get_endpoint(), client, prefix) as process:
+        yield process
+
+
+@pytest.mark.parametrize(
+    ("act", "fate"),
+    [
+        ("signal SIGKILL", KILLED),
+        ("signal SIGUSR1", "was killed by signal 10 (SIGUSR1)"),
+        ("exit 3", "exited with code 3"),
+        ("exit 0", "exited with code 0"),
+        ("group", KILLED),
+        ("session", KILLED),
+        ("daemon", "exited with code 0"),
+    ],
+)
+def test_a_death_is_told_with_its_cause(victim: Victim, act: str, fate: str) -> None:
+    victim.tell(act)
+    assert victim.await_end() == f"{os.uname().nodename} (pid {victim.pid}) {fate}"
+    victim.await_end_of(victim.sentinel)
+
+
+def test_signals_that_end_a_process_politely_are_not_meant_for_it(victim: Victim) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(victim.sentinel, number)
+    os.kill(victim.pid, signal.SIGTERM)
+    assert victim.await_end().endswith("was killed by signal 15 (SIGTERM)")
+
+
+def test_it_is_in_no_session_of_the_process_and_knows_no_secret_by_its_command_line(victim: Victim) -> None:
+    assert os.getsid(victim.sentinel) == victim.sentinel
+    line = Path(f"/proc/{victim.sentinel}/cmdline").read_bytes().split(b"\0")
+    assert line[1:4] == [b"-m", b"ftcoord.primitives.sentinel_main", b"%d" % victim.pid]
+    assert len(line) <= 6  # the number of a pidfd, and what is behind the last zero
+
+
+def test_forks_and_programs_of_the_process_leave_it_alone(victim: Victim) -> None:
+    assert victim.does("fork") == "done"
+    assert victim.does("child") == "done"
+    assert victim.does("pid") == str(victim.sentinel)
+    assert victim.lives()
+    os.kill(victim.pid, signal.SIGKILL)  # the forked child lives on
+    assert "SIGKILL" in victim.await_end()
+
+
+def test_a_process_that_becomes_another_program_has_left(victim: Victim) -> None:
+    victim.tell("exec")
+    assert "exec" in victim.await_end()
+    assert runs(victim.pid)
+
+
+def test_no_lease_left_no_sentinel_left(victim: Victim) -> None:
+    assert victim.does("close") == "done"
+    victim.await_end_of(victim.sentinel)
+    assert victim.does("pid") == "None"
+    assert victim.await_end() == ""
+
+
+def test_a_process_that_is_stuck_in_c_keeps_its_lease(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
+    ttl = 2 * SHORT_TTL  # where a crowded machine can renew in time
+    with a_process(etcd.get_endpoint(), client, prefix, ttl) as victim:
+        assert victim.does(f"hang {2.5 * ttl}") == "done"
+        assert victim.lives()
+
+
+def test_a_process_that_is_stopped_is_not_dead_but_keeps_no_lease(
+    etcd: EtcdServer, client: EtcdClient, prefix: str
+) -> None:
+    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL) as victim:
+        freeze(victim.pid)
+        assert victim.await_end() == ""
+        assert runs(victim.sentinel)
+
+
+def test_one_that_was_killed_is_replaced(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
+    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL) as victim:
+        os.kill(victim.sentinel, signal.SIGKILL)
+        other = victim.other_sentinel()
+        assert victim.lives()
+        os.kill(victim.pid, signal.SIGKILL)
+        assert "SIGKILL" in victim.await_end()
+        victim.await_end_of(other)
+
+
+def test_where_both_are_killed_the_lease_ends_by_time(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
+    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL) as victim:
+        freeze(victim.pid)
+        os.kill(victim.sentinel, signal.SIGKILL)
+        os.kill(victim.pid, signal.SIGKILL)
+        assert victim.await_end() == ""
+
+
+def test_it_can_be_switched_off(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
+    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL, FTCOORD_SENTINEL="0") as victim:
+        assert victim.sentinel == 0
+        os.kill(victim.pid, signal.SIGKILL)
+        assert victim.await_end() == ""
+
+
+def test_the_cause_arrives_though_the_leader_dies_with_the_process(cluster: EtcdCluster, prefix: str) -> None:
+    with EtcdClient(cluster.endpoints) as client, a_process(cluster.endpoints, client, prefix) as victim:
+        cluster.kill(cluster.leader())
+        os.kill(victim.pid, signal.SIGKILL)
+        assert "SIGKILL" in victim.await_end()
+
+
+def test_that_none_can_be_started_is_said_once(
+    client: EtcdClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    sentinel = Sentinel()
+    for _ in range(3):
+        sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
+    warnings = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "leases depend on this process alone" in warnings[0].message
+    assert sentinel.pid is None
+    sentinel.drop(1)
+
+
+def test_a_lease_that_rests_is_not_renewed_but_given_up(etcd: EtcdServer, client: EtcdClient) -> None:
+    sentinel = Sentinel()
+    lease = client.grant(SHORT_TTL)
+    client.put("/resting", b"", lease.id)
+    sentinel.keep(client.config, lease.id, lease.ttl, "/deaths")
+    sentinel.rest(lease.id)
+    eventually(lambda: client.get("/resting").one is None, "the lease has ended")
+    sentinel.drop(lease.id)
+    assert sentinel.pid is None
+
+
+def refused(_pid: int) -> int:
+    raise PermissionError(errno.EPERM, "by a seccomp filter")
+
+
+def test_without_pidfds_a_process_can_still_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert own_pidfd() is None
+    parent = WatchedProcess(os.getppid(), None)
+    assert parent.runs()
+    assert not parent.has_ended()
+
+
+def test_a_number_that_was_given_to_another_process_is_not_taken_for_it() -> None:
+    other = WatchedProcess(os.getpid(), None)  # which runs, and is not this one's parent
+    assert not other.runs()
+    assert other.has_ended()
+
+
+@pytest.mark.parametrize(
+    ("status", "was_oom", "fate"),
+    [
+        (9, True, "was killed by the kernel, since its control group had no memory left (OOM)"),
+        (15, True, "was killed by signal 15 (SIGTERM)"),
+        (7 << 8, False, "exited with code 7"),
+        (6 | 0x80, False, "was killed by signal 6 (SIGABRT)"),  # with a core dump
+        (40, False, "was killed by signal 40 (a real-time signal)"),
+        (None, False, "ended, and nobody could tell how"),
+    ],
+)
+def test_fates_in_words(status: int | None, was_oom: bool, fate: str) -> None:
+    assert fate_of(status, was_oom) == fate
+
+
+def test_a_password_and_a_name_for_each_file_reach_it_through_the_pipe() -> None:
+    """Its working directory is another, so relative paths would mean other files."""
+    config = EtcdConfig.load("https://h1:2379", env={}, user="a", password="secret")
+    ours = EtcdConfig(config.endpoints, Tls("ca.pem", None, None, None))
+    assert config_from(config_raw(config)) == config
+    assert config.credentials == Credentials("a", "secret")
+    assert config_raw(ours)["tls"][0] == os.path.abspath("ca.pem")
+
+
+def test_heartbeats_and_sessions_tell_who_died_of_what(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
+    run = prefix.strip("/")
+    where = f"{run!r}, 'h', {LONG_TTL}, etcd={etcd.get_endpoint()!r}"
+    program = f"import ftcoord; b = ftcoord.Heartbeat({where}).__enter__()"
+    wait = "from ftcoord.primitives.sentinel import Sentinel; from helpers import eventually"
+    more = "eventually(lambda: Sentinel.of_process().pid, ''); print('', flush=True); import time; time.sleep(600)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{wait}; {program}; {more}"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(PROGRAM).parent)},
+    )
+    try:
+        with ftcoord.watch_heartbeats(run, client) as watch:
+            assert next(watch).kind == "joined"
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.kill()
+            lost = next(watch)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (lost.kind, lost.reason) == ("lost", "died")
+    assert lost.cause.endswith(f"(pid {process.pid}) was killed by signal 9 (SIGKILL)")
+
+
+@pytest.mark.parametrize("pidfds", ["there", "refused", "unknown"])
+def test_orphans_are_ended_and_nobody_else(monkeypatch: pytest.MonkeyPatch, pidfds: str) -> None:
+    """One that ends when it is asked to, one that does not, a grandchild, and three that must live."""
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(''); time.sleep(600)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-uc', {stubborn!r}])"
+    ours, others = {MARK: "mark-1"}, {MARK: "mark-2"}
+    if pidfds == "refused":
+        monkeypatch.setattr(os, "pidfd_open", refused)
+    elif pidfds == "unknown":
+        monkeypatch.delattr(os, "pidfd_open")
+        monkeypatch.delattr(signal, "pidfd_send_signal")
+    with ExitStack() as ends:
+
+        def start(env: dict[str, str], *command: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}, start_new_session=True
+            )
+            ends.callback(process.communicate)
+            ends.callback(process.kill)
+            return process
+
+        dies = [start(ours, "sleep", "600"), start(ours, sys.executable, "-uc", stubborn)]
+        dies.append(start(ours, sys.executable, "-uc", parent))
+        lives = [start(others, "sleep", "600"), start({}, "sleep", "600"), start({MARK: ""}, "sleep", "600")]
+        for process in dies[1:]:
+            assert process.stdout is not None
+            process.stdout.readline()  # it, or its child, ignores SIGTERM from now on
+        assert end_all_with("mark-1", grace=0.2) == 4
+        assert [process.wait(DEADLINE) for process in dies[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
+        dies[2].wait(DEADLINE)
+        assert [process.poll() for process in lives] == [None] * 3
+
+
+def test_nobody_is_left_with_a_mark_that_nobody_has() -> None:
+    assert end_all_with("nobody has this one") == 0

@@ -1,0 +1,88 @@
+"""Workers that end are seen by what the kernel says of them, before their agent says anything."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from helpers import DEADLINE
+
+from ftcoord.primitives.orphans import MARK
+from ftcoord.rendezvous.orphans import MarkedChildren
+from ftcoord.rendezvous.workers import WorkerWatch
+
+UNTIL_TOLD = "import sys; sys.stdin.read(1); sys.exit(3)"
+
+
+@pytest.fixture
+def children() -> Iterator[MarkedChildren]:
+    marked = MarkedChildren()
+    yield marked
+    marked.close()
+
+
+@pytest.fixture
+def failed() -> queue.Queue[str]:
+    return queue.Queue()
+
+
+def worker(**options: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", UNTIL_TOLD], stdin=subprocess.PIPE, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_the_first_worker_that_fails_is_told_of(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+    first, second = worker(), worker()
+    watch = WorkerWatch(children.mark, failed.put)
+    second.kill()
+    assert failed.get(timeout=DEADLINE) == f"worker {second.pid} was killed by signal 9 (SIGKILL)"
+    assert second.wait(DEADLINE) == -signal.SIGKILL, "it was left for its parent to be waited for"
+    first.communicate(b".", timeout=DEADLINE)
+    watch.end()
+    assert failed.empty(), "one is enough"
+
+
+def test_workers_that_are_done_or_stopped_by_their_agent_have_not_failed(
+    children: MarkedChildren, failed: queue.Queue[str]
+) -> None:
+    stopped, fails = worker(), worker()
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    watch = WorkerWatch(children.mark, failed.put)
+    done.wait(DEADLINE)
+    stopped.terminate()
+    stopped.communicate(timeout=DEADLINE)
+    fails.kill()
+    assert failed.get(timeout=DEADLINE).startswith(f"worker {fails.pid} ")
+    fails.communicate(timeout=DEADLINE)
+    watch.end()
+
+
+def test_a_child_without_the_mark_is_no_worker(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+    other = worker(env={name: value for name, value in os.environ.items() if name != MARK})
+    ours = worker()
+    watch = WorkerWatch(children.mark, failed.put)
+    end(other)
+    ours.kill()
+    assert failed.get(timeout=DEADLINE).startswith(f"worker {ours.pid} ")
+    end(ours)
+    watch.end()
+
+
+def test_nobody_is_told_after_the_end(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    process = worker()
+    with_its_pipe = len(os.listdir("/proc/self/fd"))
+    WorkerWatch(children.mark, failed.put).end()
+    assert len(os.listdir("/proc/self/fd")) == with_its_pipe, "it leaves no file open"
+    end(process)
+    assert failed.empty()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,53 @@
+"""What this process keeps alive in etcd: its leases, by a thread, and by the sentinel beside it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import Final
+from weakref import WeakSet
+
+import pytest
+from helpers import DEADLINE, eventually
+
+from ftcoord import concurrency
+from ftcoord.primitives.sentinel import Sentinel
+from ftcoord.primitives.session import KeptLease, Renewer
+
+GIVE_UP: Final = 10.0
+"""Seconds that a renewal may take which is under way when its lease is given up."""
+_blamed = WeakSet[threading.Thread]()
+"""Threads that could not be ended: a test was blamed for each."""
+
+
+def check(timeout: float = DEADLINE) -> None:
+    """Fail if anything is kept alive for longer than `timeout` seconds. It is given up then: whoever asks next is not
+    blamed for it."""
+    try:
+        eventually(lambda: not _alive(), lambda: f"the end of {', '.join(_alive())}", timeout)
+    except pytest.fail.Exception:
+        with suppress(pytest.fail.Exception):
+            eventually(_gives_up, "nothing is kept alive any longer", GIVE_UP)
+        _blamed.update(_threads())
+        raise
+
+
+def _alive() -> list[str]:
+    said = [f"the keep-alive thread of {len(_leases())} leases"] if _threads() else []
+    sentinel = concurrency.of_process(Sentinel).pid
+    return [*said, *([f"the sentinel, process {sentinel}"] if sentinel is not None else [])]
+
+
+def _gives_up() -> bool:
+    for lease in _leases():
+        lease.stop()
+    return not _alive()
+
+
+def _threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "ftcoord-leases" and one not in _blamed]
+
+
+def _leases() -> list[KeptLease]:
+    """Those that are kept alive, but one that is renewed just now."""
+    return [entry.lease for entry in Renewer.of_process()._due.copy() if entry.lease is not None]

@@ -1,0 +1,197 @@
+"""What the sentinel does by itself, on a clock of the test's own and with an etcd that only notes what it is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
+from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost
+from ftcoord.etcd.api import Lease, Op
+from ftcoord.primitives import sentinel_main
+from ftcoord.primitives.sentinel_main import AGAIN_AFTER, CALL_TIMEOUT, HELP_AFTER, Sentinel
+from ftcoord.primitives.sentinel_orders import Order, config_raw
+from ftcoord.primitives.watched_process import WatchedProcess
+from ftcoord.testing import Scheduler
+
+TTL = 10.0
+COUNT = 50
+
+
+class Noting:
+    """Stands in for the client of etcd. `problem` is what each call fails with; one that etcd never answers takes its
+    time-out."""
+
+    made: Noting
+
+    def __init__(self, _config: EtcdConfig) -> None:
+        Noting.made = self
+        self.problem: EtcdError | None = None
+        self.told: list[tuple[str, int]] = []
+
+    def _tell(self, what: str, lease: int, timeout: float) -> None:
+        self.told.append((what, lease))
+        if isinstance(self.problem, EtcdUnavailable):
+            concurrency.sleep(timeout)
+        if self.problem is not None and not (what == "revoke" and isinstance(self.problem, EtcdNoSpace)):
+            raise self.problem
+
+    def renew(self, lease: int, *, timeout: float) -> int:
+        self._tell("renew", lease, timeout)
+        return int(TTL)
+
+    def revoke(self, lease: int, *, timeout: float) -> None:
+        self._tell("revoke", lease, timeout)
+
+    def grant(self, ttl: int, *, timeout: float) -> Lease:
+        self._tell("grant", ttl, timeout)
+        return Lease(1, ttl)
+
+    def txn(self, _compares: object, success: Sequence[Op], *, timeout: float) -> None:
+        self._tell("write", len(success), timeout)
+
+
+class Stub(WatchedProcess):
+    """A process that is stopped when the test says so."""
+
+    def __init__(self) -> None:
+        self.pid, self.pidfd, self.stopped = 1, None, False
+
+    def runs(self) -> bool:
+        return not self.stopped
+
+    def cause(self, fate: str = "") -> str:
+        return fate or "it died"
+
+
+@contextmanager
+def standing_by(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[tuple[Sentinel, Stub]]:
+    """One that was told of so many leases just now, in virtual time."""
+    monkeypatch.setattr(sentinel_main, "LeanClient", Noting)
+    process = Stub()
+    sentinel = Sentinel(process)
+    sentinel.obey(Order(etcd=0, config=config_raw(EtcdConfig.load("localhost:1", env={}))))
+    for lease in range(count):
+        sentinel.obey(Order(etcd=0, keep=lease, ttl=TTL, deaths="/d", rests=False))
+    yield sentinel, process
+
+
+def passes(sentinel: Sentinel) -> None:
+    """Let time pass until something is due, and do it."""
+    concurrency.sleep(max(sentinel.next_due() - concurrency.now(), 0))
+    sentinel.renew()
+
+
+def virtually(scenario: object) -> None:
+    Scheduler(0).run(scenario)  # type: ignore[arg-type]
+
+
+def test_it_renews_one_lease_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play() -> None:
+        with standing_by(monkeypatch, COUNT) as (sentinel, _):
+            began = concurrency.now()
+            for number in range(COUNT):
+                passes(sentinel)
+                assert len(Noting.made.told) == number + 1
+            assert {lease for _, lease in Noting.made.told} == {*range(COUNT)}
+            assert sentinel.next_due() == pytest.approx(began + 2 * TTL * HELP_AFTER, abs=0.1)
+
+    virtually(play)
+
+
+def test_an_etcd_that_hangs_takes_it_away_for_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many leases are due. In between it hears orders, and that the process has ended."""
+
+    def play() -> None:
+        with standing_by(monkeypatch, COUNT) as (sentinel, _):
+            Noting.made.problem = EtcdUnavailable("it hangs")
+            for number in range(5):
+                began = concurrency.now()
+                passes(sentinel)
+                assert len(Noting.made.told) == number + 1
+                assert number == 0 or concurrency.now() - began == pytest.approx(AGAIN_AFTER + CALL_TIMEOUT, abs=0.01)
+                assert sentinel.next_due() == pytest.approx(concurrency.now() + AGAIN_AFTER, abs=0.01)
+
+    virtually(play)
+
+
+def test_of_a_process_that_is_stopped_a_lease_is_renewed_once_and_later_not_even_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have been stopped just before it would have renewed: a stop of less than a TTL must not end the lease."""
+
+    def play() -> None:
+        with standing_by(monkeypatch) as (sentinel, process):
+            process.stopped = True
+            passes(sentinel)
+            assert Noting.made.told == [("renew", 0)]
+            renewed_at, looks = concurrency.now(), 0
+            while sentinel.next_due() < math.inf:
+                passes(sentinel)
+                looks += 1
+            assert concurrency.now() == pytest.approx(renewed_at + TTL, abs=AGAIN_AFTER)
+            assert looks <= TTL / AGAIN_AFTER
+            assert Noting.made.told == [("renew", 0)]
+            process.stopped = False
+            sentinel.obey(Order(etcd=0, keep=0, ttl=TTL, deaths="/d", rests=False))  # it renewed in time after all
+            passes(sentinel)
+            assert Noting.made.told == [("renew", 0)] * 2
+            process.stopped = True
+            passes(sentinel)
+            assert Noting.made.told == [("renew", 0)] * 3, "another stop"
+
+    virtually(play)
+
+
+def test_a_lease_that_is_lost_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play() -> None:
+        with standing_by(monkeypatch) as (sentinel, _):
+            Noting.made.problem = LeaseLost("gone")
+            passes(sentinel)
+            assert sentinel.next_due() == math.inf
+
+    virtually(play)
+
+
+def test_where_etcd_takes_no_cause_leases_are_given_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play() -> None:
+        with standing_by(monkeypatch, 2) as (sentinel, _):
+            Noting.made.problem = EtcdNoSpace("NOSPACE")
+            sentinel.bury()
+            assert [one for one in Noting.made.told if one[0] == "revoke"] == [("revoke", 0), ("revoke", 1)]
+            assert concurrency.now() < AGAIN_AFTER
+
+    virtually(play)
+
+
+def test_it_tries_to_bury_until_the_leases_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends the orphans after the first try: they hold what others wait for."""
+    ended: list[tuple[str, float]] = []
+    monkeypatch.setattr(sentinel_main, "end_all_with", lambda mark: ended.append((mark, concurrency.now())))
+
+    def play() -> None:
+        with standing_by(monkeypatch) as (sentinel, _):
+            sentinel.obey(Order(orphans="mark"))
+            Noting.made.problem = EtcdUnavailable("it is away")
+            sentinel.bury()
+            assert concurrency.now() == pytest.approx(TTL, abs=2)
+            assert ended == [("mark", pytest.approx(CALL_TIMEOUT, abs=0.01))]
+
+    virtually(play)
+
+
+def test_nobody_ends_the_orphans_of_a_process_that_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(sentinel_main, "end_all_with", ended.append)
+
+    def play() -> None:
+        with standing_by(monkeypatch) as (sentinel, _):
+            sentinel.obey(Order(orphans="mark"))
+            sentinel.bury("became another program")
+            assert ended == []
+
+    virtually(play)

@@ -1,0 +1,90 @@
+"""What Linux tells of a process, where its number was given again, and where it ends slowly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from ftcoord.primitives import watched_process
+from ftcoord.primitives.watched_process import WatchedProcess
+
+STATE, FLAGS, STARTED, EXIT_STATUS = 0, 6, 19, 49
+PF_EXITING = 4
+
+
+def stat(state: str = "S", flags: int = 0, started: int = 0, exit_status: int = 0) -> list[str]:
+    """What /proc/PID/stat says behind the name."""
+    fields = ["0"] * 50
+    fields[STATE], fields[FLAGS], fields[STARTED], fields[EXIT_STATUS] = (
+        state,
+        str(flags),
+        str(started),
+        str(exit_status),
+    )
+    return fields
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, fields: Sequence[str] | None, born: int = 100) -> WatchedProcess:
+    """This process's parent, of which /proc says that."""
+    told = {os.getpid(): stat(started=born), os.getppid(): fields}
+    monkeypatch.setattr(watched_process, "_stat", told.get)
+    return WatchedProcess(os.getppid(), None)
+
+
+@pytest.mark.parametrize("state", "RSD")
+def test_one_that_runs(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    process = watched(monkeypatch, stat(state))
+    assert process.runs()
+    assert not process.is_ending()
+    assert process.status() is None
+
+
+@pytest.mark.parametrize("state", "Tt")
+def test_one_that_is_stopped_or_traced_does_not_run_but_lives(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    process = watched(monkeypatch, stat(state, exit_status=19))
+    assert not process.runs()
+    assert not process.is_ending()
+    assert not process.has_ended()
+    assert process.status() is None
+
+
+def test_a_zombie_tells_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watched(monkeypatch, stat("Z", exit_status=9)).status() == 9
+
+
+def test_one_that_a_driver_does_not_let_go_of_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no program and no open files any longer, but its pidfd says nothing yet."""
+    process = watched(monkeypatch, stat("D", PF_EXITING | 0x400000, exit_status=9))
+    assert process.is_ending()
+    assert process.status() == 9
+
+
+def test_of_a_younger_process_with_its_number_nothing_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent is never younger than its child."""
+    process = watched(monkeypatch, stat("Z", started=101, exit_status=9))
+    assert process.status() is None
+    assert not process.is_ending()
+    same_tick = watched(monkeypatch, stat("Z", started=100, exit_status=9))
+    assert same_tick.status() == 9
+
+
+def test_a_real_process_that_is_younger_is_not_taken_for_the_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as younger:
+        process = WatchedProcess(younger.pid, None)
+        assert not process.runs()
+        assert process.has_ended()
+        assert process.status() is None
+
+
+def test_where_there_is_no_proc_it_is_only_known_whether_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_process, "_stat", lambda _pid: None)
+    process = WatchedProcess(os.getppid(), None)
+    assert process.runs()
+    assert not process.has_ended(0.05)
+    assert not process.is_ending()
+    assert process.status() is None
+    assert process.cause().endswith("ended, and nobody could tell how")
