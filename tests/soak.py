@@ -77,7 +77,7 @@ def lease_list(cluster: LocalCluster) -> dict[str, Any] | None:
         try:
             connection.request("POST", "/v3/lease/leases", "{}")
             answer: dict[str, Any] = json.loads(connection.getresponse().read())
-        except http.client.RemoteDisconnected:
+        except ConnectionError:
             return None
     return answer
 
