@@ -49,7 +49,9 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         lighthouse_addr: the job's address, `etcd://h1:2379,h2:2379/job?min_replicas=2`.
         connect_timeout: how long to look for etcd.
 
-    Raises RuntimeError when etcd is not found. It stops watching when nobody refers to it, or with `close()`.
+    Raises RuntimeError when etcd is not found. If the watch itself fails, `failure` says so, and a log line: until the
+    next quorum a collective may then wait for a dead replica until its time-out. It stops watching when nobody refers
+    to it, or with `close()`.
     """
 
     def __init__(
@@ -63,7 +65,15 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         """The quorum that it is configured for, until it is aborted. Guarded by _turn."""
         self._abortable: ProcessGroup = pg
         """What has the communicator. Guarded by _turn."""
-        self._watch = QuorumWatch(lighthouse_addr, connect_timeout, concurrency.weakly(self._note_loss))
+        self.failure: BaseException | None = None
+        """Why nobody watches over the quorum that this is configured for; None if it is watched. Written by the watch's
+        thread, and by `configure`."""
+        self._watch = QuorumWatch(
+            lighthouse_addr,
+            connect_timeout,
+            concurrency.weakly(self._note_loss),
+            concurrency.weakly(self._note_failure),
+        )
 
     def configure(
         self,
@@ -80,7 +90,7 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
             self._quorum_id = None
             super().configure(store_addr, replica_id, rank, world_size, quorum_id, *more, **named)
             self._abortable = _abortable(self.parent)
-            self._quorum_id = quorum_id
+            self._quorum_id, self.failure = quorum_id, None
         if quorum_id is not None:
             self._watch.follow(quorum_id)  # which tells also of those that were lost while it was configured
 
@@ -126,6 +136,19 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
             log.warning("%s", error)
             self.report_error(error)  # first: whoever wakes up by the abort finds it
             self._abortable.abort()
+
+    def _note_failure(self, quorum_id: int, error: BaseException) -> None:
+        """On the watch's thread. The training goes on: without a watch it waits as torchft does by itself."""
+        with self._turn:
+            if quorum_id != self._quorum_id:
+                return
+            self.failure = error
+        log.error(
+            "nobody watches over quorum %d any longer: %s; until the next quorum, a collective waits for a dead replica"
+            " until its own time-out",
+            quorum_id,
+            error,
+        )
 
 
 class _Released(Work):

@@ -86,6 +86,18 @@ class Seen:
         return all(isinstance(item, Began) for item in items)
 
 
+def open_files() -> set[tuple[str, str]]:
+    """The files that this process has open, by number and name.
+
+    Compare what is new: what earlier tests left open may be closed at any time.
+    """
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of this list
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
 def pem(kind: str) -> str:
     """A PEM file that looks whole, with nothing in it."""
     return f"-----BEGIN {kind}-----\n-----END {kind}-----\n"

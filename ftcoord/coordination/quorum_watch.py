@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import islice
@@ -18,22 +17,21 @@ from ftcoord.coordination.history import quorums
 from ftcoord.core.layout import member_of, members_span
 from ftcoord.core.losses import Loss, Losses
 from ftcoord.core.quorum_records import parse_replica
-from ftcoord.errors import ClientClosed, EtcdError, StateError
 from ftcoord.etcd.api import Etcd, Get
 from ftcoord.etcd.shared import SharedClient
-from ftcoord.log_once import LogOnce
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.feed import Feed
+from ftcoord.primitives.step_thread import StepThread
 
 log = logging.getLogger(__name__)
 
-RETRY_PAUSE: Final = 0.5
-"""Seconds until a step that failed is tried again."""
 LOOKED_BACK: Final = 100
 """Quorums among which one is looked for: a rank that asks for it is hardly ever behind the last one."""
 
 OnLost: TypeAlias = Callable[[int, str, str], object]
 """Called with a quorum's id, a replica id, and the cause, which may be empty."""
+OnFailed: TypeAlias = Callable[[int, BaseException], object]
+"""Called with the id of a quorum that nobody watches any longer, and the error that ended the watch over it."""
 
 
 class QuorumWatch(Closing):
@@ -48,16 +46,18 @@ class QuorumWatch(Closing):
         on_lost: called on a thread of this watch with the quorum's id, the replica id and the cause, when a member of
             the quorum is dead; or, with an empty cause, when it is gone and nobody of its name is back after a
             heartbeat time-out. May be called again for the same member.
+        on_failed: called on a thread of this watch when it fails by an error that nobody foresaw, which is logged, or
+            when its client is closed: nobody is told of this quorum's losses any more. The next `follow` begins anew.
 
     Raises TypeError and ValueError for bad arguments, and RuntimeError when etcd is not found in time. Nothing is told
     while etcd is away; what happened meanwhile is told when it is back. A watch that nobody refers to any longer ends
-    as with `close()`; `on_lost` must not refer to it.
+    as with `close()`; the callbacks must not refer to it.
     """
 
-    def __init__(self, addr: str, connect_timeout: timedelta, on_lost: OnLost) -> None:
+    def __init__(self, addr: str, connect_timeout: timedelta, on_lost: OnLost, on_failed: OnFailed) -> None:
         limit = checks.seconds("connect_timeout", connect_timeout)
         self._job, self._etcd = connect(checks.string("addr", addr), limit)
-        self._on_lost = on_lost
+        self._on_lost, self._on_failed = on_lost, on_failed  # never change
         self._lock = concurrency.lock("QuorumWatch._lock")  # guards the next two
         self._vigils: list[_Vigil] = []
         """The one that there is now, if there is one."""
@@ -67,11 +67,14 @@ class QuorumWatch(Closing):
         )
 
     def follow(self, quorum_id: int) -> None:
-        """Watch over this quorum from now on, and over no other. Does nothing once it is closed."""
+        """Watch over this quorum from now on, and over no other. Does nothing once it is closed.
+
+        Raises ThreadNotStarted: then it watches over the one before.
+        """
         with self._lock:
             before = self._vigils.copy()
             if not self._closed:
-                self._vigils[:] = [_Vigil(self._etcd, self._job, quorum_id, self._on_lost)]
+                self._vigils[:] = [_Vigil(self._etcd, self._job, quorum_id, self._on_lost, self._on_failed)]
         for vigil in before:
             vigil.close()
 
@@ -86,46 +89,25 @@ class QuorumWatch(Closing):
 class _Vigil:
     """The watch over one quorum; its thread ends with `close()`."""
 
-    def __init__(self, etcd: Etcd, job: Job, quorum_id: int, on_lost: OnLost) -> None:
+    def __init__(self, etcd: Etcd, job: Job, quorum_id: int, on_lost: OnLost, on_failed: OnFailed) -> None:
         self._etcd, self._job, self._quorum_id, self._on_lost = etcd, job, quorum_id, on_lost  # never change
-        self._closed = concurrency.event()
         self._feed = self._new_feed()  # replaced by the thread alone; `close()` wakes whichever there is
         # Only the thread:
         self._present: set[str] = set()
         self._losses: Losses | None = None
-        self._problem = LogOnce(log)
-        self._thread = concurrency.thread(self._run, "ftcoord-vigil")
+        self._thread = StepThread(
+            self._step,
+            f"ftcoord-vigil-{quorum_id}",
+            wake=lambda: self._feed.wake(),
+            end=lambda: self._feed.close(),
+            failed=lambda error: on_failed(quorum_id, error),
+        )
         self._thread.start()
 
     def close(self) -> None:
-        self._closed.set()
-        self._feed.wake()
-        if self._thread is not concurrency.current_thread():
-            concurrency.join(self._thread)
+        self._thread.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self._run_until_closed()
-        except ClientClosed as error:
-            log.debug("quorum %d is not watched any longer: %s", self._quorum_id, error)
-        finally:
-            self._feed.close()
-            if sys.exc_info()[1] is not None:
-                log.exception("the watch over quorum %d failed: nobody is told of who is lost", self._quorum_id)
-
-    def _run_until_closed(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._step()
-            except ClientClosed:
-                raise
-            except (EtcdError, StateError) as error:
-                self._problem.say(f"quorum {self._quorum_id} cannot be watched for now: {error}")
-                self._closed.wait(RETRY_PAUSE)
-            else:
-                self._problem.forget()
 
     def _step(self) -> None:
         if self._losses is None:
@@ -164,7 +146,7 @@ class _Vigil:
             self._tell(loss)
 
     def _tell(self, loss: Loss) -> None:
-        if not self._closed.is_set():
+        if not self._thread.closed:
             self._on_lost(self._quorum_id, loss.replica_id, loss.cause)
 
     def _seats(self) -> Mapping[str, str]:

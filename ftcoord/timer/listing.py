@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Final
@@ -14,17 +13,16 @@ from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import KEY_PREFIX, timers_span
 from ftcoord.core.timer_records import Timer, parse_timer
 from ftcoord.core.timers import TimerInfo, inform
-from ftcoord.errors import ClientClosed, ConfigError, EtcdError, EtcdUnavailable, StateError
+from ftcoord.errors import ConfigError, EtcdUnavailable, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.mirror import Change
+from ftcoord.primitives.step_thread import StepThread
 from ftcoord.timer.process import host_id
 
 log = logging.getLogger(__name__)
 
-SUBSCRIPTION_RETRY_PAUSE: Final = 0.5
-"""Seconds until a watch that failed is tried again."""
 SUBSCRIPTION_BEGIN_TIMEOUT: Final = 5.0
 """Seconds that etcd may take to begin a watch."""
 CLOSED_CHECK_INTERVAL: Final = 60.0
@@ -84,8 +82,7 @@ class _Reports:
         # `begin()`'s thread, and from its end on only our thread:
         self._feed = Feed(run.etcd, timers_span(run.prefix))
         self._reported: dict[str, int] = {}  # the token of the timer that was reported last, by key
-        self._closed = concurrency.event()
-        self._thread = concurrency.thread(self._run_reports, "ftcoord-expired")
+        self._thread = StepThread(self._step, "ftcoord-expired", self._feed.wake, self._feed.close, self._note_failure)
 
     def begin(self, timeout: float) -> None:
         deadline = concurrency.now() + timeout
@@ -98,39 +95,20 @@ class _Reports:
         self._thread.start()
 
     def close(self) -> None:
-        self._closed.set()
-        self._feed.wake()
-        if self._thread.ident is not None and self._thread is not concurrency.current_thread():
-            concurrency.join(self._thread)
-        self._feed.close()
+        self._thread.close()
+        self._feed.close()  # also if the thread was never started
         self._run.close()
 
-    def _run_reports(self) -> None:
-        try:
-            self._report_until_closed()
-        finally:
-            failure = sys.exc_info()[1]
-            if failure is not None:
-                self.failure = failure
-                log.exception("expired timers are not reported any longer: the thread failed; subscribe again")
+    def _step(self) -> None:
+        news = self._feed.next(CLOSED_CHECK_INTERVAL)
+        for change in news.changes if news else ():
+            timer = self._newly_expired(change)
+            if timer is not None and not self._thread.closed:
+                self._report(_inform(timer))
 
-    def _report_until_closed(self) -> None:
-        while not self._closed.is_set():
-            try:
-                news = self._feed.next(CLOSED_CHECK_INTERVAL)
-            except ClientClosed as error:
-                if not self._closed.is_set():
-                    self.failure = error
-                    log.error("expired timers are not reported any longer: %s", error)
-                return
-            except EtcdError as error:
-                log.debug("the timers cannot be watched for now: %s", error)
-                self._closed.wait(SUBSCRIPTION_RETRY_PAUSE)
-                continue
-            for change in news.changes if news else ():
-                timer = self._newly_expired(change)
-                if timer is not None and not self._closed.is_set():
-                    self._report(_inform(timer))
+    def _note_failure(self, error: BaseException) -> None:
+        self.failure = error
+        log.error("expired timers are not reported any longer: %s; subscribe again", error)
 
     def _newly_expired(self, change: Change) -> Timer | None:
         """The timer that expired with this change, unless it was reported already."""

@@ -6,6 +6,7 @@ import queue
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually
@@ -32,7 +33,9 @@ class World:
         self.processes = stack.enter_context(replica_processes(self.job, 3))
         self.pairs = managed(self.processes)
         self.told: queue.SimpleQueue[Told] = queue.SimpleQueue()
-        self.watch = stack.enter_context(QuorumWatch(self.job, LIMIT, lambda *told: self.told.put(told)))
+        self.failed: queue.SimpleQueue[tuple[int, BaseException]] = queue.SimpleQueue()
+        self.trouble: BaseException | None = None
+        self.watch = stack.enter_context(QuorumWatch(self.job, LIMIT, self._note, lambda *how: self.failed.put(how)))
         self.id, names = self.quorum()
         assert names == ["a", "b", "c"]
 
@@ -48,6 +51,11 @@ class World:
 
     def next(self) -> Told:
         return self.told.get(timeout=DEADLINE)
+
+    def _note(self, *told: Any) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+        self.told.put(told)
 
 
 MakeWorld = Callable[..., World]
@@ -100,6 +108,22 @@ def test_nothing_is_told_after_close(make_world: MakeWorld, client: EtcdClient) 
     world.kill(1)
     eventually(lambda: len(members(world, client)) == 2, "it is gone")
     assert world.told.empty()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watch_that_fails_tells_its_owner_and_the_next_quorum_is_watched(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.trouble = MemoryError("made by the test")
+    world.watch.follow(world.id)
+    world.kill(2)
+    assert world.failed.get(timeout=DEADLINE) == (world.id, world.trouble)
+    world.trouble = None
+    second, _ = world.quorum(step=1)
+    world.watch.follow(second)
+    world.kill(1)
+    assert world.next()[:2] == (second, "b")
+    world.watch.close()
+    assert world.failed.empty(), "closing is no failure"
 
 
 def test_who_is_gone_without_a_word_is_lost_after_a_heartbeat_timeout(

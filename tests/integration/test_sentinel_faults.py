@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from helpers import DEADLINE, eventually, freeze
+from helpers import DEADLINE, eventually, freeze, open_files
 from victims import KILLED, LONG_TTL, SHORT_TTL, Holder, Victim, a_process, runs, sentinels_of
 
 from ftcoord.config import EtcdConfig
@@ -265,13 +265,13 @@ def test_where_no_process_can_be_started(
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     sentinel = Sentinel()
     for lease in range(10):
         sentinel.keep(client.config, lease, LONG_TTL, "/deaths")
     assert (len(warnings(caplog)), sentinel.pid) == (1, None)
     assert os.strerror(error) in warnings(caplog)[0]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
     for lease in range(10):
         sentinel.drop(lease)
 

@@ -123,7 +123,7 @@ def test_an_informer_whose_client_is_closed_ends_and_tells(etcd: EtcdServer, pre
         informer = Informer(own, [Span(prefix)], lambda _: reported.set(), "ftcoord-test", failures.put)
         assert reported.wait(DEADLINE)
     assert isinstance(failures.get(timeout=DEADLINE), ClientClosed)
-    eventually(lambda: not informer._thread.is_alive(), "its end")
+    eventually(lambda: not informer._thread._thread.is_alive(), "its end")
 
 
 def test_an_informer_that_is_closed_tells_nothing(client: EtcdClient, prefix: str) -> None:
@@ -245,7 +245,7 @@ def test_a_subscription_says_what_ended_it(
         closed = on_expired(run, lambda info: None, own)
         assert closed.failure is None
     assert isinstance(eventually(lambda: closed.failure, "the end"), ClientClosed)
-    monkeypatch.setattr(_Reports, "_report_until_closed", fail)
+    monkeypatch.setattr(_Reports, "_step", fail)
     failed = on_expired(run, lambda info: None, client)
     assert isinstance(eventually(lambda: failed.failure, "the end"), MemoryError)
     for subscription in (closed, failed):
