@@ -26,6 +26,7 @@ from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.core.layout import config_key
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.session import Renewer
 from ftcoord.timer.listing import Subscription
 
 LONG = timedelta(seconds=60)
@@ -95,9 +96,10 @@ def heartbeat_watch(endpoint: str, run: str) -> object:
     watch = ftcoord.watch_heartbeats(run, endpoint)
     with ftcoord.Heartbeat(run, "somebody", TTL, etcd=endpoint):
         event = next(watch)
-    for thread in threading.enumerate():  # of the one that beat
-        if thread.name == "ftcoord-leases":
-            thread.join(LONG.total_seconds())
+    if not Renewer.of_process()._ttls:  # else the thread of the one that beat has others' leases too
+        for thread in threading.enumerate():
+            if thread.name == "ftcoord-leases":
+                thread.join(LONG.total_seconds())
     assert isinstance(event, HeartbeatEvent)
     return watch
 

@@ -2,7 +2,7 @@
 
 It says its lease and its sentinel's pid, and then does what comes in, a line each: a method, and its arguments.
 MOURNED_CLOSED names standard streams that it closes first, by their numbers, and MOURNED_GROUP a control group that it
-goes into; with MOURNED_NO_PIDFD there are no pidfds.
+goes into; with MOURNED_NO_PIDFD there are no pidfds. MOURNED_WAS names the members that it was, with blanks between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mourned:
 
     def _open(self) -> ftcoord.Session:
         _, deaths, ttl = self._given
-        return ftcoord.Session(self._client, int(ttl), deaths=deaths)
+        return ftcoord.Session(self._client, int(ttl), deaths=deaths, was=os.environ.get("MOURNED_WAS", "").split())
 
     def told(self) -> str:
         sentinel = self._sentinel

@@ -28,7 +28,7 @@ from helpers import eventually
 from lines import Lines
 from load import Guarded, Run, StoreLoad, Training
 
-from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.api import Get, KeyValue, Span
 
 PREFIX = "/ftcoord/v1/"
 TRAINING = "training"
@@ -67,7 +67,10 @@ def back_to(before: tuple[int, int]) -> bool:
 
 
 def leases(cluster: LocalCluster) -> int:
-    return len(eventually(lambda: lease_list(cluster), "etcd lists its leases").get("leases", ()))
+    """But for those under which the causes of deaths are remembered for an hour: a process that ends leaves one."""
+    found = eventually(lambda: lease_list(cluster), "etcd lists its leases").get("leases", ())
+    graves = {kv.lease for kv in below(cluster) if "/deaths/" in kv.key}
+    return sum(int(lease["ID"]) not in graves for lease in found)
 
 
 def lease_list(cluster: LocalCluster) -> dict[str, Any] | None:
@@ -82,9 +85,15 @@ def lease_list(cluster: LocalCluster) -> dict[str, Any] | None:
     return answer
 
 
-def keys(cluster: LocalCluster) -> int:
+def below(cluster: LocalCluster) -> list[KeyValue]:
+    """All keys of ftcoord's, without their values."""
     with client_of(cluster) as client:
-        found = client.range(Get(Span(PREFIX, is_prefix=True), keys_only=True), timeout=60).kvs
+        return list(client.range(Get(Span(PREFIX, is_prefix=True), keys_only=True), timeout=60).kvs)
+
+
+def keys(cluster: LocalCluster) -> int:
+    """But for what is remembered."""
+    found = below(cluster)
     remembered = {kv.lease for kv in found if kv.key.startswith(f"{PREFIX}{DROPPED}") and kv.key.endswith(KEPT)}
     return sum(not kv.key.startswith(f"{PREFIX}{TRAINING}/") and kv.lease not in remembered for kv in found)
 

@@ -180,8 +180,8 @@ class Observer:
                 continue
             # The watch of the decision may be ahead of that of the members, so a new member may only seem to be lost.
             if self._etcd.get(key).one is None:
-                self._reported_lost.add(seat.member)
                 cause = causes_of(self._etcd, self._prefix, [seat.member]).get(seat.member, "")
+                self._reported_lost.add(seat.member)  # only now: where etcd does not answer, this is called again
                 _call(self._on_lost, seat.request.replica_id, cause)
 
     def _report_config(self, config: Mapping[str, KeyValue]) -> None:

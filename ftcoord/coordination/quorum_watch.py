@@ -21,6 +21,7 @@ from ftcoord.etcd.api import Etcd, Get
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.feed import Feed
+from ftcoord.primitives.group.parse_cache import ParsedKeys
 from ftcoord.primitives.step_thread import StepThread
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class _Vigil:
         # Only the thread:
         self._present: set[str] = set()
         self._losses: Losses | None = None
+        self._replicas = ParsedKeys(parse_replica)
         self._thread = StepThread(
             self._step,
             f"ftcoord-vigil-{quorum_id}",
@@ -136,8 +138,9 @@ class _Vigil:
 
     def _judge(self, losses: Losses) -> None:
         found = self._etcd.range(Get(members_span(self._job.prefix))).kvs
-        names = {parse_replica(kv.key, kv.value).request.replica_id for kv in found}
-        lost, back = losses.judge(names, concurrency.now())
+        names = {one.request.replica_id for _, one in self._replicas.of(found)}
+        now = concurrency.now()
+        lost, back = losses.judge(names, causes_of(self._etcd, self._job.prefix, losses.over(now)), now)
         if back:  # under other member ids, which the feed does not know; and the next decision has them
             self._feed.close()
             self._feed, self._losses = self._new_feed(), None

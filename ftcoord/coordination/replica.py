@@ -140,9 +140,9 @@ class Replica:
         self._participant.nudge()
 
     def await_loss(self, timeout: float | None) -> None:
-        """Wait until its lease is lost or it left, `timeout` seconds at most."""
-        part = self._participant
-        part.wait_for(lambda: part.member is None or part.member.lost, timeout)
+        """Wait until it is no member, `timeout` seconds at most: its lease is lost, it left, or it could not come
+        back."""
+        self._participant.wait_for(lambda: not self._participant.joined, timeout)
 
     def leave(self, timeout: float) -> None:
         """Be gone at once. Idempotent; never raises for an etcd that is away for `timeout` seconds."""

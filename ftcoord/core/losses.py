@@ -53,8 +53,18 @@ class Losses:
         self._waited_for[member] = (replica_id, now + self._patience)
         return None
 
-    def judge(self, names: Collection[str], now: float) -> tuple[list[Loss], list[str]]:
-        """Of those whose time is over: who is lost, and who is back, since its name is among those of live members."""
-        over = [member for member, (_, until) in self._waited_for.items() if until <= now]
-        replicas = [self._waited_for.pop(member)[0] for member in over]
-        return [Loss(one, "") for one in replicas if one not in names], [one for one in replicas if one in names]
+    def over(self, now: float) -> list[str]:
+        """The members whose time is over, for `judge`."""
+        return [member for member, (_, until) in self._waited_for.items() if until <= now]
+
+    def judge(self, names: Collection[str], causes: Mapping[str, str], now: float) -> tuple[list[Loss], list[str]]:
+        """Of those whose time is over: who is lost, and who is back, since its name is among those of live members.
+
+        Args:
+            names: the replica ids of the live members.
+            causes: of those that died after they had come back under another lease, by member id.
+            now: monotonic seconds.
+        """
+        replicas = {member: self._waited_for.pop(member)[0] for member in self.over(now)}
+        lost = [Loss(one, causes.get(member, "")) for member, one in replicas.items() if one not in names]
+        return lost, [one for one in replicas.values() if one in names]

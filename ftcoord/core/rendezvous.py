@@ -218,7 +218,7 @@ class _RoundPoll:
     Args:
         asking: those that ask for a round, oldest first.
         busy: those that still have one to end.
-        leaving: the ids of those that are about to go, and why; they count as gone.
+        leaving: those that are about to go, by the member that has the seat, and why; they count as gone.
         held: the seats that others hold for those that had them, by the members that had them: their holders.
     """
 
@@ -253,7 +253,8 @@ def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
     for member in situation.members:
         ask = member.ask
         if ask.leaving:
-            leaving[member.id] = ask.leaving
+            is_holder = previous is not None and _holds_seat(member, previous)
+            leaving[ask.holds if is_holder else member.id] = ask.leaving
         elif newest[ask.node] is member and ask.limits == limits:
             in_lost_round = ask.seated > number  # who has not started it asks again when it hears that it is lost
             (busy if ask.holds or in_lost_round or ask.after < last.get(member.id, 0) else asking).append(member)
@@ -291,7 +292,8 @@ def may_reopen(closed: AnyRound, restart: Restart) -> bool:
 def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     seated = poll.seated
     running = [member for member in poll.busy if member.id in seated]
-    back = [member for member in poll.asking if member.id in seated]
+    # Also through another lease than its seat's: whoever asks for another round has ended this one.
+    back = [one for one in poll.asking if one.id in seated or one.ask.node in previous.nodes]
     new = len(poll.asking) - len(back)
     live = {member.id for member in (*running, *back)}
     gone = [seat for seat in previous.seats if poll.held.get(seat.member, seat.member) not in live]

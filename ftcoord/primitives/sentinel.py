@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -71,10 +71,10 @@ class Sentinel:
         process = self._process
         return process.pid if process else None
 
-    def keep(self, config: EtcdConfig, lease_id: int, ttl: float, deaths: str) -> None:
+    def keep(self, config: EtcdConfig, lease_id: int, ttl: float, deaths: str, was: Sequence[str] = ()) -> None:
         """Stand by a lease that was renewed just now, for `ttl` seconds. May be said again.
 
-        If this process dies the cause is written under `death_key(deaths, ...)`.
+        If this process dies the cause is written under `death_key(deaths, ...)`, and for the members that it `was`.
         """
         if not self._owner.is_current:
             return
@@ -84,7 +84,8 @@ class Sentinel:
             if number is None:
                 number = self._etcds[config] = len(self._etcds)
                 orders = [Order(etcd=number, config=config_raw(config))]
-            order = self._kept[lease_id] = Order(etcd=number, keep=lease_id, ttl=ttl, deaths=deaths, rests=False)
+            order = Order(etcd=number, keep=lease_id, ttl=ttl, deaths=deaths, was=was, rests=False)
+            self._kept[lease_id] = order
             if not self._send(*orders, order):
                 self._start()
 
@@ -257,18 +258,18 @@ def _environment() -> dict[str, str]:
 class SentinelFor:
     """The sentinel, as the leases of one etcd and one prefix need it: the `Bystander` of each."""
 
-    def __init__(self, sentinel: Sentinel, config: EtcdConfig, deaths: str) -> None:
-        self._sentinel, self._config, self._deaths = sentinel, config, deaths  # never change
+    def __init__(self, sentinel: Sentinel, config: EtcdConfig, deaths: str, was: Sequence[str]) -> None:
+        self._sentinel, self._config, self._deaths, self._was = sentinel, config, deaths, was  # never change
 
     @classmethod
-    def of(cls, config: EtcdConfig | None, deaths: str) -> SentinelFor | None:
+    def of(cls, config: EtcdConfig | None, deaths: str, was: Sequence[str]) -> SentinelFor | None:
         """None where sentinels are switched off, or no other process can reach that etcd."""
         sentinel = Sentinel.of_process() if config is not None else None
-        return None if sentinel is None or config is None else cls(sentinel, config, deaths)
+        return None if sentinel is None or config is None else cls(sentinel, config, deaths, was)
 
     def keep(self, lease_id: int, ttl: float) -> None:
         """It was renewed just now, for `ttl` seconds."""
-        self._sentinel.keep(self._config, lease_id, ttl, self._deaths)
+        self._sentinel.keep(self._config, lease_id, ttl, self._deaths, self._was)
 
     def rest(self, lease_id: int) -> None:
         """It is not to be renewed for now."""

@@ -52,12 +52,16 @@ EXEC: Final = "became another program (exec), or closed its pipe to the sentinel
 
 @dataclass(slots=True)
 class _Kept:
-    """A lease that the sentinel stands by; `due` is when it renews it, unless the process does before. `was_spared`:
-    it was renewed once since the process was found stopped."""
+    """A lease that the sentinel stands by, and the member ids `was` that its owner had before.
+
+    `due` is when it renews it, unless the process does before. `was_spared`: it was renewed once since the process was
+    found stopped.
+    """
 
     id: int
     etcd: int
     deaths: str
+    was: Sequence[str]
     times: LeaseTimes
     due: float
     was_spared: bool = False
@@ -84,7 +88,7 @@ class Sentinel:
         elif "keep" in order:
             lease, ttl = order["keep"], order["ttl"]
             due = inf if order["rests"] else now + ttl * HELP_AFTER
-            self._kept[lease] = _Kept(lease, order["etcd"], order["deaths"], LeaseTimes(now, ttl), due)
+            self._kept[lease] = _Kept(lease, order["etcd"], order["deaths"], order["was"], LeaseTimes(now, ttl), due)
         elif "orphans" in order:
             self._mark = order["orphans"]
         else:
@@ -154,9 +158,9 @@ class Sentinel:
 
     def _say(self, etcd: LeanClient, leases: Sequence[_Kept], value: bytes) -> None:
         grave = etcd.grant(REMEMBERED_FOR, timeout=CALL_TIMEOUT).id
-        for at in range(0, len(leases), DEATHS_AT_ONCE):
-            some = leases[at : at + DEATHS_AT_ONCE]
-            puts = [Put(death_key(one.deaths, member_id(one.id)), value, grave) for one in some]
+        keys = [death_key(one.deaths, name) for one in leases for name in (member_id(one.id), *one.was)]
+        for at in range(0, len(keys), DEATHS_AT_ONCE):
+            puts = [Put(key, value, grave) for key in keys[at : at + DEATHS_AT_ONCE]]
             etcd.txn((), puts, timeout=CALL_TIMEOUT)
 
 

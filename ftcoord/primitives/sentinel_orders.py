@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
@@ -15,9 +15,9 @@ class Order(TypedDict, total=False):
 
     Fields:
         etcd, config: the number of an etcd, and how to reach it; see `config_raw`.
-        etcd, keep, ttl, deaths, rests: a lease that was renewed just now, its TTL in seconds, the number of its etcd,
-            the prefix below which the cause is written if the process dies, and whether it is not to be renewed. May be
-            said again.
+        etcd, keep, ttl, deaths, was, rests: a lease that was renewed just now, its TTL in seconds, the number of its
+            etcd, the prefix below which the cause is written if the process dies, the member ids that it is written
+            under beside the lease's, and whether it is not to be renewed. May be said again.
         drop: a lease that needs the sentinel no longer.
         orphans: the mark of the processes to end if this one dies; empty for none.
     """
@@ -27,6 +27,7 @@ class Order(TypedDict, total=False):
     keep: int
     ttl: float
     deaths: str
+    was: Sequence[str]
     rests: bool
     drop: int
     orphans: str

@@ -7,7 +7,7 @@ import itertools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -346,6 +346,8 @@ class Session(Closing):
             interpreter is stuck. When this process dies it writes the cause below that prefix, where `cause_of_death`
             finds it, and revokes the lease at once. Where none can be started, and with FTCOORD_SENTINEL=0, the lease
             ends by time.
+        was: the ids of members that the owner was under leases which it has lost. Others may know it by one of them, so
+            the cause is written under these too.
 
     Raises:
         EtcdError: no lease could be had.
@@ -363,6 +365,7 @@ class Session(Closing):
         renewer: Renewer | None = None,
         *,
         deaths: str | None = None,
+        was: Sequence[str] = (),
     ) -> None:
         self._etcd = etcd
         self._owner = OwnerProcess("this session's lease belongs to the parent process")
@@ -373,7 +376,7 @@ class Session(Closing):
         self.ttl = lease.ttl
         with ExitStack() as undo:
             undo.callback(_give_back, etcd, lease.id)  # where no thread can be started
-            bystander = None if deaths is None else SentinelFor.of(etcd.config, deaths)
+            bystander = None if deaths is None else SentinelFor.of(etcd.config, deaths, was)
             self._kept = KeptLease(etcd, lease, sent_at, listener, renewer, bystander)
             undo.pop_all()
         # In the listener may be whoever has this session: then the renewer keeps both, until that one ends it.

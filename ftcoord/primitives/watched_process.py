@@ -24,7 +24,7 @@ _INFO: Final = struct.Struct("=Q52xi")
 """Of it: the mask of what is asked for, or was answered, and the exit status."""
 _WITH_EXIT: Final = 1 << 3
 """PIDFD_INFO_EXIT in that mask (Linux 6.15). It is answered once the process has been waited for."""
-_STATE, _FLAGS, _STARTED, _EXIT_STATUS = 0, 6, 19, 49
+_STATE, _FLAGS, _STARTED, _ENVIRONMENT, _EXIT_STATUS = 0, 6, 19, 47, 49
 """Fields of /proc/PID/stat, behind the name of the program."""
 _DOES_NOT_RUN: Final = frozenset("TtZXx")
 """States there: stopped, traced, zombie, dead."""
@@ -156,6 +156,13 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return "a real-time signal"
+
+
+def is_being_started(pid: int) -> bool:
+    """Whether a process has no environment yet: the kernel lets its parent go on before it has laid that out. So it
+    says of another user's process, too."""
+    fields = _stat(pid)
+    return fields is not None and not _is_over(fields) and fields[_ENVIRONMENT] == "0"
 
 
 def _stat(pid: int) -> list[str] | None:

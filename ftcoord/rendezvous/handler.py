@@ -258,8 +258,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         member = self._node.participant.member
         if member is None:  # another thread has shut this handler down just now
             raise RendezvousClosedError(SHUT_DOWN)
-        rank = round_.rank_of(member.id)
-        assert rank is not None
+        rank = self._node.rank
         if rank == 0 and self.use_agent_store:
             self._resources.tcp_store = reservation.serve()
         prefix = self._settings.prefix

@@ -94,6 +94,13 @@ class Node:
         """Who ends the run, if this node's workers do."""
         return Speaker(self.id, self.participant.ids)
 
+    @property
+    def rank(self) -> int:
+        """In the last round that it took part in: also after it lost the lease that it took its seat under."""
+        rank = self.round.rank_of(self._seat) if self.round is not None else None
+        assert rank is not None
+        return rank
+
     def ask(self, port: int) -> AnyRound | None:
         """The next round with a seat for this node, when all of it have taken theirs; None to be called again.
 
@@ -121,24 +128,27 @@ class Node:
         self._holder.end()
         member = self.participant.member
         lives = member is not None and member.entered and not member.lost
-        if lives and self.participant.withdraw(replace(self._new_ask(0), leaving=why), LOOK_TIMEOUT, for_all=True):
+        # Of the seat that it holds, if it holds one: the others know it by that.
+        ask = self._hold(self.round) if self.round is not None else self._new_ask(0)
+        if lives and self.participant.withdraw(replace(ask, leaving=why), LOOK_TIMEOUT, for_all=True):
             self._await_farewell()
         self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 
     def waiting(self) -> tuple[int, str]:
         """How many nodes wait for this one to come back to the rendezvous, and why. From memory; from any thread.
 
-        A node that has lost its lease returns to its seat meanwhile: that nobody else knows of it says nothing of its
-        workers.
+        A node that has lost its lease returns to its seat meanwhile, and so does one that etcd did not answer while it
+        did: that nobody else knows of it says nothing of its workers.
         """
         member, mine = self.participant.member, self.round
         if member is None or mine is None:
             return 0, ""
         count, reason = call_back(member.record, mine)
-        if count or not member.lost:
+        if count or (member.entered and not member.lost):
             return count, reason
-        if member.failure is not None:
-            return 1, str(member.failure)
+        failure = member.failure or self._holder.failure
+        if failure is not None:
+            return 1, str(failure)
         try:
             self._holder.begin(self._hold(mine))
         except ThreadNotStarted as error:
@@ -238,8 +248,11 @@ class Node:
             member = self.participant.member
             if member is None or member.lost:
                 return True
-            now = member.record
-            return now is None or bool(now.recalled or now.closed) or now.rank_of(member.id) is None
+            now, mine = member.record, self.round
+            has_seat = now is not None and (
+                now.rank_of(member.id) is not None or (mine is not None and is_same_round(now, mine))
+            )
+            return not has_seat or bool(now is None or now.recalled or now.closed)
 
         if self._settings.on_member_loss == "restart":  # else nobody does anything about it
             with self._changed:

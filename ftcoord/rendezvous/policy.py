@@ -116,8 +116,9 @@ class RendezvousPolicy:
         Read once of each: a sentinel says it before its member goes.
         """
         gone = previous.ranks.keys() - live if previous is not None and not previous.recalled else frozenset()
+        # Of one that was gone and came back to its seat, another cause counts when it is gone again.
+        self._gone = {member: cause for member, cause in self._gone.items() if member in gone}
         if not gone:
-            self._gone = {}
             return {}, now
         if not self._gone:
             self._gone_since = now

@@ -18,10 +18,14 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.pidfd import P_PIDFD, open_pidfd
 from ftcoord.primitives.orphans import bears
-from ftcoord.primitives.watched_process import fate_of, status_after_wait
+from ftcoord.primitives.watched_process import fate_of, is_being_started, status_after_wait
 
 _AGENTS_OWN: Final = frozenset({0, signal.SIGTERM})
 """How workers end that are done, or that their agent stops."""
+
+
+STARTS_WITHIN: Final = 0.25
+"""Seconds that the kernel may take for a child that was started just now; it takes less than a millisecond."""
 
 
 class WorkerWatch:
@@ -80,9 +84,16 @@ def _workers(mark: str) -> Iterator[tuple[int, int]]:
     may have hundreds of those.
     """
     for pid in map(int, Path("/proc/thread-self/children").read_text(encoding="ascii").split()):
+        _await_start(pid)
         with suppress(OSError):  # it has ended
             if bears(pid, mark):
                 yield open_pidfd(pid), pid
+
+
+def _await_start(pid: int) -> None:
+    deadline = concurrency.now() + STARTS_WITHIN
+    while is_being_started(pid) and concurrency.now() < deadline:
+        concurrency.sleep(0.001)  # nobody tells
 
 
 def _status(pidfd: int) -> int | None:

@@ -21,7 +21,9 @@ from replicas import replica_processes
 from ftcoord.coordination import LighthouseClient, Observer, Quorum, observer
 from ftcoord.coordination.address import parse_address
 from ftcoord.embedded.server import EtcdServer
+from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.deaths import causes_of
 
 LONG = timedelta(seconds=DEADLINE)
 
@@ -117,6 +119,24 @@ def test_a_member_that_leaves_is_reported_once_for_each_quorum(world: World) -> 
     assert world.reports.lost == ["b"], "nobody is lost in a quorum of members that live"
     world.clients[1].leave("b")
     eventually(lambda: world.reports.lost == ["b", "b"], "the member of a new quorum is reported again")
+
+
+def test_a_loss_is_reported_though_etcd_failed_while_its_cause_was_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica and etcd's leader die together."""
+    failures = [EtcdUnavailable("made by the test"), EtcdUnavailable("made by the test")]
+
+    def fails_twice(*args: Any) -> dict[str, str]:
+        if failures:
+            raise failures.pop()
+        return causes_of(*args)
+
+    monkeypatch.setattr(observer, "causes_of", fails_twice)
+    world.quorum("ab")
+    world.clients[1].leave("b")
+    eventually(lambda: world.reports.lost == ["b"], "the lost member is reported")
+    assert not failures, "this was no test"
 
 
 def test_a_replica_that_is_killed_is_reported_when_its_heartbeat_times_out(etcd: EtcdServer, prefix: str) -> None:

@@ -17,6 +17,7 @@ from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.quorum_watch import QuorumWatch
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.deaths import causes_of
 
 LIMIT = timedelta(seconds=DEADLINE)
 HOUR = 3_600_000
@@ -139,6 +140,21 @@ def test_who_is_gone_without_a_word_is_lost_after_a_heartbeat_timeout(
         process.resume()
 
 
+def test_what_nobody_can_read_hides_nobody(make_world: MakeWorld, client: EtcdClient) -> None:
+    """Somebody has put garbage below the job's members."""
+    world = make_world(SHORT)
+    members = f"{parse_address(world.job).prefix}/members"
+    client.put(f"{members}/{1:016x}", b"garbage")
+    client.put(f"{members}/hello", b"{}")
+    world.watch.follow(world.id)
+    process, _ = world.pairs[0]
+    process.stop()
+    try:
+        assert world.next() == (world.id, "a", "")
+    finally:
+        process.resume()
+
+
 def test_who_lost_its_lease_and_comes_back_is_not_lost_and_its_death_is_told(
     make_world: MakeWorld, client: EtcdClient
 ) -> None:
@@ -150,7 +166,10 @@ def test_who_lost_its_lease_and_comes_back_is_not_lost_and_its_death_is_told(
     eventually(lambda: len(members(world, client) - before) == 1, "it comes back under another lease")
     assert world.quorum(step=1) == (world.id, ["a", "b", "c"])
     world.kill(0)
-    assert world.next()[:2] == (world.id, "a")
+    *told, cause = world.next()
+    assert told == [world.id, "a"]
+    job = parse_address(world.job).prefix
+    assert causes_of(client, job, [first]) == {first: cause}, "who knows it by its first lease is told too"
 
 
 def test_what_happens_in_an_outage_of_etcd_is_told_afterwards(fragile: EtcdServer, prefix: str) -> None:

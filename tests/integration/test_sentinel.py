@@ -20,6 +20,7 @@ from ftcoord.config import Credentials, EtcdConfig, Tls
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.orphans import MARK, end_all_with
 from ftcoord.primitives.sentinel import Sentinel
 from ftcoord.primitives.sentinel_orders import config_from, config_raw
@@ -48,6 +49,15 @@ def test_a_death_is_told_with_its_cause(victim: Victim, act: str, fate: str) -> 
     victim.tell(act)
     assert victim.await_end() == f"{os.uname().nodename} (pid {victim.pid}) {fate}"
     victim.await_end_of(victim.sentinel)
+
+
+def test_a_death_is_told_of_all_members_that_the_process_was(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
+    """More of them than one transaction takes."""
+    members = [f"{number:016x}" for number in range(150)]
+    with a_process(etcd.get_endpoint(), client, prefix, MOURNED_WAS=" ".join(members)) as victim:
+        victim.tell("signal SIGKILL")
+        cause = victim.await_end()
+        assert causes_of(client, prefix, members) == dict.fromkeys(members, cause)
 
 
 def test_signals_that_end_a_process_politely_are_not_meant_for_it(victim: Victim) -> None:

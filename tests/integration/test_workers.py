@@ -14,7 +14,7 @@ from helpers import DEADLINE, open_files
 
 from ftcoord.primitives.orphans import MARK
 from ftcoord.rendezvous.orphans import MarkedChildren
-from ftcoord.rendezvous.workers import WorkerWatch
+from ftcoord.rendezvous.workers import WorkerWatch, _workers
 
 UNTIL_TOLD = "import sys; sys.stdin.read(1); sys.exit(3)"
 
@@ -75,6 +75,16 @@ def test_a_child_without_the_mark_is_no_worker(children: MarkedChildren, failed:
     assert failed.get(timeout=DEADLINE).startswith(f"worker {ours.pid} ")
     end(ours)
     watch.end()
+
+
+def test_a_worker_that_was_started_just_now_is_seen(children: MarkedChildren) -> None:
+    """Its parent goes on before the kernel has laid out its environment."""
+    for _ in range(100):
+        process = worker()
+        found = list(_workers(children.mark))
+        end(process)
+        assert [pid for _, pid in found] == [process.pid]
+        os.close(found[0][0])
 
 
 def test_nobody_is_told_after_the_end(children: MarkedChildren, failed: queue.Queue[str]) -> None:

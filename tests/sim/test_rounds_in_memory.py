@@ -17,14 +17,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from worlds import World, simulated
 
 from ftcoord import concurrency
-from ftcoord.core.layout import Span, decided_key, members_span, roll_span, rolls_span
+from ftcoord.core.death_records import Death, encode
+from ftcoord.core.layout import Span, death_key, decided_key, member_id, member_of, members_span, roll_span, rolls_span
+from ftcoord.core.rendezvous import RETURN_FACTOR
 from ftcoord.core.rendezvous_records import ROLLS, RollSizes, RoundHead, parse_decided
 from ftcoord.etcd.api import Delete, Get, Put
 from ftcoord.primitives.group import beside
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient, flaky
+from ftcoord.testing import DELIVERED, LOST_REQUEST, Call, Fate, MemoryClient, flaky
 from ftcoord.testing.keyspace import Transaction
 
 IN_TWOS: Final = RollSizes(inline=0, chunk=2)
@@ -89,6 +91,15 @@ class Agent(Machine):
     def lease(self) -> int:
         assert self.node is not None
         return self.node.participant.lease
+
+    def die(self, cause: str) -> None:
+        """As with a sentinel, which says why, of all members that this was, and gives the lease up."""
+        assert self.node is not None
+        ids, lease = self.node.participant.ids, self.lease()
+        self.crash()
+        death = encode(Death(cause, 0))
+        self.world.observer.txn((), [Put(death_key(PREFIX, member), death) for member in ids])
+        self.world.etcd.expire(lease)
 
 
 def agents(
@@ -246,6 +257,107 @@ def test_a_lost_lease_is_no_lost_node(world: World) -> None:
     crashed.crash()
     work_together(world, others, before[0].number)
     end(world, others)
+    check_rounds(group)
+
+
+def lose_leases(world: World, group: list[Agent]) -> list[Started]:
+    """Have all lose their leases, and come back to their seats; the round that they are in."""
+    before = work_together(world, group)
+    for lease in {agent.lease() for agent in group}:
+        world.etcd.expire(lease)
+    members = Get(members_span(PREFIX), keys_only=True)
+    world.until(
+        lambda: (
+            {member_of(kv.key) for kv in world.observer.range(members).kvs}
+            == {member_id(agent.lease()) for agent in group}
+        ),
+        "all are back",
+    )
+    world.sleep(1)
+    assert [agent.rounds[-1] for agent in group] == before, "somebody was called back"
+    return before
+
+
+def end_at_once(world: World, others: list[Agent], before: list[Started], why: str) -> None:
+    """Wait until the others are in another round, since the one before was recalled for that reason, and at once."""
+    began = concurrency.now()
+    world.until(lambda: all(agent.rounds[-1].number > before[0].number for agent in others), "another round")
+    settings = others[0].settings
+    assert concurrency.now() - began < settings.last_call_timeout * RETURN_FACTOR + 1, (
+        "nobody waited for a lease's time"
+    )
+    assert why in parse_decided(DECIDED, world.keys(DECIDED)[DECIDED]).before
+
+
+@simulated
+def test_who_dies_in_a_seat_that_it_came_back_to_is_dead_at_once_and_by_name(world: World) -> None:
+    group = agents(world, 3, (1, 3))
+    before = lose_leases(world, group)
+    dead, *others = random.sample(group, 3)
+    dead.die("host7 (pid 4711) was killed by signal 9 (SIGKILL)")
+    end_at_once(world, others, before, "host7 (pid 4711) was killed by signal 9 (SIGKILL)")
+    end(world, others)
+    check_rounds(group)
+
+
+@simulated
+def test_who_leaves_a_seat_that_it_came_back_to_is_gone_at_once(world: World) -> None:
+    group = agents(world, 3, (1, 3))
+    before = lose_leases(world, group)
+    left, *others = random.sample(group, 3)
+    left.stop.set()
+    end_at_once(world, others, before, "left (the test is over)")
+    end(world, others)
+    check_rounds(group)
+
+
+@simulated
+def test_whose_worker_fails_after_it_came_back_to_its_seat_has_the_round_recalled_at_once(world: World) -> None:
+    group = agents(world, 3, (1, 3))
+    before = lose_leases(world, group)
+    random.choice(group).worker_fails.set()
+    end_at_once(world, group, before, "came back for a new round")
+    end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_one_that_came_back_dies_while_another_has_still_to_come(world: World) -> None:
+    """What was known of it while it was gone for the first time is known no longer."""
+    group = agents(world, 4, (1, 4))
+    before = work_together(world, group)
+    late, dead, *others = random.sample(group, 4)
+    lease = dead.lease()
+    late.client.cut_off()
+    for agent in (late, dead):
+        world.etcd.expire(agent.lease())
+    world.etcd.expire(others[0].lease())  # so that most have gone in one moment
+    world.until(lambda: dead.node is not None and dead.node.participant.joined and dead.lease() != lease, "it is back")
+    world.sleep(0.5)
+    dead.die("host7 was killed")
+    end_at_once(world, others, before, "host7 was killed")
+    late.stop.set()
+    late.client.reconnect()
+    end(world, [late, *others])
+    check_rounds(group)
+
+
+@simulated
+def test_a_node_that_etcd_does_not_answer_on_its_way_back_is_not_forgotten(world: World) -> None:
+    """It has another lease, and no key under it: nobody else knows of it, and no event would reach it."""
+    blocked_until = -1.0
+
+    def lost(call: Call) -> Fate:
+        return LOST_REQUEST if call.method == "txn" and concurrency.now() < blocked_until else DELIVERED
+
+    unlucky, *others = group = [Agent(world, "unlucky", world.etcd.client(lost), (1, 3)), *agents(world, 2, (1, 3))]
+    before = work_together(world, group)
+    world.sleep(1)
+    blocked_until = concurrency.now() + 2 * unlucky.settings.request_timeout
+    world.etcd.expire(unlucky.lease())
+    after = work_together(world, others, before[0].number)
+    work_together(world, group, after[0].number)
+    end(world, group)
     check_rounds(group)
 
 

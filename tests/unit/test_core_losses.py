@@ -26,14 +26,14 @@ def test_the_dead_are_lost_at_once_and_once(losses: Losses) -> None:
     assert losses.note("2", "killed", 10.0) == Loss("b", "killed")
     assert losses.gone({"1", "3"}) == []
     assert losses.due == inf
-    assert losses.judge(set(), 100.0) == ([], [])
+    assert losses.judge(set(), {}, 100.0) == ([], [])
 
 
 def test_who_is_gone_without_a_word_is_lost_if_it_does_not_come_back_in_time(losses: Losses) -> None:
     assert [losses.note(member, "", at) for member, at in (("1", 10.0), ("2", 11.0), ("3", 12.0))] == [None] * 3
     assert losses.gone(set()) == []
     assert losses.due == 10.0 + PATIENCE
-    assert losses.judge({"b"}, 11.0 + PATIENCE) == ([Loss("a", "")], ["b"])
+    assert losses.judge({"b"}, {"1": "it was killed"}, 11.0 + PATIENCE) == ([Loss("a", "it was killed")], ["b"])
     assert losses.due == 12.0 + PATIENCE
-    assert losses.judge({"b"}, 12.0 + PATIENCE) == ([Loss("c", "")], [])
+    assert losses.judge({"b"}, {}, 12.0 + PATIENCE) == ([Loss("c", "")], [])
     assert losses.due == inf

@@ -794,6 +794,24 @@ def test_nobody_waits_for_one_of_whom_it_is_known(known: str) -> None:
     assert is_recall(verdict, previous, why)
 
 
+def test_nobody_waits_for_one_that_leaves_a_seat_which_it_held_through_another_lease() -> None:
+    previous = a_round("A B C")
+    leaving = replace(back_in_seat("B'"), ask=replace(back_in_seat("B'").ask, leaving="it failed"))
+    verdict = judge_lost([back_in_seat("A'"), leaving, back_in_seat("C'")], previous, ago=0.0)
+    assert is_recall(verdict, previous, "hostB left (it failed)")
+
+
+@pytest.mark.parametrize("others", ["A C", "A' C'"])
+def test_who_asks_for_another_round_through_another_lease_recalls_its_own_at_once(others: str) -> None:
+    """Its worker failed while etcd was away. Nobody waits for it to come back to the seat that it has given up."""
+    previous = a_round("A B C")
+    seated = [back_in_seat(name) if "'" in name else asks(name, seated=1) for name in others.split()]
+    verdict = judge_lost([*seated, asks("B'", 1)], previous, ago=0.0)
+    assert is_recall(verdict, previous, "hostB came back for a new round")
+    verdict = judge_lost([back_in_seat("B'"), *seated, asks("B*", 1)], previous, ago=0.0)
+    assert is_recall(verdict, previous, "hostB came back for a new round"), "its lease before lives still"
+
+
 @pytest.mark.parametrize(
     "pretender",
     [

@@ -12,19 +12,16 @@ import pytest
 from ftcoord.primitives import watched_process
 from ftcoord.primitives.watched_process import WatchedProcess
 
-STATE, FLAGS, STARTED, EXIT_STATUS = 0, 6, 19, 49
+STATE, FLAGS, STARTED, ENVIRONMENT, EXIT_STATUS = 0, 6, 19, 47, 49
 PF_EXITING = 4
 
 
-def stat(state: str = "S", flags: int = 0, started: int = 0, exit_status: int = 0) -> list[str]:
+def stat(state: str = "S", flags: int = 0, started: int = 0, exit_status: int = 0, environment: int = 0) -> list[str]:
     """What /proc/PID/stat says behind the name."""
     fields = ["0"] * 50
-    fields[STATE], fields[FLAGS], fields[STARTED], fields[EXIT_STATUS] = (
-        state,
-        str(flags),
-        str(started),
-        str(exit_status),
-    )
+    fields[STATE] = state
+    for at, number in ((FLAGS, flags), (STARTED, started), (EXIT_STATUS, exit_status), (ENVIRONMENT, environment)):
+        fields[at] = str(number)
     return fields
 
 
@@ -33,6 +30,17 @@ def watched(monkeypatch: pytest.MonkeyPatch, fields: Sequence[str] | None, born:
     told = {os.getpid(): stat(started=born), os.getppid(): fields}
     monkeypatch.setattr(watched_process, "_stat", told.get)
     return WatchedProcess(os.getppid(), None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_being_started"),
+    [(stat("R"), True), (stat("Z"), False), (stat("R", environment=140721663183115), False), (None, False)],
+)
+def test_one_that_has_no_environment_yet(
+    monkeypatch: pytest.MonkeyPatch, fields: Sequence[str] | None, is_being_started: bool
+) -> None:
+    monkeypatch.setattr(watched_process, "_stat", lambda pid: fields)
+    assert watched_process.is_being_started(os.getppid()) is is_being_started
 
 
 @pytest.mark.parametrize("state", "RSD")

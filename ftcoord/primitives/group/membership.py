@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from ftcoord import concurrency
@@ -36,6 +36,7 @@ class Membership(Generic[R]):
         timeout: seconds for each request.
         has_roster: see `Group`.
         dies_with_process: see `ParticipantOptions`.
+        was: the ids of the participant's incarnations before; see `Session`.
         lost: called when etcd says that the lease is lost, on the keep-alive thread; must not block.
 
     Raises EtcdError when it can have no lease or no watch, and ThreadNotStarted when none can renew the lease.
@@ -54,6 +55,7 @@ class Membership(Generic[R]):
         timeout: float,
         has_roster: bool = False,
         dies_with_process: bool = True,
+        was: Sequence[str] = (),
         lost: Callable[[], object] = lambda: None,
     ) -> None:
         self.record: R | None = None
@@ -69,7 +71,7 @@ class Membership(Generic[R]):
         self.lost = False
         self._etcd, self._parse, self._changed, self._timeout = etcd, parse, changed, timeout  # never change
         self._on_lost = lost  # never changes
-        self.session = Session(etcd, ttl, self._on_state, deaths=prefix if dies_with_process else None)
+        self.session = Session(etcd, ttl, self._on_state, deaths=prefix if dies_with_process else None, was=was)
         self.group = Group(
             etcd,
             self.session,

@@ -30,6 +30,9 @@ SHORTEST_WRITE: Final = 0.05
 """Seconds that a write may take in any case, however little time is left."""
 KEY_CHECK_INTERVAL: Final = 10.0
 """Seconds between two looks of a member that waits at whether its key is still there."""
+MOURNED_AS: Final = 20
+"""Incarnations under whose ids the cause of a death is written, the last ones: others may know it by the seat that it
+took as one of them."""
 _REPEATED: Final = (*UNANSWERED, LeaseLost)
 
 
@@ -368,6 +371,7 @@ class Participant(Generic[R, A]):
             timeout=options.request_timeout,
             has_roster=use.has_roster,
             dies_with_process=options.dies_with_process,
+            was=self.ids[-MOURNED_AS:],
             lost=self._lost,
         )
         with self._changed:
