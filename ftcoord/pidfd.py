@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
+import select
 import signal
 import sys
 from typing import Final
@@ -32,6 +34,13 @@ def send(pidfd: int, number: int) -> None:
         signal.pidfd_send_signal(pidfd, number)
     else:
         _call(_SEND, pidfd, number, 0, 0)
+
+
+def has_ended(pidfd: int, timeout: float = 0) -> bool:
+    """Whether its process has ended, or does within `timeout` seconds."""
+    waits = select.poll()  # `select.select` takes no number from 1024 on, and a process may have more files than that
+    waits.register(pidfd, select.POLLIN)
+    return bool(waits.poll(math.ceil(1000 * timeout)))
 
 
 def _call(number: int, *arguments: int) -> int:

@@ -76,7 +76,7 @@ class _Orphan:
     def runs(self) -> bool:
         if self.pidfd is None:
             return self.bears_it()  # who has ended has no environment
-        return not select.select([self.pidfd], [], [], 0)[0]
+        return not pidfd.has_ended(self.pidfd)
 
     def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):  # it has ended, or has become another user's

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import signal
 import socket
 import struct
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.pidfd import has_ended as pidfd_has_ended
 from ftcoord.pidfd import open_pidfd
 
 _GET_INFO: Final = 0xC040FF0B
@@ -63,7 +63,7 @@ class WatchedProcess:
     def has_ended(self, timeout: float = 0) -> bool:
         """Whether it has, or does within `timeout` seconds."""
         if self.pidfd is not None:
-            return bool(select.select([self.pidfd], [], [], timeout)[0])
+            return pidfd_has_ended(self.pidfd, timeout)
         deadline = concurrency.now() + timeout
         while os.getppid() == self.pid:
             if concurrency.now() >= deadline:
