@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
@@ -17,8 +16,9 @@ from typing import Final
 import ftcoord
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
-from ftcoord.fork import OwnerProcess, hide, unhide
+from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
+from ftcoord.primitives.sentinel_pipe import SentinelPipe
 from ftcoord.primitives.watched_process import own_pidfd
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,6 @@ PROGRAM: Final = "ftcoord.primitives.sentinel_main"
 PAUSES: Final = (1.0, 300.0)
 """Seconds from the start of a process that fails to that of the next one: at first, and at most. Twice as long each
 time: where none can run, each of many leases would start one with each renewal."""
-HANGS_AFTER: Final = 10.0
-"""Seconds for which a process may read nothing of what it is told."""
-LARGE_PIPE: Final = 1 << 20
-"""Bytes that the pipe holds if it must: what is told of some thousand leases."""
 ENDS_WITHIN: Final = 1.0
 """Seconds that a process may take to end that is killed. One that hangs in the kernel must not hold up the renewals."""
 _OUR_VARIABLES: Final = ("FTCOORD_", "ETCDCTL_")
@@ -50,7 +46,7 @@ class Sentinel:
 
     def __init__(self) -> None:
         self._owner = OwnerProcess("this sentinel belongs to the parent process")
-        # Guards all below. Held while the process is started and written to: a pipe that is not waited for.
+        # Guards all below. Held while the process is started and told: that waits for nobody.
         self._lock = concurrency.lock("Sentinel._lock")
         self._etcds: dict[EtcdConfig, int] = {}
         self._kept: dict[int, Order] = {}  # the order that told of each lease
@@ -180,9 +176,9 @@ class _Process:
             raise OSError("this program is no Python that runs modules")
         paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
         with ExitStack() as ends, ExitStack() as undo:
-            reader, self._pipe = os.pipe()
-            ends.callback(os.close, reader)
-            undo.callback(os.close, self._pipe)
+            self._pipe = SentinelPipe()
+            ends.callback(self._pipe.close_reader)
+            undo.callback(self._pipe.close)
             pidfd = own_pidfd()
             descriptors = () if pidfd is None else (pidfd,)
             for descriptor in descriptors:
@@ -194,7 +190,7 @@ class _Process:
             )
             self._process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAM, *map(str, (parent, *descriptors))],
-                stdin=reader,
+                stdin=self._pipe.reader,
                 stdout=subprocess.DEVNULL,
                 cwd="/",
                 env={**_environment(), "PYTHONPATH": os.pathsep.join(paths)},
@@ -202,49 +198,14 @@ class _Process:
                 pass_fds=descriptors,
             )
             undo.pop_all()
-        os.set_blocking(self._pipe, False)
-        hide(self._pipe)
-        self.pid, self._identity = self._process.pid, _identity(self._pipe)  # never change
-        self._unread, self._read_at = b"", concurrency.now()
-
-    def tell(self, text: bytes) -> None:
-        """Without waiting: what the pipe does not hold goes with what is told next.
-
-        Raises OSError when the process has ended, or reads nothing for long, and when the pipe was closed by others.
-        """
-        if _identity(self._pipe) != self._identity:
-            raise OSError("somebody has closed a file that is not his: the pipe to the sentinel")
-        self._unread += text
-        self._write()
-        if self._unread:
-            with suppress(OSError):  # the user has many of them
-                fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, LARGE_PIPE)
-            self._write()
-        if self._unread and concurrency.now() > self._read_at + HANGS_AFTER:
-            raise TimeoutError("it does not read what it is told")
+        self.pid, self.tell = self._process.pid, self._pipe.tell  # never change
 
     def end(self) -> None:
         """It holds nothing that must be given back."""
         self._process.kill()
-        unhide(self._pipe)
-        if _identity(self._pipe) == self._identity:
-            os.close(self._pipe)
+        self._pipe.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_WITHIN)
-
-    def _write(self) -> None:
-        with suppress(BlockingIOError):
-            taken = os.write(self._pipe, self._unread)
-            self._unread, self._read_at = self._unread[taken:], concurrency.now()
-
-
-def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Which file it stands for; None for none."""
-    try:
-        found = os.fstat(descriptor)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _environment() -> dict[str, str]:

@@ -26,6 +26,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives import sentinel as owner
+from ftcoord.primitives import sentinel_pipe
 from ftcoord.primitives.sentinel import Sentinel
 
 TTL = 5
@@ -322,7 +323,7 @@ def test_one_that_fails_again_and_again_is_not_started_with_each_renewal(
 def test_one_that_reads_nothing_is_replaced_and_nobody_waits_for_it(
     client: EtcdClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(owner, "HANGS_AFTER", 0.1)
+    monkeypatch.setattr(sentinel_pipe, "HANGS_AFTER", 0.1)
     with interpreter(monkeypatch, tmp_path / "python", "exec sleep 600") as sentinel:
         sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
         first = sentinel.pid
@@ -367,15 +368,16 @@ def test_what_it_is_told_never_lands_in_a_file_of_somebody_else(
         sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
         process = sentinel._process
         assert process is not None
-        os.dup2(mine.fileno(), process._pipe)
+        number = process._pipe._ours
+        os.dup2(mine.fileno(), number)
 
         def another_one() -> bool:
             sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
             return sentinel.pid not in (None, process.pid)
 
         eventually(another_one, "there is another one")
-        os.fstat(process._pipe)  # it is not closed
-        os.close(process._pipe)
+        os.fstat(number)  # it is not closed
+        os.close(number)
         assert mine.read() == ""
     assert "not his" in warnings(caplog)[0]
 

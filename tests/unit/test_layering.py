@@ -41,7 +41,7 @@ FLOORS = (
     "embedded.process",
     "embedded.member",
     "embedded.server embedded.cluster",
-    "primitives.sentinel_orders primitives.watched_process primitives.orphans",
+    "primitives.sentinel_orders primitives.sentinel_pipe primitives.watched_process primitives.orphans",
     "primitives.sentinel primitives.sentinel_main",
     "primitives.session primitives.mirror primitives.write_once",
     "primitives.deaths primitives.feed primitives.step_thread primitives.exactly_once primitives.leased_keys",

@@ -1,0 +1,91 @@
+"""What a process tells its sentinel through: whoever reads it, and if nobody does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from helpers import open_files
+
+from ftcoord.primitives.sentinel_pipe import SentinelPipe
+
+TELLS_A_DEAD_ONE = """
+import signal
+from ftcoord.primitives.sentinel_pipe import SentinelPipe
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+pipe = SentinelPipe()
+pipe.close_reader()
+try:
+    pipe.tell(b"x")
+except OSError:
+    print("lives")
+"""
+LARGE = b"." * (1 << 23)
+
+
+@pytest.fixture
+def pipe() -> Iterator[SentinelPipe]:
+    made = SentinelPipe()
+    yield made
+    with suppress(OSError):
+        made.close_reader()
+    made.close()
+
+
+def test_what_is_told_is_read(pipe: SentinelPipe) -> None:
+    pipe.tell(b"one\n")
+    pipe.tell(b"two\n")
+    assert os.read(pipe.reader, 100) == b"one\ntwo\n"
+
+
+def test_what_there_is_no_room_for_goes_with_what_is_told_next(pipe: SentinelPipe) -> None:
+    pipe.tell(LARGE)
+    read = os.read(pipe.reader, len(LARGE))
+    assert len(read) < len(LARGE)
+    while len(read) <= len(LARGE):
+        pipe.tell(b"" if len(read) < len(LARGE) else b"!")
+        read += os.read(pipe.reader, len(LARGE))
+    assert read == LARGE + b"!"
+
+
+def test_a_reader_that_was_killed_kills_no_program_that_dies_of_sigpipe() -> None:
+    """As one does that wants to end with `head`."""
+    done = subprocess.run([sys.executable, "-c", TELLS_A_DEAD_ONE], stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "lives\n")
+
+
+def test_a_file_that_got_its_number_is_neither_written_nor_closed(pipe: SentinelPipe) -> None:
+    reader, writer = os.pipe()
+    os.dup2(writer, pipe._ours)
+    with pytest.raises(OSError, match="not his"):
+        pipe.tell(b"secret")
+    pipe.close()
+    os.close(pipe._ours)  # raises OSError if it was closed
+    os.close(writer)
+    assert os.read(reader, 100) == b""
+    os.close(reader)
+
+
+def test_it_leaves_no_file_open() -> None:
+    before = open_files()
+    pipe = SentinelPipe()
+    pipe.close_reader()
+    pipe.close()
+    assert not open_files() - before
+
+
+def test_a_forked_child_does_not_keep_it_open(pipe: SentinelPipe) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        pipe.close()
+        assert os.read(pipe.reader, 1) == b""
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
