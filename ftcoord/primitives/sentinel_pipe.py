@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
+import termios
 from contextlib import suppress
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.fork import hide, unhide
 
-HANGS_AFTER: Final = 10.0
-"""Seconds for which a process may read nothing of what it is told."""
+HANGS_AFTER: Final = 30.0
+"""Seconds for which nothing may be read of what was told. To start takes as long on a machine that starves."""
 LARGE: Final = 1 << 20
 """Bytes that may wait for the reader, as far as the system allows: what is told of some thousand leases."""
 _NO_HARM: Final[int] = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 """Where nobody reads any longer a write sends SIGPIPE: that ends a program which does not ignore it, as Python does."""
+_INT: Final = struct.Struct("i")
 
 
 class SentinelPipe:
@@ -31,7 +35,8 @@ class SentinelPipe:
         self._ours, self._reader = ours.detach(), reader.detach()  # never change
         hide(self._ours)
         self._identity = _identity(self._ours)  # never changes
-        self._unsent, self._sent_at = b"", concurrency.now()
+        self._unsent, self._left = b"", 0  # what there was no room for, and what nobody had read when it was told last
+        self._hangs_since: float | None = None  # when it was first seen that nothing was read
 
     @property
     def reader(self) -> int:
@@ -45,16 +50,33 @@ class SentinelPipe:
     def tell(self, text: bytes) -> None:
         """Without waiting: what there is no room for goes with what is told next.
 
-        Raises OSError when nobody can read any longer, or nothing was read for long, and when others have closed this.
+        Raises OSError when nobody can read any longer, and when others have closed this. Raises TimeoutError when it is
+        seen that nothing was read of what was told, for `HANGS_AFTER` seconds: whoever tells seldom sees it late.
         """
         if not self._is_ours():
             raise OSError("somebody has closed a file that is not his: the pipe to the sentinel")
+        self._see_what_was_read()
         self._unsent += text
         with suppress(BlockingIOError):
             self._unsent = self._unsent[self._send(self._unsent) :]
-            self._sent_at = concurrency.now()
-        if self._unsent and concurrency.now() > self._sent_at + HANGS_AFTER:
+        self._left = self._unread()
+
+    def _see_what_was_read(self) -> None:
+        left = self._unread()
+        if left == 0 or left < self._left:
+            self._hangs_since = None
+        elif self._hangs_since is None:  # it counts from here: this process may have been stopped, and the reader too
+            self._hangs_since = concurrency.now()
+        elif concurrency.now() > self._hangs_since + HANGS_AFTER:
             raise TimeoutError("it does not read what it is told")
+
+    def _unread(self) -> int:
+        """How much was told and not read: at least as many bytes, and 0 only for none. Where the kernel does not say
+        it, what there was no room for."""
+        with suppress(OSError):
+            (sent,) = _INT.unpack(fcntl.ioctl(self._ours, termios.TIOCOUTQ, bytes(_INT.size)))
+            return int(sent) + len(self._unsent)
+        return len(self._unsent)
 
     def close(self) -> None:
         """Once; this end of it. A file of somebody else that has its number now stays open."""

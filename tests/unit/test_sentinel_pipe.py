@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
 from helpers import open_files
 
-from ftcoord.primitives.sentinel_pipe import SentinelPipe
+from ftcoord import concurrency
+from ftcoord.primitives.sentinel_pipe import HANGS_AFTER, SentinelPipe
+from ftcoord.testing import Scheduler
 
 TELLS_A_DEAD_ONE = """
 import signal
+from ftcoord import concurrency
 from ftcoord.primitives.sentinel_pipe import SentinelPipe
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 pipe = SentinelPipe()
@@ -26,6 +31,9 @@ except OSError:
     print("lives")
 """
 LARGE = b"." * (1 << 23)
+SMALL = b"." * 100
+BETWEEN = HANGS_AFTER / 8
+"""Seconds: some of them are as long as nobody may read nothing."""
 
 
 @pytest.fixture
@@ -51,6 +59,64 @@ def test_what_there_is_no_room_for_goes_with_what_is_told_next(pipe: SentinelPip
         pipe.tell(b"" if len(read) < len(LARGE) else b"!")
         read += os.read(pipe.reader, len(LARGE))
     assert read == LARGE + b"!"
+
+
+def virtually(scenario: Callable[[], None]) -> None:
+    Scheduler(0).run(scenario)
+
+
+def hears_nothing_for(pipe: SentinelPipe, seconds: float) -> None:
+    until = concurrency.now() + seconds
+    while concurrency.now() < until:
+        pipe.tell(SMALL)
+        concurrency.sleep(BETWEEN)
+
+
+def test_one_that_reads_nothing_hangs_though_there_is_room(pipe: SentinelPipe) -> None:
+    def play() -> None:
+        hears_nothing_for(pipe, HANGS_AFTER)
+        with pytest.raises(TimeoutError, match="does not read"):
+            hears_nothing_for(pipe, 3 * BETWEEN)
+
+    virtually(play)
+
+
+def test_one_that_is_always_behind_does_not_hang(pipe: SentinelPipe) -> None:
+    """Thousands of leases are told, one after the other."""
+
+    def play() -> None:
+        pipe.tell(SMALL)
+        for _ in range(10):
+            hears_nothing_for(pipe, HANGS_AFTER / 2)
+            os.read(pipe.reader, len(SMALL))
+
+    virtually(play)
+
+
+def test_one_that_was_stopped_together_with_the_process_does_not_hang(pipe: SentinelPipe) -> None:
+    def play() -> None:
+        pipe.tell(SMALL)
+        for _ in range(3):
+            concurrency.sleep(2 * HANGS_AFTER)
+            pipe.tell(SMALL)  # which it was before this one could be read
+            os.read(pipe.reader, 2 * len(SMALL))
+
+    virtually(play)
+
+
+def test_where_the_kernel_does_not_say_what_was_read(pipe: SentinelPipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOTTY, "not for this kind of file")
+
+    monkeypatch.setattr(fcntl, "ioctl", refuse)
+
+    def play() -> None:
+        hears_nothing_for(pipe, 3 * HANGS_AFTER)
+        pipe.tell(LARGE)
+        with pytest.raises(TimeoutError, match="does not read"):
+            hears_nothing_for(pipe, 3 * HANGS_AFTER)
+
+    virtually(play)
 
 
 def test_a_reader_that_was_killed_kills_no_program_that_dies_of_sigpipe() -> None:
