@@ -7,8 +7,8 @@ writes the cause into etcd, gives the leases up, and ends the processes that bea
 that is stopped or traced is not dead: its leases are not renewed meanwhile, and end by time. The sentinel has no
 terminal, listens on nothing, and ends when it has done this.
 
-Standard input brings the orders, see `ftcoord.primitives.sentinel_orders`. Its end means that the process wants nothing
-more, or has become another program by `exec`.
+Standard input brings the orders, see `ftcoord.primitives.sentinel_orders`. If it ends while the process lives, that has
+become another program by `exec`, which counts as its end, or has closed its files, and starts another sentinel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REMEMBERED_FOR: Final = 3600
 """Seconds for which etcd keeps the cause of a death."""
 DEATHS_AT_ONCE: Final = 100
 """Causes in one transaction: etcd takes 128 operations."""
-EXEC: Final = "became another program (exec), or closed its pipe to the sentinel"
+EXEC: Final = "became another program (exec)"
 
 
 @dataclass(slots=True)
@@ -165,16 +165,18 @@ class Sentinel:
 
 
 def stand_by(process: WatchedProcess) -> None:
-    """Obey until the process has ended, or wants nothing more; then do the rest."""
+    """Obey until the process has ended; then do the rest."""
     sentinel = Sentinel(process)
     fate = _watch(process, sentinel)
+    if fate is None:
+        return
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 2)  # whoever reads what the process has said is not to wait for its sentinel
     sentinel.bury(fate)
 
 
-def _watch(process: WatchedProcess, sentinel: Sentinel) -> str:
-    """What became of the process, if its end does not tell."""
+def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
+    """What became of the process; empty if its end tells that, and None if it lives but tells no more."""
     received = b""
     waits = select.poll()
     waits.register(0, select.POLLIN)
@@ -186,7 +188,9 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str:
         if 0 in ready:
             data = os.read(0, 65536)
             if not data:  # ending closes the pipe a moment before it shows elsewhere
-                return "" if process.has_ended(CALL_TIMEOUT) or process.is_ending() else EXEC
+                if process.has_ended(CALL_TIMEOUT) or process.is_ending():
+                    return ""
+                return EXEC if process.is_another_program() else None
             *lines, received = (received + data).split(b"\n")
             for line in lines:
                 sentinel.obey(json.loads(line))

@@ -24,7 +24,7 @@ _INFO: Final = struct.Struct("=Q52xi")
 """Of it: the mask of what is asked for, or was answered, and the exit status."""
 _WITH_EXIT: Final = 1 << 3
 """PIDFD_INFO_EXIT in that mask (Linux 6.15). It is answered once the process has been waited for."""
-_STATE, _FLAGS, _STARTED, _ENVIRONMENT, _EXIT_STATUS = 0, 6, 19, 47, 49
+_STATE, _FLAGS, _STARTED, _STACK, _ENVIRONMENT, _EXIT_STATUS = 0, 6, 19, 25, 47, 49
 """Fields of /proc/PID/stat, behind the name of the program."""
 _DOES_NOT_RUN: Final = frozenset("TtZXx")
 """States there: stopped, traced, zombie, dead."""
@@ -51,6 +51,7 @@ class WatchedProcess:
         self.pid, self.pidfd = pid, pidfd
         mine = _stat(os.getpid())
         self._born = int(mine[_STARTED]) if mine is not None else None
+        self._stack = self._stack_now()
         self._oom_kills = _oom_kills(pid)
 
     def runs(self) -> bool:
@@ -75,6 +76,15 @@ class WatchedProcess:
         """Whether it has no program any longer, though it has not ended yet: a driver may take long to let go of it.
         For a process that has closed its files."""
         return _is_over(self._own_stat())
+
+    def is_another_program(self) -> bool:
+        """Whether it has become another one by `exec` since this was made.
+
+        Each program has its stack at a random address. Where that is not so, or another user's process does not show
+        it, this is False.
+        """
+        now = self._stack_now()
+        return bool(self._stack and now) and now != self._stack
 
     def status(self) -> int | None:
         """How it ended, as `os.wait` says it; None if that cannot be told. For a process that has ended, or is ending.
@@ -103,6 +113,11 @@ class WatchedProcess:
         fields = _stat(self.pid)
         is_older = fields is not None and self._born is not None and int(fields[_STARTED]) <= self._born
         return fields if is_older else None
+
+    def _stack_now(self) -> int:
+        """Where its stack begins; 0 if that cannot be told."""
+        fields = self._own_stat()
+        return 0 if fields is None else int(fields[_STACK])
 
     def _told_by_pidfd(self) -> int | None:
         return None if self.pidfd is None else status_after_wait(self.pidfd)

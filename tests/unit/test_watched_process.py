@@ -12,16 +12,19 @@ import pytest
 from ftcoord.primitives import watched_process
 from ftcoord.primitives.watched_process import WatchedProcess
 
-STATE, FLAGS, STARTED, ENVIRONMENT, EXIT_STATUS = 0, 6, 19, 47, 49
+STATE, FLAGS, STARTED, STACK, ENVIRONMENT, EXIT_STATUS = 0, 6, 19, 25, 47, 49
 PF_EXITING = 4
 
 
-def stat(state: str = "S", flags: int = 0, started: int = 0, exit_status: int = 0, environment: int = 0) -> list[str]:
+def stat(
+    state: str = "S", flags: int = 0, started: int = 0, stack: int = 0, environment: int = 0, exit_status: int = 0
+) -> list[str]:
     """What /proc/PID/stat says behind the name."""
     fields = ["0"] * 50
     fields[STATE] = state
-    for at, number in ((FLAGS, flags), (STARTED, started), (EXIT_STATUS, exit_status), (ENVIRONMENT, environment)):
-        fields[at] = str(number)
+    told = {FLAGS: flags, STARTED: started, STACK: stack, ENVIRONMENT: environment, EXIT_STATUS: exit_status}
+    for place, number in told.items():
+        fields[place] = str(number)
     return fields
 
 
@@ -88,11 +91,29 @@ def test_a_real_process_that_is_younger_is_not_taken_for_the_parent() -> None:
         assert process.status() is None
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "is_another"),
+    [(5, 5, False), (5, 6, True), (5, 0, False), (0, 6, False), (0, 0, False)],  # 0: it may not be known
+)
+def test_a_program_is_known_by_its_stack(
+    monkeypatch: pytest.MonkeyPatch, before: int, now: int, is_another: bool
+) -> None:
+    process = watched(monkeypatch, stat(stack=before))
+    told = {os.getpid(): stat(started=100), os.getppid(): stat(stack=now)}
+    monkeypatch.setattr(watched_process, "_stat", told.get)
+    assert process.is_another_program() == is_another
+
+
+def test_the_parent_of_the_tests_stays_the_program_that_it_is() -> None:
+    assert not WatchedProcess(os.getppid(), None).is_another_program()
+
+
 def test_where_there_is_no_proc_it_is_only_known_whether_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched_process, "_stat", lambda _pid: None)
     process = WatchedProcess(os.getppid(), None)
     assert process.runs()
     assert not process.has_ended(0.05)
     assert not process.is_ending()
+    assert not process.is_another_program()
     assert process.status() is None
     assert process.cause().endswith("ended, and nobody could tell how")
