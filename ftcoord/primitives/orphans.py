@@ -6,7 +6,7 @@ import errno
 import os
 import select
 import signal
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -18,36 +18,56 @@ MARK: Final = "FTCOORD_ORPHAN_OF"
 GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 _LOOK_INTERVAL: Final = 0.5
-"""Seconds between two looks for more: those that are ended may have started others meanwhile."""
+"""Seconds between two looks, at most."""
 _NO_PIDFDS: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 """What `pidfd_open` fails with where the kernel has none, or nobody may use it (a seccomp filter)."""
 
 
-def end_all_with(mark: str, grace: float = GRACE) -> int:
-    """SIGTERM for all processes of this machine with that mark, and SIGKILL for those that run on after `grace`
-    seconds; how many there were.
+class Orphans:
+    """All processes of this machine with a mark, which `look` ends: SIGTERM, and SIGKILL for those that run on after
+    `grace` seconds. None if the mark is empty. For one thread, in a `with` statement.
 
     A pidfd stands for each before its mark is read, so a number that was given again means nobody else. Where there are
     none the mark is read again before each signal. A process whose environment this user may not read is left alone,
     and so is this one.
     """
-    deadline, killed = concurrency.now() + grace, False
-    with ExitStack() as descriptors:
-        told: dict[int, _Orphan] = {}  # by pid
-        while True:
-            new = list(_marked(mark, told.keys()))
-            for orphan in new:
-                descriptors.callback(orphan.close)
-                told[orphan.pid] = orphan
-                orphan.send(signal.SIGTERM)
-            running = [orphan for orphan in told.values() if orphan.runs()]
-            if not running or (killed and not new):  # who does not end though it was killed hangs in the kernel
-                return len(told)
-            killed = concurrency.now() >= deadline
-            if killed:
-                for orphan in running:
-                    orphan.send(signal.SIGKILL)
-            _await_one(running)
+
+    def __init__(self, mark: str, grace: float = GRACE) -> None:
+        self._mark, self._deadline = mark, concurrency.now() + grace  # never change
+        self._descriptors = ExitStack()
+        self._told: dict[int, _Orphan] = {}  # by pid
+        self._running: list[_Orphan] = []
+        self._were_killed = False
+
+    def __enter__(self) -> Orphans:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._descriptors.close()
+
+    def look(self) -> bool:
+        """Send the signals that are due; whether there must be another look."""
+        new = list(_marked(self._mark, self._told.keys())) if self._mark else []
+        for orphan in new:
+            self._descriptors.callback(orphan.close)
+            self._told[orphan.pid] = orphan
+            orphan.send(signal.SIGTERM)
+        self._running = [orphan for orphan in self._told.values() if orphan.runs()]
+        if not self._running or (self._were_killed and not new):  # who does not end then hangs in the kernel
+            return False
+        if concurrency.now() >= self._deadline:
+            self._were_killed = True
+            for orphan in self._running:
+                orphan.send(signal.SIGKILL)
+        return True
+
+    def wait(self) -> None:
+        """Until one of them has ended, but not for long: those that are ended may have started others meanwhile."""
+        waits = select.poll()
+        for orphan in self._running:
+            if orphan.pidfd is not None:
+                waits.register(orphan.pidfd, select.POLLIN)
+        waits.poll(1000 * _LOOK_INTERVAL)
 
 
 def bears(pid: int, mark: str) -> bool:
@@ -102,12 +122,3 @@ def _marked(mark: str, known: Set[int]) -> Iterator[_Orphan]:
                 yield orphan
             else:
                 orphan.close()
-
-
-def _await_one(running: Sequence[_Orphan]) -> None:
-    """Until one of them has ended, but not for long."""
-    waits = select.poll()
-    for orphan in running:
-        if orphan.pidfd is not None:
-            waits.register(orphan.pidfd, select.POLLIN)
-    waits.poll(1000 * _LOOK_INTERVAL)

@@ -33,7 +33,7 @@ from ftcoord.core.lease import LeaseTimes
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.rpc.lean import LeanClient
-from ftcoord.primitives.orphans import end_all_with
+from ftcoord.primitives.orphans import Orphans
 from ftcoord.primitives.sentinel_orders import Order, config_from
 from ftcoord.primitives.watched_process import WatchedProcess
 
@@ -131,12 +131,11 @@ class Sentinel:
         """
         value = encode(Death(self._process.cause(fate), int(concurrency.wall() * 1000)))
         last = concurrency.now() + max((one.times.ttl for one in self._kept.values()), default=0)
-        self._give_up_all(value)
-        if self._mark and not fate:  # now: the others need not wait for it, nor it for an etcd that is away
-            end_all_with(self._mark)
-        while self._kept and concurrency.now() < last:
-            concurrency.sleep(AGAIN_AFTER)
-            self._give_up_all(value)
+        self._give_up_all(value)  # first: else the others would see workers end, and not know why
+        with Orphans("" if fate else self._mark) as orphans:
+            while (left := orphans.look()) or (self._kept and concurrency.now() < last):
+                orphans.wait() if left else concurrency.sleep(AGAIN_AFTER)
+                self._give_up_all(value)  # also while orphans are left: the others need not wait for those
 
     def _give_up_all(self, value: bytes) -> None:
         for number, leases in groupby(sorted(self._kept.values(), key=attrgetter("etcd")), attrgetter("etcd")):

@@ -21,7 +21,7 @@ from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of
-from ftcoord.primitives.orphans import MARK, end_all_with
+from ftcoord.primitives.orphans import MARK, Orphans
 from ftcoord.primitives.sentinel import Sentinel
 from ftcoord.primitives.sentinel_orders import config_from, config_raw
 from ftcoord.primitives.watched_process import WatchedProcess, fate_of, own_pidfd
@@ -260,14 +260,19 @@ def test_orphans_are_ended_and_nobody_else(monkeypatch: pytest.MonkeyPatch, pidf
         dies = [start(ours, "sleep", "600"), start(ours, sys.executable, "-uc", stubborn)]
         dies.append(start(ours, sys.executable, "-uc", parent))
         lives = [start(others, "sleep", "600"), start({}, "sleep", "600"), start({MARK: ""}, "sleep", "600")]
+        with Orphans("") as nobody:
+            assert not nobody.look()
         for process in dies[1:]:
             assert process.stdout is not None
             process.stdout.readline()  # it, or its child, ignores SIGTERM from now on
-        assert end_all_with("mark-1", grace=0.2) == 4
+        with Orphans("mark-1", grace=0.2) as orphans:
+            while orphans.look():
+                orphans.wait()
         assert [process.wait(DEADLINE) for process in dies[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
         dies[2].wait(DEADLINE)
         assert [process.poll() for process in lives] == [None] * 3
 
 
 def test_nobody_is_left_with_a_mark_that_nobody_has() -> None:
-    assert end_all_with("nobody has this one") == 0
+    with Orphans("nobody has this one") as orphans:
+        assert not orphans.look()

@@ -13,6 +13,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Lease, Op
 from ftcoord.primitives import sentinel_main
+from ftcoord.primitives.orphans import GRACE
 from ftcoord.primitives.sentinel_main import AGAIN_AFTER, CALL_TIMEOUT, HELP_AFTER, Sentinel
 from ftcoord.primitives.sentinel_orders import Order, config_raw
 from ftcoord.primitives.watched_process import WatchedProcess
@@ -168,10 +169,41 @@ def test_where_etcd_takes_no_cause_leases_are_given_up_all_the_same(monkeypatch:
     virtually(play)
 
 
-def test_it_tries_to_bury_until_the_leases_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+class Stubborn:
+    """Stands in for the orphans: they run on until they are killed."""
+
+    made: list[Stubborn]
+
+    def __init__(self, mark: str) -> None:
+        self.mark, self._deadline = mark, concurrency.now() + GRACE
+        self.first_look: float | None = None
+        Stubborn.made.append(self)
+
+    def __enter__(self) -> Stubborn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def look(self) -> bool:
+        if self.first_look is None:
+            self.first_look = concurrency.now()
+        return bool(self.mark) and concurrency.now() < self._deadline
+
+    def wait(self) -> None:
+        concurrency.sleep(AGAIN_AFTER)
+
+
+@pytest.fixture
+def orphans(monkeypatch: pytest.MonkeyPatch) -> list[Stubborn]:
+    """All that were looked for."""
+    Stubborn.made = []
+    monkeypatch.setattr(sentinel_main, "Orphans", Stubborn)
+    return Stubborn.made
+
+
+def test_it_tries_to_bury_until_the_leases_have_ended(monkeypatch: pytest.MonkeyPatch, orphans: list[Stubborn]) -> None:
     """And ends the orphans after the first try: they hold what others wait for."""
-    ended: list[tuple[str, float]] = []
-    monkeypatch.setattr(sentinel_main, "end_all_with", lambda mark: ended.append((mark, concurrency.now())))
 
     def play() -> None:
         with standing_by(monkeypatch) as (sentinel, _):
@@ -179,19 +211,41 @@ def test_it_tries_to_bury_until_the_leases_have_ended(monkeypatch: pytest.Monkey
             Noting.made.problem = EtcdUnavailable("it is away")
             sentinel.bury()
             assert concurrency.now() == pytest.approx(TTL, abs=2)
-            assert ended == [("mark", pytest.approx(CALL_TIMEOUT, abs=0.01))]
+            assert [one.mark for one in orphans] == ["mark"]
+            assert orphans[0].first_look == pytest.approx(CALL_TIMEOUT, abs=0.01)
+            tries = TTL / (CALL_TIMEOUT + AGAIN_AFTER)
+            assert len(Noting.made.told) == pytest.approx(tries, abs=2), "no pause while the orphans end"
 
     virtually(play)
 
 
-def test_nobody_ends_the_orphans_of_a_process_that_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
-    monkeypatch.setattr(sentinel_main, "end_all_with", ended.append)
+def test_orphans_that_do_not_end_do_not_hold_up_the_leases(
+    monkeypatch: pytest.MonkeyPatch, orphans: list[Stubborn]
+) -> None:
+    """An agent dies together with etcd's leader, and one of its workers ignores SIGTERM."""
 
     def play() -> None:
         with standing_by(monkeypatch) as (sentinel, _):
             sentinel.obey(Order(orphans="mark"))
+            Noting.made.problem = EtcdUnavailable("it elects a leader")
+            revoked: list[float] = []
+            monkeypatch.setattr(Noting, "revoke", lambda *_, **__: revoked.append(concurrency.now()))
+            elected = concurrency.thread(lambda: (concurrency.sleep(2), setattr(Noting.made, "problem", None)), "")
+            elected.start()
+            sentinel.bury()
+            assert revoked == [pytest.approx(2 + AGAIN_AFTER, abs=CALL_TIMEOUT)]
+            assert concurrency.now() >= GRACE
+
+    virtually(play)
+
+
+def test_nobody_ends_the_orphans_of_a_process_that_lives_on(
+    monkeypatch: pytest.MonkeyPatch, orphans: list[Stubborn]
+) -> None:
+    def play() -> None:
+        with standing_by(monkeypatch) as (sentinel, _):
+            sentinel.obey(Order(orphans="mark"))
             sentinel.bury("became another program")
-            assert ended == []
+            assert not any(one.mark for one in orphans)
 
     virtually(play)
