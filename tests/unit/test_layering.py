@@ -30,7 +30,7 @@ FLOORS = (
     "core.invariants",
     "etcd.api etcd.release",
     "etcd.retry",
-    "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback",
+    "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback etcd.rpc.dialer",
     "etcd.rpc.messages etcd.rpc.errors",
     "etcd.rpc.codec",
     "etcd.rpc.transport etcd.rpc.lean",

@@ -34,6 +34,7 @@ from ftcoord.errors import EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Compare, Get, Lease, Op, RangeResult, TxnResult
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.codec import range_request, range_result, txn_request, txn_result
+from ftcoord.etcd.rpc.dialer import Dialer, left
 
 T = TypeVar("T")
 
@@ -77,6 +78,7 @@ class LeanClient:
 
     def __init__(self, config: EtcdConfig) -> None:
         self._config = config
+        self._dialers = [Dialer(endpoint) for endpoint in config.endpoints]  # never change
         self._index = 0  # of the endpoint in use
         self._connection: _Connection | None = None
         self._token: str | None = None
@@ -124,10 +126,10 @@ class LeanClient:
             try:
                 return method.parse(self._once(method.path, body, deadline, write))
             except EtcdUnavailable:
-                left = deadline - concurrency.now()
-                if left <= 0:
+                seconds = deadline - concurrency.now()
+                if seconds <= 0:
                     raise
-                concurrency.sleep(min(PAUSE, left))
+                concurrency.sleep(min(PAUSE, seconds))
 
     def _once(self, path: str, body: bytes, deadline: float, write: bool) -> bytes:
         where = self._config.endpoints[self._index]
@@ -171,7 +173,7 @@ class LeanClient:
         if self._connection is None:
             where = self._config.endpoints[self._index]
             try:
-                self._connection = _Connection(where, self._config.tls, deadline)
+                self._connection = _Connection(self._dialers[self._index], where, self._config.tls, deadline)
             except (OSError, H2Error, _Broken) as error:
                 self._give_up()
                 raise EtcdUnavailable(f"etcd at {where}: {error}") from None
@@ -186,12 +188,12 @@ class LeanClient:
 class _Connection:
     """One HTTP/2 connection. Raises OSError when there is none, or none in time."""
 
-    def __init__(self, endpoint: Endpoint, tls: Tls | None, deadline: float) -> None:
+    def __init__(self, dialer: Dialer, endpoint: Endpoint, tls: Tls | None, deadline: float) -> None:
         self._authority, self._scheme = endpoint.target, "https" if tls else "http"
-        plain = socket.create_connection((endpoint.host, endpoint.port), _left(deadline))
+        plain = dialer.dial(deadline)
         with contextlib.ExitStack() as undo:
             undo.callback(plain.close)
-            plain.settimeout(_left(deadline))
+            plain.settimeout(left(deadline))
             self._socket = plain if tls is None else _encrypted(plain, tls, endpoint.host)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._h2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
@@ -250,23 +252,16 @@ class _Connection:
 
     def _send(self, deadline: float) -> None:
         if data := self._h2.data_to_send():
-            self._socket.settimeout(_left(deadline))
+            self._socket.settimeout(left(deadline))
             self._socket.sendall(data)
 
     def _received(self, deadline: float) -> Sequence[Event]:
-        self._socket.settimeout(_left(deadline))
+        self._socket.settimeout(left(deadline))
         data = self._socket.recv(_RECEIVED_AT_ONCE)
         if not data:
             raise _Broken("the server closed the connection")
         events: Sequence[Event] = self._h2.receive_data(data)
         return events
-
-
-def _left(deadline: float) -> float:
-    left = deadline - concurrency.now()
-    if left <= 0:
-        raise TimeoutError("no answer in time")
-    return left
 
 
 def _encrypted(plain: socket.socket, tls: Tls, host: str) -> socket.socket:
