@@ -105,8 +105,7 @@ class Sentinel:
         if not runs and one.was_spared:  # once it does again, it says so, or its lease has ended
             one.due = now + AGAIN_AFTER if now < one.times.sent_at + one.times.ttl else inf
             return
-        # It may have been stopped just before it would have renewed: a stop of less than a TTL never ends the lease.
-        one.was_spared = not runs
+        one.was_spared = False
         try:
             ttl = self._etcds[one.etcd].renew(one.id, timeout=CALL_TIMEOUT)
         except LeaseLost:  # the process finds out by itself
@@ -116,6 +115,7 @@ class Sentinel:
         else:
             one.times = LeaseTimes(now, ttl)
             one.due = now + ttl * HELP_AFTER
+            one.was_spared = not runs  # or a stop of less than a TTL could end a lease that was about to be renewed
 
     def _put_off(self, etcd: int) -> None:
         """Renew nothing there for a moment: every try would take as long, and fail."""

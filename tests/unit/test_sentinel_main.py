@@ -148,6 +148,24 @@ def test_of_a_process_that_is_stopped_a_lease_is_renewed_once_and_later_not_even
     virtually(play)
 
 
+def test_of_a_process_that_is_stopped_a_renewal_that_fails_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped while etcd elects a leader."""
+
+    def play() -> None:
+        with standing_by(monkeypatch) as (sentinel, process):
+            process.stopped = True
+            Noting.made.problem = EtcdUnavailable("it elects a leader")
+            for _ in range(3):
+                passes(sentinel)
+            Noting.made.problem = None
+            Noting.made.told.clear()
+            while sentinel.next_due() < math.inf:
+                passes(sentinel)
+            assert Noting.made.told == [("renew", 0)]
+
+    virtually(play)
+
+
 def test_a_lease_that_is_lost_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def play() -> None:
         with standing_by(monkeypatch) as (sentinel, _):
