@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import site
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -174,7 +175,6 @@ class _Process:
     def __init__(self, parent: int) -> None:
         if not sys.executable or getattr(sys, "frozen", False):
             raise OSError("this program is no Python that runs modules")
-        paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
         with ExitStack() as ends, ExitStack() as undo:
             self._pipe = SentinelPipe()
             ends.callback(self._pipe.close_reader)
@@ -193,7 +193,7 @@ class _Process:
                 stdin=self._pipe.reader,
                 stdout=subprocess.DEVNULL,
                 cwd="/",
-                env={**_environment(), "PYTHONPATH": os.pathsep.join(paths)},
+                env=_environment(),
                 start_new_session=True,  # a signal to this process's group or terminal is not meant for it
                 pass_fds=descriptors,
             )
@@ -210,10 +210,19 @@ class _Process:
 
 def _environment() -> dict[str, str]:
     """This process's, which other threads may be changing, without what is ours: neither a login nor the mark of those
-    that end with this process."""
+    that end with this process. Another Python finds the same ftcoord by it."""
     names = [name for name in list(os.environ) if not name.startswith(_OUR_VARIABLES)]
     found = {name: os.environ.get(name) for name in names}
+    if not _is_installed():
+        found["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [found.get("PYTHONPATH")])])
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _is_installed() -> bool:
+    """Whether ftcoord lies where each Python looks by itself, after its own modules. By PYTHONPATH it would look there
+    first, and find what other packages have left there: a `dataclasses.py` for an old Python."""
+    users = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return os.path.realpath(_ROOT) in map(os.path.realpath, [*site.getsitepackages(), *users])
 
 
 class SentinelFor:
