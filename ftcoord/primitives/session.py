@@ -45,7 +45,7 @@ class Bystander(Protocol):
         """It is not renewed for now."""
 
     def drop(self, lease_id: int) -> None:
-        """Nobody renews it any longer. May be said again, and of one that it never heard of."""
+        """It has ended, or is to end by time. May be said again, and of one that it never heard of."""
 
 
 class Renewer:
@@ -210,6 +210,7 @@ class KeptLease:
         self.entry: _Entry | None = None  # guarded by Renewer._wake: when it is to be renewed
         # Without a lock, since each is replaced as a whole and a reader may see either value:
         self.kept = True  # any thread; becomes False once. `Renewer.schedule` checks it with the lock held
+        self._dropped = False  # any thread; becomes True once, and `kept` False before: nobody needs the bystander
         self._lost = False  # any thread; becomes True once
         self._resting = False  # any thread
         # The owner's thread (`renew`) and the renewer's. If an older one wins, the lease is trusted for less time.
@@ -254,10 +255,22 @@ class KeptLease:
         """Note that the owner has revoked the lease."""
         self._lost = True
 
+    def end_renewals(self) -> None:
+        """Stop renewing for good, for somebody who is about to revoke the lease. Until `stop()` the bystander still
+        gives it up if this process dies."""
+        self.kept = False
+        self._renewer.cancel(self)
+        if self._bystander is not None:
+            self._bystander.rest(self.id)
+
     def stop(self) -> None:
         """Stop renewing for good; the lease expires after its TTL."""
         self.kept = False
         self._renewer.cancel(self)
+        self._drop()
+
+    def _drop(self) -> None:
+        self._dropped = True
         if self._bystander is not None:
             self._bystander.drop(self.id)
 
@@ -266,8 +279,11 @@ class KeptLease:
     def renew_on_schedule(self, timeout: float) -> float | None:
         """Renew once, in `timeout` seconds; when to do it again, or None if there is nothing to keep for now."""
         due = self._keep_on_schedule(timeout)
-        if self._bystander is not None and not self.kept:
-            self._bystander.drop(self.id)  # `stop()` may have done so before this told of a renewal
+        if self._bystander is not None and not self.kept:  # that may have been said before this told of a renewal
+            if self._dropped:
+                self._bystander.drop(self.id)
+            else:
+                self._bystander.rest(self.id)
         return due
 
     def _keep_on_schedule(self, timeout: float) -> float | None:
@@ -292,7 +308,7 @@ class KeptLease:
             self._tell_of_renewal()
         except ClientClosed as error:  # whoever closed it lets the lease expire, and knows
             log.debug("lease %x is left to expire: %s", self.id, error)
-            self.kept = False
+            self.kept, self._dropped = False, True
             return None
         except LeaseLost as error:
             log.debug("lease %x: %s", self.id, error)
@@ -303,7 +319,7 @@ class KeptLease:
         if not self.kept:  # its owner stopped it meanwhile
             return None
         if self._lost:
-            self.kept = False
+            self.kept, self._dropped = False, True
         self._report()
         return due
 
@@ -321,8 +337,7 @@ class KeptLease:
             return
         log.error("lease %x is not renewed any longer, and counts as lost: %r", self.id, failure)
         self.kept, self._lost = False, True
-        if self._bystander is not None:
-            self._bystander.drop(self.id)
+        self._drop()
         self._report()
 
     def _report(self) -> None:
@@ -381,7 +396,7 @@ class Session(Closing):
             undo.pop_all()
         # In the listener may be whoever has this session: then the renewer keeps both, until that one ends it.
         self._cancel_finalizer = concurrency.when_forgotten(
-            self, _end, etcd, self._kept, stage=concurrency.Stage.LEASES
+            self, _end_forgotten, etcd, self._kept, stage=concurrency.Stage.LEASES
         )
 
     @property
@@ -431,17 +446,25 @@ class Session(Closing):
         """
         if self._closed or not self._owner.is_current:
             return
-        self.orphan()
-        if self._kept.state is not SessionState.LOST:
-            self._etcd.revoke(self._kept.id, timeout=timeout)
-            self._kept.revoked()
+        self._closed = True
+        self._cancel_finalizer()
+        _end(self._kept, lambda: self._etcd.revoke(self._kept.id, timeout=timeout))
 
 
-def _end(etcd: Etcd, kept: KeptLease) -> None:
+def _end(kept: KeptLease, revoke: Callable[[], None]) -> None:
+    """Revoke a lease; the sentinel stands by until that is over, for this process may be killed meanwhile."""
+    kept.end_renewals()
+    try:
+        if kept.state is not SessionState.LOST:
+            revoke()
+            kept.revoked()
+    finally:
+        kept.stop()
+
+
+def _end_forgotten(etcd: Etcd, kept: KeptLease) -> None:
     """For a session that nobody refers to any longer."""
-    kept.stop()
-    if kept.state is not SessionState.LOST:
-        _give_back(etcd, kept.id)
+    _end(kept, lambda: _give_back(etcd, kept.id))
 
 
 def _give_back(etcd: Etcd, lease_id: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 from worlds import TTL, World, insist, simulated
@@ -21,6 +22,7 @@ from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.leased_keys import LeasedKeys
 from ftcoord.primitives.mirror import Mirror
+from ftcoord.primitives.sentinel import SentinelFor
 from ftcoord.primitives.session import INTRODUCED_AFTER, KeptLease, Session
 from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
@@ -161,6 +163,33 @@ def test_no_bystander_keeps_a_lease_for_nobody(world: World) -> None:
     world.sleep(TTL)
     assert notes.renewed_at is None
     lease.stop()
+
+
+@simulated
+def test_a_bystander_stands_by_while_etcd_revokes_the_lease(world: World) -> None:
+    """The process may be killed meanwhile. It renews nothing, though: what is not revoked is to end by time."""
+    client, notes, over = world.etcd.client(), Notes(), concurrency.event()
+
+    def close() -> None:
+        with contextlib.suppress(EtcdUnavailable, OutcomeUnknown):
+            session.close(timeout=2)
+        over.set()
+
+    with mock.patch.object(SentinelFor, "of", return_value=notes):
+        session = Session(client, TTL, deaths="/deaths")
+    world.sleep(random.uniform(INTRODUCED_AFTER + 0.1, 2 * TTL))
+    client.cut_off()
+    world.sleep(random.uniform(0, 0.5))  # a renewal may be under way
+    concurrency.thread(close, "closes").start()
+    world.sleep(1)
+    assert not over.is_set()
+    assert notes.renewed_at is not None
+    assert notes.rests
+    if random.random() < 0.5:
+        client.reconnect()
+    over.wait()
+    world.sleep(TTL)  # after which no renewal is under way
+    assert notes.renewed_at is None
 
 
 @simulated
