@@ -15,6 +15,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 _TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
+def handled_signals() -> list[signal.Signals]:
+    """Those that torch's agent handles: it sends the one that it gets to its workers, and ends."""
+    names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _TORCHS_DEFAULT).split(",")
+    return [signal.Signals[name.strip()] for name in names if name.strip() in signal.Signals.__members__]
+
+
 @contextlib.contextmanager
 def raised_as_exceptions() -> Iterator[None]:
     """Within this block the signals that torchrun handles raise its SignalException, unless they have a handler.
@@ -26,9 +32,7 @@ def raised_as_exceptions() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _TORCHS_DEFAULT).split(",")
-    known = [signal.Signals[name.strip()] for name in names if name.strip() in signal.Signals.__members__]
-    ours = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
+    ours = [number for number in handled_signals() if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, _raise)
     try:

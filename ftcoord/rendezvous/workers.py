@@ -19,9 +19,12 @@ from ftcoord import concurrency
 from ftcoord.pidfd import P_PIDFD, open_pidfd
 from ftcoord.primitives.orphans import bears
 from ftcoord.primitives.watched_process import fate_of, is_being_started, status_after_wait
+from ftcoord.rendezvous.signals import handled_signals
 
-_AGENTS_OWN: Final = frozenset({0, signal.SIGTERM})
-"""How workers end that are done, or that their agent stops."""
+_STOPS: Final = signal.SIGTERM
+"""How torch's agent stops its workers, if it is not stopped by another signal itself."""
+_CORE_DUMPED: Final = 0x80
+"""In what `os.wait` says of one that a signal ended; `os.waitid` says it elsewhere."""
 
 
 STARTS_WITHIN: Final = 0.25
@@ -44,6 +47,7 @@ class WorkerWatch:
             self._reader, self._writer = os.pipe()
             undo.callback(os.close, self._reader)
             undo.callback(os.close, self._writer)
+            self._agents_own = {0, _STOPS, *handled_signals()}  # ways to end of workers that are done, or stopped
             self._workers = dict(_workers(mark))
             for pidfd in self._workers:
                 undo.callback(os.close, pidfd)
@@ -72,7 +76,7 @@ class WorkerWatch:
                 running.discard(pidfd)
                 waits.unregister(pidfd)
                 status = _status(pidfd)
-                if status is not None and status not in _AGENTS_OWN:
+                if status is not None and status not in self._agents_own:
                     self._failed(f"worker {self._workers[pidfd]} {fate_of(status)}")
                     return
 
@@ -104,7 +108,8 @@ def _status(pidfd: int) -> int | None:
     try:
         found = os.waitid(P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
-        return status_after_wait(pidfd)
+        status = status_after_wait(pidfd)
+        return None if status is None else status & ~_CORE_DUMPED
     if found is None:
         return None
     return found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status

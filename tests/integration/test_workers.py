@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -35,6 +36,10 @@ def worker(**options: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", UNTIL_TOLD], stdin=subprocess.PIPE, **options)  # type: ignore[call-overload, no-any-return]
 
 
+def no_core_dump() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()
@@ -60,6 +65,25 @@ def test_workers_that_are_done_or_stopped_by_their_agent_have_not_failed(
     done.wait(DEADLINE)
     stopped.terminate()
     stopped.communicate(timeout=DEADLINE)
+    fails.kill()
+    assert failed.get(timeout=DEADLINE).startswith(f"worker {fails.pid} ")
+    fails.communicate(timeout=DEADLINE)
+    watch.end()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"])
+def test_workers_that_get_the_signal_that_ends_their_agent_have_not_failed(
+    children: MarkedChildren, failed: queue.Queue[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As with Ctrl-C: torch's agent sends its workers the signal that it got."""
+    if name == "SIGUSR1":
+        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM, SIGUSR1")
+    stopped = [subprocess.Popen(["sleep", "600"], preexec_fn=no_core_dump) for _ in range(2)]
+    fails = worker()
+    watch = WorkerWatch(children.mark, failed.put)
+    for process in stopped:
+        process.send_signal(signal.Signals[name])
+        assert process.wait(DEADLINE) == -signal.Signals[name]
     fails.kill()
     assert failed.get(timeout=DEADLINE).startswith(f"worker {fails.pid} ")
     fails.communicate(timeout=DEADLINE)
