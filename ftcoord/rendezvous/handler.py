@@ -63,7 +63,7 @@ class HandlerResources:
         if children is None:
             return
         try:
-            self.watch = WorkerWatch(children.mark, functools.partial(self.node.worker_failed, round_))
+            self.watch = WorkerWatch(children.mark, functools.partial(self.node.worker_failed, round_), _unwatched)
         except (OSError, ThreadNotStarted) as error:
             log.debug("the workers are not watched: %s", error)
 
@@ -85,6 +85,14 @@ class HandlerResources:
         self.node.leave(why)
         self.end_round()
         self.ends.close()
+
+
+def _unwatched(error: BaseException) -> None:
+    log.warning(
+        "the workers of this round are not watched any longer (%r): if one fails, the other nodes hear of it only when "
+        "this node's agent has stopped the others",
+        error,
+    )
 
 
 class EtcdRendezvousHandler(RendezvousHandler):

@@ -18,6 +18,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.pidfd import P_PIDFD, open_pidfd
 from ftcoord.primitives.orphans import bears
+from ftcoord.primitives.step_thread import StepThread
 from ftcoord.primitives.watched_process import fate_of, is_being_started, status_after_wait
 from ftcoord.rendezvous.signals import handled_signals
 
@@ -37,48 +38,48 @@ class WorkerWatch:
     Args:
         mark: what the workers inherit in their environment; see `ftcoord.primitives.orphans`.
         failed: called once, on the watch's thread, with what became of the first worker that failed.
+        broken: called on that thread with an error that nobody foresaw, and that is logged: it watches nobody any more.
 
     Raises ThreadNotStarted, and OSError where a process cannot be watched.
     """
 
-    def __init__(self, mark: str, failed: Callable[[str], None]) -> None:
+    def __init__(self, mark: str, failed: Callable[[str], None], broken: Callable[[BaseException], object]) -> None:
         self._failed = failed
+        self._agents_own = {0, _STOPS, *handled_signals()}  # ways to end of workers that are done, or stopped
         with ExitStack() as undo:
             self._reader, self._writer = os.pipe()
             undo.callback(os.close, self._reader)
             undo.callback(os.close, self._writer)
-            self._agents_own = {0, _STOPS, *handled_signals()}  # ways to end of workers that are done, or stopped
-            self._workers = dict(_workers(mark))
-            for pidfd in self._workers:
+            self._running = dict(_workers(mark))  # pids, by pidfds; only the thread, once that runs
+            for pidfd in self._running:
                 undo.callback(os.close, pidfd)
-            self._thread = concurrency.thread(self._run, "ftcoord-workers") if self._workers else None
-            if self._thread is not None:
+            self._thread = StepThread(self._step, "ftcoord-workers", self._wake, lambda: None, broken)
+            if self._running:
                 self._thread.start()
             self._ends = undo.pop_all()
 
     def end(self) -> None:
-        """Stop watching."""
-        os.write(self._writer, b".")
-        if self._thread not in (None, concurrency.current_thread()):
-            self._thread.join()
+        """Stop watching; once."""
+        self._thread.close()
         self._ends.close()
 
-    def _run(self) -> None:
+    def _wake(self) -> None:
+        os.write(self._writer, b".")
+
+    def _step(self) -> None:
+        """Wait until some end, and look how."""
         waits = select.poll()
-        for descriptor in (self._reader, *self._workers):
+        for descriptor in (self._reader, *self._running):
             waits.register(descriptor, select.POLLIN)
-        running = set(self._workers)
-        while running:
-            ended = {descriptor for descriptor, _ in waits.poll()}
-            if self._reader in ended:
+        ended = {descriptor for descriptor, _ in waits.poll()}
+        for pidfd in () if self._thread.closed else ended:
+            pid, status = self._running.pop(pidfd), _status(pidfd)
+            if status is not None and status not in self._agents_own:
+                self._thread.close()  # first: who is told may end this
+                self._failed(f"worker {pid} {fate_of(status)}")
                 return
-            for pidfd in ended:
-                running.discard(pidfd)
-                waits.unregister(pidfd)
-                status = _status(pidfd)
-                if status is not None and status not in self._agents_own:
-                    self._failed(f"worker {self._workers[pidfd]} {fate_of(status)}")
-                    return
+        if not self._running:
+            self._thread.close()
 
 
 def _workers(mark: str) -> Iterator[tuple[int, int]]:

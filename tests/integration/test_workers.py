@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
-from helpers import DEADLINE, open_files
+from helpers import DEADLINE, eventually, open_files
 
 from ftcoord.primitives.orphans import MARK
+from ftcoord.rendezvous.handler import HandlerResources
 from ftcoord.rendezvous.orphans import MarkedChildren
 from ftcoord.rendezvous.workers import WorkerWatch, _workers
 
@@ -36,6 +39,10 @@ def worker(**options: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", UNTIL_TOLD], stdin=subprocess.PIPE, **options)  # type: ignore[call-overload, no-any-return]
 
 
+def unbroken(error: BaseException) -> None:
+    raise AssertionError("a watch is broken") from error
+
+
 def no_core_dump() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -47,7 +54,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def test_the_first_worker_that_fails_is_told_of(children: MarkedChildren, failed: queue.Queue[str]) -> None:
     first, second = worker(), worker()
-    watch = WorkerWatch(children.mark, failed.put)
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
     second.kill()
     assert failed.get(timeout=DEADLINE) == f"worker {second.pid} was killed by signal 9 (SIGKILL)"
     assert second.wait(DEADLINE) == -signal.SIGKILL, "it was left for its parent to be waited for"
@@ -61,7 +68,7 @@ def test_workers_that_are_done_or_stopped_by_their_agent_have_not_failed(
 ) -> None:
     stopped, fails = worker(), worker()
     done = subprocess.Popen([sys.executable, "-c", ""])
-    watch = WorkerWatch(children.mark, failed.put)
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
     done.wait(DEADLINE)
     stopped.terminate()
     stopped.communicate(timeout=DEADLINE)
@@ -80,7 +87,7 @@ def test_workers_that_get_the_signal_that_ends_their_agent_have_not_failed(
         monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM, SIGUSR1")
     stopped = [subprocess.Popen(["sleep", "600"], preexec_fn=no_core_dump) for _ in range(2)]
     fails = worker()
-    watch = WorkerWatch(children.mark, failed.put)
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
     for process in stopped:
         process.send_signal(signal.Signals[name])
         assert process.wait(DEADLINE) == -signal.Signals[name]
@@ -93,7 +100,7 @@ def test_workers_that_get_the_signal_that_ends_their_agent_have_not_failed(
 def test_a_child_without_the_mark_is_no_worker(children: MarkedChildren, failed: queue.Queue[str]) -> None:
     other = worker(env={name: value for name, value in os.environ.items() if name != MARK})
     ours = worker()
-    watch = WorkerWatch(children.mark, failed.put)
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
     end(other)
     ours.kill()
     assert failed.get(timeout=DEADLINE).startswith(f"worker {ours.pid} ")
@@ -115,8 +122,50 @@ def test_nobody_is_told_after_the_end(children: MarkedChildren, failed: queue.Qu
     before = open_files()
     process = worker()
     with_its_pipe = open_files()
-    WorkerWatch(children.mark, failed.put).end()
+    WorkerWatch(children.mark, failed.put, unbroken).end()
     assert not open_files() - with_its_pipe, "it leaves no file open"
     end(process)
     assert failed.empty()
     assert not open_files() - before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watch_that_fails_is_said_to_whom_it_belongs(
+    children: MarkedChildren, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By an error that nobody foresaw. It would else seem to watch."""
+
+    def fail(_round: object, _fate: str) -> None:
+        raise MemoryError("in what it tells")
+
+    resources = HandlerResources(SimpleNamespace(worker_failed=fail), ExitStack())  # type: ignore[arg-type]
+    process = worker()
+    resources.watch_workers(None, children)  # type: ignore[arg-type]
+    end(process)
+    eventually(lambda: "are not watched any longer" in caplog.text, "it is said")
+    resources.end_round()
+
+
+def test_its_end_may_come_from_who_is_told(children: MarkedChildren) -> None:
+    told: queue.Queue[str] = queue.Queue()
+
+    def end_it(fate: str) -> None:
+        watch.end()
+        told.put(fate)
+
+    process = worker()
+    watch = WorkerWatch(children.mark, end_it, unbroken)
+    end(process)
+    assert told.get(timeout=DEADLINE)
+
+
+def test_workers_that_end_one_after_the_other(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+    workers = [worker() for _ in range(3)]
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    for process in workers:
+        process.terminate()
+        process.communicate(timeout=DEADLINE)
+    watch._thread._thread.join(DEADLINE)
+    assert not watch._thread._thread.is_alive(), "nobody is left"
+    watch.end()
+    assert failed.empty()
