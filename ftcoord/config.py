@@ -90,6 +90,18 @@ def seconds(key: str, value: object) -> float:
     return float(number)
 
 
+def choice(*names: str) -> Callable[[str, object], str]:
+    """A parser for one of these words, in whatever case."""
+
+    def parse(key: str, value: object) -> str:
+        word = value.strip().lower() if isinstance(value, str) else ""
+        if word not in names:
+            raise ConfigError(key, redacted(value), f"choose {' or '.join(names)}")
+        return word
+
+    return parse
+
+
 def whole(low: int, high: int, why: str = "") -> Callable[[str, object], int]:
     """A parser for whole numbers from `low` to `high`, as numbers or as text; `why` goes into its error."""
 

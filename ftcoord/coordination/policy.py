@@ -205,15 +205,5 @@ class QuorumPolicy:
 def _candidate(
     kv: KeyValue, record: ReplicaRecord, profiles: Mapping[str, Profile], since: float, asked_at: int
 ) -> QuorumCandidate:
-    request = record.completed(profiles)
-    return QuorumCandidate(
-        member_of(kv.key),
-        record.request if request is None else request,
-        record.asked,
-        record.after,
-        since,
-        kv.create_revision,
-        asked_at,
-        kv.mod_revision,
-        is_whole=request is not None,
-    )
+    member = member_of(kv.key)
+    return QuorumCandidate.of(member, record, profiles, since, kv.create_revision, asked_at, kv.mod_revision)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from ftcoord.core.strict import build, dump, load
+
+REMEMBERED_FOR: Final = 3600
+"""Seconds for which etcd keeps the record of a death."""
 
 
 @dataclass(frozen=True, slots=True)

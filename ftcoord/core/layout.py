@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 KEY_PREFIX: Final = "/ftcoord/v1"
 """The default `key_prefix`: all keys of ftcoord lie below it."""
 DEFAULT_STORE_PREFIX: Final = f"{KEY_PREFIX}/@store/"
 """Of an EtcdStore whose user gives no prefix. No run lies there: an `@` in a run's id is written `%40`."""
+_ID_DIGITS: Final = 16
+"""Of a member's id, which is its lease."""
 _MAX_ROUND_DIGITS: Final = 18
 """Digits of a round's number that fits into a record, with room to count on from it."""
 
@@ -58,6 +60,30 @@ def run_prefix(key_prefix: str, run_id: str) -> str:
     return f"{key_prefix}/{quote(run_id, safe='')}"
 
 
+def run_span(prefix: str) -> Span:
+    """All keys of a run, by its prefix."""
+    return Span(f"{prefix}/", is_prefix=True)
+
+
+def runs_span(key_prefix: str) -> Span:
+    """The keys of all runs, and of stores that belong to none."""
+    return Span(f"{key_prefix}/", is_prefix=True)
+
+
+def branch_of(key_prefix: str, key: str) -> Span:
+    """All keys that are one run's with this key, or one store's; of a key that is in no branch, itself."""
+    start = runs_span(key_prefix).start
+    name, slash, _ = key.removeprefix(start).partition("/")
+    return Span(f"{start}{name}{slash}", is_prefix=bool(slash))
+
+
+def run_id_of(key_prefix: str, key: str) -> str | None:
+    """The id of the run that a key belongs to; None if it belongs to none."""
+    name, slash, _ = key.removeprefix(runs_span(key_prefix).start).partition("/")
+    run_id = unquote(name) if slash and name.isascii() else ""
+    return run_id if run_id and quote(run_id, safe="") == name else None
+
+
 # -- a group: its members, and what they decided --------------------------------------------------------------------
 
 
@@ -73,7 +99,7 @@ def member_key(prefix: str, member: str) -> str:
 
 def member_id(lease: int) -> str:
     """The id of the member that lives under a lease: 16 hex digits."""
-    return f"{lease:016x}"
+    return f"{lease:0{_ID_DIGITS}x}"
 
 
 def member_of(key: str) -> str:
@@ -246,6 +272,22 @@ def heartbeat_key(prefix: str, name: str, lease: int) -> str:
 def election_prefix(prefix: str, name: str) -> str:
     """The prefix of an election of a run."""
     return f"{prefix}/elections/{quote(name, safe='')}"
+
+
+def elections_span(prefix: str) -> Span:
+    """All elections of a run."""
+    return Span(f"{prefix}/elections/", is_prefix=True)
+
+
+def barriers_span(prefix: str) -> Span:
+    """All barriers of a run."""
+    return Span(f"{prefix}/barriers/", is_prefix=True)
+
+
+def is_member_key(key: str) -> bool:
+    """Whether a key is where a group's members lie, of whatever group."""
+    above, _, name = key.rpartition("/")
+    return above.endswith("/members") and len(name) == _ID_DIGITS and not set(name) - set("0123456789abcdef")
 
 
 def term_key(prefix: str, number: int) -> str:

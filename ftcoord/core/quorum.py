@@ -33,7 +33,14 @@ from math import inf
 from typing import Final, NoReturn
 
 from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, QuorumSeat
+from ftcoord.core.quorum_records import (
+    IdleMember,
+    Profile,
+    QuorumRecord,
+    QuorumRequest,
+    QuorumSeat,
+    ReplicaRecord,
+)
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
 RULES: Final = ("Q1 asking", "Q2 fast", "Q3 enough", "Q4 shrink only", "Q5 id")
@@ -66,6 +73,23 @@ class QuorumCandidate:
     asked_at: int = 0
     wrote_at: int = 0
     is_whole: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        member: str,
+        record: ReplicaRecord,
+        profiles: Mapping[str, Profile],
+        joined: float,
+        came_at: int,
+        asked_at: int,
+        wrote_at: int,
+    ) -> QuorumCandidate:
+        """What a member is that wrote this; `profiles` are those of the last quorum, by their digests."""
+        request = record.completed(profiles)
+        known = record.request if request is None else request
+        is_whole = request is not None
+        return cls(member, known, record.asked, record.after, joined, came_at, asked_at, wrote_at, is_whole)
 
 
 @dataclass(frozen=True, slots=True)

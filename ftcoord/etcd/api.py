@@ -15,6 +15,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import Span as Span
 from ftcoord.core.layout import decode_key as decode_key
 from ftcoord.core.layout import encode_key as encode_key
+from ftcoord.core.layout import member_id, member_of
 from ftcoord.errors import EtcdError
 
 
@@ -27,6 +28,11 @@ class KeyValue(NamedTuple):
     mod_revision: int
     version: int
     lease: int
+
+
+def is_member(kv: KeyValue) -> bool:
+    """Whether the key is a member's, which lies under the lease that it is named for and so will go one day."""
+    return kv.lease != 0 and member_of(kv.key) == member_id(kv.lease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,32 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """What a member of etcd says of itself, and the time that its answer took.
+
+    Args:
+        version: its release.
+        member_id, leader_id: in hexadecimal, as etcdctl shows them; the leader's is empty while there is none.
+        raft_term: grows with each election.
+        db_size, db_size_in_use, db_quota: bytes; the quota is 0 where the release does not tell it (before 3.6).
+        is_learner: whether it has no vote yet.
+        errors: what it complains of.
+        seconds: from the request to the answer.
+    """
+
+    version: str
+    member_id: str
+    leader_id: str
+    raft_term: int
+    db_size: int
+    db_size_in_use: int
+    db_quota: int
+    is_learner: bool
+    errors: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One change: `kv` as written, or for a deletion its key and the revision of the deletion."""
 
@@ -179,9 +211,8 @@ class Renews(Protocol):
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int: ...
 
 
-class Etcd(Protocol):
-    """A client of etcd. Every call has a deadline, is linearizable, and raises the EtcdError family: EtcdUnavailable
-    when it had no effect, OutcomeUnknown when a write may have had one, ClientClosed after the client was closed."""
+class EtcdCalls(Protocol):
+    """The calls that are answered once: the part of `Etcd` that a small client has too. See there."""
 
     @property
     def config(self) -> EtcdConfig | None:
@@ -198,6 +229,19 @@ class Etcd(Protocol):
         timeout: float | None = None,
     ) -> TxnResult: ...
 
+    def grant(self, ttl: int) -> Lease: ...
+
+    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+        """Keep a lease alive; the TTL granted, in seconds. Raises LeaseLost."""
+
+    def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
+        """Revoke a lease; one that is already gone is no error."""
+
+
+class Etcd(EtcdCalls, Protocol):
+    """A client of etcd. Every call has a deadline, is linearizable, and raises the EtcdError family: EtcdUnavailable
+    when it had no effect, OutcomeUnknown when a write may have had one, ClientClosed after the client was closed."""
+
     def submit(
         self,
         compares: Sequence[Compare],
@@ -211,14 +255,6 @@ class Etcd(Protocol):
 
         `done` is called once with the result, or with what `txn` would raise, on this thread before this returns or on
         the client's. It must not block."""
-
-    def grant(self, ttl: int) -> Lease: ...
-
-    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        """Keep a lease alive; the TTL granted, in seconds. Raises LeaseLost."""
-
-    def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
-        """Revoke a lease; one that is already gone is no error."""
 
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False

@@ -9,7 +9,7 @@ from typing import Final
 from ftcoord.core.death_records import parse_death
 from ftcoord.core.layout import death_key, member_id
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
+from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, Span
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ _READ_AT_ONCE: Final = 100
 """Keys of one request: etcd takes 128 operations."""
 
 
-def cause_of_death(etcd: Etcd, deaths: str, lease_id: int) -> str:
+def cause_of_death(etcd: EtcdCalls, deaths: str, lease_id: int) -> str:
     """Why the process that held a lease is gone, in one line; empty if nobody has said so.
 
     A sentinel says it before it revokes the lease, and etcd keeps it for an hour: who has seen that a key under the
@@ -34,7 +34,7 @@ def cause_of_death(etcd: Etcd, deaths: str, lease_id: int) -> str:
     return causes_of(etcd, deaths, [member]).get(member, "")
 
 
-def causes_of(etcd: Etcd, prefix: str, members: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
+def causes_of(etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
     """By member id, for those of whom it is known. `timeout` is in seconds, for each request. Raises EtcdError."""
     wanted, causes = list(members), dict[str, str]()
     for at in range(0, len(wanted), _READ_AT_ONCE):
@@ -45,7 +45,7 @@ def causes_of(etcd: Etcd, prefix: str, members: Iterable[str], *, timeout: float
     return causes
 
 
-def _read(etcd: Etcd, prefix: str, members: Sequence[str], timeout: float | None) -> list[KeyValue | None]:
+def _read(etcd: EtcdCalls, prefix: str, members: Sequence[str], timeout: float | None) -> list[KeyValue | None]:
     result = etcd.txn((), [Get(Span(death_key(prefix, member))) for member in members], timeout=timeout)
     return [result.range(at).one for at in range(len(members))]
 

@@ -27,7 +27,7 @@ from operator import attrgetter
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.death_records import Death, encode
+from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
 from ftcoord.core.layout import death_key, member_id
 from ftcoord.core.lease import LeaseTimes
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
@@ -43,8 +43,6 @@ CALL_TIMEOUT: Final = 1.0
 """Seconds that one call may take: meanwhile the sentinel sees nothing else."""
 AGAIN_AFTER: Final = 0.5
 """Seconds between two tries to renew, or to bury."""
-REMEMBERED_FOR: Final = 3600
-"""Seconds for which etcd keeps the cause of a death."""
 DEATHS_AT_ONCE: Final = 100
 """Causes in one transaction: etcd takes 128 operations."""
 EXEC: Final = "became another program (exec)"

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
+from ftcoord.etcd.api import Compare, EtcdCalls, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
 from ftcoord.etcd.retry import UNANSWERED, retry
 
 log = logging.getLogger(__name__)
@@ -29,17 +29,17 @@ WRITE_TIMEOUT: Final = 5.0
 """Seconds that a write may take in all, unless the caller, or a longer `request_timeout`, says otherwise."""
 
 
-def write_attempt_timeout(etcd: Etcd) -> float:
+def write_attempt_timeout(etcd: EtcdCalls) -> float:
     """Seconds after which an answer of this etcd counts as lost."""
     return max(WRITE_ATTEMPT_TIMEOUT, _request_timeout(etcd) * WRITE_ATTEMPT_PART)
 
 
-def write_timeout(etcd: Etcd) -> float:
+def write_timeout(etcd: EtcdCalls) -> float:
     """Seconds that a write may take in all, where the caller says nothing."""
     return max(WRITE_TIMEOUT, _request_timeout(etcd))
 
 
-def _request_timeout(etcd: Etcd) -> float:
+def _request_timeout(etcd: EtcdCalls) -> float:
     return etcd.config.request_timeout if etcd.config else 0.0
 
 
@@ -61,7 +61,7 @@ class WriteOutcome:
 
 
 def write_once(
-    etcd: Etcd,
+    etcd: EtcdCalls,
     put: Put,
     expected: int,
     *,
@@ -118,7 +118,7 @@ Amendment: TypeAlias = tuple[bytes, Sequence[Op]]
 
 
 def amend(
-    etcd: Etcd, key: str, ttl: int, change: Callable[[KeyValue | None], Amendment | None], timeout: float
+    etcd: EtcdCalls, key: str, ttl: int, change: Callable[[KeyValue | None], Amendment | None], timeout: float
 ) -> None:
     """Replace a key by what `change` makes of it, under its lease, or else a new one of `ttl` seconds.
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
-from ftcoord.core import rendezvous, rendezvous_records
-from ftcoord.core.layout import decided_key, members_span, number_of, roll_key, round_key, rounds_span
+from ftcoord.core import rendezvous_records
+from ftcoord.core.layout import decided_key, members_span, number_of, roll_key, rounds_span
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
 from ftcoord.errors import EtcdError, StateError
-from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Span
+from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
 from ftcoord.primitives.write_once import Amendment, amend
+from ftcoord.rendezvous.ending import ending
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
@@ -53,23 +53,16 @@ class RunRecord:
             raise RendezvousConnectionError(str(error)) from None
 
     def close(self, reason: str, outcome: str, speaker: Speaker | None = None) -> None:
-        """End the run, within `close_timeout` seconds, unless it is over or went on without `speaker`.
-
-        If the run did not finish, its round ends too: torch's agents wait in the round's store, in their exit barrier,
-        for nodes that will not come.
-        """
+        """End the run, within `close_timeout` seconds, unless it is over or went on without `speaker`."""
         settings = self._settings
 
         def closed(kv: KeyValue | None) -> Amendment | None:
             now = parse_decided(kv.key, kv.value) if kv else rendezvous_records.NO_ROUND
             speaks = speaker is None or bool(now.closed) or self._has_seat(now, speaker)
-            ended = rendezvous.close(now, reason, outcome, speaks=speaks)
+            ended = ending(settings.prefix, now, reason, outcome, speaks=speaks)
             if ended is None:
                 _log_why_not(settings.run_id, now, outcome)
-                return None
-            fence = Delete(Span(round_key(settings.prefix, now.number)))
-            value = rendezvous_records.encode(replace(ended, by=uuid.uuid4().hex))
-            return value, () if outcome == rendezvous_records.FINISHED else (fence,)
+            return ended
 
         try:
             while not self._is_amended(closed):

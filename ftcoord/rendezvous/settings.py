@@ -13,7 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ftcoord.config import EMBEDDED, HIDDEN, EtcdConfig, full_text, key_path, parse_host, redacted, seconds, text, whole
+from ftcoord.config import (
+    EMBEDDED,
+    HIDDEN,
+    EtcdConfig,
+    choice,
+    full_text,
+    key_path,
+    parse_host,
+    redacted,
+    seconds,
+    text,
+    whole,
+)
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.core.rendezvous import Restart
 from ftcoord.errors import ConfigError
@@ -22,13 +34,8 @@ _MAX_TTL = 10**9
 
 
 def _one_of(**choices: object) -> Callable[[str, object], object]:
-    def parse(key: str, value: object) -> object:
-        choice = value.strip().lower() if isinstance(value, str) else None
-        if choice not in choices:
-            raise ConfigError(key, redacted(value), f"choose {' or '.join(choices)}")
-        return choices[choice]
-
-    return parse
+    word = choice(*choices)
+    return lambda key, value: choices[word(key, value)]
 
 
 def _flag(key: str, value: object) -> object:

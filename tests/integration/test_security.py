@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import shutil
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 from helpers import DEADLINE, Seen, eventually
 
+from ftcoord import cli
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
 from ftcoord.embedded.ports import LOOPBACK, ReservedPort
@@ -603,3 +605,25 @@ def test_everything_comes_from_the_environment(
         assert "swordfish" not in repr(client)
         with pytest.raises(EtcdAuthError):
             client.get("/other")
+
+
+def test_commands_take_tls_and_a_login_as_all_else_does(
+    fortress: SecureServer,
+    authority: Authority,
+    node: Issued,
+    clean_environment: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--endpoints", url(fortress, host=LOOPBACK), "--ca-cert", authority.cert, "--cert", node.cert]
+    flags += ["--key", node.key, "--server-name", "etcd.example", "--user", "trainer", "--output", "json"]
+    clean_environment.setenv("FTCOORD_PASSWORD", "swordfish")
+    assert cli.main(["ls", *flags, "--key-prefix", "/job"]) == 0
+    assert cli.main(["ls", *flags, "--key-prefix", "/other"]) == 1
+    assert "role" in capsys.readouterr().err
+    for prefix, level in (("/job", "ok"), ("/other", "problem")):
+        assert cli.main(["doctor", *flags, "--key-prefix", prefix]) == (level == "problem")
+        found = {one["about"]: one["level"] for one in json.loads(capsys.readouterr().out)["findings"]}
+        assert (found["right to read"], found["right to write"], found["TLS"]) == (level, level, "ok")
+    clean_environment.setenv("FTCOORD_PASSWORD", "wrong")
+    assert cli.main(["ls", *flags, "--key-prefix", "/job"]) == 1
+    assert "FTCOORD_PASSWORD" in capsys.readouterr().err

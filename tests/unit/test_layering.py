@@ -59,6 +59,16 @@ FLOORS = (
     "proactive",
     "torchft",
     "demo testing",
+    "operator.told",
+    "operator.job_keys",
+    "operator.rounds operator.quorums",
+    "operator.status operator.naming operator.leftovers operator.findings",
+    "operator.reading",
+    "operator.acting operator.following",
+    "operator.examining",
+    "commands.output",
+    "commands.flags",
+    "commands",
     "cli _torchrun",
 )
 """Lowest first: modules, or whole packages. What is on a floor imports from the floors below, and from its own package
@@ -190,6 +200,36 @@ def test_the_core_is_pure(module: str) -> None:
     foreign = {name.split(".")[0] for name in imports(module)} - PURE_CORE - {"ftcoord"}
     assert not foreign
     assert {part_of(n) for n in imports(module) if n.startswith("ftcoord")} <= {"core", "errors"}
+
+
+TELLING = [
+    f"ftcoord.operator.{name}" for name in ("told", "job_keys", "rounds", "quorums", "status", "naming", "leftovers")
+]
+"""What operators are told: as pure as the core, from keys as the API has them."""
+
+
+@pytest.mark.parametrize("module", TELLING)
+def test_what_operators_are_told_is_pure(module: str) -> None:
+    ours = {name for name in imports(module) if name.startswith("ftcoord")}
+    assert {name.split(".")[0] for name in imports(module) - ours} <= PURE_CORE
+    assert {name for name in ours if part_of(name) not in {"core", "errors"}} <= {
+        "ftcoord.etcd.api",
+        "ftcoord.etcd.release",
+        *TELLING,
+    }
+
+
+@pytest.mark.parametrize("command", ["ls", "status", "doctor", "gc"])
+def test_commands_load_neither_torch_nor_grpc(command: str) -> None:
+    """Each is to answer in a moment, loading included."""
+    code = (
+        "import sys; from ftcoord import cli\n"
+        f"code = cli.main([{command!r}, *{['job'] * (command == 'status')!r}])\n"
+        "sys.exit(str({'torch', 'grpc', 'asyncio', 'numpy'} & sys.modules.keys() or code))"
+    )
+    env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1", "FTCOORD_REQUEST_TIMEOUT": "0.01"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert done.stderr.splitlines()[-1] == "3"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ KEYS = {
     "kills_span": layout.kills_span(RUN).start,
     "kill_key": layout.kill_key(RUN, HEX),
     "election_prefix": ELECTION,
+    "elections_span": layout.elections_span(RUN).start,
+    "barriers_span": layout.barriers_span(RUN).start,
     "term_key": layout.term_key(ELECTION, 7),
     "barrier_prefix": BARRIER,
     "deaths_span": layout.deaths_span(RUN).start,
@@ -69,6 +71,7 @@ IN_GROUPS = [
 """The keys that each group has, where the group's own prefix is one of `core.layout`."""
 
 NO_KEYS = {"run_prefix", "quorum_prefix", "encode_key", "decode_key", "member_id", "member_of", "number_of"}
+NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "is_member_key"}
 """Functions of `core.layout` that name no key of their own."""
 
 
@@ -194,3 +197,24 @@ def test_keys_of_one_are_no_keys_of_another(one: Span, other: str) -> None:
 
 def test_a_heartbeat_of_a_name_with_a_slash_is_one_name() -> None:
     assert layout.heartbeat_key("/p", "a/b", LEASE) == f"/p/heartbeats/a%2Fb/{HEX}"
+
+
+@pytest.mark.parametrize("job", ["job1", "a/b", "%", "@store", "\u00e4\x1b", "a b"])
+def test_a_key_names_its_run(job: str) -> None:
+    key = layout.decided_key(layout.run_prefix("/f", job))
+    assert layout.run_id_of("/f", key) == job
+    assert layout.branch_of("/f", key) == layout.run_span(layout.run_prefix("/f", job))
+    assert key in layout.runs_span("/f")
+
+
+@pytest.mark.parametrize(
+    "key", ["/f/@store/data/x", "/f/stray", "/f//x", "/f/%ff/x", "/f/a b/x", "/f/%2f/x", "/f/\udcff/x"]
+)
+def test_a_key_of_no_run_names_none(key: str) -> None:
+    assert layout.run_id_of("/f", key) is None
+    assert key in layout.branch_of("/f", key)
+
+
+def test_the_keys_of_members_are_told_from_others() -> None:
+    assert layout.is_member_key(layout.member_key(layout.election_prefix("/p", "n"), HEX))
+    assert not layout.is_member_key(layout.decided_key(layout.election_prefix("/p", "members")))

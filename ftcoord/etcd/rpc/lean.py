@@ -1,4 +1,5 @@
-"""A client of etcd that takes a few megabytes: for the sentinel, of which each process has one beside it.
+"""A client of etcd that takes a few megabytes and is loaded in a moment: for the sentinel, of which each process has
+one beside it, and for the commands of operators.
 
 gRPC's library takes 25 MB and a handful of threads. Here h2 (https://python-hyper.org/projects/h2/) speaks HTTP/2 over
 one socket, one call at a time, on the thread that calls. It connects when there is something to say, so an idle client
@@ -31,7 +32,7 @@ from h2.exceptions import H2Error
 from ftcoord import concurrency
 from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.errors import EtcdUnavailable, LeaseLost
-from ftcoord.etcd.api import Compare, Get, Lease, Op, RangeResult, TxnResult
+from ftcoord.etcd.api import Compare, Get, Lease, MemberStatus, Op, RangeResult, TxnResult
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.codec import range_request, range_result, txn_request, txn_result
 from ftcoord.etcd.rpc.dialer import Dialer, left
@@ -70,7 +71,8 @@ class _Broken(Exception):
 
 
 class LeanClient:
-    """A client of one etcd cluster, for one thread: reads, transactions, and leases that exist.
+    """A client of one etcd cluster, for one thread: it reads, writes, and sees to leases. Implements
+    `ftcoord.etcd.api.EtcdCalls`.
 
     Every call ends within its time-out. What fails before it was sent is tried at the next endpoint. A transaction
     whose answer is lost raises OutcomeUnknown.
@@ -83,16 +85,26 @@ class LeanClient:
         self._connection: _Connection | None = None
         self._token: str | None = None
 
+    @property
+    def config(self) -> EtcdConfig:
+        return self._config
+
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
         """Raises EtcdError."""
         response = self._call(messages.RANGE, range_request(get), timeout)
         return range_result(response, response.header.revision)
 
     def txn(
-        self, compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = (), *, timeout: float
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Op],
+        failure: Sequence[Op] = (),
+        *,
+        timeout: float | None = None,
     ) -> TxnResult:
         """Raises OutcomeUnknown, and EtcdError."""
-        response = self._call(messages.TXN, txn_request(compares, success, failure), timeout, write=True)
+        writes = any(not isinstance(op, Get) for op in (*success, *failure))
+        response = self._call(messages.TXN, txn_request(compares, success, failure), timeout, write=writes)
         return txn_result(response, response.header.revision)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
@@ -113,6 +125,35 @@ class LeanClient:
         with contextlib.suppress(LeaseLost):
             self._call(messages.REVOKE, messages.message("LeaseRevokeRequest")(id=lease_id), timeout)
 
+    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+        """Whole seconds that a lease has left, and that it was granted; (-1, 0) for one that is gone. Raises
+        EtcdError."""
+        request = messages.message("LeaseTimeToLiveRequest")(id=lease_id)
+        response = self._call(messages.TIME_TO_LIVE, request, timeout)
+        return int(response.ttl), int(response.granted_ttl)
+
+    def status(self, *, timeout: float | None = None) -> MemberStatus:
+        """What the member that answers says of itself. Raises EtcdError."""
+        began = concurrency.now()
+        found = self._call(messages.STATUS, messages.message("StatusRequest")(), timeout)
+        return MemberStatus(
+            found.version,
+            f"{found.header.member_id:x}",
+            f"{found.leader:x}" if found.leader else "",
+            found.raft_term,
+            found.db_size,
+            found.db_size_in_use,
+            found.db_size_quota,
+            found.is_learner,
+            tuple(found.errors),
+            concurrency.now() - began,
+        )
+
+    def alarms(self, *, timeout: float | None = None) -> list[tuple[str, str]]:
+        """The alarms that are raised: the member's id, in hexadecimal, and what etcd calls it. Raises EtcdError."""
+        found = self._call(messages.ALARMS, messages.message("AlarmRequest")(), timeout)
+        return [(f"{one.member_id:x}", messages.ALARM_NAMES.get(one.alarm, str(one.alarm))) for one in found.alarms]
+
     def close(self) -> None:
         """Close the connection; the next call opens another one."""
         connection, self._connection = self._connection, None
@@ -127,9 +168,9 @@ class LeanClient:
                 return method.parse(self._once(method.path, body, deadline, write))
             except EtcdUnavailable:
                 seconds = deadline - concurrency.now()
-                if seconds <= 0:
+                if seconds <= PAUSE:  # the next attempt could say nothing but that the time is over
                     raise
-                concurrency.sleep(min(PAUSE, seconds))
+                concurrency.sleep(PAUSE)
 
     def _once(self, path: str, body: bytes, deadline: float, write: bool) -> bytes:
         where = self._config.endpoints[self._index]
@@ -207,7 +248,7 @@ class _Connection:
         self._h2.send_headers(stream, self._headers(path, token))
         self._send_message(stream, _PREFIX.pack(False, len(body)) + body, deadline)
         found: dict[str, str] = {}
-        answer = b""
+        answer = bytearray()
         while True:
             for event in self._received(deadline):
                 if isinstance(event, ConnectionTerminated):
@@ -222,7 +263,7 @@ class _Connection:
                     answer += event.data
                     self._h2.acknowledge_received_data(event.flow_controlled_length, stream)
                 elif isinstance(event, StreamEnded):
-                    return _failure(found), answer[_PREFIX.size :]
+                    return _failure(found), bytes(answer[_PREFIX.size :])
             self._send(deadline)
 
     def close(self) -> None:

@@ -47,7 +47,13 @@ _MESSAGES: Final[dict[str, str]] = {
     "LeaseKeepAliveRequest": "id 1 int64",
     "LeaseKeepAliveResponse": "header 1 Header, id 2 int64, ttl 3 int64",
     "StatusRequest": "",
-    "StatusResponse": "header 1 Header, version 2 string, db_size 3 int64, leader 4 uint64",
+    "LeaseTimeToLiveRequest": "id 1 int64, keys 2 bool",
+    "LeaseTimeToLiveResponse": "header 1 Header, id 2 int64, ttl 3 int64, granted_ttl 4 int64",
+    "StatusResponse": "header 1 Header, version 2 string, db_size 3 int64, leader 4 uint64, raft_term 6 uint64,"
+    " errors 8 string*, db_size_in_use 9 int64, is_learner 10 bool, db_size_quota 12 int64",
+    "AlarmRequest": "action 1 int32",
+    "AlarmMember": "member_id 1 uint64, alarm 2 int32",
+    "AlarmResponse": "header 1 Header, alarms 2 AlarmMember*",
     "Member": "id 1 uint64, name 2 string",
     "MemberListRequest": "",
     "MemberListResponse": "header 1 Header, members 2 Member*",
@@ -60,6 +66,8 @@ NO_PUTS: Final = 0
 """The filter of a watch that receives deletes only."""
 SORT: Final = {"oldest": 1, "newest": 2}
 SORT_BY_CREATE: Final = 2
+ALARM_NAMES: Final = {1: "NOSPACE", 2: "CORRUPT"}
+"""etcd's alarms by their numbers."""
 COMPARE_RESULT: Final = {"=": 0, ">": 1, "<": 2, "!=": 3}
 COMPARE_TARGET: Final = {"version": 0, "create": 1, "mod": 2, "value": 3, "lease": 4}
 COMPARE_FIELD: Final = {
@@ -94,6 +102,8 @@ WATCH = Method("Watch/Watch", "WatchRequest", "WatchResponse")
 GRANT = Method("Lease/LeaseGrant", "LeaseGrantRequest", "LeaseGrantResponse")
 REVOKE = Method("Lease/LeaseRevoke", "LeaseRevokeRequest", "LeaseRevokeResponse")
 KEEP_ALIVE = Method("Lease/LeaseKeepAlive", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse")
+TIME_TO_LIVE = Method("Lease/LeaseTimeToLive", "LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse")
 STATUS = Method("Maintenance/Status", "StatusRequest", "StatusResponse")
+ALARMS = Method("Maintenance/Alarm", "AlarmRequest", "AlarmResponse")
 MEMBERS = Method("Cluster/MemberList", "MemberListRequest", "MemberListResponse")
 AUTHENTICATE = Method("Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ftcoord.core.layout import Span, decode_key
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Put
+from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, Put
 
 MOST_OPERATIONS: Final = 128
 """Of one transaction: etcd's default limit (`--max-txn-ops`)."""
@@ -41,7 +41,7 @@ def _size(puts: Sequence[Put]) -> int:
     return sum(len(put.key) + len(put.value) for put in puts)
 
 
-def read_all(etcd: Etcd, span: Span, page: int = PAGE) -> list[KeyValue]:
+def read_all(etcd: EtcdCalls, span: Span, page: int = PAGE) -> list[KeyValue]:
     """All keys of a span, in pages, each as it is when its page is read. Raises EtcdError.
 
     For keys that are written once: whoever deletes some of them meanwhile leaves a part.

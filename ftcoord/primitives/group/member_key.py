@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.layout import member_id, member_key, member_of, tail_key
+from ftcoord.core.layout import member_id, member_key, tail_key
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
-from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Put, Span, TxnResult, unchanged
+from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Put, Span, TxnResult, is_member, unchanged
 from ftcoord.primitives.session import Session
 from ftcoord.primitives.write_once import WriteOutcome, write_attempt_timeout, write_once, write_timeout
 
@@ -187,8 +187,3 @@ class MemberKey:
             yield
         finally:
             self._writing.release()
-
-
-def is_member(kv: KeyValue) -> bool:
-    """Whether the key is a member's, which lies under the lease that it is named for and so will go one day."""
-    return kv.lease != 0 and member_of(kv.key) == member_id(kv.lease)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 
 from ftcoord import concurrency
 from ftcoord.core.layout import Span
-from ftcoord.etcd.api import Compare, Etcd, KeyValue, encode_key
-from ftcoord.primitives.group.member_key import is_member
+from ftcoord.etcd.api import Compare, Etcd, KeyValue, encode_key, is_member
 from ftcoord.primitives.mirror import Mirror, Posted
 
 

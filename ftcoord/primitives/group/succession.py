@@ -8,8 +8,8 @@ from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.core.layout import Span, member_id, member_key, members_span
-from ftcoord.etcd.api import Etcd, Get, KeyValue, RangeResult
-from ftcoord.primitives.group.member_key import MemberKey, is_member
+from ftcoord.etcd.api import Etcd, Get, KeyValue, RangeResult, is_member
+from ftcoord.primitives.group.member_key import MemberKey
 from ftcoord.primitives.mirror import Mirror, Posted
 
 Judged: TypeAlias = Callable[[float | None], None]

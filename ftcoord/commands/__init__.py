@@ -1,0 +1,1 @@
+"""The commands of `ftcoord`: one file for each family, with its flags, what it does, and how it shows it."""

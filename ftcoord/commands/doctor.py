@@ -1,0 +1,42 @@
+"""`ftcoord doctor`: whether an etcd is fit for jobs, and what to do where it is not."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add, etcd_config
+from ftcoord.commands.looking import HEALTHY, UNHEALTHY, terminal_of
+from ftcoord.commands.output import Terminal, neutral
+from ftcoord.operator.told import Examination
+
+UNREACHABLE = 3
+"""The exit code if no endpoint answers."""
+
+
+def add_commands(commands: Any) -> None:
+    """`commands` is what `ArgumentParser.add_subparsers` gives."""
+    doctor = commands.add_parser("doctor", help="whether an etcd is fit for jobs, and what to do where it is not")
+    add(doctor, (*ETCD_FLAGS, KEYS_FLAG, *OUTPUT_FLAGS))
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ftcoord.operator.examining import examine
+    from ftcoord.operator.findings import findings
+
+    terminal = terminal_of(options)
+    facts = examine(etcd_config(options), options.key_prefix)
+    found = findings(facts)
+    terminal.tell(found, _lines(found, terminal))
+    if all(one.status is None for one in facts.endpoints):
+        return UNREACHABLE
+    return HEALTHY if found.healthy else UNHEALTHY
+
+
+def _lines(found: Examination, terminal: Terminal) -> Iterator[str]:
+    for one in found.findings:
+        yield f"{terminal.word(f'{one.level:<8}')} {neutral(one.about)}: {neutral(one.found)}"
+        if one.do:
+            yield f"{'':<8} -> {neutral(one.do)}"

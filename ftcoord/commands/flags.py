@@ -1,0 +1,98 @@
+"""Flags of commands. Each has a variable too, which counts where the flag is not given."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ftcoord.commands.output import COLOURS, FORMATS
+from ftcoord.config import EtcdConfig, choice, key_path, seconds, text, whole
+from ftcoord.core.layout import KEY_PREFIX
+
+Parse = Callable[[str, object], Any]
+
+YES: Final = whole(0, 1, ", to do it without being asked")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag.
+
+    Args:
+        name: as `--name`.
+        variable: its environment variable.
+        help: what it is.
+        parse: from its name, or the variable's, and the text; raises ConfigError.
+        default: where neither is given; not parsed.
+        metavar: what stands for its value in the help; empty for a flag without one.
+        choices: the values that there are, for the shell's completion; empty for others.
+        short: another name, as `-n`.
+    """
+
+    name: str
+    variable: str
+    help: str
+    parse: Parse = text
+    default: object = None
+    metavar: str = ""
+    choices: Sequence[str] = ()
+    short: str = ""
+
+    @property
+    def dest(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+ETCD_FLAGS: Final = (
+    Flag("--endpoints", "FTCOORD_ENDPOINTS", "where etcd is, as h1:2379,h2:2379", metavar="LIST"),
+    Flag("--ca-cert", "FTCOORD_CA_CERT", "the authority of etcd's certificate", metavar="FILE"),
+    Flag("--cert", "FTCOORD_CERT", "the client's certificate", metavar="FILE"),
+    Flag("--key", "FTCOORD_KEY", "the client's private key", metavar="FILE"),
+    Flag("--server-name", "FTCOORD_SERVER_NAME", "the name in etcd's certificate", metavar="NAME"),
+    Flag("--user", "FTCOORD_USER", "etcd's user; the password is in FTCOORD_PASSWORD", metavar="NAME"),
+    Flag("--request-timeout", "FTCOORD_REQUEST_TIMEOUT", "seconds that a call may take", seconds, metavar="SECONDS"),
+)
+"""Those that `EtcdConfig.load` takes: their variables are read there, and etcdctl's after them."""
+KEYS_FLAG: Final = Flag("--key-prefix", "FTCOORD_KEY_PREFIX", "where the keys lie", key_path, KEY_PREFIX, "PATH")
+OUTPUT_FLAGS: Final = (
+    Flag("--output", "FTCOORD_OUTPUT", "how to show it", choice(*FORMATS), "table", "FORMAT", FORMATS, "-o"),
+    Flag("--color", "FTCOORD_COLOR", "colours on terminals", choice(*COLOURS), "auto", "WHEN", COLOURS),
+)
+YES_FLAG: Final = Flag("--yes", "FTCOORD_YES", "do it without asking", YES, 0, short="-y")
+
+
+def add(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
+    """Give a command these flags."""
+    for flag in flags:
+        names = [name for name in (flag.short, flag.name) if name]
+        default = "" if flag.default in (None, 0, "") or not flag.metavar else f"; default: {flag.default}"
+        shown = f"{flag.help} [{flag.variable}{default}]"
+        if flag.metavar:
+            parser.add_argument(*names, metavar=flag.metavar, choices=flag.choices or None, help=shown)
+        else:
+            parser.add_argument(*names, action="store_const", const="1", help=shown)
+    parser.set_defaults(flags=(*(parser.get_default("flags") or ()), *flags))
+
+
+def resolve(options: argparse.Namespace, env: Mapping[str, str] | None = None) -> None:
+    """Give each flag its value: what was given, else its variable's, else the default. Raises ConfigError."""
+    variables = os.environ if env is None else env
+    for flag in options.flags:
+        given = getattr(options, flag.dest)
+        if flag in ETCD_FLAGS:
+            continue
+        if given is not None:
+            setattr(options, flag.dest, flag.parse(flag.name, given))
+        elif variables.get(flag.variable, "").strip():
+            setattr(options, flag.dest, flag.parse(flag.variable, variables[flag.variable]))
+        else:
+            setattr(options, flag.dest, flag.default)
+
+
+def etcd_config(options: argparse.Namespace) -> EtcdConfig:
+    """How to reach the etcd that the flags, and the variables, name. Raises ConfigError."""
+    given = {flag.dest: getattr(options, flag.dest) for flag in ETCD_FLAGS}
+    return EtcdConfig.load(**given, names={flag.dest: flag.name for flag in ETCD_FLAGS})

@@ -1,0 +1,122 @@
+"""`ftcoord demo`, `ftcoord server` and `ftcoord gateway`: what runs until it is told to end."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+from ftcoord import concurrency
+from ftcoord.commands.flags import Flag, add
+from ftcoord.config import text, whole
+from ftcoord.errors import EtcdError
+
+if TYPE_CHECKING:
+    from ftcoord.embedded.server import EtcdServer
+
+
+SIGNAL_INTERVAL: Final = 1.0
+"""Seconds that a wait lasts at most. Python runs signal handlers between waits; one may come just before a wait."""
+
+
+def _path(key: str, value: object) -> Path:
+    return Path(text(key, value))
+
+
+_DEMO_FLAGS: Final = (
+    Flag("--logs", "FTCOORD_DEMO_LOGS", "where the agents' logs go; else a new folder", _path, None, "FOLDER"),
+)
+_SERVER_FLAGS: Final = (
+    Flag("--host", "FTCOORD_SERVER_HOST", "the address to serve on", text, "127.0.0.1", "HOST"),
+    Flag("--port", "FTCOORD_SERVER_PORT", "the port to serve on; 0 for a free one", whole(0, 65535), 2379, "PORT"),
+    Flag(
+        "--data-dir", "FTCOORD_SERVER_DATA_DIR", "keep the data here, not in a temporary folder", text, None, "FOLDER"
+    ),
+)
+_GATEWAY_FLAGS: Final = (
+    Flag("--etcd", "FTCOORD_GATEWAY_ETCD", "the job: etcd://h1:2379/job?min_replicas=2", text, None, "ADDRESS"),
+    Flag("--listen", "FTCOORD_GATEWAY_LISTEN", "where to serve", text, "127.0.0.1:29510", "ADDRESS"),
+)
+
+
+def add_commands(commands: Any) -> None:
+    """`commands` is what `ArgumentParser.add_subparsers` gives."""
+    demo = commands.add_parser("demo", help="train on three nodes, lose one, replace it (half a minute)")
+    add(demo, _DEMO_FLAGS)
+    demo.set_defaults(run=_demo)
+
+    server = commands.add_parser("server", help="run an embedded etcd on this host until Ctrl-C")
+    add(server, _SERVER_FLAGS)
+    server.set_defaults(run=_server)
+
+    gateway = commands.add_parser("gateway", help="serve torchft's lighthouse protocol from etcd until Ctrl-C")
+    add(gateway, _GATEWAY_FLAGS)
+    gateway.set_defaults(run=_gateway)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from ftcoord.demo.run import run_demo
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    run_demo(options.logs)
+    return 0
+
+
+def _server(options: argparse.Namespace) -> int:
+    from ftcoord.embedded.server import EtcdServer
+
+    ended = concurrency.event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir) as etcd:
+        endpoint = etcd.get_endpoint()
+        print(f"etcd serves on {endpoint}; Ctrl-C ends it", flush=True)
+        print(f"torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint={endpoint} --rdzv-id=RUN ...", flush=True)
+        _advise(etcd)
+        while etcd.is_running() and not ended.wait(SIGNAL_INTERVAL):
+            pass
+        if not ended.is_set():
+            print("ftcoord: etcd has ended by itself", file=sys.stderr)
+    return 0 if ended.is_set() else 1
+
+
+def _advise(etcd: EtcdServer) -> None:
+    """Say what this release of etcd is good for: clients say nothing of it about an etcd that ftcoord started."""
+    from ftcoord.etcd.release import newer_wanted
+
+    version = str((etcd.http("GET", "/version") or {}).get("etcdserver", ""))
+    if version and (wanted := newer_wanted(version)):
+        print(
+            f"etcd {version} is good for trying things out; it has known lease and watch bugs, so use {wanted} or"
+            " newer for real training runs",
+            flush=True,
+        )
+
+
+def _gateway(options: argparse.Namespace) -> int:
+    from ftcoord.coordination import Gateway
+
+    text("--etcd", options.etcd)  # it has no default
+    ended = concurrency.event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    with Gateway(options.etcd, options.listen) as gateway:
+        print(f"gateway serves on {gateway.address()}; Ctrl-C ends it", flush=True)
+        print(f"TORCHFT_LIGHTHOUSE={gateway.address()}", flush=True)
+        try:
+            gateway.check(timeout=5)
+        except EtcdError as error:
+            print(f"ftcoord: replicas will wait until etcd can be reached: {error}", file=sys.stderr)
+        while not ended.wait(SIGNAL_INTERVAL):
+            if gateway.has_failed:
+                print("ftcoord: the gateway has failed, see its log; start it again", file=sys.stderr)
+                return 1
+    return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

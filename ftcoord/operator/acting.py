@@ -1,0 +1,102 @@
+"""What operators do to jobs. Each is one guarded transaction, or says what it found in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.core import rendezvous_records
+from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
+from ftcoord.core.layout import (
+    Span,
+    barriers_span,
+    death_key,
+    decided_key,
+    elections_span,
+    heartbeats_span,
+    is_member_key,
+    members_span,
+    quorum_prefix,
+    run_prefix,
+    run_span,
+    timers_span,
+)
+from ftcoord.core.rendezvous_records import parse_decided
+from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Put, RangeResult
+from ftcoord.operator.leftovers import JobRemains
+from ftcoord.operator.naming import NamedMember
+from ftcoord.operator.reading import job_ids
+from ftcoord.primitives.write_once import Amendment, amend
+from ftcoord.rendezvous.ending import ending
+
+CLOSED_TTL: Final = 3600
+"""Seconds that the record of a run lives that never had one: what agents give a run by default."""
+
+
+def evict(etcd: EtcdCalls, member: NamedMember, cause: str) -> bool:
+    """End a member's lease, after the others can read why; whether it was still there. Raises EtcdError.
+
+    The cause comes first: without it, the others would give the member time to come back to its seat.
+    """
+    grave = etcd.grant(REMEMBERED_FOR)
+    death = Put(death_key(member.prefix, member.id), encode(Death(cause, int(concurrency.wall() * 1000))), grave.id)
+    is_there = Compare(member.kv.key, "lease", "=", member.kv.lease)
+    if not etcd.txn([is_there], [death]).succeeded:
+        etcd.revoke(grave.id)
+        return False
+    etcd.revoke(member.kv.lease)
+    return True
+
+
+def close_run(etcd: EtcdCalls, prefix: str, reason: str, timeout: float) -> str:
+    """End a run by hand, within `timeout` seconds for each request; why it was over already, or empty.
+
+    Raises StateError, if the record is not ftcoord's, and EtcdError.
+    """
+    over = ""
+
+    def closed(kv: KeyValue | None) -> Amendment | None:
+        nonlocal over
+        now = parse_decided(kv.key, kv.value) if kv else rendezvous_records.NO_ROUND
+        over = now.closed
+        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True)
+
+    amend(etcd, decided_key(prefix), CLOSED_TTL, closed, timeout)
+    return over
+
+
+def remains_of_all(etcd: EtcdCalls, key_prefix: str) -> Iterator[JobRemains]:
+    """What all jobs below a key prefix have, one request for each. Raises EtcdError."""
+    for job in job_ids(etcd, key_prefix):
+        prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
+        counted = (members_span(prefix), members_span(quorum), timers_span(prefix), heartbeats_span(prefix))
+        recipes = elections_span(prefix), barriers_span(prefix)
+        read = etcd.txn(
+            (),
+            [
+                Get(Span(decided_key(prefix))),
+                Get(Span(decided_key(quorum)), count_only=True),
+                Get(run_span(prefix), count_only=True),
+                *(Get(span, count_only=True) for span in counted),
+                *(Get(span, keys_only=True) for span in recipes),
+            ],
+        )
+        live = sum(read.range(3 + at).count for at in range(len(counted)))
+        live += sum(_members_in(read.range(3 + len(counted) + at)) for at in range(len(recipes)))
+        has_quorum = read.range(1).count > 0
+        yield JobRemains(job, read.revision, read.range(0).one, has_quorum, live, read.range(2).count)
+
+
+def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains) -> bool:
+    """Delete all keys of a job, unless anybody has written one since it was looked at; whether they are deleted.
+
+    Raises EtcdError.
+    """
+    span = run_span(run_prefix(key_prefix, remains.job))
+    unchanged = Compare(span.start, "mod", "<", remains.revision + 1, span.end)
+    return etcd.txn([unchanged], [Delete(span)]).succeeded
+
+
+def _members_in(found: RangeResult) -> int:
+    return sum(is_member_key(kv.key) for kv in found.kvs)

@@ -1,0 +1,98 @@
+"""Looks at an etcd as a doctor does: it changes nothing there but for leases that hold nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
+from ftcoord.core.layout import runs_span
+from ftcoord.errors import EtcdAuthError, EtcdError
+from ftcoord.etcd.api import Compare, Get, Put
+from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.operator.acting import remains_of_all
+from ftcoord.operator.findings import EndpointFacts, EtcdFacts
+from ftcoord.operator.leftovers import why_kept
+
+READS_TIMED: Final = 5
+WRITES_TIMED: Final = 3
+SHORT_TTL: Final = 10
+"""Seconds of a lease that is granted to time a write, and revoked at once."""
+
+
+def examine(config: EtcdConfig, key_prefix: str) -> EtcdFacts:
+    """All facts that can be had; what cannot be had is left out, since an endpoint or a right that is missing says so
+    itself."""
+    endpoints = [_endpoint(config, at) for at in range(len(config.endpoints))]
+    is_loopback = all(one.is_loopback for one in config.endpoints)
+    facts = EtcdFacts(endpoints, is_loopback, config.tls is not None, config.credentials is not None, key_prefix)
+    there = [at for at, one in zip(config.endpoints, endpoints, strict=True) if one.status is not None]
+    if not there:
+        return facts
+    etcd = LeanClient(replace(config, endpoints=tuple(there)))
+    try:
+        facts = _with_rights_to_write(etcd, _with_rights_to_read(etcd, _with_alarms(etcd, facts)))
+        return facts if facts.cannot_read else _with_leftovers(etcd, facts)
+    except EtcdError as error:
+        lost = EndpointFacts("the cluster", None, str(error))
+        return replace(facts, endpoints=[*endpoints, lost])
+    finally:
+        etcd.close()
+
+
+def _endpoint(config: EtcdConfig, at: int) -> EndpointFacts:
+    etcd, name = LeanClient(replace(config, endpoints=(config.endpoints[at],))), str(config.endpoints[at])
+    try:
+        etcd.status()  # it connects, and logs in
+        return EndpointFacts(name, etcd.status())
+    except EtcdError as error:
+        return EndpointFacts(name, None, str(error))
+    finally:
+        etcd.close()
+
+
+def _with_alarms(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
+    try:
+        return replace(facts, alarms=etcd.alarms())
+    except EtcdAuthError:
+        return facts
+
+
+def _with_rights_to_read(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
+    first = Get(runs_span(facts.key_prefix), limit=1, keys_only=True)
+    try:
+        return replace(facts, read_seconds=_timed(lambda: etcd.range(first), READS_TIMED))
+    except EtcdAuthError as error:
+        return replace(facts, cannot_read=str(error))
+
+
+def _with_rights_to_write(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
+    """etcd judges the right to write what a transaction then does not write."""
+    key = runs_span(facts.key_prefix).start
+    never = Compare(key, "version", "<", 0)
+    try:
+        etcd.txn([never], [Put(key, b"")])
+        granted_and_revoked = _timed(lambda: etcd.revoke(etcd.grant(SHORT_TTL).id), WRITES_TIMED)
+    except EtcdAuthError as error:
+        return replace(facts, cannot_write=str(error))
+    return replace(facts, write_seconds=granted_and_revoked / 2)
+
+
+def _with_leftovers(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
+    remains = list(remains_of_all(etcd, facts.key_prefix))
+    over = [one.job for one in remains if not why_kept(one, idle=False)]
+    idle = [one.job for one in remains if not why_kept(one, idle=True) and one.job not in over]
+    return replace(facts, over=over, idle=idle)
+
+
+def _timed(call: Callable[[], object], times: int) -> float:
+    """The median of the seconds that it takes."""
+    taken = []
+    for _ in range(times):
+        began = concurrency.now()
+        call()
+        taken.append(concurrency.now() - began)
+    return median(taken)

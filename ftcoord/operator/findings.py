@@ -1,0 +1,206 @@
+"""What is found of an etcd, and what to do about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ftcoord.etcd.api import MemberStatus
+from ftcoord.etcd.release import newer_wanted
+from ftcoord.operator.told import FORMAT, Examination, Finding
+
+OK, HINT, PROBLEM = "ok", "hint", "problem"
+DEFAULT_QUOTA: Final = 2 * 1024**3
+"""Bytes: etcd's `--quota-backend-bytes`, where nobody said otherwise and the release does not tell."""
+ALMOST_FULL: Final = 0.8
+"""Of the quota."""
+WASTE: Final = 256 * 1024**2
+"""Bytes that compaction has freed and defragmentation would give back."""
+SLOW_READ, SLOW_WRITE = 0.1, 0.25
+"""Seconds. A round takes some of each, one after the other."""
+HOPELESS: Final = 1.0
+"""Seconds. Writes that take as long count as lost, and are sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointFacts:
+    """An endpoint, and what it said of itself, or why it said nothing."""
+
+    endpoint: str
+    status: MemberStatus | None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdFacts:
+    """What was seen of an etcd.
+
+    Args:
+        endpoints: each of those that the user gave.
+        is_loopback: whether all of them are this machine's.
+        has_tls, has_login: how it is spoken to.
+        key_prefix: where the keys are to lie.
+        alarms: member ids and their alarms; None if the user may not see them.
+        read_seconds, write_seconds: of a linearizable read, and of a write through the log; None if there was none.
+        cannot_read, cannot_write: why the user may not, below `key_prefix`; empty for nothing.
+        over, idle: the jobs that are over, and those that are not and have nobody left.
+    """
+
+    endpoints: Sequence[EndpointFacts]
+    is_loopback: bool
+    has_tls: bool
+    has_login: bool
+    key_prefix: str
+    alarms: Sequence[tuple[str, str]] | None = None
+    read_seconds: float | None = None
+    write_seconds: float | None = None
+    cannot_read: str = ""
+    cannot_write: str = ""
+    over: Sequence[str] = ()
+    idle: Sequence[str] = ()
+
+
+def findings(facts: EtcdFacts) -> Examination:
+    """All that there is to say, problems first."""
+    found = [
+        *_reached(facts),
+        *_members(facts),
+        *_releases(facts),
+        *_alarms(facts),
+        *_space(facts),
+        *_speed(facts),
+        *_security(facts),
+        *_rights(facts),
+        *_leftovers(facts),
+        Finding(OK, "clocks", "nothing rests on them: time-outs run on one host's own clock, order is etcd's revision"),
+    ]
+    found.sort(key=lambda one: (PROBLEM, HINT, OK).index(one.level))
+    return Examination(FORMAT, all(one.level != PROBLEM for one in found), tuple(found))
+
+
+_ALARM: Final = "look at `etcdctl alarm list`"
+_ALARMS: Final = {
+    "NOSPACE": "make room: `etcdctl compact REVISION`, `etcdctl defrag`, then `etcdctl alarm disarm`; no job can write",
+    "CORRUPT": "replace that member by an empty one: its data differs from the others'",
+}
+
+
+def _alarms(facts: EtcdFacts) -> Iterator[Finding]:
+    if facts.alarms is None and _answering(facts):
+        yield Finding(HINT, "alarms", "this user may not see them")
+    for member, name in facts.alarms or ():
+        yield Finding(PROBLEM, "alarm", f"member {member} raises {name}", _ALARMS.get(name, _ALARM))
+
+
+def _answering(facts: EtcdFacts) -> list[tuple[str, MemberStatus]]:
+    return [(one.endpoint, one.status) for one in facts.endpoints if one.status is not None]
+
+
+def _reached(facts: EtcdFacts) -> Iterator[Finding]:
+    for one in facts.endpoints:
+        if one.status is None:
+            do = "start that member, or take it out of the list; see that TLS settings fit it"
+            yield Finding(PROBLEM, f"endpoint {one.endpoint}", one.error, do)
+        else:
+            yield Finding(OK, f"endpoint {one.endpoint}", f"answers in {_ms(one.status.seconds)}")
+    if len(facts.endpoints) == 1 and not facts.is_loopback:
+        do = "give all members of the cluster, so that a job outlives the loss of this one"
+        yield Finding(HINT, "endpoints", "only one is given", do)
+
+
+def _members(facts: EtcdFacts) -> Iterator[Finding]:
+    answering = _answering(facts)
+    leaders = {status.leader_id for _, status in answering} - {""}
+    for endpoint, status in answering:
+        if not status.leader_id:
+            do = "bring back a majority of the members: nothing can be read or written"
+            yield Finding(PROBLEM, f"member {endpoint}", "knows no leader", do)
+        if status.is_learner:
+            yield Finding(HINT, f"member {endpoint}", "is a learner", "promote it, or do not give it as an endpoint")
+        for error in status.errors:
+            yield Finding(PROBLEM, f"member {endpoint}", error, "look into its log")
+    if len(leaders) > 1:
+        do = "give the endpoints of one cluster: a job that uses several has no one order of events"
+        yield Finding(PROBLEM, "leader", f"the endpoints name several: {', '.join(sorted(leaders))}", do)
+    elif leaders:
+        yield Finding(OK, "leader", f"{min(leaders)}, term {max(status.raft_term for _, status in answering)}")
+
+
+def _releases(facts: EtcdFacts) -> Iterator[Finding]:
+    versions = {status.version for _, status in _answering(facts)}
+    for version in sorted(versions):
+        wanted = newer_wanted(version)
+        if wanted is None:
+            yield Finding(OK, "release", version)
+        else:
+            yield Finding(HINT, "release", f"{version} has known lease and watch bugs", f"use {wanted} or newer")
+    if len(versions) > 1:
+        yield Finding(HINT, "release", "the members have several", "finish the upgrade")
+
+
+def _space(facts: EtcdFacts) -> Iterator[Finding]:
+    for endpoint, status in _answering(facts):
+        quota, is_known = status.db_quota or DEFAULT_QUOTA, status.db_quota > 0
+        said = f"{_mib(status.db_size)} of {_mib(quota)}{'' if is_known else ' (if the quota is the default)'}"
+        if status.db_size > ALMOST_FULL * quota:
+            do = "compact and defragment, or raise --quota-backend-bytes: a full etcd takes no writes"
+            yield Finding(PROBLEM if is_known else HINT, f"database {endpoint}", said, do)
+        elif status.db_size - status.db_size_in_use > WASTE:
+            free = _mib(status.db_size - status.db_size_in_use)
+            yield Finding(HINT, f"database {endpoint}", f"{said}, {free} of it free", "`etcdctl defrag`, one by one")
+        else:
+            yield Finding(OK, f"database {endpoint}", said)
+
+
+def _speed(facts: EtcdFacts) -> Iterator[Finding]:
+    measured = (
+        ("read", facts.read_seconds, SLOW_READ, "look at the network between here and etcd, and at etcd's CPU"),
+        ("write", facts.write_seconds, SLOW_WRITE, "give etcd's log a disk of its own: a write waits for its fsync"),
+    )
+    for what, seconds, slow, do in measured:
+        if seconds is None:
+            continue
+        level = PROBLEM if seconds >= HOPELESS else HINT if seconds >= slow else OK
+        yield Finding(level, f"{what} latency", _ms(seconds), do if level != OK else "")
+
+
+def _security(facts: EtcdFacts) -> Iterator[Finding]:
+    if facts.has_tls:
+        yield Finding(OK, "TLS", "is on")
+    elif facts.is_loopback:
+        yield Finding(OK, "TLS", "is off, on this machine only")
+    else:
+        do = "use https:// endpoints and --ca-cert: whoever is on this network may read and change jobs"
+        yield Finding(HINT, "TLS", "is off", do)
+    if not facts.has_login and not facts.is_loopback:
+        do = "if etcd has no users, whoever reaches it may end jobs: give jobs a user and a role of their own"
+        yield Finding(HINT, "login", "there is none", do)
+
+
+def _rights(facts: EtcdFacts) -> Iterator[Finding]:
+    role = f"grant it: `etcdctl role grant-permission ROLE --prefix readwrite {facts.key_prefix}/`"
+    rights = (("read", facts.cannot_read, facts.read_seconds), ("write", facts.cannot_write, facts.write_seconds))
+    for what, problem, seconds in rights:
+        if problem:
+            yield Finding(PROBLEM, f"right to {what}", f"not below {facts.key_prefix}: {problem}", role)
+        elif seconds is not None:
+            yield Finding(OK, f"right to {what}", f"below {facts.key_prefix}")
+
+
+def _leftovers(facts: EtcdFacts) -> Iterator[Finding]:
+    for jobs, what, do in (
+        (facts.over, "over", "nothing must be done: they expire; `ftcoord gc` deletes them now"),
+        (facts.idle, "not over and have nobody left", "they expire, or go on; `ftcoord gc --idle` deletes them now"),
+    ):
+        if jobs:
+            some = ", ".join(map(repr, jobs[:3])) + (", ..." if len(jobs) > 3 else "")
+            yield Finding(HINT, "leftovers", f"{len(jobs)} jobs are {what}: {some}", do)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 1024**2:.1f} MiB"

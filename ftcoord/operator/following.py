@@ -1,0 +1,72 @@
+"""Follows a job: its keys, whenever they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ftcoord.core.layout import (
+    Span,
+    deaths_span,
+    decided_key,
+    decided_span,
+    members_span,
+    quorum_prefix,
+    roll_span,
+    rolls_span,
+    roster_key,
+    run_prefix,
+)
+from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.operator.job_keys import GroupKeys, JobKeys
+from ftcoord.operator.rounds import roll_of
+from ftcoord.primitives.informer import Informer
+from ftcoord.primitives.mirror import Mirror
+
+
+def follow_job(
+    etcd: Etcd,
+    key_prefix: str,
+    job: str,
+    report: Callable[[JobKeys], None],
+    failed: Callable[[BaseException], None],
+) -> Informer:
+    """Calls `report` with a job's keys, as soon as they were read and after each change, on a thread of its own.
+
+    The keys of the two groups are each in the order of etcd's events, but their watches are not one: for a moment the
+    one may be ahead of the other. `failed` is called if it ends by an error.
+    """
+    prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
+    spans = [
+        Span(decided_key(prefix)),
+        rolls_span(prefix),
+        members_span(prefix),
+        deaths_span(prefix),
+        decided_span(quorum),
+        members_span(quorum),
+        deaths_span(quorum),
+    ]
+
+    def look(*mirrors: Mirror) -> None:
+        decided, rolls, members, deaths, heads, replicas, replica_deaths = (mirror.kvs for mirror in mirrors)
+        head = decided_key(quorum)
+        rounds = GroupKeys(prefix, decided.get(decided_key(prefix)), None, {}, _by_age(members), (*deaths.values(),))
+        if (roll := roll_of(rounds)) is not None:
+            chunks = roll_span(prefix, roll)
+            kvs = {key: kv for key, kv in rolls.items() if key in chunks}
+            rounds = GroupKeys(prefix, rounds.decided, None, kvs, rounds.below_members, rounds.deaths)
+        quorums = GroupKeys(
+            quorum,
+            heads.get(head),
+            heads.get(roster_key(head)),
+            {},
+            _by_age(replicas),
+            tuple(replica_deaths.values()),
+        )
+        keys = sum(len(mirror.kvs) for mirror in mirrors)
+        report(JobKeys(job, max(mirror.revision for mirror in mirrors), rounds, quorums, keys))
+
+    return Informer(etcd, spans, look, "ftcoord-follower", failed)
+
+
+def _by_age(kvs: dict[str, KeyValue]) -> tuple[KeyValue, ...]:
+    return tuple(sorted(kvs.values(), key=lambda kv: kv.create_revision))

@@ -1,0 +1,71 @@
+"""Which members a name on the command line means. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ftcoord.core.layout import member_of
+from ftcoord.core.quorum_records import parse_replica
+from ftcoord.core.rendezvous_records import parse_join_request
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import KeyValue
+from ftcoord.operator.job_keys import GroupKeys, JobKeys
+
+
+@dataclass(frozen=True, slots=True)
+class NamedMember:
+    """A live member of a job.
+
+    Args:
+        prefix: its group's.
+        kv: its key.
+        owner: what its leases belong to: the node's id, or the replica's name.
+        host: its machine; empty where it does not say so.
+        group: rendezvous or quorums.
+    """
+
+    prefix: str
+    kv: KeyValue
+    owner: str
+    host: str
+    group: str
+
+    @property
+    def id(self) -> str:
+        return member_of(self.kv.key)
+
+    def __str__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
+        return f"{self.owner}{where} (member {self.id} of the {self.group})"
+
+
+def members_called(keys: JobKeys, name: str) -> list[NamedMember]:
+    """The members with this member id, node id, replica id or host, the oldest first."""
+    return [one for one in _members(keys) if name in (one.id, one.owner, one.host) and name]
+
+
+def owners(members: list[NamedMember]) -> set[tuple[str, str]]:
+    """To whom these belong. One may have several leases; several have one host's name."""
+    return {(one.group, one.owner) for one in members}
+
+
+def _members(keys: JobKeys) -> Iterator[NamedMember]:
+    def node(kv: KeyValue) -> tuple[str, str]:
+        ask = parse_join_request(kv.key, kv.value)
+        return ask.node, ask.host
+
+    def replica(kv: KeyValue) -> tuple[str, str]:
+        return parse_replica(kv.key, kv.value).request.replica_id, ""
+
+    yield from _of(keys.rounds, "rendezvous", node)
+    yield from _of(keys.quorum, "quorums", replica)
+
+
+def _of(keys: GroupKeys, group: str, read: Callable[[KeyValue], tuple[str, str]]) -> Iterator[NamedMember]:
+    for kv in keys.members():
+        try:
+            owner, host = read(kv)
+        except StateError:
+            owner, host = "", ""  # it lives under a lease all the same, and has an id
+        yield NamedMember(keys.prefix, kv, owner, host, group)

@@ -1,0 +1,314 @@
+"""What operators are told of jobs: plain values, which are the commands' JSON. docs/cli.md describes each field.
+
+Fields are only added; one that goes or changes its meaning needs another `FORMAT`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, TypeAlias
+
+FORMAT: Final = 1
+"""The version of what is told, in each document."""
+
+Decision: TypeAlias = Literal["wait", "publish", "withheld"]
+
+
+@dataclass(frozen=True, slots=True)
+class NextDecision:
+    """What a decider that sees these keys does now.
+
+    Args:
+        decision: it waits, it publishes a record, or it withholds one, since the keys are not ftcoord's or contradict
+            the protocol.
+        reason: why, in the decider's words.
+        rule: the rule of docs/protocol.md that it follows; empty where it has none.
+    """
+
+    decision: Decision
+    reason: str
+    rule: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A key that is not counted, since it holds what this ftcoord cannot read, and why."""
+
+    key: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A live member of a rendezvous.
+
+    Args:
+        rank: in the last round; None without a seat.
+        node: the agent's id, through all of its leases.
+        host: its machine.
+        member: its member id, which is its lease, in hexadecimal.
+        standing: running, called back, seating, seated, waiting, spare, away, leaving, refused, replaced or over.
+        said: why it leaves, or what became of its worker; empty for nothing.
+        since_revision: etcd's, at which it became a member.
+        lease_left, lease_ttl: seconds; None where that was not asked.
+    """
+
+    rank: int | None
+    node: str
+    host: str
+    member: str
+    standing: str
+    said: str
+    since_revision: int
+    lease_left: int | None = None
+    lease_ttl: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MissingNode:
+    """Who has a seat in the last round and is gone. `cause` is empty while nobody has said it."""
+
+    rank: int
+    node: str
+    host: str
+    member: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsStatus:
+    """The rendezvous of a run.
+
+    Args:
+        state: empty, forming, seating, running, finished, failed, closed or unreadable.
+        healthy: whether the round runs with all of its nodes, or the run has finished.
+        number: the last round's; 0 before the first.
+        size: how many seats it has.
+        ready: whether all were taken.
+        min_nodes, max_nodes: the limits that count; 0 while none do.
+        address, port: the round's bootstrap address.
+        recalled, closed, outcome, before: as docs/protocol.md says of a Round.
+        next: what the decider does now.
+        members: the live ones: those with a rank first, then by their age.
+        missing: who has a seat and is gone, by rank.
+    """
+
+    state: str
+    healthy: bool
+    number: int
+    size: int
+    ready: bool
+    min_nodes: int
+    max_nodes: int
+    address: str
+    port: int
+    recalled: str
+    closed: str
+    outcome: str
+    before: str
+    next: NextDecision
+    members: tuple[NodeStatus, ...]
+    missing: tuple[MissingNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """A live member of a job's quorums.
+
+    Args:
+        rank: in the last quorum; None without a seat.
+        replica_id: its name.
+        member: its member id, which is its lease, in hexadecimal.
+        standing: training (in the last quorum, and asks for nothing), asking, idle (neither), replaced (a newer member
+            has its name) or unclear (its request names a profile that the last quorum has not).
+        step: what it said last.
+        behind: how many steps others of the quorum are ahead: it heals from one of them.
+        commit_failures, shrink_only, world_size, address: as it asked.
+        since_revision: etcd's, at which it became a member.
+        lease_left, lease_ttl: seconds; None where that was not asked.
+    """
+
+    rank: int | None
+    replica_id: str
+    member: str
+    standing: str
+    step: int
+    behind: int
+    commit_failures: int
+    shrink_only: bool
+    world_size: int
+    address: str
+    since_revision: int
+    lease_left: int | None = None
+    lease_ttl: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MissingReplica:
+    """Who has a seat in the last quorum and is gone. `cause` is empty while nobody has said it."""
+
+    rank: int
+    replica_id: str
+    member: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumStatus:
+    """The quorums of a job.
+
+    Args:
+        state: empty, training (nobody asks), forming (somebody does) or unreadable.
+        healthy: whether all replicas of the last quorum live, and enough do for the next one.
+        number, id: the last quorum's; 0 before the first.
+        size: how many replicas it has.
+        max_step: the highest step in it.
+        created: when it was decided, by the decider's clock, in seconds since 1970; for people. 0 before the first.
+        min_replicas: what this was judged by. It is not in etcd.
+        next: what the decider does now.
+        replicas: the live members: those with a rank first, then by their age.
+        missing: who has a seat and is gone, by rank.
+    """
+
+    state: str
+    healthy: bool
+    number: int
+    id: int
+    size: int
+    max_step: int
+    created: float
+    min_replicas: int
+    next: NextDecision
+    replicas: tuple[ReplicaStatus, ...]
+    missing: tuple[MissingReplica, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """All that is told of one job.
+
+    Args:
+        format: FORMAT.
+        job: its id.
+        revision: of etcd, at which all of this was so.
+        exists: whether etcd has any key of it.
+        healthy: whether it exists, and nothing of it needs anybody.
+        rounds: None for a job without a rendezvous.
+        quorum: None for a job without quorums.
+        unreadable: keys that are not counted.
+    """
+
+    format: int
+    job: str
+    revision: int
+    exists: bool
+    healthy: bool
+    rounds: RoundsStatus | None
+    quorum: QuorumStatus | None
+    unreadable: tuple[Unreadable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What a watch says of a job when something has changed.
+
+    Args:
+        format: FORMAT.
+        job: its id.
+        connected: whether etcd answers. While it does not, `status` is as it was before.
+        error: why it does not; empty while it does.
+        status: without leases.
+    """
+
+    format: int
+    job: str
+    connected: bool
+    error: str
+    status: JobStatus
+
+
+@dataclass(frozen=True, slots=True)
+class JobLine:
+    """One job of a list.
+
+    Args:
+        job: its id.
+        state: that of its rounds, or else of its quorums, as far as that is seen without reading all members; `other`
+            for a job that has neither.
+        round, nodes: the last round's number and size; None without a rendezvous.
+        quorum, replicas: the last quorum's id and size; None without quorums.
+        members: the live members of both.
+        note: why the last round ended or the run is over; empty for nothing.
+    """
+
+    job: str
+    state: str
+    round: int | None
+    nodes: int | None
+    quorum: int | None
+    replicas: int | None
+    members: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobList:
+    """The jobs of one etcd below one key prefix, by their ids' bytes as they are spelled in keys."""
+
+    format: int
+    key_prefix: str
+    jobs: tuple[JobLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a command did, or found done already.
+
+    Args:
+        format: FORMAT.
+        job: which job it was about; empty for none.
+        did: what, each a line.
+        left: what it left alone, and why, each a line.
+    """
+
+    format: int
+    job: str
+    did: tuple[str, ...]
+    left: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+        level: ok, hint (it works, and could be better) or problem.
+        about: what was looked at.
+        found: what it is like.
+        do: what to do about it; empty for nothing.
+    """
+
+    level: str
+    about: str
+    found: str
+    do: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What was found of an etcd, problems first. `healthy` if there is none."""
+
+    format: int
+    healthy: bool
+    findings: tuple[Finding, ...]
+
+
+_fields: Final[dict[type, tuple[str, ...]]] = {}
+
+
+def plain(told: Any) -> dict[str, Any]:
+    """The fields of a value that is told; those inside as they are. `json.dumps` takes it as its `default`."""
+    kind = type(told)
+    if kind not in _fields:
+        _fields[kind] = tuple(field.name for field in fields(kind))
+    return {name: getattr(told, name) for name in _fields[kind]}

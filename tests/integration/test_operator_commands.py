@@ -1,0 +1,351 @@
+"""The commands of operators against a real etcd, with real nodes and replicas."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias
+
+import pytest
+from helpers import DEADLINE, eventually, python
+from rdzv_nodes import MakeNodes, spawn, waits
+from replicas import ReplicaProcess
+
+from ftcoord import cli
+from ftcoord.coordination import LighthouseClient
+from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, encode
+from ftcoord.embedded.server import EtcdServer
+from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.client import EtcdClient
+
+LONG = timedelta(seconds=DEADLINE)
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e"
+
+
+class Commands:
+    """Runs commands in this process."""
+
+    def __init__(self, endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self._endpoint, self._capsys = endpoint, capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        """The exit code, and what was printed where."""
+        self._capsys.readouterr()
+        code = cli.main([*arguments, "--endpoints", self._endpoint, "--request-timeout", str(DEADLINE)])
+        return (code, *self._capsys.readouterr())
+
+    def json(self, *arguments: str) -> Any:
+        """The document that a command prints."""
+        return json.loads(self(*arguments, "-o", "json")[1])
+
+
+@pytest.fixture
+def run(etcd: EtcdServer, capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(etcd.get_endpoint(), capsys)
+
+
+def test_a_run_is_told_from_its_first_node_to_its_end(make_nodes: MakeNodes, run: Commands) -> None:
+    nodes = make_nodes(2, 2, run_id="told")
+    first, second = nodes.add(2)
+    joining = waits(first)
+    alone = run.json("status", "told")
+    assert (alone["rounds"]["state"], alone["healthy"]) == ("forming", False)
+    assert alone["rounds"]["next"] == {
+        "decision": "wait",
+        "reason": "1 of at least 2 nodes are there",
+        "rule": "R4 forming",
+    }
+    assert run("status", "told")[0] == 1
+    for join in (joining, second.join()):
+        join.result(DEADLINE)
+    code, shown, _ = run("status", "told")
+    assert code == 0
+    assert "round 1 is running on 2 nodes [R3 recall]" in shown
+    found = run.json("status", "told")["rounds"]
+    assert [(one["rank"], one["standing"]) for one in found["members"]] == [(0, "running"), (1, "running")]
+    assert all(0 < one["lease_left"] <= one["lease_ttl"] for one in found["members"])
+    line = next(one for one in run.json("ls")["jobs"] if one["job"] == "told")
+    assert (line["state"], line["round"], line["nodes"], line["members"]) == ("running", 1, 2, 2)
+
+
+def test_an_evicted_node_is_called_back_with_the_reason(make_nodes: MakeNodes, run: Commands) -> None:
+    nodes = make_nodes(1, 2, run_id="evicting", settle_timeout=0.2, last_call_timeout=0.2)
+    first, second = nodes.add(2)
+    for join in [node.join() for node in (first, second)]:
+        join.result(DEADLINE)
+    eventually(lambda: run.json("status", "evicting")["rounds"]["size"] == 2, "both are in a round")
+    one = run.json("status", "evicting")["rounds"]["members"][1]
+    code, shown, _ = run("evict", "evicting", one["member"], "--yes", "--reason", f"it smells {HOSTILE}")
+    assert code == 0
+    assert shown.startswith("evicted ")
+    why = eventually(lambda: run.json("status", "evicting")["rounds"]["recalled"], "the round is recalled")
+    assert re.fullmatch(r"evicted by \S+@\S+: it smells .*", why, re.DOTALL)
+    assert run("evict", "evicting", one["member"], "--yes")[0] == 1
+
+
+def test_a_closed_run_ends_for_its_nodes(make_nodes: MakeNodes, run: Commands) -> None:
+    nodes = make_nodes(2, 2, run_id="closing")
+    joining = waits(nodes.add(1)[0])
+    code, shown, _ = run("close", "closing", "--yes", "--reason", "the disk is full")
+    assert code == 0
+    assert re.fullmatch(r"closed 'closing': closed by \S+@\S+: the disk is full\n", shown)
+    assert "the disk is full" in str(joining.exception(DEADLINE))
+    code, shown, _ = run("close", "closing", "--yes")
+    assert code == 1
+    assert shown.startswith("left alone: it was over already: closed by ")
+
+
+def test_gc_deletes_what_is_over_and_nothing_else(make_nodes: MakeNodes, run: Commands, client: EtcdClient) -> None:
+    over, live = make_nodes(2, 2, run_id="gc over"), make_nodes(2, 2, run_id="gc live")
+    waits(live.add(1)[0])
+    joining = waits(over.add(1)[0])
+    assert run("close", "gc over", "--yes")[0] == 0
+    joining.exception(DEADLINE)
+    over.end()
+    keys = Get(Span(f"{run_prefix(KEY_PREFIX, 'gc over')}/", is_prefix=True), count_only=True)
+    eventually(lambda: not run.json("status", "gc over")["rounds"]["members"], "its nodes have left")
+    done = run.json("gc", "--yes")
+    assert any("of 'gc over'" in line for line in done["did"])
+    assert any(line.startswith("'gc live': 1 members") for line in done["left"])
+    assert client.range(keys).count == 0
+    assert run.json("status", "gc live")["exists"]
+    assert run("status", "gc over")[0] == 1
+
+
+def test_gc_leaves_what_changed_since_it_looked(run: Commands, etcd: EtcdServer, client: EtcdClient) -> None:
+    from ftcoord.operator.acting import remains_of_all, remove
+
+    key = decided_key(run_prefix("/other", "gc race"))
+    client.put(key, b"x")
+    remains = next(iter(remains_of_all(client, "/other")))
+    client.put(f"{key}x", b"y")
+    assert not remove(client, "/other", remains)
+    assert client.get(key).one is not None
+
+
+@pytest.mark.parametrize("who", ["elections/boss/members", "barriers/gate/members", "heartbeats/me", "timers/host"])
+def test_gc_keeps_a_run_of_which_anything_lives(who: str, run: Commands, client: EtcdClient) -> None:
+    prefix, lease = run_prefix("/kept", "over"), client.grant(60).id
+    client.put(decided_key(prefix), encode(replace(NO_ROUND, closed="x", outcome="failed")))
+    client.put(f"{prefix}/{who}/{member_id(lease)}", b"x", lease)
+    done = run.json("gc", "--yes", "--idle", "--key-prefix", "/kept")
+    assert (done["did"], done["left"]) == ([], ["'over': 1 members, timers or heartbeats of it live"])
+    client.revoke(lease)
+    done = run.json("gc", "--yes", "--key-prefix", "/kept")
+    assert (done["did"], done["left"]) == (["deleted the 1 keys of 'over'"], [])
+
+
+def test_quorums_are_told_and_a_manager_is_killed(etcd: EtcdServer, run: Commands) -> None:
+    address = f"etcd://{etcd.get_endpoint()}/replicas?min_replicas=1&join_timeout_ms=100"
+    process = ReplicaProcess(address)
+    try:
+        manager = process.manage("r1")
+        process.quorum(manager, step=3).result(DEADLINE)
+        found = run.json("status", "replicas")["quorum"]
+        names = [one["replica_id"] for one in found["replicas"]]
+        assert (found["state"], found["size"], found["max_step"], names) == ("training", 1, 3, ["r1"])
+        assert run("kill", "replicas", "nobody", "--yes")[0] == 1
+        code, shown, _ = run("kill", "replicas", "r1", "--yes")
+        assert code == 0
+        assert shown.startswith("killed the manager of 'r1': killed by ")
+        assert process.code() == 1
+    finally:
+        process.kill()
+
+
+def test_too_few_replicas_wait_in_the_deciders_words(etcd: EtcdServer, run: Commands) -> None:
+    address = f"etcd://{etcd.get_endpoint()}/few?min_replicas=2"
+    with closing(LighthouseClient(address, LONG)) as client:
+        asking = spawn(partial(client.quorum, "r1", LONG))
+        eventually(lambda: run.json("status", "few")["exists"], "it asks")
+        found = run.json("status", "few", "--min-replicas", "2")["quorum"]
+        assert found["next"]["decision"] == "wait"
+        assert "only have 1 participants, need min_replicas 2" in found["next"]["reason"]
+        assert run("status", "few", "--min-replicas", "2")[0] == 1
+    assert asking.exception(DEADLINE) is not None
+
+
+@pytest.mark.parametrize("arguments", [("evict", "job", "x"), ("close", "job"), ("kill", "job", "x"), ("gc",)])
+def test_what_acts_asks_first(arguments: tuple[str, ...], run: Commands, client: EtcdClient) -> None:
+    """Nobody can answer here, so it is refused."""
+    lease = client.grant(60).id
+    member = member_key(run_prefix(KEY_PREFIX, "job"), member_id(lease))
+    client.put(member, b"x", lease)
+    client.put(decided_key(run_prefix(KEY_PREFIX, "over")), encode(replace(NO_ROUND, closed="x", outcome="failed")))
+    code, _, told = run(*(member_id(lease) if one == "x" else one for one in arguments))
+    assert code == 2
+    assert "--yes" in told
+    assert client.get(member).one is not None
+    client.revoke(lease)
+
+
+class Answers(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("yes\n", 0), ("n\n", 1), ("\n", 1), ("", 1)])
+def test_only_a_yes_is_a_yes(
+    answer: str, code: int, run: Commands, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = decided_key(run_prefix("/asked", f"over{HOSTILE}"))
+    client.put(key, encode(replace(NO_ROUND, closed="x", outcome="failed")))
+    monkeypatch.setattr(sys, "stdin", Answers(answer))
+    done, _, told = run("gc", "--key-prefix", "/asked")
+    assert (done, client.get(key).one is None) == (code, code == 0)
+    assert "delete the 1 keys of 'over" in told
+    assert "\x1b" not in told
+    client.delete(Span(key))
+
+
+@pytest.mark.parametrize("format", ["table", "json", "yaml"])
+def test_hostile_names_move_no_cursor(format: str, run: Commands, client: EtcdClient) -> None:
+    prefix = run_prefix(KEY_PREFIX, f"bad{HOSTILE}")
+    lease = client.grant(60).id
+    ask = JoinRequest(HOSTILE, HOSTILE, 1, 0, HOSTILE, "", 1, 1, leaving=HOSTILE, failed=HOSTILE)
+    client.put(member_key(prefix, member_id(lease)), encode(ask), lease)
+    client.put(member_key(prefix, HOSTILE), b"\x1b[31mnothing")
+    client.put(decided_key(prefix), b'\x1b[31m{"v"')
+    for arguments in (("ls",), ("status", f"bad{HOSTILE}"), ("doctor",), ("evict", f"bad{HOSTILE}", HOSTILE, "--yes")):
+        _, shown, told = run(*arguments, "-o", format)
+        assert not set(shown + told) & {"\x1b", "\x07", "\u202e"}, arguments
+    client.delete(Span(f"{prefix}/", is_prefix=True))
+
+
+def test_garbage_is_told_and_is_no_traceback(run: Commands, client: EtcdClient) -> None:
+    prefix = run_prefix(KEY_PREFIX, "garbage")
+    client.put(decided_key(prefix), b"\xff{")
+    client.put(member_key(prefix, "nobody"), b"\xff{")
+    code, shown, _ = run("status", "garbage")
+    assert code == 1
+    assert "does not hold JSON" in shown
+    found = run.json("status", "garbage")
+    assert {one["key"] for one in found["unreadable"]} == {decided_key(prefix), member_key(prefix, "nobody")}
+    assert next(one for one in run.json("ls")["jobs"] if one["job"] == "garbage")["state"] == "unreadable"
+    assert any(line.startswith("'garbage': 1 members") for line in run.json("gc", "--yes")["left"])
+    client.delete(Span(member_key(prefix, "nobody")))
+    assert any(line.startswith("'garbage': etcd key") for line in run.json("gc", "--yes", "--idle")["left"])
+    client.delete(Span(f"{prefix}/", is_prefix=True))
+
+
+def test_nobody_knows_this_job(run: Commands) -> None:
+    for arguments in (("status", "nobody"), ("evict", "nobody", "x", "--yes"), ("close", "nobody", "--yes")):
+        code, shown, told = run(*arguments)
+        assert code == 1
+        assert "ftcoord ls" in shown + told
+    found = run.json("status", "nobody")
+    assert (found["exists"], found["healthy"]) == (False, False)
+
+
+def test_the_doctor_says_what_it_looked_at(run: Commands) -> None:
+    found = run.json("doctor")
+    about = {one["about"].split(" ")[0] for one in found["findings"]}
+    assert {"endpoint", "leader", "release", "database", "read", "write", "TLS", "right", "clocks"} <= about
+    assert found["healthy"]
+    assert all(one["do"] for one in found["findings"] if one["level"] != "ok" and one["about"] != "alarms")
+
+
+@pytest.mark.parametrize("arguments", [("ls",), ("status", "job"), ("doctor",), ("watch", "job"), ("gc",)])
+def test_without_etcd_all_end_with_3_and_say_where_they_looked(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main([*arguments, "--endpoints", "127.0.0.1:1", "--request-timeout", "0.3"])
+    shown, told = capsys.readouterr()
+    assert code == 3
+    assert "127.0.0.1:1" in shown + told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("ls", "-o", "xml"), "--output"),
+        (("ls", "--request-timeout", "soon"), "--request-timeout"),
+        (("ls", "--endpoints", "ftp://x"), "--endpoints"),
+        (("status", " "), "JOB"),
+        (("status", "job", "--min-replicas", "0"), "--min-replicas"),
+        (("status",), "JOB"),
+        (("gateway",), "--etcd"),
+    ],
+)
+def test_wrong_use_ends_with_2(arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = cli.main(arguments)
+    except SystemExit as error:  # argparse's
+        code = error.code
+    assert code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_each_flag_has_a_variable(run: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCOORD_OUTPUT", "json")
+    assert json.loads(run("ls")[1])["format"] == 1
+    assert run("ls", "-o", "table")[1][:1] != "{"
+    monkeypatch.setenv("FTCOORD_OUTPUT", "xml")
+    code, _, told = run("ls")
+    assert (code, "FTCOORD_OUTPUT" in told) == (2, True)
+
+
+# -- watch ----------------------------------------------------------------------------------------------------------
+
+Lines: TypeAlias = "Callable[[Callable[[Any], bool]], Any]"
+
+
+@contextmanager
+def watching(endpoint: str, job: str) -> Iterator[tuple[subprocess.Popen[str], Lines]]:
+    """A watch in a process of its own, and what waits for a document of it."""
+    with python("-m", "ftcoord.cli", "watch", job, "-o", "json", "--endpoints", endpoint) as process:
+
+        def until(holds: Callable[[Any], bool]) -> Any:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if holds(found := json.loads(line)):
+                    return found
+            return pytest.fail("the watch has ended")
+
+        yield process, until
+
+
+def test_a_watch_tells_each_change_and_that_etcd_is_lost(fragile: EtcdServer, make_nodes: MakeNodes) -> None:
+    with watching(fragile.get_endpoint(), "seen") as (process, until):
+        nodes = make_nodes(1, 1, on=fragile, run_id="seen", last_call_timeout=0.2)
+        nodes.add(1)[0].join().result(DEADLINE)
+        found = until(lambda one: one["status"]["healthy"])
+        assert (found["connected"], found["status"]["rounds"]["state"]) == (True, "running")
+        fragile.pause()
+        lost = until(lambda one: not one["connected"])
+        assert lost["error"]
+        fragile.resume()
+        until(lambda one: one["connected"])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE) == 0
+
+
+def test_a_watch_that_lost_etcd_ends_with_3(fragile: EtcdServer) -> None:
+    with watching(fragile.get_endpoint(), "nobody") as (process, until):
+        assert not until(lambda one: one["connected"])["status"]["exists"]
+        fragile.pause()
+        until(lambda one: not one["connected"])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE) == 3
+        fragile.resume()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(etcd: EtcdServer) -> None:
+    command = [sys.executable, "-m", "ftcoord.cli", "doctor", "--endpoints", etcd.get_endpoint()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(DEADLINE) == 1
+        assert process.stderr.read() == ""

@@ -1,0 +1,150 @@
+"""What the doctor finds, what may be deleted, and whom a name means: from facts in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ftcoord.core import quorum_records, rendezvous_records
+from ftcoord.core.layout import decided_key, member_id, member_key, quorum_prefix, run_prefix
+from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest
+from ftcoord.etcd.api import KeyValue, MemberStatus
+from ftcoord.operator.findings import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
+from ftcoord.operator.job_keys import GroupKeys, JobKeys
+from ftcoord.operator.leftovers import JobRemains, why_kept
+from ftcoord.operator.naming import members_called, owners
+
+STATUS = MemberStatus("3.6.9", "a", "a", 3, 1000, 1000, 0, False, (), 0.001)
+FACTS = EtcdFacts([EndpointFacts("h1:2379", STATUS)], True, False, False, "/f", [], 0.001, 0.002)
+
+
+def said(facts: EtcdFacts) -> dict[str, str]:
+    """The level of each finding that is not fine, by what it is about; each says what to do."""
+    found = findings(facts)
+    assert found.healthy == all(one.level != "problem" for one in found.findings)
+    assert [one.level for one in found.findings] == sorted(
+        (one.level for one in found.findings), key=["problem", "hint", "ok"].index
+    )
+    odd = [one for one in found.findings if one.level != "ok"]
+    assert all(one.do for one in odd if one.about != "alarms")
+    return {one.about: one.level for one in odd}
+
+
+def with_status(**fields: object) -> EtcdFacts:
+    return replace(FACTS, endpoints=[EndpointFacts("h1:2379", replace(STATUS, **fields))])  # type: ignore[arg-type]
+
+
+def test_nothing_is_wrong_with_a_good_etcd() -> None:
+    assert said(FACTS) == {}
+    about = {one.about for one in findings(FACTS).findings}
+    assert {"endpoint h1:2379", "leader", "release", "TLS", "right to read", "right to write", "clocks"} <= about
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (
+            replace(FACTS, endpoints=[*FACTS.endpoints, EndpointFacts("h2", None, "refused")]),
+            {"endpoint h2": "problem"},
+        ),
+        (replace(FACTS, alarms=[("a", "NOSPACE")]), {"alarm": "problem"}),
+        (replace(FACTS, alarms=None), {"alarms": "hint"}),
+        (replace(FACTS, read_seconds=0.2), {"read latency": "hint"}),
+        (replace(FACTS, write_seconds=1.5), {"write latency": "problem"}),
+        (replace(FACTS, cannot_read="no", read_seconds=None), {"right to read": "problem"}),
+        (replace(FACTS, cannot_write="no", write_seconds=None), {"right to write": "problem"}),
+        (replace(FACTS, is_loopback=False), {"TLS": "hint", "login": "hint", "endpoints": "hint"}),
+        (replace(FACTS, over=["a"]), {"leftovers": "hint"}),
+        (replace(FACTS, idle=["a"]), {"leftovers": "hint"}),
+        (with_status(version="3.4.1"), {"release": "hint"}),
+        (with_status(leader_id=""), {"member h1:2379": "problem"}),
+        (with_status(is_learner=True), {"member h1:2379": "hint"}),
+        (with_status(errors=("disk",)), {"member h1:2379": "problem"}),
+        (with_status(db_size=DEFAULT_QUOTA), {"database h1:2379": "hint"}),
+        (with_status(db_size=900, db_quota=1000), {"database h1:2379": "problem"}),
+        (with_status(db_size=2**29, db_size_in_use=1), {"database h1:2379": "hint"}),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_do(facts: EtcdFacts, expected: dict[str, str]) -> None:
+    assert said(facts) == expected
+
+
+def test_endpoints_of_two_clusters_are_noticed() -> None:
+    other = EndpointFacts("h2", replace(STATUS, leader_id="b", version="3.5.28"))
+    assert said(replace(FACTS, endpoints=[*FACTS.endpoints, other])) == {"leader": "problem", "release": "hint"}
+
+
+# -- what may be deleted --------------------------------------------------------------------------------------------
+
+RUN, QUORUM = run_prefix("/f", "job"), quorum_prefix("/f", "job")
+
+
+def kv(key: str, value: bytes, lease: int = 0) -> KeyValue:
+    return KeyValue(key, value, 1, 1, 1, lease)
+
+
+OPEN = kv(decided_key(RUN), rendezvous_records.encode(NO_ROUND))
+OVER = kv(decided_key(RUN), rendezvous_records.encode(replace(NO_ROUND, closed="x", outcome="failed")))
+
+
+@pytest.mark.parametrize(
+    ("decided", "has_quorum", "live", "idle", "kept"),
+    [
+        (OVER, False, 0, False, ""),
+        (OVER, False, 1, True, "1 members"),
+        (OPEN, False, 0, False, "nobody is there"),
+        (OPEN, False, 0, True, ""),
+        (None, True, 0, False, "nobody is there"),
+        (None, True, 0, True, ""),
+        (None, False, 0, True, "it has neither"),
+        (kv(OPEN.key, b"{"), False, 0, True, "etcd key"),
+    ],
+)
+def test_only_what_nobody_needs_may_go(
+    decided: KeyValue | None, has_quorum: bool, live: int, idle: bool, kept: str
+) -> None:
+    why = why_kept(JobRemains("job", 5, decided, has_quorum, live, 3), idle=idle)
+    assert why.startswith(kept) if kept else why == ""
+
+
+# -- whom a name means ----------------------------------------------------------------------------------------------
+
+
+def node(lease: int, name: str, host: str) -> KeyValue:
+    ask = JoinRequest(name, "a", 1, 0, host, "", 1, 2)
+    return kv(member_key(RUN, member_id(lease)), rendezvous_records.encode(ask), lease)
+
+
+def keys(*nodes: KeyValue) -> JobKeys:
+    request = QuorumRequest("r1", "a", "b", 0, 1, False, "", 0, ())
+    replica = kv(member_key(QUORUM, member_id(9)), quorum_records.encode(ReplicaRecord(request, 0, 0, 0)), 9)
+    rounds = GroupKeys(RUN, below_members=nodes)
+    return JobKeys("job", 5, rounds, GroupKeys(QUORUM, below_members=(replica,)), 9)
+
+
+TWO = keys(node(1, "n1", "h"), node(2, "n1", "h"), node(3, "n2", "h"))
+
+
+@pytest.mark.parametrize(
+    ("name", "leases", "several"),
+    [
+        (member_id(2), [2], 1),
+        ("n1", [1, 2], 1),
+        ("n2", [3], 1),
+        ("h", [1, 2, 3], 2),
+        ("r1", [9], 1),
+        ("x", [], 0),
+        ("", [], 0),
+    ],
+)
+def test_a_name_means_all_leases_of_one_owner(name: str, leases: list[int], several: int) -> None:
+    found = members_called(TWO, name)
+    assert [one.kv.lease for one in found] == leases
+    assert len(owners(found)) == several
+
+
+def test_a_member_that_says_nothing_readable_has_an_id_all_the_same() -> None:
+    odd = kv(member_key(RUN, member_id(4)), b"{", 4)
+    assert [one.kv for one in members_called(keys(odd), member_id(4))] == [odd]

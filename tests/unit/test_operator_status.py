@@ -1,0 +1,353 @@
+"""What operators are told of jobs, from keys in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ftcoord.commands.output import to_json
+from ftcoord.core import death_records, quorum_records, rendezvous_records
+from ftcoord.core.layout import (
+    death_key,
+    decided_key,
+    member_id,
+    member_key,
+    quorum_prefix,
+    roll_key,
+    roster_key,
+    run_prefix,
+)
+from ftcoord.core.quorum import QuorumOptions
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
+from ftcoord.core.rendezvous import RoundOptions
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of, head_of, roll_id
+from ftcoord.etcd.api import KeyValue
+from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
+from ftcoord.operator.status import JobSummaryKeys, Rules, members_of, tell_job, tell_line, with_leases
+from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
+
+RUN = run_prefix("/f", "job")
+QUORUM = quorum_prefix("/f", "job")
+HOSTILE = "\x1b]0;owned\x07\u202e"
+
+
+def kv(key: str, value: bytes, revision: int = 1, lease: int = 0) -> KeyValue:
+    return KeyValue(key, value, revision, revision, 1, lease)
+
+
+def ask(node: str, **fields: Any) -> JoinRequest:
+    return replace(JoinRequest(node, "10.0.0.1", 5, 0, f"host of {node}", "n", 2, 4), **fields)
+
+
+def member(prefix: str, lease: int, value: bytes) -> KeyValue:
+    return kv(member_key(prefix, member_id(lease)), value, lease, lease)
+
+
+def nodes(*asks: JoinRequest) -> tuple[KeyValue, ...]:
+    """The first one under lease 1, and so on."""
+    return tuple(member(RUN, 1 + at, rendezvous_records.encode(one)) for at, one in enumerate(asks))
+
+
+def seats(*names: str) -> tuple[Seat, ...]:
+    return tuple(Seat(member_id(1 + at), name, f"host of {name}") for at, name in enumerate(names))
+
+
+def rounds(
+    record: Round | None, members: Sequence[KeyValue], deaths: Sequence[KeyValue] = (), rules: Rules | None = None
+) -> RoundsStatus:
+    decided = kv(decided_key(RUN), rendezvous_records.encode(record)) if record else None
+    group = GroupKeys(RUN, decided, below_members=tuple(members), deaths=tuple(deaths))
+    told = told_of(rounds=group, rules=rules).rounds
+    assert told is not None
+    return told
+
+
+def told_of(rounds: GroupKeys | None = None, quorum: GroupKeys | None = None, rules: Rules | None = None) -> JobStatus:
+    keys = JobKeys("job", 9, rounds or GroupKeys(RUN), quorum or GroupKeys(QUORUM), 5)
+    return with_leases(tell_job(keys, rules or Rules()), {member_id(1): LeaseTime(7, 10)})
+
+
+RUNNING = Round(3, seats("a", "b"), "10.0.0.1", 5, (), 2, 4, ready=True)
+
+
+def in_round(number: int) -> dict[str, int]:
+    return {"seated": number, "after": number - 1}
+
+
+def test_a_round_that_runs() -> None:
+    found = rounds(RUNNING, nodes(ask("a", **in_round(3)), ask("b", **in_round(3))))
+    assert (found.state, found.healthy, found.number, found.size) == ("running", True, 3, 2)
+    assert [(one.rank, one.node, one.standing) for one in found.members] == [(0, "a", "running"), (1, "b", "running")]
+    assert [(one.lease_left, one.lease_ttl) for one in found.members] == [(7, 10), (None, None)]
+    assert (found.next.decision, found.next.rule) == ("wait", "R3 recall")
+    assert found.next.reason == "round 3 is running on 2 nodes"
+
+
+def test_too_few_nodes_wait_in_the_deciders_words() -> None:
+    found = rounds(None, nodes(ask("a")))
+    assert (found.state, found.healthy, found.min_nodes, found.max_nodes) == ("forming", False, 2, 4)
+    assert (found.next.decision, found.next.reason) == ("wait", "1 of at least 2 nodes are there")
+    assert [one.standing for one in found.members] == ["waiting"]
+
+
+def test_enough_nodes_wait_for_the_last_call() -> None:
+    found = rounds(None, nodes(ask("a"), ask("b")))
+    assert found.next.reason == "2 nodes are there, 0 still to come back; the last call runs"
+
+
+def test_a_node_that_is_gone_is_missing_with_its_cause() -> None:
+    death = death_records.encode(death_records.Death("host of b died of signal 9", 1))
+    found = rounds(RUNNING, nodes(ask("a", **in_round(3))), [kv(death_key(RUN, member_id(2)), death)])
+    assert not found.healthy
+    assert [(one.rank, one.node, one.cause) for one in found.missing] == [(1, "b", "host of b died of signal 9")]
+    assert (found.next.decision, found.next.rule) == ("publish", "R3 recall")
+    assert "died of signal 9" in found.next.reason
+
+
+def test_a_lost_node_is_nothing_where_the_users_ignore_it() -> None:
+    rules = Rules(RoundOptions(recall_on_loss=False))
+    found = rounds(RUNNING, nodes(ask("a", **in_round(3))), rules=rules)
+    assert (found.next.decision, [one.node for one in found.missing]) == ("wait", ["b"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "ready", "recalled", "standing"),
+    [
+        (in_round(3), True, "", "running"),
+        (in_round(3), True, "somebody waits", "called back"),
+        ({"after": 3, "seated": 3}, True, "somebody waits", "waiting"),
+        (in_round(3), False, "", "seated"),
+        ({"after": 2}, False, "", "seating"),
+        ({**in_round(3), "leaving": "SIGTERM"}, True, "", "leaving"),
+        ({**in_round(3), "failed": "exit code 1"}, True, "", "running"),
+        ({"after": 2, "seated": 2, "min_nodes": 1}, False, "", "refused"),
+    ],
+)
+def test_how_a_node_with_a_seat_stands(fields: dict[str, Any], ready: bool, recalled: str, standing: str) -> None:
+    record = replace(RUNNING, ready=ready, recalled=recalled)
+    found = rounds(record, nodes(ask("a", **fields), ask("b", **in_round(3))))
+    one = next(one for one in found.members if one.node == "a")
+    assert (one.rank, one.standing) == (0, standing)
+    assert one.said == fields.get("leaving", fields.get("failed", ""))
+
+
+def test_a_spare_and_a_node_of_an_older_lease() -> None:
+    found = rounds(
+        replace(RUNNING, max_nodes=2),
+        nodes(*(ask(name, max_nodes=2, **fields) for name, fields in SPARES)),
+    )
+    assert [(one.rank, one.node, one.standing) for one in found.members] == [
+        (0, "a", "running"),
+        (1, "b", "running"),
+        (None, "c", "replaced"),
+        (None, "c", "spare"),
+    ]
+    assert found.healthy
+
+
+SPARES: list[tuple[str, dict[str, Any]]] = [("a", in_round(3)), ("b", in_round(3)), ("c", {}), ("c", {})]
+
+
+def test_a_node_that_came_back_to_its_seat_holds_it() -> None:
+    members = (
+        member(RUN, 1, rendezvous_records.encode(ask("a", **in_round(3)))),
+        member(RUN, 8, rendezvous_records.encode(ask("b", **in_round(3), holds=member_id(2)))),
+    )
+    found = rounds(RUNNING, members)
+    assert found.healthy
+    assert [(one.rank, one.member) for one in found.members] == [(0, member_id(1)), (1, member_id(8))]
+
+
+@pytest.mark.parametrize(("outcome", "healthy"), [("finished", True), ("failed", False), ("closed", False)])
+def test_a_run_that_is_over(outcome: str, healthy: bool) -> None:
+    found = rounds(replace(RUNNING, closed="so it is", outcome=outcome), [])
+    assert (found.state, found.healthy, found.closed, found.missing) == (outcome, healthy, "so it is", ())
+    assert found.next.reason == "the run is closed" or outcome == "failed"
+
+
+def test_a_large_round_is_read_with_its_roll() -> None:
+    chunks = 2
+    roll = roll_id(RUNNING, chunks, "me")
+    head = kv(decided_key(RUN), rendezvous_records.encode(head_of(RUNNING, roll, chunks, "me")))
+    kvs = {
+        roll_key(RUN, roll, at): kv(roll_key(RUN, roll, at), rendezvous_records.encode(chunk))
+        for at, chunk in enumerate(chunks_of(RUNNING, chunks))
+    }
+    members = nodes(ask("a", **in_round(3)), ask("b", **in_round(3)))
+    whole = told_of(GroupKeys(RUN, head, None, kvs, members)).rounds
+    assert whole == rounds(RUNNING, members)
+    kvs.popitem()
+    broken = told_of(GroupKeys(RUN, head, None, kvs, members))
+    assert broken.rounds is not None
+    assert (broken.rounds.state, broken.rounds.next.decision, broken.healthy) == ("unreadable", "withheld", False)
+    assert len(broken.rounds.members) == 2
+
+
+GARBAGE = [b"", b"{", b"[]", b'{"v":1}', b'{"v":99}', b"\xff\x00", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("value", GARBAGE, ids=lambda value: repr(value[:8]))
+@pytest.mark.parametrize("place", ["member", "decided", "roster", "death", "replica"])
+def test_garbage_is_shown_as_such(value: bytes, place: str) -> None:
+    good = ask("a", **in_round(3)), ask("b", **in_round(3))
+    group = GroupKeys(RUN, kv(decided_key(RUN), rendezvous_records.encode(RUNNING)), below_members=nodes(*good))
+    head, roster = quorum_records.encode_quorum(quorum_of("x"))
+    decided = kv(decided_key(QUORUM), head)
+    replicas = GroupKeys(QUORUM, decided, kv(roster_key(decided.key), roster or b""), {}, (replica(9, "x"),))
+    bad: dict[str, Callable[[], tuple[GroupKeys, GroupKeys, str]]] = {
+        "member": lambda: (
+            replace(group, below_members=(member(RUN, 3, value),)),
+            replicas,
+            member_key(RUN, member_id(3)),
+        ),
+        "decided": lambda: (replace(group, decided=kv(decided_key(RUN), value)), replicas, decided_key(RUN)),
+        "roster": lambda: (
+            group,
+            replace(replicas, roster=kv(roster_key(decided.key), value)),
+            roster_key(decided.key),
+        ),
+        "death": lambda: (replace(group, deaths=(kv(death_key(RUN, "x"), value),)), replicas, ""),
+        "replica": lambda: (
+            group,
+            replace(replicas, below_members=(member(QUORUM, 3, value),)),
+            member_key(QUORUM, member_id(3)),
+        ),
+    }
+    rendezvous, quorum, named = bad[place]()
+    found = told_of(rendezvous, quorum)
+    assert [one.key for one in found.unreadable] == ([named] if named else [])
+    assert found.healthy is not bool(named)
+    assert json.loads(to_json(found))["unreadable"] == [
+        {"key": one.key, "problem": one.problem} for one in found.unreadable
+    ]
+
+
+def test_a_key_that_lies_under_another_lease_is_no_member() -> None:
+    odd = kv(member_key(RUN, "nobody"), rendezvous_records.encode(ask("x")), lease=5)
+    found = told_of(GroupKeys(RUN, None, below_members=(odd,)))
+    assert [one.key for one in found.unreadable] == [odd.key]
+    assert found.rounds is not None
+    assert found.rounds.members == ()
+
+
+# -- quorums --------------------------------------------------------------------------------------------------------
+
+
+def request(name: str, step: int = 5) -> QuorumRequest:
+    return QuorumRequest(name, f"{name}:1", f"{name}:2", step, 2, False, "", 0, ())
+
+
+def replica(lease: int, name: str, asked: int = 1, step: int = 5) -> KeyValue:
+    return member(QUORUM, lease, quorum_records.encode(ReplicaRecord(request(name, step), asked, 0, 0)))
+
+
+def quorum_of(*names: str, steps: Sequence[int] = ()) -> QuorumRecord:
+    all_steps = [*steps, *[5] * len(names)]
+    found = (QuorumSeat(member_id(9 + at), 1, request(name, all_steps[at])) for at, name in enumerate(names))
+    return QuorumRecord(4, 2, tuple(found), (), 123.5, "me")
+
+
+def quorum(record: QuorumRecord | None, *members: KeyValue, min_replicas: int = 1) -> QuorumStatus:
+    head, roster = quorum_records.encode_quorum(record) if record else (None, None)
+    key = decided_key(QUORUM)
+    group = GroupKeys(
+        QUORUM,
+        kv(key, head) if head is not None else None,
+        kv(roster_key(key), roster) if roster is not None else None,
+        {},
+        members,
+    )
+    told = told_of(quorum=group, rules=Rules(quorum=QuorumOptions(min_replicas, 60))).quorum
+    assert told is not None
+    return told
+
+
+def test_replicas_that_train() -> None:
+    found = quorum(quorum_of("x", "y", steps=(5, 3)), replica(9, "x"), replica(10, "y", step=3))
+    assert (found.state, found.healthy, found.id, found.number, found.size) == ("training", True, 2, 4, 2)
+    assert (found.max_step, found.created) == (5, 123.5)
+    assert [(one.rank, one.replica_id, one.standing, one.behind) for one in found.replicas] == [
+        (0, "x", "training", 0),
+        (1, "y", "training", 2),
+    ]
+
+
+def test_a_replica_that_waits_in_the_deciders_words() -> None:
+    found = quorum(quorum_of("x", "y"), replica(9, "x", asked=2), replica(10, "y"))
+    assert (found.state, found.healthy) == ("forming", True)
+    assert found.next.decision == "wait"
+    assert found.next.reason.startswith("New quorum not ready, only have 1 participants, need at least half of 2")
+    assert [one.standing for one in found.replicas] == ["asking", "training"]
+
+
+def test_too_few_replicas_are_not_healthy() -> None:
+    found = quorum(None, replica(9, "x"), min_replicas=2)
+    assert (found.state, found.healthy, found.number) == ("forming", False, 0)
+    assert "need min_replicas 2" in found.next.reason
+
+
+def test_a_replica_that_is_gone_is_missing() -> None:
+    found = quorum(quorum_of("x", "y"), replica(9, "x"))
+    assert [(one.rank, one.replica_id) for one in found.missing] == [(1, "y")]
+    assert not found.healthy
+
+
+def test_of_two_members_with_one_name_the_newer_one_counts() -> None:
+    found = quorum(quorum_of("x"), replica(9, "x"), replica(11, "x", asked=0))
+    assert [(one.rank, one.member, one.standing) for one in found.replicas] == [
+        (0, member_id(11), "training"),
+        (None, member_id(9), "replaced"),
+    ]
+
+
+def test_a_request_without_a_known_profile_is_unclear() -> None:
+    short = quorum_records.encode(ReplicaRecord(request("z"), 2, 0, 0, "0123456789abcdef"))
+    found = quorum(quorum_of("x"), replica(9, "x"), member(QUORUM, 12, short))
+    assert [(one.replica_id, one.standing) for one in found.replicas] == [("x", "training"), ("z", "unclear")]
+
+
+def test_the_members_of_both_are_told_once() -> None:
+    group = GroupKeys(RUN, below_members=nodes(ask("a"), ask("b")))
+    replicas = GroupKeys(QUORUM, below_members=(replica(9, "x"),))
+    assert members_of(told_of(group)) == [member_id(1), member_id(2)]
+    assert members_of(told_of(quorum=replicas)) == [member_id(9)]
+    assert members_of(told_of(group, replicas)) == [member_id(1), member_id(2), member_id(9)]
+
+
+# -- lists ----------------------------------------------------------------------------------------------------------
+
+
+def line(record: Round | None, members: int) -> tuple[str, int | None]:
+    decided = kv(decided_key(RUN), rendezvous_records.encode(record)) if record else None
+    found = tell_line("/f", "job", JobSummaryKeys(decided, members, {}, 0))
+    return found.state, found.nodes
+
+
+def test_lines_of_runs() -> None:
+    assert line(RUNNING, 2) == ("running", 2)
+    assert line(RUNNING, 1) == ("degraded", 2)
+    assert line(replace(RUNNING, ready=False), 2) == ("seating", 2)
+    assert line(replace(RUNNING, recalled="x"), 2) == ("forming", 2)
+    assert line(replace(RUNNING, closed="x", outcome="failed"), 0) == ("failed", 2)
+    assert line(None, 1) == ("forming", 0)
+    assert line(None, 0) == ("other", None)
+
+
+def test_lines_of_quorums() -> None:
+    head, roster = quorum_records.encode_quorum(quorum_of("x", "y"))
+    key = decided_key(QUORUM)
+    both = {key: kv(key, head), roster_key(key): kv(roster_key(key), roster or b"")}
+
+    def found(members: int, kvs: dict[str, KeyValue]) -> tuple[str, int | None, int | None]:
+        told = tell_line("/f", "job", JobSummaryKeys(None, 0, kvs, members))
+        return told.state, told.quorum, told.replicas
+
+    assert found(2, both) == ("training", 2, 2)
+    assert found(1, both) == ("degraded", 2, 2)
+    assert found(0, both) == ("empty", 2, 2)
+    assert found(1, {}) == ("forming", 0, 0)
+    assert found(1, {key: both[key]}) == ("unreadable", 0, 0)
