@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import concurrency
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, YES_FLAG, Flag, add, etcd_config
-from ftcoord.commands.looking import add_job, no_such_job, terminal_of
+from ftcoord.commands.looking import add_job, client_of, no_such_job, terminal_of
 from ftcoord.commands.output import Terminal, neutral
 from ftcoord.config import full_text, seconds, whole
 from ftcoord.core.layout import quorum_prefix, run_prefix
@@ -65,16 +65,16 @@ def _evict(options: argparse.Namespace) -> int:
     from ftcoord.operator.acting import evict
 
     job, name = full_text("JOB", options.job), full_text("NODE", options.node)
-    etcd, terminal = LeanClient(etcd_config(options)), terminal_of(options)
-    members = _members_called(etcd, options.key_prefix, job, name)
-    _ask(options, [f"evict {one} from {job!r}" for one in members])
-    cause = _because(f"evicted by {_who()}", options.reason)
+    terminal, cause = terminal_of(options), _because(f"evicted by {_who()}", options.reason)
     did, left = list[str](), list[str]()
-    for one in members:
-        if evict(etcd, one, cause):
-            did.append(f"evicted {one}: the others go on without it; a process that lives comes back as a new member")
-        else:
-            left.append(f"{one} was gone already")
+    with client_of(options) as etcd:
+        members = _members_called(etcd, options.key_prefix, job, name)
+        _ask(options, [f"evict {one} from {job!r}" for one in members])
+        for one in members:
+            if evict(etcd, one, cause):
+                did.append(f"evicted {one}: the others go on; a process that lives comes back as a new member")
+            else:
+                left.append(f"{one} was gone already")
     return _say(terminal, Done(FORMAT, job, tuple(did), tuple(left)))
 
 
@@ -98,16 +98,16 @@ def _close(options: argparse.Namespace) -> int:
     from ftcoord.operator.acting import close_run
     from ftcoord.operator.reading import read_job
 
-    job, config = full_text("JOB", options.job), etcd_config(options)
-    etcd, terminal = LeanClient(config), terminal_of(options)
-    keys = read_job(etcd, options.key_prefix, job)
-    if not keys.exists:
-        raise _NotThere(no_such_job(job))
-    if keys.rounds.is_empty:
-        raise _NotThere(f"{job!r} has no rendezvous to close: replicas of quorums end one by one, by `ftcoord kill`")
-    _ask(options, [f"close {job!r} for its {len(keys.rounds.members())} nodes: each ends with an error"])
+    job, terminal = full_text("JOB", options.job), terminal_of(options)
     reason = _because(f"closed by {_who()}", options.reason)
-    over = close_run(etcd, run_prefix(options.key_prefix, job), reason, config.request_timeout)
+    with client_of(options) as etcd:
+        keys = read_job(etcd, options.key_prefix, job)
+        if not keys.exists:
+            raise _NotThere(no_such_job(job))
+        if keys.rounds.is_empty:
+            raise _NotThere(f"{job!r} has no rendezvous to close: replicas of quorums end one by one: `ftcoord kill`")
+        _ask(options, [f"close {job!r} for its {len(keys.rounds.members())} nodes: each ends with an error"])
+        over = close_run(etcd, run_prefix(options.key_prefix, job), reason, etcd.config.request_timeout)
     if over:
         return _say(terminal, Done(FORMAT, job, (), (f"it was over already: {over}",)))
     return _say(terminal, Done(FORMAT, job, (f"closed {job!r}: {reason}",)))
@@ -136,19 +136,18 @@ def _gc(options: argparse.Namespace) -> int:
     from ftcoord.operator.acting import remains_of_all, remove
     from ftcoord.operator.leftovers import why_kept
 
-    etcd, terminal = LeanClient(etcd_config(options)), terminal_of(options)
-    found = [(one, why_kept(one, idle=bool(options.idle))) for one in remains_of_all(etcd, options.key_prefix)]
-    going = [one for one, why in found if not why]
-    left = [f"{one.job!r}: {why}" for one, why in found if why]
-    if not going:
-        return _say(terminal, Done(FORMAT, "", (), tuple(left)), nothing=DONE)
-    _ask(options, [f"delete the {one.keys} keys of {one.job!r}" for one in going])
-    did = []
-    for one in going:
-        if remove(etcd, options.key_prefix, one):
-            did.append(f"deleted the {one.keys} keys of {one.job!r}")
-        else:
-            left.append(f"{one.job!r}: somebody has written there since")
+    terminal, did = terminal_of(options), list[str]()
+    with client_of(options) as etcd:
+        found = [(one, why_kept(one, idle=bool(options.idle))) for one in remains_of_all(etcd, options.key_prefix)]
+        going = [one for one, why in found if not why]
+        left = [f"{one.job!r}: {why}" for one, why in found if why]
+        if going:
+            _ask(options, [f"delete the {one.keys} keys of {one.job!r}" for one in going])
+        for one in going:
+            if remove(etcd, options.key_prefix, one):
+                did.append(f"deleted the {one.keys} keys of {one.job!r}")
+            else:
+                left.append(f"{one.job!r}: somebody has written there since")
     return _say(terminal, Done(FORMAT, "", tuple(did), tuple(left)), nothing=DONE)
 
 

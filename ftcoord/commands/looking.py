@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, Final
 
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, Flag, add, etcd_config
@@ -64,6 +65,11 @@ def terminal_of(options: argparse.Namespace) -> Terminal:
     return Terminal(options.output, options.color)
 
 
+def client_of(options: argparse.Namespace) -> closing[LeanClient]:
+    """A client of the etcd that the flags name, for one command. Raises ConfigError."""
+    return closing(LeanClient(etcd_config(options)))
+
+
 def rules_of(options: argparse.Namespace) -> Rules:
     """What the flags say of a job."""
     defaults = Rules()
@@ -79,8 +85,9 @@ def no_such_job(job: str) -> str:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    terminal, etcd = terminal_of(options), LeanClient(etcd_config(options))
-    found = read_jobs(etcd, options.key_prefix)
+    terminal = terminal_of(options)
+    with client_of(options) as etcd:
+        found = read_jobs(etcd, options.key_prefix)
     terminal.tell(found, _list_lines(found, terminal))
     return HEALTHY
 
@@ -99,9 +106,9 @@ def _list_row(line: JobLine) -> tuple[object, ...]:
 
 def _status(options: argparse.Namespace) -> int:
     job = full_text("JOB", options.job)
-    terminal, etcd = terminal_of(options), LeanClient(etcd_config(options))
-    keys = read_job(etcd, options.key_prefix, job)
-    status = told_of(etcd, keys, rules_of(options), with_all=bool(options.all))
+    terminal, rules = terminal_of(options), rules_of(options)
+    with client_of(options) as etcd:
+        status = told_of(etcd, read_job(etcd, options.key_prefix, job), rules, with_all=bool(options.all))
     terminal.tell(status, status_lines(status, terminal, None if options.all else ROWS))
     return HEALTHY if status.healthy else UNHEALTHY
 

@@ -79,11 +79,9 @@ def test_a_run_is_told_from_its_first_node_to_its_end(make_nodes: MakeNodes, run
 
 
 def test_an_evicted_node_is_called_back_with_the_reason(make_nodes: MakeNodes, run: Commands) -> None:
-    nodes = make_nodes(1, 2, run_id="evicting", settle_timeout=0.2, last_call_timeout=0.2)
-    first, second = nodes.add(2)
-    for join in [node.join() for node in (first, second)]:
+    nodes = make_nodes(2, 2, run_id="evicting")
+    for join in [node.join() for node in nodes.add(2)]:
         join.result(DEADLINE)
-    eventually(lambda: run.json("status", "evicting")["rounds"]["size"] == 2, "both are in a round")
     one = run.json("status", "evicting")["rounds"]["members"][1]
     code, shown, _ = run("evict", "evicting", one["member"], "--yes", "--reason", f"it smells {HOSTILE}")
     assert code == 0
