@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import http.client
-import json
 import os
 import statistics
 import sys
@@ -18,10 +16,10 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).parent / "cluster"))
 
+import grpc
 from clusters import LocalCluster, client_of
 from forgettable import KEPT, MAKERS
 from helpers import eventually
@@ -29,6 +27,7 @@ from lines import Lines
 from load import Guarded, Run, StoreLoad, Training
 
 from ftcoord.etcd.api import Get, KeyValue, Span
+from ftcoord.etcd.rpc.protobuf import declare
 
 PREFIX = "/ftcoord/v1/"
 TRAINING = "training"
@@ -40,6 +39,7 @@ SAMPLE = 5.0
 SLOPE = 30.0
 """MiB an hour; a leak of one round or reconnect grows by far more at this speed."""
 KEPT_FILES = 8
+_LEASES = declare("soak", {"Request": "", "Lease": "id 1 int64", "Response": "leases 2 Lease*"})
 
 
 def memory() -> float:
@@ -68,21 +68,19 @@ def back_to(before: tuple[int, int]) -> bool:
 
 def leases(cluster: LocalCluster) -> int:
     """But for those under which the causes of deaths are remembered for an hour: a process that ends leaves one."""
-    found = eventually(lambda: lease_list(cluster), "etcd lists its leases").get("leases", ())
     graves = {kv.lease for kv in below(cluster) if "/deaths/" in kv.key}
-    return sum(int(lease["ID"]) not in graves for lease in found)
+    return len(lease_ids(cluster) - graves)
 
 
-def lease_list(cluster: LocalCluster) -> dict[str, Any] | None:
-    """None where etcd's HTTP side ends the connection without an answer, as it does now and then on a busy machine."""
-    host, _, port = cluster.endpoints.split(",")[0].rpartition(":")
-    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
-        try:
-            connection.request("POST", "/v3/lease/leases", "{}")
-            answer: dict[str, Any] = json.loads(connection.getresponse().read())
-        except ConnectionError:
-            return None
-    return answer
+def lease_ids(cluster: LocalCluster) -> set[int]:
+    """Not asked for by HTTP: after some minutes of this, etcd's HTTP side ends each connection without an answer."""
+    with grpc.insecure_channel(cluster.endpoints.split(",")[0]) as channel:
+        ask = channel.unary_unary(
+            "/etcdserverpb.Lease/LeaseLeases",
+            request_serializer=_LEASES["Request"].SerializeToString,
+            response_deserializer=_LEASES["Response"].FromString,
+        )
+        return {lease.id for lease in ask(_LEASES["Request"](), timeout=60).leases}
 
 
 def below(cluster: LocalCluster) -> list[KeyValue]:

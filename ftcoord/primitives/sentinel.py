@@ -20,7 +20,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
 from ftcoord.primitives.sentinel_pipe import SentinelPipe
-from ftcoord.primitives.watched_process import own_pidfd
+from ftcoord.primitives.watched_process import own_pidfd, own_stack
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class Sentinel:
 
     def _all(self) -> Iterator[Order]:
         """All that a new process must know."""
+        yield Order(stack=own_stack())  # before it looks itself this may be another program
         for config, number in self._etcds.items():
             yield Order(etcd=number, config=config_raw(config))
         yield from self._kept.values()

@@ -87,6 +87,8 @@ class Sentinel:
             lease, ttl = order["keep"], order["ttl"]
             due = inf if order["rests"] else now + ttl * HELP_AFTER
             self._kept[lease] = _Kept(lease, order["etcd"], order["deaths"], order["was"], LeaseTimes(now, ttl), due)
+        elif "stack" in order:
+            self._process.know_program(order["stack"])
         elif "orphans" in order:
             self._mark = order["orphans"]
         else:

@@ -18,6 +18,7 @@ class Order(TypedDict, total=False):
         etcd, keep, ttl, deaths, was, rests: a lease that was renewed just now, its TTL in seconds, the number of its
             etcd, the prefix below which the cause is written if the process dies, the member ids that it is written
             under beside the lease's, and whether it is not to be renewed. May be said again.
+        stack: where the stack of the process's program begins. Not on the command line, which everybody may read.
         drop: a lease that needs the sentinel no longer.
         orphans: the mark of the processes to end if this one dies; empty for none.
     """
@@ -29,6 +30,7 @@ class Order(TypedDict, total=False):
     deaths: str
     was: Sequence[str]
     rests: bool
+    stack: int
     drop: int
     orphans: str
 

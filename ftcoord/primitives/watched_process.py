@@ -77,6 +77,10 @@ class WatchedProcess:
         For a process that has closed its files."""
         return _is_over(self._own_stat())
 
+    def know_program(self, stack: int) -> None:
+        """It is the one whose stack begins there: what this has found itself may be that of the next one."""
+        self._stack = stack or self._stack
+
     def is_another_program(self) -> bool:
         """Whether it has become another one by `exec` since this was made.
 
@@ -115,12 +119,15 @@ class WatchedProcess:
         return fields if is_older else None
 
     def _stack_now(self) -> int:
-        """Where its stack begins; 0 if that cannot be told."""
-        fields = self._own_stat()
-        return 0 if fields is None else int(fields[_STACK])
+        return _stack_in(self._own_stat())
 
     def _told_by_pidfd(self) -> int | None:
         return None if self.pidfd is None else status_after_wait(self.pidfd)
+
+
+def own_stack() -> int:
+    """Where the stack of this process's program begins; 0 if that cannot be told."""
+    return _stack_in(_stat(os.getpid()))
 
 
 def own_pidfd() -> int | None:
@@ -187,6 +194,10 @@ def _stat(pid: int) -> list[str] | None:
         return None
     fields = text.rpartition(")")[2].split()
     return fields if len(fields) > _EXIT_STATUS else None
+
+
+def _stack_in(fields: list[str] | None) -> int:
+    return 0 if fields is None else int(fields[_STACK])
 
 
 def _is_over(fields: list[str] | None) -> bool:

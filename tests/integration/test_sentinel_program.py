@@ -48,7 +48,7 @@ def standing_by(etcd_socket: socket.socket) -> Iterator[tuple[subprocess.Popen[b
         ends.callback(process.wait)
         ends.callback(process.kill)
         pipe.tell(line_of(Order(etcd=0, config=config_raw(config))))
-        pipe.tell(line_of(Order(etcd=0, keep=1, ttl=LONG_TTL, deaths="/d", rests=False)))
+        pipe.tell(line_of(Order(etcd=0, keep=1, ttl=LONG_TTL, deaths="/d", was=(), rests=False)))
         yield process, pipe
 
 

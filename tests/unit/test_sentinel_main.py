@@ -77,7 +77,7 @@ def standing_by(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[tup
     sentinel = Sentinel(process)
     sentinel.obey(Order(etcd=0, config=config_raw(EtcdConfig.load("localhost:1", env={}))))
     for lease in range(count):
-        sentinel.obey(Order(etcd=0, keep=lease, ttl=TTL, deaths="/d", rests=False))
+        sentinel.obey(Order(etcd=0, keep=lease, ttl=TTL, deaths="/d", was=(), rests=False))
     yield sentinel, process
 
 
@@ -138,7 +138,9 @@ def test_of_a_process_that_is_stopped_a_lease_is_renewed_once_and_later_not_even
             assert looks <= TTL / AGAIN_AFTER
             assert Noting.made.told == [("renew", 0)]
             process.stopped = False
-            sentinel.obey(Order(etcd=0, keep=0, ttl=TTL, deaths="/d", rests=False))  # it renewed in time after all
+            sentinel.obey(
+                Order(etcd=0, keep=0, ttl=TTL, deaths="/d", was=(), rests=False)
+            )  # it renewed in time after all
             passes(sentinel)
             assert Noting.made.told == [("renew", 0)] * 2
             process.stopped = True
