@@ -6,31 +6,80 @@ from __future__ import annotations
 import os
 import uuid
 
+from ftcoord import concurrency
 from ftcoord.primitives.orphans import MARK
 from ftcoord.primitives.sentinel import Sentinel
+
+
+class ProcessMark:
+    """The mark of this process, and who wants it: `ProcessMark.of_process()` is the one to use. Thread-safe.
+
+    A process has one environment, so it has one mark, however many handlers it has.
+    """
+
+    def __init__(self) -> None:
+        self.text = f"{os.getpid()}-{uuid.uuid4().hex}"  # never changes
+        # Guards all below, and that the environment and the sentinel are told in this order.
+        self._lock = concurrency.lock("ProcessMark._lock")
+        self._holders = self._enders = 0
+        self._outer: str | None = None  # of the agent that this process is a worker of
+
+    @classmethod
+    def of_process(cls) -> ProcessMark:
+        """This process's own; a forked child gets another one."""
+        return concurrency.of_process(cls)
+
+    def hold(self) -> None:
+        """What is started from now on bears the mark, until all have called `let_go`."""
+        with self._lock:
+            self._holders += 1
+            if self._holders == 1:
+                self._outer = os.environ.get(MARK)
+                os.environ[MARK] = self.text
+
+    def let_go(self) -> None:
+        """Once for each `hold`."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders or os.environ.get(MARK) != self.text:
+                return
+            if self._outer is None:
+                del os.environ[MARK]
+            else:
+                os.environ[MARK] = self._outer
+
+    def count_ender(self, change: int) -> None:
+        """One more, or one less, wants all with the mark to end with this process."""
+        with self._lock:
+            before, self._enders = self._enders, self._enders + change
+            sentinel = Sentinel.of_process()
+            if sentinel is not None and bool(before) != bool(self._enders):
+                sentinel.end_orphans(self.text if self._enders else "")
 
 
 class MarkedChildren:
     """All that this process starts while this is open bears a mark, in a variable of the environment that it inherits.
 
-    So nothing else is ever touched: neither a worker of another run, nor what a user starts by hand.
+    So nothing else is ever touched: neither a worker of another process's run, nor what a user starts by hand.
     """
 
     def __init__(self) -> None:
-        self.mark, self._pid = f"{os.getpid()}-{uuid.uuid4().hex}", os.getpid()
-        os.environ[MARK] = self.mark
+        self._process, self._pid = ProcessMark.of_process(), os.getpid()
+        self._is_open, self._ends = True, False
+        self.mark = self._process.text
+        self._process.hold()
 
     def end_with_this_process(self) -> None:
-        """Have the sentinel end them if this process dies."""
-        sentinel = Sentinel.of_process()
-        if sentinel is not None:
-            sentinel.end_orphans(self.mark)
+        """Have the sentinel end them if this process dies while this is open; once."""
+        self._ends = True
+        self._process.count_ender(1)
 
     def close(self) -> None:
-        """What is started from now on bears no mark. Idempotent; does nothing in a forked child."""
-        if os.getpid() != self._pid or os.environ.get(MARK) != self.mark:  # another handler may have its own
+        """What is started from now on bears no mark, unless others want it. Idempotent; does nothing in a forked
+        child."""
+        if os.getpid() != self._pid or not self._is_open:
             return
-        del os.environ[MARK]
-        sentinel = Sentinel.of_process()
-        if sentinel is not None:
-            sentinel.end_orphans("")
+        self._is_open = False
+        self._process.let_go()
+        if self._ends:
+            self._process.count_ender(-1)
