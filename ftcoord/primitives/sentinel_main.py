@@ -193,6 +193,7 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
             *lines, received = (received + data).split(b"\n")
             for line in lines:
                 sentinel.obey(json.loads(line))
+            process.told()
         elif ready or (process.pidfd is None and process.has_ended()):  # a child may have kept the pipe open
             return ""  # only now, since it may have told of leases just before
         sentinel.renew()

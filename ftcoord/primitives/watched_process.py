@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,8 @@ _DOES_NOT_RUN: Final = frozenset("TtZXx")
 _IS_DEAD: Final = frozenset("ZXx")
 _EXITING: Final = 0x4
 """PF_EXITING in the flags there (<linux/sched.h>)."""
+RECENT: Final = 5.0
+"""Seconds: a process that the kernel kills for lack of memory ends within so many, if nobody heard of it meanwhile."""
 _LOOK_AGAIN: Final = 0.01
 """Seconds between two looks where no pidfd tells."""
 _LOWEST: Final = 3
@@ -100,12 +103,15 @@ class WatchedProcess:
             told = int(fields[_EXIT_STATUS])
         return self._told_by_pidfd() if told is None else told  # it may have been waited for in between
 
+    def told(self) -> None:
+        """Note that it has just said something, so that no memory that ran out long before has killed it."""
+        if self._oom_kills is not None:
+            self._oom_kills.note()
+
     def was_oom(self) -> bool:
-        """Whether the kernel has killed a process of its control group for lack of memory, since this was made."""
-        if self._oom_kills is None:
-            return False
-        now = _count(self._oom_kills[0])
-        return now is not None and now > self._oom_kills[1]
+        """Whether the kernel has killed a process of its control group for lack of memory, shortly before this one said
+        something last, or since. For one that was killed."""
+        return self._oom_kills is not None and self._oom_kills.grew()
 
     def cause(self, fate: str = "") -> str:
         """One line: which process it was, and what became of it, unless that is known. For one that has ended."""
@@ -204,19 +210,49 @@ def _is_over(fields: list[str] | None) -> bool:
     return fields is not None and (fields[_STATE] in _IS_DEAD or bool(int(fields[_FLAGS]) & _EXITING))
 
 
-def _oom_kills(pid: int) -> tuple[Path, int] | None:
-    """Where the control group of a process counts such kills, and how many there were; None where it does not."""
+class _OomKills:
+    """How often the kernel has killed a process of a control group for lack of memory.
+
+    Args:
+        events: the file that counts them.
+        count: how many there were.
+    """
+
+    def __init__(self, events: Path, count: int) -> None:
+        self._events, self._before, self._last, self._noted_at = events, count, count, concurrency.now()
+
+    def note(self) -> None:
+        """Those until the last note but one do not count any longer, if that is not recent. What a process said just
+        before it was killed may be read after that."""
+        now = concurrency.now()
+        if now >= self._noted_at + RECENT and (count := _count(self._events)) is not None:
+            self._before, self._last, self._noted_at = self._last, count, now
+
+    def grew(self) -> bool:
+        """Whether there were any that count."""
+        now = _count(self._events)
+        return now is not None and now > self._before
+
+
+def _oom_kills(pid: int) -> _OomKills | None:
+    """Those of the control group of a process; None where that does not count them."""
+    for events in _groups(pid):
+        if (count := _count(events)) is not None:
+            return _OomKills(events, count)
+    return None
+
+
+def _groups(pid: int) -> Iterator[Path]:
+    """The files in which its control group may count them."""
     try:
         groups = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
     except OSError:
-        return None
+        return
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         for controller, file in (_V1, _V2):
-            events = Path("/sys/fs/cgroup", controller, path.lstrip("/"), file)
-            if controller in controllers.split(",") and (count := _count(events)) is not None:
-                return events, count
-    return None
+            if controller in controllers.split(","):
+                yield Path("/sys/fs/cgroup", controller, path.lstrip("/"), file)
 
 
 def _count(events: Path) -> int | None:

@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from ftcoord import concurrency
 from ftcoord.primitives import watched_process
-from ftcoord.primitives.watched_process import WatchedProcess
+from ftcoord.primitives.watched_process import RECENT, WatchedProcess
+from ftcoord.testing import Scheduler
 
 STATE, FLAGS, STARTED, STACK, ENVIRONMENT, EXIT_STATUS = 0, 6, 19, 25, 47, 49
 PF_EXITING = 4
@@ -106,6 +109,69 @@ def test_a_program_is_known_by_its_stack(
 
 def test_the_parent_of_the_tests_stays_the_program_that_it_is() -> None:
     assert not WatchedProcess(os.getppid(), None).is_another_program()
+
+
+class Group:
+    """A control group whose processes the kernel kills, as its file tells it."""
+
+    def __init__(self, events: Path) -> None:
+        self._events, self._count = events, 3
+        self.kill(0)
+
+    def kill(self, number: int = 1) -> None:
+        self._count += number
+        self._events.write_text(f"low 0\noom 9\noom_kill {self._count}\n")
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Group:
+    """That of every process."""
+    made = Group(tmp_path / "memory.events")
+    monkeypatch.setattr(watched_process, "_groups", lambda _pid: [tmp_path / "nowhere", tmp_path / "memory.events"])
+    return made
+
+
+def told_for(process: WatchedProcess, seconds: float) -> None:
+    for _ in range(round(seconds)):
+        concurrency.sleep(1)
+        process.told()
+
+
+def test_memory_that_ran_out_long_before_has_not_killed_it(group: Group) -> None:
+    """But another process of its group, such as a worker that has been replaced."""
+
+    def play() -> None:
+        process = WatchedProcess(os.getppid(), None)
+        group.kill()
+        assert process.was_oom()
+        told_for(process, RECENT)
+        assert process.was_oom(), "what it said last may have been said before"
+        told_for(process, RECENT)
+        assert not process.was_oom()
+        group.kill()
+        assert process.was_oom()
+
+    Scheduler(0).run(play)
+
+
+def test_what_was_said_just_before_memory_ran_out_may_be_read_after_that(group: Group) -> None:
+    def play() -> None:
+        process = WatchedProcess(os.getppid(), None)
+        told_for(process, 20)
+        concurrency.sleep(RECENT)
+        group.kill()
+        for _ in range(100):  # one for each of its leases
+            process.told()
+        assert process.was_oom()
+
+    Scheduler(0).run(play)
+
+
+def test_where_nobody_counts_it_memory_has_not_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_process, "_groups", lambda _pid: [])
+    process = WatchedProcess(os.getppid(), None)
+    process.told()
+    assert not process.was_oom()
 
 
 def test_where_there_is_no_proc_it_is_only_known_whether_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
