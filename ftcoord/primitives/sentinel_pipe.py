@@ -23,7 +23,7 @@ _INT: Final = struct.Struct("i")
 
 
 class SentinelPipe:
-    """Two sockets, of which the reader's is given away by `give_reader`. Raises OSError where there are none.
+    """Two sockets, of which another process reads the one. Raises OSError where there are none.
 
     A forked child loses its copy. For one thread at a time.
     """
