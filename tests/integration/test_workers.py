@@ -28,6 +28,9 @@ def children() -> Iterator[MarkedChildren]:
     marked = MarkedChildren()
     yield marked
     marked.close()
+    for pidfd, pid in _workers(marked.mark):  # of a test that failed: they would be workers of the next one
+        os.close(pidfd)
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -43,8 +46,11 @@ def unbroken(error: BaseException) -> None:
     raise AssertionError("a watch is broken") from error
 
 
-def no_core_dump() -> None:
+def as_from_a_terminal() -> None:
+    """Signals end it, also where the tests were started with nohup; and it dumps no core."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -85,7 +91,7 @@ def test_workers_that_get_the_signal_that_ends_their_agent_have_not_failed(
     """As with Ctrl-C: torch's agent sends its workers the signal that it got."""
     if name == "SIGUSR1":
         monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM, SIGUSR1")
-    stopped = [subprocess.Popen(["sleep", "600"], preexec_fn=no_core_dump) for _ in range(2)]
+    stopped = [subprocess.Popen(["sleep", "600"], preexec_fn=as_from_a_terminal) for _ in range(2)]
     fails = worker()
     watch = WorkerWatch(children.mark, failed.put, unbroken)
     for process in stopped:
