@@ -130,7 +130,7 @@ def form_of(kind: Any) -> Any:
     return {str: "text", int: "number", float: "number", bool: "true or false"}.get(kind, getattr(kind, "__name__", ""))
 
 
-@pytest.mark.parametrize("document", documents(), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("document", list(documents()), ids=lambda one: one.__name__)
 def test_each_field_is_described_with_its_form(document: type) -> None:
     """So that nobody changes the JSON without changing what is promised of it."""
     section = PAGE.read_text(encoding="utf-8").partition(f"### {document.__name__}\n")[2].partition("\n#")[0]
