@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,15 +46,26 @@ def _watch(options: argparse.Namespace) -> int:
     from ftcoord.operator.following import follow_job
 
     job, config, terminal = full_text("JOB", options.job), etcd_config(options), terminal_of(options)
-    logging.getLogger("ftcoord").setLevel(logging.ERROR)  # what it would warn of is said here, in its place
     inbox: concurrency.Queue[JobKeys | BaseException] = concurrency.inbox()
-    with EtcdClient(config) as etcd, follow_job(etcd, options.key_prefix, job, inbox.put, inbox.put):
+    with _no_warnings(), EtcdClient(config) as etcd, follow_job(etcd, options.key_prefix, job, inbox.put, inbox.put):
         show = _Show(terminal, job, rules_of(options))
         try:
             while True:
                 show.next(_newest(inbox), lambda lost: _probe(etcd, options.key_prefix, job, lost=lost))
         except KeyboardInterrupt:
             return show.code()
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What ftcoord would warn of is shown here, in its place."""
+    package = logging.getLogger("ftcoord")
+    before = package.level
+    package.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        package.setLevel(before)
 
 
 def _newest(inbox: concurrency.Queue[JobKeys | BaseException]) -> JobKeys | None:

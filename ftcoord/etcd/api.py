@@ -16,7 +16,7 @@ from ftcoord.core.layout import Span as Span
 from ftcoord.core.layout import decode_key as decode_key
 from ftcoord.core.layout import encode_key as encode_key
 from ftcoord.core.layout import member_id, member_of
-from ftcoord.errors import EtcdError
+from ftcoord.errors import EtcdError, RequestRefused
 
 
 class KeyValue(NamedTuple):
@@ -93,6 +93,16 @@ def exists(key: str) -> Compare:
 def unchanged(key: str, mod_revision: int) -> Compare:
     """Guard: the key was last written at `mod_revision` (0: it does not exist)."""
     return Compare(key, "mod", "=", mod_revision)
+
+
+def check_writes(success: Sequence[Op], failure: Sequence[Op]) -> None:
+    """Raises RequestRefused for a transaction that only reads: its client could crash etcd, see `etcd/reading.py`."""
+    ops = (*success, *failure)
+    if ops and all(isinstance(op, Get) for op in ops):
+        raise RequestRefused(
+            "a transaction that reads must put or delete a key too, in one of its branches: etcd before 3.5.7 crashes"
+            " when the client of one that only reads goes away. Read with ftcoord.etcd.reading.read_snapshot"
+        )
 
 
 @dataclass(frozen=True, slots=True)

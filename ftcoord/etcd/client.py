@@ -88,8 +88,7 @@ class EtcdClient(KeyCalls, Closing):
         timeout: float | None = None,
     ) -> TxnResult:
         request = txn_request(compares, success, failure)
-        writes = any(not isinstance(op, Get) for op in (*success, *failure))
-        response = self._transport.call(messages.TXN, request, timeout=timeout, write=writes)
+        response = self._transport.call(messages.TXN, request, timeout=timeout, write=True)
         return txn_result(response, response.header.revision)
 
     def submit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
@@ -24,6 +25,7 @@ from ftcoord.core.layout import (
 )
 from ftcoord.core.rendezvous_records import parse_decided
 from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Put, RangeResult
+from ftcoord.etcd.reading import Snapshot, read_snapshot
 from ftcoord.operator.leftovers import JobRemains
 from ftcoord.operator.naming import NamedMember
 from ftcoord.operator.reading import job_ids
@@ -67,25 +69,21 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, timeout: float) -> str:
 
 
 def remains_of_all(etcd: EtcdCalls, key_prefix: str) -> Iterator[JobRemains]:
-    """What all jobs below a key prefix have, one request for each. Raises EtcdError."""
+    """What all jobs below a key prefix have, a few requests for each. Raises EtcdError."""
     for job in job_ids(etcd, key_prefix):
-        prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
-        counted = (members_span(prefix), members_span(quorum), timers_span(prefix), heartbeats_span(prefix))
-        recipes = elections_span(prefix), barriers_span(prefix)
-        read = etcd.txn(
-            (),
-            [
-                Get(Span(decided_key(prefix))),
-                Get(Span(decided_key(quorum)), count_only=True),
-                Get(run_span(prefix), count_only=True),
-                *(Get(span, count_only=True) for span in counted),
-                *(Get(span, keys_only=True) for span in recipes),
-            ],
-        )
-        live = sum(read.range(3 + at).count for at in range(len(counted)))
-        live += sum(_members_in(read.range(3 + len(counted) + at)) for at in range(len(recipes)))
-        has_quorum = read.range(1).count > 0
-        yield JobRemains(job, read.revision, read.range(0).one, has_quorum, live, read.range(2).count)
+        yield read_snapshot(etcd.range, partial(_remains_of, key_prefix, job))
+
+
+def _remains_of(key_prefix: str, job: str, then: Snapshot) -> JobRemains:
+    prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
+    decided = then.range(Get(Span(decided_key(prefix)))).one
+    has_quorum = then.range(Get(Span(decided_key(quorum)), count_only=True)).count > 0
+    keys = then.range(Get(run_span(prefix), count_only=True)).count
+    counted = (members_span(prefix), members_span(quorum), timers_span(prefix), heartbeats_span(prefix))
+    live = sum(found.count for found in then.ranges(Get(span, count_only=True) for span in counted))
+    recipes = elections_span(prefix), barriers_span(prefix)
+    live += sum(_members_in(found) for found in then.ranges(Get(span, keys_only=True) for span in recipes))
+    return JobRemains(job, then.revision, decided, has_quorum, live, keys)
 
 
 def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Final, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 from ftcoord.core.layout import (
     Span,
@@ -21,17 +23,12 @@ from ftcoord.core.layout import (
     run_span,
     runs_span,
 )
-from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, RangeResult
+from ftcoord.etcd.reading import Snapshot, read_snapshot
 from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
 from ftcoord.operator.rounds import roll_of
 from ftcoord.operator.status import JobSummaryKeys, tell_line
 from ftcoord.operator.told import FORMAT, JobList
-
-READ_AT_ONCE: Final = 1000
-"""Keys of one request: some hundred kilobytes."""
-READS: Final = 3
-"""Attempts to read a job at one revision: etcd may compact its history meanwhile."""
 
 
 class ReadsLeases(Protocol):
@@ -43,13 +40,7 @@ class ReadsLeases(Protocol):
 
 def read_job(etcd: EtcdCalls, key_prefix: str, job: str) -> JobKeys:
     """A job's keys at one revision. Raises EtcdError."""
-    for left in reversed(range(READS)):
-        try:
-            return _read_job(etcd, key_prefix, job)
-        except RequestRefused:  # that revision was compacted away
-            if not left:
-                raise
-    raise AssertionError("no attempt was made")
+    return read_snapshot(etcd.range, partial(_read_job, key_prefix, job))
 
 
 def read_leases(etcd: ReadsLeases, members: Iterable[str]) -> dict[str, LeaseTime]:
@@ -61,7 +52,7 @@ def read_leases(etcd: ReadsLeases, members: Iterable[str]) -> dict[str, LeaseTim
 def read_jobs(etcd: EtcdCalls, key_prefix: str) -> JobList:
     """All jobs below a key prefix. Raises EtcdError.
 
-    One request for each, whatever else the jobs have in etcd: what lies in their stores is jumped over.
+    A few requests for each, whatever else the jobs have in etcd: what lies in their stores is jumped over.
     """
     lines = [tell_line(key_prefix, job, keys) for job, keys in _summaries(etcd, key_prefix)]
     return JobList(FORMAT, key_prefix, tuple(lines))
@@ -82,9 +73,14 @@ def _summaries(etcd: EtcdCalls, key_prefix: str) -> Iterator[tuple[str, JobSumma
     for job in job_ids(etcd, key_prefix):
         prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
         counted = [Get(members_span(one), count_only=True) for one in (prefix, quorum)]
-        read = etcd.txn((), [Get(Span(decided_key(prefix))), Get(decided_span(quorum)), *counted])
-        of_quorum = {kv.key: kv for kv in read.range(1).kvs}
-        yield job, JobSummaryKeys(read.range(0).one, read.range(2).count, of_quorum, read.range(3).count)
+        gets = [Get(Span(decided_key(prefix))), Get(decided_span(quorum)), *counted]
+        decided, of_quorum, nodes, replicas = read_snapshot(etcd.range, partial(_ranges, gets))
+        heads = {kv.key: kv for kv in of_quorum.kvs}
+        yield job, JobSummaryKeys(decided.one, nodes.count, heads, replicas.count)
+
+
+def _ranges(gets: Sequence[Get], then: Snapshot) -> list[RangeResult]:
+    return then.ranges(gets)
 
 
 def _behind(span: Span, whole: Span) -> Span:
@@ -93,47 +89,19 @@ def _behind(span: Span, whole: Span) -> Span:
     return Span(start, stop=decode_key(whole.end))
 
 
-def _read_job(etcd: EtcdCalls, key_prefix: str, job: str) -> JobKeys:
+def _read_job(key_prefix: str, job: str, then: Snapshot) -> JobKeys:
     prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
-    spans = [members_span(prefix), deaths_span(prefix), members_span(quorum), deaths_span(quorum)]
-    read = etcd.txn(
-        (),
-        [
-            Get(Span(decided_key(prefix))),
-            Get(decided_span(quorum)),
-            Get(run_span(prefix), count_only=True),
-            *(Get(span, limit=READ_AT_ONCE) for span in spans),
-        ],
-    )
-    whole = [_rest(etcd, span, read.range(3 + at), read.revision) for at, span in enumerate(spans)]
-    members, deaths, replicas, replica_deaths = whole
-    rounds = GroupKeys(prefix, read.range(0).one, None, {}, _by_age(members), tuple(deaths))
+    decided = then.range(Get(Span(decided_key(prefix)))).one
+    heads = {kv.key: kv for kv in then.range(Get(decided_span(quorum))).kvs}
+    keys = then.range(Get(run_span(prefix), count_only=True)).count
+    rounds = _group_of(then, prefix, decided, None)
     if (roll := roll_of(rounds)) is not None:
-        kvs = _pages(etcd, roll_span(prefix, roll), read.revision)
-        rounds = GroupKeys(
-            prefix, rounds.decided, None, {kv.key: kv for kv in kvs}, rounds.below_members, rounds.deaths
-        )
-    heads = {kv.key: kv for kv in read.range(1).kvs}
+        rounds = replace(rounds, roll={kv.key: kv for kv in then.pages(roll_span(prefix, roll))})
     head = decided_key(quorum)
-    quorums = GroupKeys(
-        quorum, heads.get(head), heads.get(roster_key(head)), {}, _by_age(replicas), tuple(replica_deaths)
-    )
-    return JobKeys(job, read.revision, rounds, quorums, read.range(2).count)
+    quorums = _group_of(then, quorum, heads.get(head), heads.get(roster_key(head)))
+    return JobKeys(job, then.revision, rounds, quorums, keys)
 
 
-def _by_age(kvs: Iterable[KeyValue]) -> tuple[KeyValue, ...]:
-    return tuple(sorted(kvs, key=lambda kv: kv.create_revision))
-
-
-def _rest(etcd: EtcdCalls, span: Span, first: RangeResult, revision: int) -> list[KeyValue]:
-    """A span whose first page was read already, as it was then."""
-    if first.count <= len(first.kvs):
-        return list(first.kvs)
-    rest = Span(f"{first.kvs[-1].key}\0", stop=decode_key(span.end))
-    return [*first.kvs, *_pages(etcd, rest, revision)]
-
-
-def _pages(etcd: EtcdCalls, span: Span, revision: int) -> list[KeyValue]:
-    """A span as it was at a revision."""
-    first = etcd.range(Get(span, limit=READ_AT_ONCE, revision=revision))
-    return _rest(etcd, span, first, revision)
+def _group_of(then: Snapshot, prefix: str, decided: KeyValue | None, roster: KeyValue | None) -> GroupKeys:
+    members = sorted(then.pages(members_span(prefix)), key=lambda kv: kv.create_revision)
+    return GroupKeys(prefix, decided, roster, {}, tuple(members), tuple(then.pages(deaths_span(prefix))))

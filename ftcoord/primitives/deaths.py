@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable
+from functools import partial
 
 from ftcoord.core.death_records import parse_death
-from ftcoord.core.layout import death_key, member_id
+from ftcoord.core.layout import Span, death_key, member_id
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, Span
+from ftcoord.etcd.api import EtcdCalls, KeyValue
+from ftcoord.etcd.reading import read_snapshot
 
 log = logging.getLogger(__name__)
-
-_READ_AT_ONCE: Final = 100
-"""Keys of one request: etcd takes 128 operations."""
 
 
 def cause_of_death(etcd: EtcdCalls, deaths: str, lease_id: int) -> str:
@@ -35,19 +33,18 @@ def cause_of_death(etcd: EtcdCalls, deaths: str, lease_id: int) -> str:
 
 
 def causes_of(etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
-    """By member id, for those of whom it is known. `timeout` is in seconds, for each request. Raises EtcdError."""
-    wanted, causes = list(members), dict[str, str]()
-    for at in range(0, len(wanted), _READ_AT_ONCE):
-        some = wanted[at : at + _READ_AT_ONCE]
-        for member, kv in zip(some, _read(etcd, prefix, some, timeout), strict=True):
-            if kv is not None and (cause := _cause(kv)):
-                causes[member] = cause
-    return causes
+    """By member id, for those of whom it is known. Raises EtcdError.
 
-
-def _read(etcd: EtcdCalls, prefix: str, members: Sequence[str], timeout: float | None) -> list[KeyValue | None]:
-    result = etcd.txn((), [Get(Span(death_key(prefix, member))) for member in members], timeout=timeout)
-    return [result.range(at).one for at in range(len(members))]
+    One request, unless very many have died within an hour. `timeout` is in seconds, for each request.
+    """
+    wanted = {death_key(prefix, member): member for member in members}
+    if not wanted:
+        return {}
+    first, last = min(wanted), max(wanted)
+    span = Span(first) if first == last else Span(first, stop=f"{last}\0")
+    found = read_snapshot(partial(etcd.range, timeout=timeout), lambda then: then.pages(span))
+    causes = {wanted[kv.key]: _cause(kv) for kv in found if kv.key in wanted}
+    return {member: cause for member, cause in causes.items() if cause}
 
 
 def _cause(kv: KeyValue) -> str:

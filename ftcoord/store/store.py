@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Final, NoReturn, cast
+from typing import Final, NoReturn, TypeVar, cast
 from urllib.parse import quote, unquote
 
 from torch.distributed import DistStoreError, Store
@@ -39,17 +39,19 @@ from ftcoord.etcd.api import (
     Put,
     RangeResult,
     Span,
-    TxnResult,
     absent,
     exists,
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.reading import Snapshot, read_snapshot
 from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 from ftcoord.store.halves import StoreResources, let_go
 from ftcoord.store.waiting import Waiting
+
+T = TypeVar("T")
 
 """No run's keys lie there: an @ in a run's id is written %40 in its keys."""
 DEFAULT_STORE_TIMEOUT: Final = timedelta(seconds=300)
@@ -135,7 +137,7 @@ class EtcdStore(Store):
         deadline, wanted = self._deadline(), list(dict.fromkeys(keys))
         found = self._look(wanted, deadline)
         while missing := [key for key in wanted if key not in found]:
-            if self._is_alone(missing, len(wanted), deadline):
+            if self._are_alone(self._around(missing)[:1], missing, len(wanted), deadline):
                 found |= self._values_to_come(missing, deadline)
             else:
                 found[missing[0]] = self._await(Get(Span(self._data + missing[0])), missing[0], deadline)
@@ -146,7 +148,7 @@ class EtcdStore(Store):
         """Wait until all keys are there, each as a value or as a queue that holds an item."""
         deadline = self._deadline(timeout)
         while missing := self._missing(keys, deadline):
-            if self._is_alone(missing, len(keys), deadline):
+            if self._are_alone(self._around(missing), missing, len(keys), deadline):
                 self._signs_to_come(missing, deadline)
             else:
                 self._until(self._signs(missing[0]), missing[0], deadline)
@@ -294,35 +296,44 @@ class EtcdStore(Store):
 
     def _range(self, get: Get, deadline: float) -> RangeResult:
         with as_torch_errors():
-            return retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+            return self._retry(deadline, get)
 
-    def _read_all(self, gets: Sequence[Get], left: float) -> TxnResult:
-        return self._etcd.txn((), gets, timeout=left)
+    def _retry(self, deadline: float, get: Get) -> RangeResult:
+        return retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+
+    def _snapshot(self, look: Callable[[Snapshot], T], deadline: float) -> T:
+        """What `look` makes of the store as it is at one moment."""
+        with as_torch_errors():
+            return read_snapshot(partial(self._retry, deadline), look)
 
     def _missing(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """Those of the keys that are not there now, neither as a value nor as a queue.
-
-        One read of all that begin as they do tells, at a third of the cost, unless there are many others among them.
-        """
+        """Those of the keys that are not there now, neither as a value nor as a queue."""
         for key in keys:
             key.encode()  # refuses half characters: etcd would give back another key
-        unseen = list(keys)
-        if len(unseen) > 1:
-            gets = [Get(span, limit=2 * len(keys), keys_only=True) for span in self._around(unseen)]
-            values, items = self._ranges(gets, deadline)
-            there = {self._name(kv) for kv in (*values.kvs, *items.kvs)}
-            unseen = [key for key in keys if key not in there]
-            if values.count == len(values.kvs) and items.count == len(items.kvs):
-                return unseen
-        found = self._ranges([sign for key in unseen for sign in self._signs(key)], deadline)
-        return [
-            key for key, value, item in zip(unseen, found[::2], found[1::2], strict=True) if not (value.kvs or item.kvs)
-        ]
+        return self._snapshot(partial(self._unseen, keys), deadline)
+
+    def _unseen(self, keys: Sequence[str], now: Snapshot) -> list[str]:
+        """As `_missing`. Reads all from the first to the last key, and each by itself if many others are there."""
+        unseen, is_all = list(keys), len(keys) > 1
+        for span in (self._from_first_to_last(keys), self._around(keys)[1]) if is_all else ():
+            found = now.range(Get(span, limit=2 * len(keys), keys_only=True))
+            there = {self._name(kv) for kv in found.kvs}
+            unseen = [key for key in unseen if key not in there]
+            is_all = is_all and found.count == len(found.kvs)
+            if not unseen:
+                break
+        return (
+            unseen if is_all else [key for key in unseen if not any(now.range(sign).kvs for sign in self._signs(key))]
+        )
 
     def _around(self, keys: Sequence[str]) -> list[Span]:
         """All values, and the items of all queues, whose keys begin as these do."""
         start = os.path.commonprefix(keys)  # noqa: RUF071  # characters, not path components
         return [Span(self._data + start, True), Span(self._queues + quote(start, safe=""), True)]
+
+    def _from_first_to_last(self, keys: Sequence[str]) -> Span:
+        """The values of these keys, and of all between them. Texts are in the order of their bytes in UTF-8."""
+        return Span(self._data + min(keys), stop=f"{self._data}{max(keys)}\0")
 
     def _name(self, kv: KeyValue) -> str:
         """The user's key of a value, or of an item of a queue."""
@@ -330,12 +341,11 @@ class EtcdStore(Store):
             return kv.key.removeprefix(self._data)
         return unquote(kv.key.removeprefix(self._queues).partition("/")[0])
 
-    def _is_alone(self, keys: Sequence[str], wanted: int, deadline: float) -> bool:
-        """Whether one watch of all that begins as these keys do, some of the `wanted` ones, will bring little else."""
+    def _are_alone(self, around: Sequence[Span], keys: Sequence[str], wanted: int, deadline: float) -> bool:
+        """Whether a watch of all around these keys, some of the `wanted` ones, will bring little else."""
         if len(keys) == 1:
             return False
-        around = self._ranges([Get(span, count_only=True) for span in self._around(keys)], deadline)
-        return sum(one.count for one in around) <= 2 * wanted
+        return sum(self._range(Get(span, count_only=True), deadline).count for span in around) <= 2 * wanted
 
     def _values_to_come(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
         """The values of the keys, as they are when they are seen first."""
@@ -369,28 +379,18 @@ class EtcdStore(Store):
         return [Get(Span(self._data + key), keys_only=True), Get(self._queue(key), limit=1, keys_only=True)]
 
     def _look(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
-        """Those of the different keys that have a value now.
+        """Those of the different keys that have a value now."""
+        return self._snapshot(partial(self._seen, keys), deadline)
 
-        If one request does not take them all, one read of all that begin as they do comes first: it suffices where
-        there are few others among them.
-        """
-        if len(keys) > KEYS_PER_REQUEST:
-            around = self._range(Get(self._around(keys)[0], limit=2 * len(keys)), deadline)
-            if around.count == len(around.kvs):
-                values = {self._name(kv): kv for kv in around.kvs}
+    def _seen(self, keys: Sequence[str], now: Snapshot) -> dict[str, KeyValue]:
+        """As `_look`. Reads all from the first to the last key, and each by itself if many others are there."""
+        if len(keys) > 1:
+            found = now.range(Get(self._from_first_to_last(keys), limit=2 * len(keys)))
+            if found.count == len(found.kvs):
+                values = {self._name(kv): kv for kv in found.kvs}
                 return {key: values[key] for key in keys if key in values}
-        found = self._ranges([Get(Span(self._data + key)) for key in keys], deadline)
-        return {key: one.one for key, one in zip(keys, found, strict=True) if one.one is not None}
-
-    def _ranges(self, gets: Sequence[Get], deadline: float) -> list[RangeResult]:
-        """What each of `gets` finds, in as few requests as etcd allows."""
-        found: list[RangeResult] = []
-        for start in range(0, len(gets), KEYS_PER_REQUEST):
-            part = gets[start : start + KEYS_PER_REQUEST]
-            with as_torch_errors():
-                result = retry_until_answered(partial(self._read_all, part), deadline, self._closed)
-            found += [result.range(index) for index in range(len(part))]
-        return found
+        each = {key: now.range(Get(Span(self._data + key))).one for key in keys}
+        return {key: kv for key, kv in each.items() if kv is not None}
 
     def _await(self, get: Get, name: str, deadline: float) -> KeyValue:
         """What `get` finds, as soon as there is something."""

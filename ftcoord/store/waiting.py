@@ -9,7 +9,8 @@ from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.errors import EtcdAuthError
-from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, Span, WatchItem
+from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, WatchItem
+from ftcoord.etcd.reading import read_snapshot
 from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.exactly_once import round_over
 
@@ -106,12 +107,14 @@ class Waiting:
     def _read(self, gets: Sequence[Get], take: Take, deadline: float) -> bool:
         """Give what is there now. Raises RoundOver if that is not all and the fence is gone."""
         fences = [] if self._fence is None else [Get(Span(self._fence), keys_only=True)]
-        reads = [*gets, *fences]
-        result = retry_until_answered(lambda left: self._etcd.txn((), reads, timeout=left), deadline, self._closed)
-        has_all = take([kv for index in range(len(gets)) for kv in result.range(index).kvs])
-        if not has_all and self._fence is not None and result.range(len(gets)).one is None:
+        found = read_snapshot(partial(self._range, deadline), lambda then: then.ranges([*gets, *fences]))
+        has_all = take([kv for one in found[: len(gets)] for kv in one.kvs])
+        if not has_all and self._fence is not None and found[-1].one is None:
             raise round_over(self._fence)
         return has_all
+
+    def _range(self, deadline: float, get: Get) -> RangeResult:
+        return retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
 
 
 def _put(items: _Items, index: int, item: WatchItem) -> None:

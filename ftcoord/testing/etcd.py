@@ -248,7 +248,7 @@ class MemoryClient:
     # -- calls and their fates ----------------------------------------------------------------------------------------
 
     def _txn(self, asked: Transaction, timeout: float | None) -> TxnResult:
-        return self._call("txn", asked, lambda: self._backend.txn(asked), timeout, writes=asked.writes)
+        return self._call("txn", asked, lambda: self._backend.txn(asked), timeout, writes=True)
 
     def _call(
         self, method: Method, asked: object, request: Callable[[], T], timeout: float | None, writes: bool = False

@@ -23,6 +23,7 @@ from ftcoord.etcd.api import (
     RangeResult,
     Span,
     TxnResult,
+    check_writes,
     encode_key,
 )
 
@@ -45,11 +46,6 @@ class Transaction(NamedTuple):
     compares: Sequence[Compare]
     success: Sequence[Op]
     failure: Sequence[Op] = ()
-
-    @property
-    def writes(self) -> bool:
-        """Whether one of its branches may change something."""
-        return any(not isinstance(op, Get) for op in (*self.success, *self.failure))
 
     @property
     def puts(self) -> bool:
@@ -219,7 +215,8 @@ def _select(kvs: dict[str, KeyValue], get: Get, revision: int) -> RangeResult:
 
 
 def _check(asked: Transaction) -> None:
-    """Raises RequestRefused for what etcd never takes."""
+    """Raises RequestRefused for what etcd never takes, and for what `EtcdClient` does not send."""
+    check_writes(asked.success, asked.failure)
     if max(map(len, asked)) > MAX_OPS:
         raise _refused("too many operations in txn request")
     if any(not compare.key for compare in asked.compares):

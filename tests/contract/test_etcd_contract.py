@@ -14,6 +14,7 @@ from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, Compacted, EtcdError, LeaseLost, RequestRefused, Rewound
+from ftcoord.etcd import reading
 from ftcoord.etcd.api import (
     Batch,
     Began,
@@ -32,6 +33,7 @@ from ftcoord.etcd.api import (
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.reading import ATTEMPTS, Snapshot, read_snapshot
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
 Client: TypeAlias = "EtcdClient | MemoryClient"
@@ -92,6 +94,67 @@ def test_range_put_and_delete(client: Client, prefix: str) -> None:
     assert client.get(f"{prefix}/b").one is None
     assert client.delete(everything) == 2
     assert client.range(Get(everything)).kvs == ()
+
+
+def test_a_transaction_that_only_reads_is_not_sent(client: Client, prefix: str) -> None:
+    """Its client's end could crash etcd."""
+    read = Get(Span(prefix))
+    for success, failure in [((read,), ()), ((read,), (read,)), ((), (read,))]:
+        with pytest.raises(RequestRefused, match="read_snapshot"):
+            client.txn([absent(prefix)], success, failure)
+    assert client.txn([exists(prefix)], (Put(prefix, b""),), (read,)).range(0).one is None
+
+
+def test_a_snapshot_shows_what_there_was_at_its_first_read(client: Client, prefix: str) -> None:
+    first, second = Get(Span(f"{prefix}/a")), Get(Span(f"{prefix}/b"))
+
+    def look(then: Snapshot) -> list[KeyValue | None]:
+        found = then.range(first).one
+        client.txn((), (Put(f"{prefix}/a", b"late"), Put(f"{prefix}/b", b"late")))
+        return [found, *(one.one for one in then.ranges([second, first]))]
+
+    assert read_snapshot(client.range, look) == [None, None, None]
+    assert client.get(f"{prefix}/b").one is not None
+
+
+def test_a_snapshot_that_was_compacted_away_is_looked_at_anew(empty: Client, prefix: str) -> None:
+    looks: list[int] = []
+
+    def look(then: Snapshot) -> bytes:
+        then.range(Get(Span(f"{prefix}/a")))
+        looks.append(then.revision)
+        if len(looks) < ATTEMPTS:
+            empty.put(f"{prefix}/b", b"%d" % len(looks))
+            empty.compact(empty.put(f"{prefix}/a", b"").revision)
+        kv = then.range(Get(Span(f"{prefix}/b"))).one
+        return kv.value if kv else b""
+
+    assert read_snapshot(empty.range, look) == b"%d" % (ATTEMPTS - 1)
+    assert len(looks) == ATTEMPTS
+    assert looks == sorted(set(looks))
+
+
+def test_a_snapshot_is_given_up_when_etcd_compacts_each_time(empty: Client, prefix: str) -> None:
+    def look(then: Snapshot) -> None:
+        then.range(Get(Span(prefix)))
+        empty.compact(empty.put(f"{prefix}/a", b"").revision)
+        then.range(Get(Span(prefix)))
+
+    with pytest.raises(RequestRefused, match="compacted"):
+        read_snapshot(empty.range, look)
+
+
+def test_the_pages_of_a_snapshot_are_all_its_keys(client: Client, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PAGE", 2)
+    keys = [f"{prefix}/a/{number}" for number in range(5)]
+    client.txn((), [Put(key, b"") for key in [*keys, f"{prefix}/b"]])
+    for span, expected in [
+        (Span(f"{prefix}/a/", is_prefix=True), keys),
+        (Span(keys[1], stop=keys[4]), keys[1:4]),
+        (Span(keys[0]), keys[:1]),
+        (Span(f"{prefix}/none/", is_prefix=True), []),
+    ]:
+        assert [kv.key for kv in read_snapshot(client.range, lambda then, span=span: then.pages(span))] == expected
 
 
 def test_newest_first_and_created_before_go_by_creation_not_by_change(client: Client, prefix: str) -> None:
@@ -319,7 +382,7 @@ def test_a_read_tells_from_where_to_watch(client: Client, read: Get) -> None:
     client.put("/key", b"")
     revision = client.put("/other", b"").revision
     assert client.range(read).revision == revision
-    assert client.txn((), (read,)).range(0).revision == revision
+    assert client.txn([absent("/key")], (Delete(Span("/key")),), (read,)).range(0).revision == revision
 
 
 # -- the past -------------------------------------------------------------------------------------------------------
@@ -334,7 +397,8 @@ def test_reads_of_the_past(client: Client, prefix: str) -> None:
         found = client.range(Get(everything, revision=revision))
         assert [kv.value for kv in found.kvs] == expected, revision
         assert found.revision > second
-    assert client.txn((), (Get(everything, revision=second),)).range(0).count == 2
+    put = Put(f"{prefix}/c", b"")
+    assert client.txn((), (put, Get(everything, revision=second))).range(1).count == 2
     with pytest.raises(RequestRefused, match="future revision"):
         client.range(Get(everything, revision=client.get("/").revision + 1000))
 

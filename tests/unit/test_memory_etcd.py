@@ -20,7 +20,7 @@ from ftcoord.errors import (
     RequestRefused,
     Rewound,
 )
-from ftcoord.etcd.api import Batch, Began, Get, Put, Span, TxnResult, WatchItem
+from ftcoord.etcd.api import Batch, Began, Put, Span, TxnResult, WatchItem
 from ftcoord.testing import (
     LOST_ANSWER,
     LOST_REQUEST,
@@ -82,7 +82,6 @@ def test_a_lost_request_and_a_lost_answer_look_alike(world: Scheduler, etcd: Mem
         client.fate = lambda _call, fate=fate: fate
         assert took(lambda: client.put("/key", b""), OutcomeUnknown) < 0.1
         assert took(lambda: client.get("/key"), EtcdUnavailable) < 0.1
-        assert took(lambda: client.txn((), (Get(Span("/key")),)), EtcdUnavailable) < 0.1
         assert took(lambda: client.grant(10), EtcdUnavailable) < 0.1
         world.sleep(100)
         assert (other.get("/key").one is not None) is happened
@@ -135,7 +134,6 @@ def test_a_fate_is_told_what_it_decides_about(world: Scheduler, etcd: MemoryEtcd
     lease = client.grant(10).id
     client.renew(lease)
     client.put("/key", b"", lease)
-    client.txn((), (Get(Span("/key")),))
     client.get("/key")
     client.submit((), (Put("/key", b""),), lambda _result: None, timeout=1)
     client.revoke(lease)
@@ -143,7 +141,6 @@ def test_a_fate_is_told_what_it_decides_about(world: Scheduler, etcd: MemoryEtcd
         ("grant", False),
         ("renew", False),
         ("txn", True),
-        ("txn", False),
         ("range", False),
         ("txn", True),
         ("revoke", False),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftcoord.core.layout import decode_key, encode_key
-from ftcoord.etcd.api import Compare, Get, KeyValue, Op, Put, RangeResult, TxnResult
+from ftcoord.etcd.api import Compare, Get, KeyValue, Op, Put, RangeResult, TxnResult, check_writes
 from ftcoord.etcd.rpc import messages
 
 
@@ -26,7 +26,8 @@ def range_request(get: Get) -> Any:
 
 
 def txn_request(compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op]) -> Any:
-    """A TxnRequest message."""
+    """A TxnRequest message. Raises RequestRefused for one that only reads."""
+    check_writes(success, failure)
     request = messages.message("TxnRequest")()
     for compare in compares:
         _write_compare(request.compare.add(), compare)

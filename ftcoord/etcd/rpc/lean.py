@@ -103,8 +103,7 @@ class LeanClient:
         timeout: float | None = None,
     ) -> TxnResult:
         """Raises OutcomeUnknown, and EtcdError."""
-        writes = any(not isinstance(op, Get) for op in (*success, *failure))
-        response = self._call(messages.TXN, txn_request(compares, success, failure), timeout, write=writes)
+        response = self._call(messages.TXN, txn_request(compares, success, failure), timeout, write=True)
         return txn_result(response, response.header.revision)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:

@@ -7,12 +7,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Generic, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.errors import EtcdError, FtcoordError, LeaseLost, StateError, ThreadFailed
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Span, TxnResult
+from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
+from ftcoord.etcd.reading import Snapshot, read_snapshot
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.pace import Look, Pace
@@ -427,27 +429,33 @@ class Participant(Generic[R, A]):
                 self._changed.wait(min(left, concurrency.LONGEST_WAIT))
 
     def _read_part(self, record: R | None, pace: Pace[R, A]) -> None:
-        """Read what lies beside the record about this member, in one request. Only who reads late may find nothing."""
+        """Read what lies beside the record about this member. Only who reads late may find nothing."""
         with self._changed:
             member = self._member_that_hears()
             key = None if record is None or member.record is not record else self._use.part_of(record, member.id)
             revision = member.record_revision
         if record is None or key is None:
             return  # there is another one by now
-        part, head = self._get_part(Get(Span(key)), Get(Span(member.record_key), keys_only=True), pace)
-        if part is None and head is not None and head.mod_revision == revision:
+        part, named = self._get_part(Get(Span(key)), Span(member.record_key), revision, pace)
+        if part is None and named:
             raise StateError(key, f"is gone, though {member.record_key} names it: delete that, so that all decide anew")
         member.complete(record, self._use.with_part(record, member.id, part))
 
-    def _get_part(self, part: Get, head: Get, pace: Pace[R, A]) -> tuple[KeyValue | None, KeyValue | None]:
-        """Both at one revision."""
+    def _get_part(self, part: Get, record: Span, revision: int, pace: Pace[R, A]) -> tuple[KeyValue | None, bool]:
+        """The part; and whether, where it is not there, the record of that revision still is, at the same moment."""
 
-        def once() -> TxnResult:
+        def look(then: Snapshot) -> tuple[KeyValue | None, bool]:
+            found = then.range(part).one
+            if found is not None:
+                return found, True
+            head = then.range(Get(record, keys_only=True)).one
+            return None, head is not None and head.mod_revision == revision
+
+        def once() -> tuple[KeyValue | None, bool]:
             self._check_stopped()
-            return self._etcd.txn((), (part, head), timeout=self._options.request_timeout)
+            return read_snapshot(partial(self._etcd.range, timeout=self._options.request_timeout), look)
 
-        found = retry(once, UNANSWERED, pace.deadline, pace.gone)
-        return found.range(0).one, found.range(1).one
+        return retry(once, UNANSWERED, pace.deadline, pace.gone)
 
     def _member_that_hears(self) -> Membership[R]:
         self._check_stopped()
