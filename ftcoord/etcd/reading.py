@@ -23,8 +23,8 @@ PAGE: Final = 1000
 """Keys of one request: some hundred kilobytes."""
 
 
-class Snapshot:
-    """What etcd has at the revision of the first read. For one thread. See `read_snapshot`."""
+class SnapshotReader:
+    """Reads etcd as it is at the first read. For one thread. See `read_snapshot`."""
 
     def __init__(self, read: Callable[[Get], RangeResult]) -> None:
         self._read = read
@@ -53,7 +53,7 @@ class Snapshot:
             rest = Span(f"{kvs[-1].key}\0", stop=decode_key(span.end))
 
 
-def read_snapshot(read: Callable[[Get], RangeResult], look: Callable[[Snapshot], T]) -> T:
+def read_snapshot(read: Callable[[Get], RangeResult], look: Callable[[SnapshotReader], T]) -> T:
     """What `look` makes of etcd as it is at one revision. It is called again if etcd compacts that away meanwhile.
 
     Args:
@@ -64,7 +64,7 @@ def read_snapshot(read: Callable[[Get], RangeResult], look: Callable[[Snapshot],
     """
     for left in reversed(range(ATTEMPTS)):
         try:
-            return look(Snapshot(read))
+            return look(SnapshotReader(read))
         except RequestRefused:
             if not left:
                 raise

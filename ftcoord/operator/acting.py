@@ -25,7 +25,7 @@ from ftcoord.core.layout import (
 )
 from ftcoord.core.rendezvous_records import parse_decided
 from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Put, RangeResult
-from ftcoord.etcd.reading import Snapshot, read_snapshot
+from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.leftovers import JobRemains
 from ftcoord.operator.naming import NamedMember
 from ftcoord.operator.reading import job_ids
@@ -74,7 +74,7 @@ def remains_of_all(etcd: EtcdCalls, key_prefix: str) -> Iterator[JobRemains]:
         yield read_snapshot(etcd.range, partial(_remains_of, key_prefix, job))
 
 
-def _remains_of(key_prefix: str, job: str, then: Snapshot) -> JobRemains:
+def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
     prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
     decided = then.range(Get(Span(decided_key(prefix)))).one
     has_quorum = then.range(Get(Span(decided_key(quorum)), count_only=True)).count > 0

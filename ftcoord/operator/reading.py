@@ -24,7 +24,7 @@ from ftcoord.core.layout import (
     runs_span,
 )
 from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, RangeResult
-from ftcoord.etcd.reading import Snapshot, read_snapshot
+from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
 from ftcoord.operator.rounds import roll_of
 from ftcoord.operator.status import JobSummaryKeys, tell_line
@@ -79,7 +79,7 @@ def _summaries(etcd: EtcdCalls, key_prefix: str) -> Iterator[tuple[str, JobSumma
         yield job, JobSummaryKeys(decided.one, nodes.count, heads, replicas.count)
 
 
-def _ranges(gets: Sequence[Get], then: Snapshot) -> list[RangeResult]:
+def _ranges(gets: Sequence[Get], then: SnapshotReader) -> list[RangeResult]:
     return then.ranges(gets)
 
 
@@ -89,7 +89,7 @@ def _behind(span: Span, whole: Span) -> Span:
     return Span(start, stop=decode_key(whole.end))
 
 
-def _read_job(key_prefix: str, job: str, then: Snapshot) -> JobKeys:
+def _read_job(key_prefix: str, job: str, then: SnapshotReader) -> JobKeys:
     prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
     decided = then.range(Get(Span(decided_key(prefix)))).one
     heads = {kv.key: kv for kv in then.range(Get(decided_span(quorum))).kvs}
@@ -102,6 +102,6 @@ def _read_job(key_prefix: str, job: str, then: Snapshot) -> JobKeys:
     return JobKeys(job, then.revision, rounds, quorums, keys)
 
 
-def _group_of(then: Snapshot, prefix: str, decided: KeyValue | None, roster: KeyValue | None) -> GroupKeys:
+def _group_of(then: SnapshotReader, prefix: str, decided: KeyValue | None, roster: KeyValue | None) -> GroupKeys:
     members = sorted(then.pages(members_span(prefix)), key=lambda kv: kv.create_revision)
     return GroupKeys(prefix, decided, roster, {}, tuple(members), tuple(then.pages(deaths_span(prefix))))

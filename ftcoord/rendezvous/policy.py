@@ -36,8 +36,8 @@ from ftcoord.core.rendezvous_records import (
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, Get
+from ftcoord.etcd.reading import read_snapshot
 from ftcoord.primitives.deaths import causes_of
-from ftcoord.primitives.group.beside import read_all
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
@@ -141,7 +141,7 @@ class RendezvousPolicy:
         """Raises RollReplaced, StateError, EtcdError."""
         assert view.decided is not None
         span = roll_span(self._prefix, head.roll)
-        kvs = {kv.key: kv for kv in read_all(self._etcd, span)}
+        kvs = {kv.key: kv for kv in read_snapshot(self._etcd.range, lambda then: then.pages(span))}
         keys = [roll_key(self._prefix, head.roll, chunk) for chunk in range(head.chunks)]
         if all(key in kvs for key in keys):
             return round_of(span.start, head, (parse_chunk(key, kvs[key].value) for key in keys))

@@ -44,7 +44,7 @@ from ftcoord.etcd.api import (
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.reading import Snapshot, read_snapshot
+from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
@@ -301,7 +301,7 @@ class EtcdStore(Store):
     def _retry(self, deadline: float, get: Get) -> RangeResult:
         return retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
 
-    def _snapshot(self, look: Callable[[Snapshot], T], deadline: float) -> T:
+    def _snapshot(self, look: Callable[[SnapshotReader], T], deadline: float) -> T:
         """What `look` makes of the store as it is at one moment."""
         with as_torch_errors():
             return read_snapshot(partial(self._retry, deadline), look)
@@ -312,7 +312,7 @@ class EtcdStore(Store):
             key.encode()  # refuses half characters: etcd would give back another key
         return self._snapshot(partial(self._unseen, keys), deadline)
 
-    def _unseen(self, keys: Sequence[str], now: Snapshot) -> list[str]:
+    def _unseen(self, keys: Sequence[str], now: SnapshotReader) -> list[str]:
         """As `_missing`. Reads all from the first to the last key, and each by itself if many others are there."""
         unseen, is_all = list(keys), len(keys) > 1
         for span in (self._from_first_to_last(keys), self._around(keys)[1]) if is_all else ():
@@ -382,7 +382,7 @@ class EtcdStore(Store):
         """Those of the different keys that have a value now."""
         return self._snapshot(partial(self._seen, keys), deadline)
 
-    def _seen(self, keys: Sequence[str], now: Snapshot) -> dict[str, KeyValue]:
+    def _seen(self, keys: Sequence[str], now: SnapshotReader) -> dict[str, KeyValue]:
         """As `_look`. Reads all from the first to the last key, and each by itself if many others are there."""
         if len(keys) > 1:
             found = now.range(Get(self._from_first_to_last(keys), limit=2 * len(keys)))

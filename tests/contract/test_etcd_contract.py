@@ -33,7 +33,7 @@ from ftcoord.etcd.api import (
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.reading import ATTEMPTS, Snapshot, read_snapshot
+from ftcoord.etcd.reading import ATTEMPTS, SnapshotReader, read_snapshot
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
 Client: TypeAlias = "EtcdClient | MemoryClient"
@@ -108,7 +108,7 @@ def test_a_transaction_that_only_reads_is_not_sent(client: Client, prefix: str) 
 def test_a_snapshot_shows_what_there_was_at_its_first_read(client: Client, prefix: str) -> None:
     first, second = Get(Span(f"{prefix}/a")), Get(Span(f"{prefix}/b"))
 
-    def look(then: Snapshot) -> list[KeyValue | None]:
+    def look(then: SnapshotReader) -> list[KeyValue | None]:
         found = then.range(first).one
         client.txn((), (Put(f"{prefix}/a", b"late"), Put(f"{prefix}/b", b"late")))
         return [found, *(one.one for one in then.ranges([second, first]))]
@@ -120,7 +120,7 @@ def test_a_snapshot_shows_what_there_was_at_its_first_read(client: Client, prefi
 def test_a_snapshot_that_was_compacted_away_is_looked_at_anew(empty: Client, prefix: str) -> None:
     looks: list[int] = []
 
-    def look(then: Snapshot) -> bytes:
+    def look(then: SnapshotReader) -> bytes:
         then.range(Get(Span(f"{prefix}/a")))
         looks.append(then.revision)
         if len(looks) < ATTEMPTS:
@@ -135,7 +135,7 @@ def test_a_snapshot_that_was_compacted_away_is_looked_at_anew(empty: Client, pre
 
 
 def test_a_snapshot_is_given_up_when_etcd_compacts_each_time(empty: Client, prefix: str) -> None:
-    def look(then: Snapshot) -> None:
+    def look(then: SnapshotReader) -> None:
         then.range(Get(Span(prefix)))
         empty.compact(empty.put(f"{prefix}/a", b"").revision)
         then.range(Get(Span(prefix)))

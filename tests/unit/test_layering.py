@@ -29,7 +29,7 @@ FLOORS = (
     "core.rendezvous core.quorum core.election core.barrier core.recovery core.timers core.heartbeats core.losses",
     "core.invariants",
     "etcd.api etcd.release",
-    "etcd.retry",
+    "etcd.retry etcd.reading",
     "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback etcd.rpc.dialer",
     "etcd.rpc.messages etcd.rpc.errors",
     "etcd.rpc.codec",
@@ -162,7 +162,7 @@ def test_primitives_work_on_any_etcd(module: str) -> None:
     """So that an etcd in memory can stand in for a real one."""
     known = {name for name in imports(module) if name.startswith("ftcoord.etcd.")}
     program = {"ftcoord.etcd.rpc.lean"} if module == "ftcoord.primitives.sentinel_main" else set()
-    assert known <= {"ftcoord.etcd.api", "ftcoord.etcd.retry"} | program
+    assert known <= {"ftcoord.etcd.api", "ftcoord.etcd.retry", "ftcoord.etcd.reading"} | program
 
 
 @pytest.mark.parametrize("module", INNER)

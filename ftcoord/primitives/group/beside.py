@@ -1,4 +1,4 @@
-"""What lies beside a decided record that is too large for one key: written in transactions, read in pages.
+"""What lies beside a decided record that is too large for one key: written in transactions.
 
 It says something only through the record that names it. So the order in which it is written does not matter, nor how
 much of it, as long as all of it is there when the record is.
@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ftcoord.core.layout import Span, decode_key
-from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, Put
+from ftcoord.etcd.api import Put
 
 MOST_OPERATIONS: Final = 128
 """Of one transaction: etcd's default limit (`--max-txn-ops`)."""
 MOST_BYTES: Final = 1 << 20
 """Of the keys and values of one transaction: etcd takes 1.5 MiB (`--max-request-bytes`)."""
-PAGE: Final = 256
-"""Keys that one request reads."""
 
 
 def fits(operations: int, puts: Sequence[Put]) -> bool:
@@ -39,18 +36,3 @@ def batches(puts: Sequence[Put]) -> Iterator[list[Put]]:
 
 def _size(puts: Sequence[Put]) -> int:
     return sum(len(put.key) + len(put.value) for put in puts)
-
-
-def read_all(etcd: EtcdCalls, span: Span, page: int = PAGE) -> list[KeyValue]:
-    """All keys of a span, in pages, each as it is when its page is read. Raises EtcdError.
-
-    For keys that are written once: whoever deletes some of them meanwhile leaves a part.
-    """
-    found: list[KeyValue] = []
-    rest = span
-    while True:
-        read = etcd.range(Get(rest, limit=page)).kvs
-        found += read
-        if len(read) < page:
-            return found
-        rest = Span(f"{read[-1].key}\0", stop=decode_key(span.end))

@@ -14,7 +14,7 @@ from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.errors import EtcdError, FtcoordError, LeaseLost, StateError, ThreadFailed
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
-from ftcoord.etcd.reading import Snapshot, read_snapshot
+from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.pace import Look, Pace
@@ -444,7 +444,7 @@ class Participant(Generic[R, A]):
     def _get_part(self, part: Get, record: Span, revision: int, pace: Pace[R, A]) -> tuple[KeyValue | None, bool]:
         """The part; and whether, where it is not there, the record of that revision still is, at the same moment."""
 
-        def look(then: Snapshot) -> tuple[KeyValue | None, bool]:
+        def look(then: SnapshotReader) -> tuple[KeyValue | None, bool]:
             found = then.range(part).one
             if found is not None:
                 return found, True
