@@ -2,8 +2,9 @@
 
 Rules
   R1 asking. A run starts without a round; each decided round replaces the one before and has the next number. A member
-     with a seat that asks for nothing later is busy. A member that had a seat in an earlier round and has not come back
-     since is away. All others ask.
+     with a seat that asks for nothing later is busy, also where etcd has lost the record of that round: what it asked
+     before counts no more. A member that had a seat in an earlier round and has not come back since is away. All others
+     ask.
   R2 seats. A round that was decided is not yet ready: first each participant says that it takes its seat, and repeats
      that as long as it waits. When all have said so within the last moments, the round is ready, and only then does
      anybody start. Nobody starts a round that was recalled before it was ready.
@@ -233,8 +234,11 @@ class _RoundPoll:
     def seated(self) -> Set[str]:
         """The members that have a seat in the last round, there or not, and those that hold one for such a one."""
         previous = self.situation.previous
-        seated = previous.ranks.keys() if previous else frozenset()
-        return seated | {*self.held.values()} if self.held else seated
+        if previous is None:
+            return frozenset()
+        if not previous.seats:  # etcd has lost who had one; they know it
+            return {member.id for member in self.busy if member.ask.seated == previous.number}
+        return previous.ranks.keys() | {*self.held.values()}
 
     def last_seat_of(self, member: RoundCandidate) -> int:
         """The last round that a member is known to have had a seat in; 0 for none."""
@@ -246,7 +250,7 @@ class _RoundPoll:
 def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
     previous = situation.previous
     newest = {member.ask.node: member for member in situation.members}
-    number, last = (previous.number, previous.last_seats) if previous else (0, {})
+    last = previous.last_seats if previous else {}
     asking: list[RoundCandidate] = []
     busy: list[RoundCandidate] = []
     leaving: dict[str, str] = {}
@@ -256,8 +260,8 @@ def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
             is_holder = previous is not None and _holds_seat(member, previous)
             leaving[ask.holds if is_holder else member.id] = ask.leaving
         elif newest[ask.node] is member and ask.limits == limits:
-            in_lost_round = ask.seated > number  # who has not started it asks again when it hears that it is lost
-            (busy if ask.holds or in_lost_round or ask.after < last.get(member.id, 0) else asking).append(member)
+            has_seat = ask.holds or ask.after < max(ask.seated, last.get(member.id, 0))
+            (busy if has_seat else asking).append(member)
     held = {member.ask.holds: member.id for member in busy if previous and _holds_seat(member, previous)}
     return _RoundPoll(situation, limits, asking, busy, leaving, held)
 
@@ -475,7 +479,7 @@ def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequ
         return Outlook(Standing.CLOSED, Next.RETURN)
     if place.rank is not None and now.number > ask.after:
         return _of_seat(now, ask)
-    if place.last > ask.after:
+    if max(place.last, ask.seated) > ask.after:  # what it took its seat in is over, whether this record knows it or not
         return Outlook(Standing.MISSED, Next.RETURN)
     return Outlook(Standing.SPARE) if now.size and not now.recalled and place.rank is None else _PENDING
 

@@ -82,6 +82,7 @@ class Agent(Machine):
                 rank = found.rank_of(member.id)
                 assert found.ready
                 assert rank is not None
+                assert rank != 0 or found.port == self._port, "the others find nobody at that port"
                 self.rounds.append(Started(found.number, rank, found.size, found.address, found.port, found.roll))
                 self.worker_fails.clear()
                 while not (self.stop.wait(self.looks_every) or node.waiting()[0] or self.worker_fails.is_set()):

@@ -653,7 +653,7 @@ def test_of_a_round_whose_record_is_lost_it_is_only_said_that_it_is_recalled(cas
     asks = [member.ask for member in case.situation.members]
     assert record.number == max(ask.seated for ask in asks)
     assert (record.seats, record.ready, record.away, record.closed) == ((), False, (), "")
-    assert any(ask.seated < record.number for ask in asks), "somebody else asks for another round"
+    assert any(ask.after >= ask.seated for ask in asks), "somebody asks for another round"
 
 
 def of_the_same_round(case: Case, *fields: str) -> Round | None:
@@ -792,6 +792,32 @@ def test_nobody_waits_for_one_of_whom_it_is_known(known: str) -> None:
         verdict = judge_lost([*alive, asks("B", seated=1, leaving="it failed")], previous)
         why = "hostB left (it failed); hostC is gone (its lease ended)"
     assert is_recall(verdict, previous, why)
+
+
+@pytest.mark.parametrize("lost", [5, 4])
+def test_who_works_in_a_round_that_etcd_has_lost_is_not_taken_to_ask(lost: int) -> None:
+    """What it asked before that round counts no more, and nor does the port that it held open then."""
+    previous = replace(a_round("A", 5), seats=(), ready=False, recalled="etcd has lost it")
+    at_work = asks("B", lost - 1, AGO, seated=lost)
+    assert waits(judge([asks("A", 5), at_work], previous, (2, 2), changed_at=AGO, previous_at=AGO), None)
+    verdict = judge([asks("A", 5, AGO), at_work], previous, (1, 2), changed_at=AGO, previous_at=AGO)
+    assert seats(verdict) == "A"
+    assert isinstance(verdict, Publish)
+    assert verdict.record.away == (Away("B", lost),)
+
+
+def test_who_works_in_a_round_that_etcd_has_lost_has_time_to_come_back() -> None:
+    previous = replace(a_round("A", 5), seats=(), ready=False, recalled="etcd has lost it")
+    there = [asks("A", 5, AGO), asks("B", 4, AGO, seated=5)]
+    assert waits(judge(there, previous, (1, 2), changed_at=AGO, previous_at=-1.0), RETURN - 1.0)
+
+
+@pytest.mark.parametrize("number", [4, 5, 6])
+def test_who_was_to_start_a_round_that_etcd_has_lost_asks_again(number: int) -> None:
+    """Whatever is decided by then: a round of the same number may be another one."""
+    ask = asks("B", 4, seated=5).ask
+    for now in (replace(a_round("A", number), seats=(), recalled="etcd has lost it"), a_round("A C", number)):
+        assert outlook(now, "B", ask).standing is Standing.MISSED
 
 
 def test_nobody_waits_for_one_that_leaves_a_seat_which_it_held_through_another_lease() -> None:
