@@ -323,6 +323,23 @@ def test_whose_worker_fails_after_it_came_back_to_its_seat_has_the_round_recalle
 
 
 @simulated
+def test_a_host_that_is_lost_long_after_all_came_back_is_noticed_when_its_lease_ends(world: World) -> None:
+    """Unless it is the decider's: the next decider cannot tell when they came back."""
+    group = agents(world, 3, (1, 3))
+    before = lose_leases(world, group)
+    world.sleep(2 * LEASE_TTL)
+    members = Get(members_span(PREFIX), keys_only=True)
+    oldest = min(world.observer.range(members).kvs, key=lambda kv: kv.create_revision)
+    crashed = random.choice([agent for agent in group if agent.lease() != oldest.lease])
+    others, lease = [agent for agent in group if agent is not crashed], crashed.lease()
+    crashed.crash()
+    world.until(lambda: all(kv.lease != lease for kv in world.observer.range(members).kvs), "its lease has ended")
+    end_at_once(world, others, before, "is gone (its lease ended)")
+    end(world, others)
+    check_rounds(group)
+
+
+@simulated
 def test_one_that_came_back_dies_while_another_has_still_to_come(world: World) -> None:
     """What was known of it while it was gone for the first time is known no longer."""
     group = agents(world, 4, (1, 4))
