@@ -440,6 +440,34 @@ def test_an_etcd_that_was_restored_disturbs_nobody(world: World) -> None:
     check_rounds(group)
 
 
+@simulated
+def test_a_number_is_not_given_again_that_nodes_took_their_seats_in_before_etcd_was_restored(world: World) -> None:
+    """Nor where nobody has started that round, and its decider is dead."""
+
+    def decider() -> Agent:
+        oldest = min(world.observer.range(Get(members_span(PREFIX))).kvs, key=lambda kv: kv.create_revision)
+        return next(agent for agent in group if agent.lease() == oldest.lease)
+
+    group = agents(world, 3, (2, 3))
+    (number, *_) = work_together(world, group)[0]
+    old = world.etcd.snapshot()
+    dead = decider()
+    dead.client.fate = lambda call: LOST_REQUEST if f'"seated":{number + 1}' in repr(call.asked) else DELIVERED
+    others = [agent for agent in group if agent is not dead]
+    for agent in group:
+        agent.worker_fails.set()
+    taken = f'"seated":{number + 1}'.encode()
+    span = members_span(PREFIX)
+    world.until(lambda: sum(taken in kv.value for kv in world.observer.range(Get(span)).kvs) == 2, "two are seated")
+    dead.crash()
+    world.etcd.expire(dead.lease())
+    world.etcd.rewind(old)
+    world.etcd.expire(dead.lease())
+    assert work_together(world, others, number)[0].number > number + 1
+    end(world, others)
+    check_rounds(group)
+
+
 # -- rolls in chunks --------------------------------------------------------------------------------------------------
 
 

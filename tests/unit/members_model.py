@@ -266,7 +266,7 @@ class MemberWorld:
         seat = max(place.last, mind.ask.seated)
         require("a member that missed nothing goes on waiting", seat > mind.ask.after)
         require("S1 all that live start a round, or none", mind.late or seat not in state.started)
-        after = max(mind.ask.after, heard.number)
+        after = max(mind.ask.after, mind.ask.seated, heard.number)
         ask = replace(mind.ask, port=port(after), after=after, seated=0)
         again = self.outlook(heard, mind.member, ask).standing
         require("L1 who asks again waits for the next", again in (Standing.PENDING, Standing.SPARE))
