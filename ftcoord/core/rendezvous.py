@@ -268,7 +268,8 @@ def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
 
 def _held(previous: Round, members: Iterable[RoundCandidate]) -> dict[str, RoundCandidate]:
     """The holders of seats, by the members that took them. Who says it of its own seat is no holder."""
-    return {one.ask.holds: one for one in members if one.ask.holds != one.id and _holds_seat(one, previous)}
+    named = (one for one in members if one.ask.holds not in ("", one.id))
+    return {one.ask.holds: one for one in named if _holds_seat(one, previous)}
 
 
 def vacant(previous: Round, members: Iterable[RoundCandidate]) -> Set[str]:
