@@ -274,6 +274,7 @@ class SeatsWorld(MemberWorld):
         """R9: nobody waits for the dead, nor longer than was said for the others."""
         view = state.world.view
         require("R9 nobody waits for one of whom it is known", not _is_told(state))
+        require("R9 only of a round that was ready", view.previous is not None and view.previous.ready)
         if _strangers(state.world) or any(member.seen <= view.read_at for member in view.members):
             return  # who cannot tell that a key is nobody's, or when a seat was taken again, waits rather too long
         require("R9 nobody waits for who is there", bool(state.noticed))
