@@ -56,7 +56,7 @@ class Demo:
         self._started_at = clock()
         self._run = f"demo-{folder.name}"
         self._agents: dict[str, Agent] = {}
-        self._rounds: concurrency.Queue[Round] = concurrency.inbox()
+        self._rounds: concurrency.Queue[Round | Exception] = concurrency.inbox()
         self._announced: set[tuple[int, bool]] = set()
         self._recalled_at = 0.0  # when the demo heard of the last recall
         self._progress = folder / "progress.jsonl"
@@ -95,10 +95,13 @@ class Demo:
         settings = RendezvousSettings.parse(
             backend="etcd-v3", endpoint="", run_id=self._run, min_nodes=2, max_nodes=3, local_addr=None, conf={}, env={}
         )
-        self._client.watch(Span(decided_key(settings.prefix)), 1, self._on_decided)
+        key = decided_key(settings.prefix)
+        self._client.watch(Span(key), self._client.get(key).revision + 1, self._on_decided)
 
     def _on_decided(self, item: WatchItem) -> None:
-        if isinstance(item, Batch):
+        if isinstance(item, Exception):  # that ends the watch
+            self._rounds.put(item)
+        elif isinstance(item, Batch):
             for event in item.events:
                 if event.kind == "put":
                     self._rounds.put(parse_round(event.kv.key, event.kv.value))
@@ -121,7 +124,11 @@ class Demo:
                 return now
 
     def _next_record(self) -> Round | None:
-        return None if self._rounds.empty() else self._rounds.get()
+        """Raises EtcdError when the rounds can be followed no longer."""
+        record = None if self._rounds.empty() else self._rounds.get()
+        if isinstance(record, Exception):
+            raise record
+        return record
 
     def _seated(self, now: Round) -> list[str]:
         return [self._named(seat.host) for seat in now.seats]

@@ -18,6 +18,8 @@ from ftcoord.demo import run
 from ftcoord.demo.agents import Agent
 from ftcoord.demo.run import Demo, DemoError
 from ftcoord.embedded.server import EtcdServer
+from ftcoord.errors import Compacted
+from ftcoord.etcd.api import RangeResult
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -93,6 +95,19 @@ def test_a_failure_shows_what_the_agent_said(
     assert message.startswith("these agents failed: a (exit code 1)\n")
     assert f"the end of {agent.log}:" in message
     assert "RuntimeError: this is why" in message
+
+
+def test_a_watch_that_ends_ends_the_demo(
+    fragile: EtcdServer, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not waited for."""
+    client = stack.enter_context(fragile.get_client())
+    demo = Demo(tmp_path, fragile, client, stack)
+    client.compact(client.put("/key", b"").revision)
+    monkeypatch.setattr(client, "get", lambda _: RangeResult((), 0, 0))
+    demo._watch_rounds()
+    with pytest.raises(Compacted):
+        demo._await_round(3)
 
 
 def test_a_round_is_told_once(
