@@ -19,7 +19,16 @@ from ftcoord.core.layout import Span, roll_key, round_key, round_store_prefix
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.core.rendezvous import RoundSituation
-from ftcoord.core.rendezvous_records import NO_ROUND, Round, RoundHead, in_order, parse_chunk, parse_decided, round_of
+from ftcoord.core.rendezvous_records import (
+    NO_ROUND,
+    JoinRequest,
+    Round,
+    RoundHead,
+    in_order,
+    parse_chunk,
+    parse_decided,
+    round_of,
+)
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 
@@ -87,7 +96,7 @@ def _check_new_round(situation: RoundSituation, old: Round, new: Round) -> None:
     require("S1 one seat for each", len(set(chosen)) == len(chosen) == len({seat.node for seat in new.seats}))
     require("S1 only live members are seated", members.keys() >= set(chosen))
     require("S1 min <= n <= max", new.min_nodes <= len(chosen) <= new.max_nodes)
-    require("S1 only those that ask are seated", all(_asks(members[one].after, old, one) for one in chosen))
+    require("S1 only those that ask are seated", all(_asks(members[one], old, one) for one in chosen))
     require("S1 nobody starts before all have taken their seats", not new.ready)
     require("S1 a new round is neither recalled nor closed", not (new.recalled or new.closed or new.outcome))
     require("S1 a running round is recalled before it is replaced", bool(old.recalled or old.closed or not old.seats))
@@ -98,8 +107,9 @@ def _check_new_round(situation: RoundSituation, old: Round, new: Round) -> None:
     require("S1 rank 0 serves the bootstrap address", served)
 
 
-def _asks(after: int, old: Round, member: str) -> bool:
-    return after >= old.last_seats.get(member, 0)
+def _asks(ask: JoinRequest, old: Round, member: str) -> bool:
+    """Whether it wants another round than the last one that it took a seat in, as far as it or the record knows."""
+    return not ask.holds and ask.after >= max(ask.seated, old.last_seats.get(member, 0))
 
 
 def check_fences(prefix: str, old: Round | None, number: int, decision: Publish[bytes]) -> None:

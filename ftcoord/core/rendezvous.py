@@ -2,8 +2,9 @@
 
 Rules
   R1 asking. A run starts without a round; each decided round replaces the one before and has the next number. A member
-     with a seat that asks for nothing later is busy. A member that had a seat in an earlier round and has not come back
-     since is away. All others ask.
+     with a seat that asks for nothing later is busy, also where etcd has lost the record of that round: what it asked
+     before counts no more. A member that had a seat in an earlier round and has not come back since is away. All others
+     ask.
   R2 seats. A round that was decided is not yet ready: first each participant says that it takes its seat, and repeats
      that as long as it waits. When all have said so within the last moments, the round is ready, and only then does
      anybody start. Nobody starts a round that was recalled before it was ready.
@@ -27,10 +28,10 @@ Rules
      whose key vanishes is gone: because it died, if its sentinel said so, or else because its lease ended.
   R9 reattaching. A lost lease is no lost node: etcd may have hung, and ended the leases of all. A node whose lease is
      gone while its workers run takes another one, and says as which member it took its seat in which round. It holds
-     that seat from then on, as long as the round is the last one. When one has come back like that, or most are gone in
-     one moment, those that are gone without a word have a lease's time to come back before the round is recalled. Where
-     etcd has lost the record too, the round runs on until somebody asks for another one. Then a record without seats
-     recalls it. Who was still taking its seat there asks again.
+     that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
+     are gone in one moment, those that are gone without a word have a lease's time to come back before the round is
+     recalled for them, or for a newcomer. Where etcd has lost the record too, the round runs on until somebody asks for
+     another one. Then a record without seats recalls it. Who was still taking its seat there asks again.
 
 Times are the decider's own monotonic seconds, from when it saw the event.
 """
@@ -149,7 +150,7 @@ class RoundSituation:
         highest: the highest number that the decider ever saw, also in records that etcd has lost since.
         read_at: when the decider read the members as a whole. What they asked then, they may have said long before.
         deaths: the causes of those that have died, by their member ids, as far as anybody has said so.
-        gone_since: when the decider first saw that members with a seat in the last round are gone.
+        gone_since: when the decider saw that the first of those went that have a seat in the last round and are gone.
     """
 
     members: Sequence[RoundCandidate]
@@ -219,7 +220,7 @@ class _RoundPoll:
         asking: those that ask for a round, oldest first.
         busy: those that still have one to end.
         leaving: those that are about to go, by the member that has the seat, and why; they count as gone.
-        held: the seats that others hold for those that had them, by the members that had them: their holders.
+        held: the seats that are held through another lease, by the members that took them: their holders.
     """
 
     situation: RoundSituation
@@ -227,14 +228,17 @@ class _RoundPoll:
     asking: Sequence[RoundCandidate]
     busy: Sequence[RoundCandidate]
     leaving: dict[str, str]
-    held: Mapping[str, str]
+    held: Mapping[str, RoundCandidate]
 
     @property
     def seated(self) -> Set[str]:
         """The members that have a seat in the last round, there or not, and those that hold one for such a one."""
         previous = self.situation.previous
-        seated = previous.ranks.keys() if previous else frozenset()
-        return seated | {*self.held.values()} if self.held else seated
+        if previous is None:
+            return frozenset()
+        if not previous.seats:  # etcd has lost who had one; they know it
+            return {member.id for member in self.busy if member.ask.seated == previous.number}
+        return previous.ranks.keys() | {holder.id for holder in self.held.values()}
 
     def last_seat_of(self, member: RoundCandidate) -> int:
         """The last round that a member is known to have had a seat in; 0 for none."""
@@ -246,7 +250,7 @@ class _RoundPoll:
 def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
     previous = situation.previous
     newest = {member.ask.node: member for member in situation.members}
-    number, last = (previous.number, previous.last_seats) if previous else (0, {})
+    last = previous.last_seats if previous else {}
     asking: list[RoundCandidate] = []
     busy: list[RoundCandidate] = []
     leaving: dict[str, str] = {}
@@ -256,10 +260,22 @@ def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
             is_holder = previous is not None and _holds_seat(member, previous)
             leaving[ask.holds if is_holder else member.id] = ask.leaving
         elif newest[ask.node] is member and ask.limits == limits:
-            in_lost_round = ask.seated > number  # who has not started it asks again when it hears that it is lost
-            (busy if ask.holds or in_lost_round or ask.after < last.get(member.id, 0) else asking).append(member)
-    held = {member.ask.holds: member.id for member in busy if previous and _holds_seat(member, previous)}
+            has_seat = ask.holds or ask.after < max(ask.seated, last.get(member.id, 0))
+            (busy if has_seat else asking).append(member)
+    held = _held(previous, busy) if previous else {}
     return _RoundPoll(situation, limits, asking, busy, leaving, held)
+
+
+def _held(previous: Round, members: Iterable[RoundCandidate]) -> dict[str, RoundCandidate]:
+    """The holders of seats, by the members that took them. Who says it of its own seat is no holder."""
+    named = (one for one in members if one.ask.holds not in ("", one.id))
+    return {one.ask.holds: one for one in named if _holds_seat(one, previous)}
+
+
+def vacant(previous: Round, members: Iterable[RoundCandidate]) -> Set[str]:
+    """The members that took a seat in this round and are gone, and whose seats nobody holds."""
+    members = list(members)
+    return previous.ranks.keys() - {member.id for member in members} - _held(previous, members).keys()
 
 
 def _holds_seat(member: RoundCandidate, previous: Round) -> bool:
@@ -296,17 +312,16 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
     back = [one for one in poll.asking if one.id in seated or one.ask.node in previous.nodes]
     new = len(poll.asking) - len(back)
     live = {member.id for member in (*running, *back)}
-    gone = [seat for seat in previous.seats if poll.held.get(seat.member, seat.member) not in live]
+    gone = [seat for seat in previous.seats if seat.member not in live and seat.member not in poll.held]
     if back:
         return _recall(previous, f"{_names(member.ask.host for member in back)} came back for a new round", new)
     failed = [f"{one.ask.host}: {one.ask.failed}" for one in running if one.ask.failed]
     if failed and options.recall_on_loss:
         return _recall(previous, _some(failed, "; "), new)
+    if gone and now < (until := _may_come_back_until(previous, gone, poll, options)):
+        hosts = _names(seat.host for seat in gone)
+        return Wait(f"{hosts} lost a lease, as others did, and may come back to its seat", until, REATTACHING)
     if gone and (options.recall_on_loss or not running or not previous.ready):
-        until = _may_come_back_until(previous, gone, poll, options)
-        if now < until:
-            hosts = _names(seat.host for seat in gone)
-            return Wait(f"{hosts} lost a lease, as others did, and may come back to its seat", until, REATTACHING)
         return _recall(previous, _why_gone(gone, poll.leaving, poll.situation.deaths), new)
     if new and len(previous.seats) - len(gone) < poll.limits[1]:
         return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
@@ -316,12 +331,17 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
 
 
 def _may_come_back_until(previous: Round, gone: Sequence[Seat], poll: _RoundPoll, options: RoundOptions) -> float:
-    """R9. Until when those that are gone may come back to their seats; in the past if they are simply lost."""
-    told = poll.leaving.keys() | poll.situation.deaths.keys()
-    if not previous.ready or any(seat.member in told for seat in gone):
+    """R9. Until when those that are gone may come back to their seats; in the past if they are simply lost.
+
+    A seat that was taken again long before says nothing of them. Whoever has read it when it began to decide cannot
+    tell how long ago that was, and takes it for new.
+    """
+    known = poll.leaving.keys() | poll.situation.deaths.keys() | {member.id for member in poll.situation.members}
+    if not previous.ready or any(seat.member in known for seat in gone):
         return -inf
-    many = poll.held or 2 * len(gone) > previous.size
-    return poll.situation.gone_since + (options.return_to_seat if many else min(MOMENT, options.return_to_seat))
+    since, whole = poll.situation.gone_since, options.return_to_seat
+    many = 2 * len(gone) > previous.size or any(holder.seen > since - whole for holder in poll.held.values())
+    return since + (whole if many else min(MOMENT, whole))
 
 
 def _judge_seated(
@@ -475,7 +495,7 @@ def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequ
         return Outlook(Standing.CLOSED, Next.RETURN)
     if place.rank is not None and now.number > ask.after:
         return _of_seat(now, ask)
-    if place.last > ask.after:
+    if max(place.last, ask.seated) > ask.after:  # what it took its seat in is over, whether this record knows it or not
         return Outlook(Standing.MISSED, Next.RETURN)
     return Outlook(Standing.SPARE) if now.size and not now.recalled and place.rank is None else _PENDING
 

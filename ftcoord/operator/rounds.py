@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ftcoord.core.invariants import InvariantBroken, check_round
@@ -183,7 +183,9 @@ def _standing(previous: Round | None, member: _Member, limits: tuple[int, int]) 
         return "leaving"
     if previous is None:
         return "waiting" if ask.limits == limits or limits == (0, 0) else "refused"
-    found = outlook(previous, member.holder_of, ask).standing
+    # Who holds a seat has asked for that round, though its key names no earlier one any more.
+    asked = replace(ask, after=min(ask.after, ask.seated - 1)) if ask.holds else ask
+    found = outlook(previous, member.holder_of, asked).standing
     if found is Standing.PENDING:
         takes_seat = not previous.recalled and ask.seated == previous.number > 0
         return "seated" if takes_seat and previous.rank_of(member.holder_of) is not None else "waiting"

@@ -8,7 +8,8 @@ that is stopped or traced is not dead: its leases are not renewed meanwhile, and
 terminal, listens on nothing, and ends when it has done this.
 
 Standard input brings the orders, see `ftcoord.primitives.sentinel_orders`. If it ends while the process lives, that has
-become another program by `exec`, which counts as its end, or has closed its files, and starts another sentinel.
+become another program by `exec`, which counts as its end, or has closed its files. Then it starts another sentinel when
+it next renews a lease, which ends this one. Until then this one renews nothing, and still buries the process.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ class Sentinel:
     def next_due(self) -> float:
         """When `renew` has something to do; infinite: not before another order comes."""
         return min((one.due for one in self._kept.values()), default=inf)
+
+    def time_left(self) -> float:
+        """Seconds until the last of its leases has ended, if nobody renews any."""
+        now = concurrency.now()
+        return max((one.times.sent_at + one.times.ttl - now for one in self._kept.values()), default=0.0)
 
     def obey(self, order: Order) -> None:
         """Take one order."""
@@ -186,10 +192,8 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
         ready = {fd for fd, _ in waits.poll(None if left == inf else math.ceil(1000 * left))}
         if 0 in ready:
             data = os.read(0, 65536)
-            if not data:  # ending closes the pipe a moment before it shows elsewhere
-                if process.has_ended(CALL_TIMEOUT) or process.is_ending():
-                    return ""
-                return EXEC if process.is_another_program() else None
+            if not data:
+                return fate_of_silent(process, sentinel)
             *lines, received = (received + data).split(b"\n")
             for line in lines:
                 sentinel.obey(json.loads(line))
@@ -197,6 +201,17 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
         elif ready or (process.pidfd is None and process.has_ended()):  # a child may have kept the pipe open
             return ""  # only now, since it may have told of leases just before
         sentinel.renew()
+
+
+def fate_of_silent(process: WatchedProcess, sentinel: Sentinel) -> str | None:
+    """The same of a process that has closed the pipe."""
+    if process.has_ended(CALL_TIMEOUT) or process.is_ending():  # which closes it a moment before it shows elsewhere
+        return ""
+    if process.is_another_program():
+        return EXEC
+    # It may die before it starts another sentinel. It may also become another program now, which nobody would see: so
+    # its leases are not renewed.
+    return "" if process.has_ended(max(sentinel.time_left(), 0.0)) else None
 
 
 def main() -> None:

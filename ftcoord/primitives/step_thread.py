@@ -73,7 +73,8 @@ class StepThread(Closing):
             failure = sys.exc_info()[1]
             if failure is not None:
                 log.exception("%s failed, and does nothing more", self._thread.name)
-                self._failed(failure)
+                if not self.closed:
+                    self._failed(failure)
 
     def _try_step(self) -> None:
         try:

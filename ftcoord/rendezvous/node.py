@@ -169,8 +169,8 @@ class Node:
         if look.standing is Standing.ANSWERED:
             assert look.record is not None
             return self._started(look.record)
-        if look.record is not None:
-            self._after = max(self._after, look.record.number)  # etcd may forget what was heard
+        # etcd may forget what was heard, and the round in which this node has taken its seat
+        self._after = max(self._after, look.ask.seated, look.record.number if look.record is not None else 0)
         if look.standing is Standing.LOST:
             return self._ready_after_all(look)
         if look.standing is Standing.CLOSED:

@@ -33,6 +33,9 @@ LOOK_TIMEOUT: Final = 2.0
 """Seconds that a look at the other nodes may take. Nothing depends on it."""
 OLDEST: Final = 4
 """Members that look soon before there is any round, whatever its size will be."""
+CROWD: Final = 4
+"""Waiting nodes to each seat that are counted with at most: the place in line that a node knows grows with each node
+that has ever joined, and in a long job more come and go than wait at a time."""
 LIMITS_INTERVAL: Final = 1.0
 """Seconds between two looks of a node that has other limits than the run."""
 
@@ -114,7 +117,8 @@ class RoundPace:
         seats, member = self._seats(record), self._participant.member
         place = member.group.place if member else 0
         unknown = (record is None or not record.size) and place > OLDEST
-        return max(seats, place, self._settings.max_nodes if unknown else 0)
+        most = self._settings.max_nodes
+        return max(seats, min(place, CROWD * most), most if unknown else 0)
 
     def _check(self, look: Look[AnyRound, JoinRequest], now: float) -> None:
         self._tolerated = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from ftcoord.core.layout import (
     round_key,
     round_store_prefix,
 )
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide, vacant
 from ftcoord.core.rendezvous_records import (
     ROLLS,
     RollSizes,
@@ -66,10 +66,9 @@ class RendezvousPolicy:
         self._known: dict[str, Round] = {}
         """By roll id, a record with that roll: of the last round, and of that which this decider wants to follow."""
         self._highest = 0
-        self._gone: dict[str, str] = {}
-        """Why members with a seat in the last round are gone, empty for those of whom nobody says it,"""
-        self._gone_since = 0.0
-        """and when this decider first saw that any are."""
+        self._gone: dict[str, tuple[float, str]] = {}
+        """Of the members with a seat in the last round that are gone: when this decider saw it, and the cause if
+        anybody has said it."""
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
@@ -107,25 +106,24 @@ class RendezvousPolicy:
             view.vanished,
             self._highest,
             view.read_at,
-            *self._gone_of(previous, {one.id for one in members} | {one.ask.holds for one in members}, now),
+            *self._gone_of(previous, members, now),
         )
 
-    def _gone_of(self, previous: Round | None, live: Set[str], now: float) -> tuple[Mapping[str, str], float]:
-        """Why members with a seat are gone, of those of whom it is known, and since when any are.
+    def _gone_of(
+        self, previous: Round | None, members: Sequence[RoundCandidate], now: float
+    ) -> tuple[Mapping[str, str], float]:
+        """Why members with a seat are gone, of those of whom it is known, and since when the first of them is.
 
         Read once of each: a sentinel says it before its member goes.
         """
-        gone = previous.ranks.keys() - live if previous is not None and not previous.recalled else frozenset()
+        gone = vacant(previous, members) if previous is not None and not previous.recalled else frozenset()
         # Of one that was gone and came back to its seat, another cause counts when it is gone again.
-        self._gone = {member: cause for member, cause in self._gone.items() if member in gone}
-        if not gone:
-            return {}, now
-        if not self._gone:
-            self._gone_since = now
-        if not gone <= self._gone.keys():
-            causes = causes_of(self._etcd, self._prefix, gone - self._gone.keys())
-            self._gone = {member: causes.get(member, self._gone.get(member, "")) for member in gone}
-        return {member: cause for member, cause in self._gone.items() if cause}, self._gone_since
+        self._gone = {member: known for member, known in self._gone.items() if member in gone}
+        if new := gone - self._gone.keys():
+            causes = causes_of(self._etcd, self._prefix, new)
+            self._gone |= {member: (now, causes.get(member, "")) for member in new}
+        first = min((since for since, _ in self._gone.values()), default=now)
+        return {member: cause for member, (_, cause) in self._gone.items() if cause}, first
 
     # -- the roll of the last round -----------------------------------------------------------------------------
 

@@ -93,9 +93,12 @@ class SeatHolder:
                 self._end_thread(failure)
 
     def _next(self, said: JoinRequest | None) -> JoinRequest | None:
-        """What to say next. None if that was said just now: the thread has then ended for `begin`."""
+        """What to say next. None if that was said just now: the thread has then ended for `begin`.
+
+        Not if the lease that it was said through is lost already: `begin` was told so while this thread was busy.
+        """
         with self._lock:
-            if self._ask != said:
+            if self._ask != said or not self._participant.joined:
                 return self._ask
             self._thread = None
             return None

@@ -18,7 +18,7 @@ from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
 from ftcoord.primitives.sentinel_pipe import SentinelPipe
 from ftcoord.primitives.watched_process import own_pidfd
 
-LONG_TTL = 600
+TTL = 5
 
 
 @pytest.fixture
@@ -48,12 +48,13 @@ def standing_by(etcd_socket: socket.socket) -> Iterator[tuple[subprocess.Popen[b
         ends.callback(process.wait)
         ends.callback(process.kill)
         pipe.tell(line_of(Order(etcd=0, config=config_raw(config))))
-        pipe.tell(line_of(Order(etcd=0, keep=1, ttl=LONG_TTL, deaths="/d", was=(), rests=False)))
+        pipe.tell(line_of(Order(etcd=0, keep=1, ttl=TTL, deaths="/d", was=(), rests=False)))
         yield process, pipe
 
 
 def test_a_process_that_closes_its_files_is_not_buried(etcd_socket: socket.socket) -> None:
-    """As a daemon does when it starts. It lives, and starts another sentinel."""
+    """As a daemon does when it starts. It lives, and starts another sentinel. This one renews nothing, and does not
+    outlive the lease."""
     with standing_by(etcd_socket) as (process, pipe):
         pipe.close()
         assert process.wait(DEADLINE) == 0

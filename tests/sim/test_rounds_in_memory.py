@@ -82,6 +82,7 @@ class Agent(Machine):
                 rank = found.rank_of(member.id)
                 assert found.ready
                 assert rank is not None
+                assert rank != 0 or found.port == self._port, "the others find nobody at that port"
                 self.rounds.append(Started(found.number, rank, found.size, found.address, found.port, found.roll))
                 self.worker_fails.clear()
                 while not (self.stop.wait(self.looks_every) or node.waiting()[0] or self.worker_fails.is_set()):
@@ -322,6 +323,23 @@ def test_whose_worker_fails_after_it_came_back_to_its_seat_has_the_round_recalle
 
 
 @simulated
+def test_a_host_that_is_lost_long_after_all_came_back_is_noticed_when_its_lease_ends(world: World) -> None:
+    """Unless it is the decider's: the next decider cannot tell when they came back."""
+    group = agents(world, 3, (1, 3))
+    before = lose_leases(world, group)
+    world.sleep(2 * LEASE_TTL)
+    members = Get(members_span(PREFIX), keys_only=True)
+    oldest = min(world.observer.range(members).kvs, key=lambda kv: kv.create_revision)
+    crashed = random.choice([agent for agent in group if agent.lease() != oldest.lease])
+    others, lease = [agent for agent in group if agent is not crashed], crashed.lease()
+    crashed.crash()
+    world.until(lambda: all(kv.lease != lease for kv in world.observer.range(members).kvs), "its lease has ended")
+    end_at_once(world, others, before, "is gone (its lease ended)")
+    end(world, others)
+    check_rounds(group)
+
+
+@simulated
 def test_one_that_came_back_dies_while_another_has_still_to_come(world: World) -> None:
     """What was known of it while it was gone for the first time is known no longer."""
     group = agents(world, 4, (1, 4))
@@ -419,6 +437,34 @@ def test_an_etcd_that_was_restored_disturbs_nobody(world: World) -> None:
     random.choice(group).worker_fails.set()
     work_together(world, group, before[0].number)
     end(world, group)
+    check_rounds(group)
+
+
+@simulated
+def test_a_number_is_not_given_again_that_nodes_took_their_seats_in_before_etcd_was_restored(world: World) -> None:
+    """Nor where nobody has started that round, and its decider is dead."""
+
+    def decider() -> Agent:
+        oldest = min(world.observer.range(Get(members_span(PREFIX))).kvs, key=lambda kv: kv.create_revision)
+        return next(agent for agent in group if agent.lease() == oldest.lease)
+
+    group = agents(world, 3, (2, 3))
+    (number, *_) = work_together(world, group)[0]
+    old = world.etcd.snapshot()
+    dead = decider()
+    dead.client.fate = lambda call: LOST_REQUEST if f'"seated":{number + 1}' in repr(call.asked) else DELIVERED
+    others = [agent for agent in group if agent is not dead]
+    for agent in group:
+        agent.worker_fails.set()
+    taken = f'"seated":{number + 1}'.encode()
+    span = members_span(PREFIX)
+    world.until(lambda: sum(taken in kv.value for kv in world.observer.range(Get(span)).kvs) == 2, "two are seated")
+    dead.crash()
+    world.etcd.expire(dead.lease())
+    world.etcd.rewind(old)
+    world.etcd.expire(dead.lease())
+    assert work_together(world, others, number)[0].number > number + 1
+    end(world, others)
     check_rounds(group)
 
 

@@ -55,7 +55,8 @@ def test_each_follows_who_joined_before_and_nobody_sorts(world: World) -> None:
         row.join()
     for number in range(1, 5):
         row.follows(number, number - 1)
-    assert [door.sorted for door in row.doors] == [0] * 5
+    assert [door.sorted for door in row.doors] == [1, 0, 0, 0, 0], "only who finds no tail looks for others"
+    assert [host.node.group.place for host in row.hosts] == [1, 2, 3, 4, 5]
     world.agree(*row.hosts)
 
 

@@ -50,6 +50,7 @@ class Mind(NamedTuple):
         at_work: the round that it started; None while it waits for one.
         hangs: whether it hears and does nothing now.
         late: whether it ever hung, so that it may have missed a round that others started.
+        seat: the member that it was when it started the round that it works in.
     """
 
     node: str
@@ -59,6 +60,7 @@ class Mind(NamedTuple):
     at_work: AnyRound | None = None
     hangs: bool = False
     late: bool = False
+    seat: str = ""
 
 
 class State(NamedTuple):
@@ -90,6 +92,7 @@ class MemberWorld:
         other_limits: the nodes that want others: one node more each.
         hanging: whether one node may hang.
         chunk: seats of a chunk, on average; 0 where a record has its roll in itself.
+        longest: how long it may take until all are in a round, when nothing more happens.
     """
 
     limits: tuple[int, int]
@@ -100,6 +103,7 @@ class MemberWorld:
     hanging: bool = True
     chunk: int = 0
     options: RoundOptions = field(default_factory=quick)
+    longest: float = LAST_CALL + RETURN
     met: set[Standing] = field(default_factory=set)
     _calm: set[State] = field(default_factory=set)
 
@@ -123,15 +127,15 @@ class MemberWorld:
                 break  # the others would do the same
         for mind in state.minds:
             if mind.hangs:
-                yield f"{mind.node} wakes", _with(state, mind, hangs=False)
+                yield f"{mind.node} wakes", changed(state, mind, hangs=False)
                 continue
             yield from self._events_of(state, mind)
 
     def _events_of(self, state: State, mind: Mind) -> Iterator[Step]:
         name = mind.node
         record = state.view.previous
-        yield f"{name} dies", _without(state, mind)
-        if _is_member(state, mind):
+        yield f"{name} dies", without(state, mind)
+        if is_member(state, mind):
             yield f"{name} loses its lease", self._lose(state, mind)
         if self._is_news(mind, state):
             yield f"{name} hears", self._hear(state, mind)
@@ -139,13 +143,13 @@ class MemberWorld:
             yield f"{name} comes back", self._come_back(state, mind)
             speaks = record is not None and mind.node in record.nodes
             ended = rendezvous.close(record, "done", FAILED, speaks=speaks) if record else None
-            if ended is not None and _is_member(state, mind):
-                closed = _written(state, ended)
-                yield f"{name} closes", _without(closed, mind)._replace(ended=closed.ended | {name})
+            if ended is not None and is_member(state, mind):
+                closed = written(state, ended)
+                yield f"{name} closes", without(closed, mind)._replace(ended=closed.ended | {name})
         elif self._look(mind).next is not Next.WAIT:
             yield f"{name} acts", self._act(state, mind)
         if self.hanging and not any(one.late for one in state.minds):
-            yield f"{name} hangs", _with(state, mind, hangs=True, late=True)
+            yield f"{name} hangs", changed(state, mind, hangs=True, late=True)
 
     def _look(self, mind: Mind) -> Outlook[JoinRequest]:
         look = self.outlook(mind.heard, mind.member, mind.ask)
@@ -154,13 +158,9 @@ class MemberWorld:
 
     def _join(self, state: State, node: str, after: int = 0, old: Mind | None = None) -> State:
         """As a new member, that reads the record in the transaction that makes it one."""
-        used = {*(state.view.previous.last_seats if state.view.previous else ()), old.member if old else ""}
-        used.update(mind.member for mind in state.minds)
-        used.update(seat for mind in state.minds if isinstance(mind.heard, Round) for seat in mind.heard.last_seats)
-        used.update(seat for mind in state.minds for seat in _seats_read(mind.heard))
-        member = next(name for i in range(99) if (name := f"{node}{i}") not in used)
+        member = new_name(state, node, old)
         limits = (1, 1) if node in self.other_limits else self.limits
-        ask = JoinRequest(node, f"{node}.example", 1, after, node, "", *limits)
+        ask = JoinRequest(node, f"{node}.example", port(after), after, node, "", *limits)
         heard = self._told(state.view.previous, None)
         mind = Mind(node, member, ask, heard, late=old is not None and old.late)
         there = (*state.view.members, RoundCandidate(member, ask, 0.0))
@@ -169,7 +169,7 @@ class MemberWorld:
 
     def _lose(self, state: State, mind: Mind) -> State:
         """Its lease, and know it: a node that waits starts its round all the same, if that became ready and stands."""
-        gone = state._replace(view=_view_without(state.view, mind.member))
+        gone = state._replace(view=view_without(state.view, mind.member))
         if mind.at_work is not None:
             return gone
         known, now = mind.heard, state.view.previous
@@ -180,15 +180,16 @@ class MemberWorld:
         return self._rejoin(gone, mind)
 
     def _rejoin(self, state: State, mind: Mind) -> State:
-        after = max(mind.ask.after, mind.heard.number if mind.heard else 0)
-        return self._join(_without(state, mind), mind.node, after, mind)
+        after = max(mind.ask.after, *(known.number for known in (mind.heard, mind.at_work) if known), 0)
+        return self._join(without(state, mind), mind.node, after, mind)
 
     def _come_back(self, state: State, mind: Mind) -> State:
         """For another round than that which it works in."""
         assert mind.at_work is not None
-        if not _is_member(state, mind):
+        if not is_member(state, mind):
             return self._rejoin(state, mind)
-        return _ask(state, mind, replace(mind.ask, after=mind.at_work.number, seated=0))
+        after = max(mind.ask.after, mind.at_work.number)
+        return _ask(state, mind, replace(mind.ask, port=port(after), after=after, seated=0, holds="", failed=""))
 
     def _act(self, state: State, mind: Mind) -> State:
         """What the outlook says, and nothing else."""
@@ -206,6 +207,8 @@ class MemberWorld:
             has_seat = heard.rank_of(mind.member) is not None and heard.number > mind.ask.after
             require("S1 a member starts a round that it asked for, with its seat", has_seat)
             require("S1 nobody starts before all have taken their seats", heard.ready)
+            serves = heard.rank_of(mind.member) != 0 or heard.port == mind.ask.port
+            require("S1 rank 0 serves the port that it holds open", serves)
             return self._start(state, mind, heard)
         if look.standing is Standing.MISSED:
             return self._ask_again(state, mind, heard)
@@ -214,7 +217,7 @@ class MemberWorld:
         else:
             require("only these standings end a request", look.standing is Standing.REFUSED)
             require("L2 nobody with the run's limits is refused", heard.limits != mind.ask.limits)
-        return _without(state, mind)._replace(ended=state.ended | {mind.node})
+        return without(state, mind)._replace(ended=state.ended | {mind.node})
 
     # -- what a member reads ------------------------------------------------------------------------------------
 
@@ -237,7 +240,7 @@ class MemberWorld:
         return told != mind.heard
 
     def _hear(self, state: State, mind: Mind) -> State:
-        return _with(state, mind, heard=self._told(state.view.previous, mind.heard))
+        return changed(state, mind, heard=self._told(state.view.previous, mind.heard))
 
     def _read(self, state: State, mind: Mind) -> State:
         """Its chunk, as it is now: it is gone if another roll was decided since."""
@@ -245,25 +248,26 @@ class MemberWorld:
         assert isinstance(heard, HeardRound)
         present = self._told(now, None)
         if now is None or not isinstance(present, RoundHead) or present.roll != heard.roll:
-            return _with(state, mind, heard=HeardRound.of(heard, gone=True))
+            return changed(state, mind, heard=HeardRound.of(heard, gone=True))
         at = heard.chunk_of(mind.member)
         value = encode(chunks_of(now, heard.chunks)[at])
-        return _with(state, mind, heard=HeardRound.of(heard, parse_chunk("chunk", value), at))
+        return changed(state, mind, heard=HeardRound.of(heard, parse_chunk("chunk", value), at))
 
     def _chunks(self, record: Round) -> int:
         return -(-(len(record.seats) + len(record.away)) // self.chunk)
 
     def _start(self, state: State, mind: Mind, round_: AnyRound) -> State:
         started = frozenset(one for one in state.started if one > round_.number - 3) | {round_.number}
-        return _with(state, mind, at_work=round_)._replace(started=started)
+        return changed(state, mind, at_work=round_, seat=mind.member)._replace(started=started)
 
     def _ask_again(self, state: State, mind: Mind, heard: AnyRound) -> State:
         place = heard.place_of(mind.member)
         assert place is not None
-        seat = place.last
+        seat = max(place.last, mind.ask.seated)
         require("a member that missed nothing goes on waiting", seat > mind.ask.after)
         require("S1 all that live start a round, or none", mind.late or seat not in state.started)
-        ask = replace(mind.ask, after=max(mind.ask.after, heard.number), seated=0)
+        after = max(mind.ask.after, mind.ask.seated, heard.number)
+        ask = replace(mind.ask, port=port(after), after=after, seated=0)
         again = self.outlook(heard, mind.member, ask).standing
         require("L1 who asks again waits for the next", again in (Standing.PENDING, Standing.SPARE))
         return _ask(state, mind, ask)
@@ -275,7 +279,7 @@ class MemberWorld:
         if not isinstance(verdict, Publish):
             return None
         check_round(state.view, verdict.record)
-        return _written(state, verdict.record)
+        return written(state, verdict.record)
 
     # -- time, and what becomes of all when nothing more happens --------------------------------------------------
 
@@ -299,7 +303,7 @@ class MemberWorld:
     def _tick(self, state: State, time: float) -> State:
         state = _passed(self._settled(state), time)
         for mind in state.minds:  # those that wait repeat that they take their seats
-            waits = mind.at_work is None and not mind.hangs and _is_member(state, mind)
+            waits = mind.at_work is None and not mind.hangs and is_member(state, mind)
             if waits and mind.heard is not None and mind.ask.seated == mind.heard.number:
                 state = _ask(state, mind, mind.ask)
         return state
@@ -308,7 +312,7 @@ class MemberWorld:
         """L1 and L2: when nothing more fails, everybody is in a round, or knows why not."""
         for mind in state.minds:
             if mind.hangs:
-                state = _with(state, next(one for one in state.minds if one.node == mind.node), hangs=False)
+                state = changed(state, next(one for one in state.minds if one.node == mind.node), hangs=False)
         path, elapsed = [], 0.0
         while state not in self._calm:
             require("L1 it comes to an end", len(path) < 60)
@@ -319,7 +323,7 @@ class MemberWorld:
                 break
             elapsed += following[0]
             state = following[1]
-        require("L1 within the last call", elapsed <= LAST_CALL + RETURN)
+        require("L1 within the last call", elapsed <= self.longest)
         self._calm.update(path)
 
     def _next_calm(self, state: State) -> tuple[float, State] | None:
@@ -328,7 +332,7 @@ class MemberWorld:
             return 0.0, settled
         for mind in state.minds:
             over = mind.at_work is not None and call_back(mind.heard, mind.at_work)[0] > 0
-            if over or (mind.at_work is not None and not _is_member(state, mind)):
+            if over or (mind.at_work is not None and not is_member(state, mind)):
                 return 0.0, self._come_back(state, mind)
         if (after := self._decided(state)) is not None:
             return 0.0, after
@@ -354,26 +358,42 @@ class MemberWorld:
         require("L2 a surplus member is a spare", left <= {Standing.SPARE})
 
 
+def new_name(state: State, node: str, old: Mind | None = None) -> str:
+    """Of a new member of this node: no lease's id is given again, as far as anybody can tell."""
+    used = {*(state.view.previous.last_seats if state.view.previous else ()), old.member if old else ""}
+    used.update(member.id for member in state.view.members)
+    for mind in state.minds:
+        used |= {mind.member, mind.seat, *_seats_read(mind.heard)}
+        known = (one for one in (mind.heard, mind.at_work) if isinstance(one, Round))
+        used.update(seat for one in known for seat in one.last_seats)
+    return next(name for i in range(99) if (name := f"{node}{i}") not in used)
+
+
+def port(after: int) -> int:
+    """That a node holds open while it asks for a round after this one: another one for each ask."""
+    return after + 1
+
+
 def _seats_read(heard: AnyRound | None) -> tuple[str, ...]:
     chunk = heard.chunk if isinstance(heard, HeardRound) else None
     return chunk.members + chunk.away if chunk else ()
 
 
-def _is_member(state: State, mind: Mind) -> bool:
+def is_member(state: State, mind: Mind) -> bool:
     return any(member.id == mind.member for member in state.view.members)
 
 
-def _with(state: State, mind: Mind, **changed: object) -> State:
+def changed(state: State, mind: Mind, **changed: object) -> State:
     new = mind._replace(**changed)  # type: ignore[arg-type]
     return state._replace(minds=tuple(new if one is mind else one for one in state.minds))
 
 
-def _without(state: State, mind: Mind) -> State:
+def without(state: State, mind: Mind) -> State:
     minds = tuple(one for one in state.minds if one.node != mind.node)
-    return state._replace(view=_view_without(state.view, mind.member), minds=minds)
+    return state._replace(view=view_without(state.view, mind.member), minds=minds)
 
 
-def _view_without(view: RoundSituation, member: str) -> RoundSituation:
+def view_without(view: RoundSituation, member: str) -> RoundSituation:
     members = tuple(one for one in view.members if one.id != member)
     return view if len(members) == len(view.members) else replace(view, members=members, changed_at=0.0)
 
@@ -382,10 +402,10 @@ def _ask(state: State, mind: Mind, ask: JoinRequest) -> State:
     """Write it. A node whose lease is gone writes nothing, and hears of that."""
     members = tuple(RoundCandidate(m.id, ask, 0.0) if m.id == mind.member else m for m in state.view.members)
     view = replace(state.view, members=members, changed_at=0.0)
-    return _with(state, mind, ask=ask, at_work=None)._replace(view=view)
+    return changed(state, mind, ask=ask, at_work=None)._replace(view=view)
 
 
-def _written(state: State, record: Round) -> State:
+def written(state: State, record: Round) -> State:
     plain = replace(record, recalled=record.recalled and "recalled", waiting=0, before="")
     return state._replace(view=replace(state.view, previous=plain, previous_at=0.0))
 

@@ -140,6 +140,14 @@ def test_split_brain() -> None:
     )
 
 
+def test_who_comes_back_first_after_all_leases_ended_is_alone_unless_min_replicas_forbids_it() -> None:
+    """As with torchft's lighthouse after a restart: only those that live count, and it is all that lives."""
+    back = [asks(name, member=f"later-{name}") for name in "ab"]
+    assert names(judge(back[:1], quorum("a b c"), 1)) == "a"
+    assert waits(judge(back[:1], quorum("a b c"), 2), "need min_replicas 2")
+    assert names(judge(back, quorum("a b c"), 2)) == "a b"
+
+
 def test_join_during_shrink() -> None:
     first = decided(judge(all_ask("rep0 rep1", asked=1, step=1), min_replicas=2))
     assert [one.replica_id for one in first.requests] == ["rep0", "rep1"]

@@ -29,6 +29,7 @@ from ftcoord.core.rendezvous import (
     limits_of,
     may_reopen,
     outlook,
+    vacant,
 )
 from ftcoord.core.rendezvous_records import CLOSED, FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
 from ftcoord.core.verdict import Publish, Verdict, Wait
@@ -653,7 +654,7 @@ def test_of_a_round_whose_record_is_lost_it_is_only_said_that_it_is_recalled(cas
     asks = [member.ask for member in case.situation.members]
     assert record.number == max(ask.seated for ask in asks)
     assert (record.seats, record.ready, record.away, record.closed) == ((), False, (), "")
-    assert any(ask.seated < record.number for ask in asks), "somebody else asks for another round"
+    assert any(ask.after >= ask.seated for ask in asks), "somebody asks for another round"
 
 
 def of_the_same_round(case: Case, *fields: str) -> Round | None:
@@ -792,6 +793,66 @@ def test_nobody_waits_for_one_of_whom_it_is_known(known: str) -> None:
         verdict = judge_lost([*alive, asks("B", seated=1, leaving="it failed")], previous)
         why = "hostB left (it failed); hostC is gone (its lease ended)"
     assert is_recall(verdict, previous, why)
+
+
+def test_a_host_that_is_lost_long_after_others_took_their_seats_again_is_lost() -> None:
+    """Seats that were taken again long ago say nothing of it."""
+    previous = a_round("A B C")
+    alive = [back_in_seat(name, seen=-60.0) for name in ("A'", "B'")]
+    assert waits(judge_lost(alive, previous, ago=0.1), MOMENT - 0.1)
+    assert is_recall(judge_lost(alive, previous), previous, "hostC is gone (its lease ended)")
+    one_just_now = [back_in_seat("A'", seen=-10.0), alive[1]]
+    assert waits(judge_lost(one_just_now, previous), 9.0)
+
+
+def test_who_only_says_of_its_own_seat_that_a_worker_failed_has_lost_no_lease() -> None:
+    previous = a_round("A B C")
+    failed = asks("A", seated=1, holds="A", failed="worker 7 exited with code 1")
+    options = replace(RoundOptions(LAST_CALL, SETTLE, recall_on_loss=False), return_to_seat=10.0)
+    there = situation([failed, asks("B", seated=1)], 0.0, previous, (2, 3), AGO)
+    assert waits(decide(replace(there, gone_since=-0.1), options, 0.0), MOMENT - 0.1)
+
+
+def test_a_newcomer_waits_while_those_that_lost_their_leases_come_back() -> None:
+    """Also where nobody is replaced who is lost: the newcomer's turn comes when they are."""
+    previous = a_round("A B C")
+    options = replace(RoundOptions(LAST_CALL, SETTLE, recall_on_loss=False), return_to_seat=10.0)
+    there = situation([back_in_seat("A'"), asks("D")], 0.0, previous, (2, 3), AGO)
+    assert waits(decide(replace(there, gone_since=-1.0), options, 0.0), 9.0)
+    verdict = decide(replace(there, gone_since=-10.0), options, 0.0)
+    assert is_recall(verdict, previous, "hostD waits to join", 1)
+
+
+def test_vacant_seats_are_those_that_nobody_has_or_holds() -> None:
+    previous = a_round("A B C")
+    assert vacant(previous, [asks("A", seated=1), back_in_seat("B'")]) == {"C"}
+    assert vacant(previous, [asks("A", seated=1), back_in_seat("B'", number=2)]) == {"B", "C"}
+
+
+@pytest.mark.parametrize("lost", [5, 4])
+def test_who_works_in_a_round_that_etcd_has_lost_is_not_taken_to_ask(lost: int) -> None:
+    """What it asked before that round counts no more, and nor does the port that it held open then."""
+    previous = replace(a_round("A", 5), seats=(), ready=False, recalled="etcd has lost it")
+    at_work = asks("B", lost - 1, AGO, seated=lost)
+    assert waits(judge([asks("A", 5), at_work], previous, (2, 2), changed_at=AGO, previous_at=AGO), None)
+    verdict = judge([asks("A", 5, AGO), at_work], previous, (1, 2), changed_at=AGO, previous_at=AGO)
+    assert seats(verdict) == "A"
+    assert isinstance(verdict, Publish)
+    assert verdict.record.away == (Away("B", lost),)
+
+
+def test_who_works_in_a_round_that_etcd_has_lost_has_time_to_come_back() -> None:
+    previous = replace(a_round("A", 5), seats=(), ready=False, recalled="etcd has lost it")
+    there = [asks("A", 5, AGO), asks("B", 4, AGO, seated=5)]
+    assert waits(judge(there, previous, (1, 2), changed_at=AGO, previous_at=-1.0), RETURN - 1.0)
+
+
+@pytest.mark.parametrize("number", [4, 5, 6])
+def test_who_was_to_start_a_round_that_etcd_has_lost_asks_again(number: int) -> None:
+    """Whatever is decided by then: a round of the same number may be another one."""
+    ask = asks("B", 4, seated=5).ask
+    for now in (replace(a_round("A", number), seats=(), recalled="etcd has lost it"), a_round("A C", number)):
+        assert outlook(now, "B", ask).standing is Standing.MISSED
 
 
 def test_nobody_waits_for_one_that_leaves_a_seat_which_it_held_through_another_lease() -> None:

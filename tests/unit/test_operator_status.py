@@ -152,14 +152,20 @@ def test_a_spare_and_a_node_of_an_older_lease() -> None:
 SPARES: list[tuple[str, dict[str, Any]]] = [("a", in_round(3)), ("b", in_round(3)), ("c", {}), ("c", {})]
 
 
-def test_a_node_that_came_back_to_its_seat_holds_it() -> None:
+@pytest.mark.parametrize(
+    ("said", "standing"),
+    [({}, "running"), ({"recalled": "gone"}, "called back"), ({"number": 4, "seats": seats("a")}, "away")],
+)
+def test_a_node_that_came_back_to_its_seat_holds_it(said: dict[str, Any], standing: str) -> None:
+    """As it writes it: it knows of the round that it works in."""
     members = (
-        member(RUN, 1, rendezvous_records.encode(ask("a", **in_round(3)))),
-        member(RUN, 8, rendezvous_records.encode(ask("b", **in_round(3), holds=member_id(2)))),
+        member(RUN, 1, rendezvous_records.encode(ask("a", **in_round(said.get("number", 3))))),
+        member(RUN, 8, rendezvous_records.encode(ask("b", after=3, seated=3, holds=member_id(2)))),
     )
-    found = rounds(RUNNING, members)
-    assert found.healthy
-    assert [(one.rank, one.member) for one in found.members] == [(0, member_id(1)), (1, member_id(8))]
+    found = rounds(replace(RUNNING, **said), members)
+    assert found.healthy == (standing != "called back")
+    (one,) = (one for one in found.members if one.member == member_id(8))
+    assert (one.rank, one.standing) == (1 if "seats" not in said else None, standing)
 
 
 @pytest.mark.parametrize(("outcome", "healthy"), [("finished", True), ("failed", False), ("closed", False)])

@@ -14,7 +14,7 @@ from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Lease, Op
 from ftcoord.primitives import sentinel_main
 from ftcoord.primitives.orphans import GRACE
-from ftcoord.primitives.sentinel_main import AGAIN_AFTER, CALL_TIMEOUT, HELP_AFTER, Sentinel
+from ftcoord.primitives.sentinel_main import AGAIN_AFTER, CALL_TIMEOUT, EXEC, HELP_AFTER, Sentinel, fate_of_silent
 from ftcoord.primitives.sentinel_orders import Order, config_raw
 from ftcoord.primitives.watched_process import WatchedProcess
 from ftcoord.testing import Scheduler
@@ -57,13 +57,25 @@ class Noting:
 
 
 class Stub(WatchedProcess):
-    """A process that is stopped when the test says so."""
+    """A process that is stopped when the test says so, and ends at a time that the test names."""
 
     def __init__(self) -> None:
         self.pid, self.pidfd, self.stopped = 1, None, False
+        self.ends_at = math.inf
+        self.another_program = False
 
     def runs(self) -> bool:
         return not self.stopped
+
+    def has_ended(self, timeout: float = 0) -> bool:
+        concurrency.sleep(max(min(timeout, self.ends_at - concurrency.now()), 0))
+        return concurrency.now() >= self.ends_at
+
+    def is_ending(self) -> bool:
+        return False
+
+    def is_another_program(self) -> bool:
+        return self.another_program
 
     def cause(self, fate: str = "") -> str:
         return fate or "it died"
@@ -267,5 +279,38 @@ def test_nobody_ends_the_orphans_of_a_process_that_lives_on(
             sentinel.obey(Order(orphans="mark"))
             sentinel.bury("became another program")
             assert not any(one.mark for one in orphans)
+
+    virtually(play)
+
+
+@pytest.mark.parametrize(
+    ("dies_after", "fate", "takes"),
+    [
+        (CALL_TIMEOUT / 2, "", CALL_TIMEOUT / 2),
+        (TTL * HELP_AFTER, "", TTL * HELP_AFTER),
+        (2 * TTL, None, TTL),
+    ],
+)
+def test_a_process_that_has_closed_its_files_is_buried_if_it_dies_before_its_next_renewal(
+    monkeypatch: pytest.MonkeyPatch, dies_after: float, fate: str | None, takes: float
+) -> None:
+    """That would start another sentinel. Nobody renews its leases meanwhile, and this one does not outlive them."""
+
+    def play() -> None:
+        with standing_by(monkeypatch, 2) as (sentinel, process):
+            began = concurrency.now()
+            process.ends_at = began + dies_after
+            assert fate_of_silent(process, sentinel) == fate
+            assert concurrency.now() - began == pytest.approx(takes, abs=0.1)
+            assert Noting.made.told == []
+
+    virtually(play)
+
+
+def test_a_process_that_has_closed_its_files_for_another_program_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play() -> None:
+        with standing_by(monkeypatch) as (sentinel, process):
+            process.another_program = True
+            assert fate_of_silent(process, sentinel) == EXEC
 
     virtually(play)

@@ -89,7 +89,9 @@ class Group:
         self._succession = Succession(etcd, prefix, self._member_key, self._post)
         self._members = MembersView(etcd, members, self._post)
         self.place = 0  # the thread that enters, once; read anywhere
-        """How many members there were when this one joined, itself included: its place in line, or behind it."""
+        """Its place in line when it joined, or behind it: how many have joined, itself included, while there was always
+        one whose predecessor in line lived. Those that have left meanwhile are counted too, since etcd would need
+        longer to count the others, the more there are."""
         self._queued = self._taken = 0
         """Changes that were put into the inbox (only the watch's thread counts them), and taken out of it."""
         self._has_begun = False
@@ -155,8 +157,7 @@ class Group:
         """
         if not self.entered:
             self.prepare(timeout)
-        count = Get(members_span(self._prefix), keys_only=True, limit=1)
-        outcome = self._member_key.put(value, timeout, (Get(self._record.mirror.span), count))
+        outcome = self._member_key.put(value, timeout, (Get(self._record.mirror.span),))
         if outcome.reads:
             try:
                 self._begin(outcome)
@@ -220,11 +221,11 @@ class Group:
         return mirror is self._record.mirror and self._members.mirror is None
 
     def _begin(self, outcome: WriteOutcome) -> None:
-        tail, decided, members = outcome.reads
-        self.place = members.count
+        tail, decided = outcome.reads
+        self.place = 1 + (tail.one.version if tail.one else 0)
         self._record.mirror.adopt(decided)
         self._record.tell()
-        self._succession.begin(tail.one, members)
+        self._succession.begin(tail)
         self._thread.start()
 
     def _doubt_key(self) -> None:

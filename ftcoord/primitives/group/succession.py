@@ -91,22 +91,20 @@ class Succession:
         stays_until = max(self._stays_until, concurrency.now())
         return stays_until if until is None else min(until, stays_until)
 
-    def begin(self, tail: KeyValue | None, members: RangeResult) -> None:
-        """Use what the transaction that joined read: the tail that it found, and how many members there were then,
-        this one among them.
+    def begin(self, found: RangeResult) -> None:
+        """Use the tail that the transaction which joined found.
 
         The tail lies under its member's lease, so it is there as long as that lives, and was written when that joined.
         It is only a shorter way to an older member: to sort all members costs etcd more, the more there are. Where it
-        does not lead to one, `look` finds who was there already: the last one that joined is gone, or an earlier
-        attempt of this member wrote the tail, and its answer was lost.
+        does not lead to one, `look` finds who was there already: nobody, or the last one that joined is gone, or an
+        earlier attempt of this member wrote the tail, and its answer was lost.
         """
         assert self._mine.kv is not None
-        if members.count == 1:
-            self.is_first = True
-        elif tail is not None and tail.mod_revision < self._mine.kv.create_revision and _names_a_member(tail):
+        tail = found.one
+        if tail is not None and tail.mod_revision < self._mine.kv.create_revision and _names_a_member(tail):
             joined = tail.mod_revision
             last = KeyValue(member_key(self._prefix, member_id(tail.lease)), b"", joined, joined, 1, tail.lease)
-            self._follow(last, members.revision)
+            self._follow(last, found.revision)
 
     def look(self) -> None:
         """Make sure that the member ahead is watched, or that there is none. Raises EtcdError; then call it again."""

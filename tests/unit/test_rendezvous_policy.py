@@ -1,0 +1,84 @@
+"""What a decider of rounds remembers between its decisions: who is gone, since when, and of what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+
+from ftcoord.core.death_records import Death
+from ftcoord.core.death_records import encode as encode_death
+from ftcoord.core.layout import death_key, decided_key, member_id, member_key
+from ftcoord.core.rendezvous import MOMENT, RoundOptions
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode
+from ftcoord.core.verdict import Publish, Wait
+from ftcoord.etcd.api import KeyValue
+from ftcoord.primitives.group.policy import View
+from ftcoord.rendezvous.policy import RendezvousPolicy
+from ftcoord.testing import MemoryEtcd
+from ftcoord.testing.etcd import MemoryClient
+
+PREFIX = "/run"
+LEASE = 10.0
+NAMES = "ABCD"
+ROUND = Round(
+    3, tuple(Seat(member_id(1 + at), name, name) for at, name in enumerate(NAMES)), "a", 1, (), 1, 4, ready=True
+)
+
+
+@pytest.fixture
+def client() -> Iterator[MemoryClient]:
+    with MemoryEtcd() as etcd:
+        yield etcd.client()
+
+
+@pytest.fixture
+def policy(client: MemoryClient) -> RendezvousPolicy:
+    return RendezvousPolicy(PREFIX, RoundOptions(return_to_seat=LEASE), client)
+
+
+def seated(name: str) -> JoinRequest:
+    return JoinRequest(name, name, 1, 2, name, "", 1, 4, seated=3)
+
+
+def holding(name: str) -> JoinRequest:
+    return replace(seated(name), after=3, holds=member_id(1 + NAMES.index(name)))
+
+
+def seen(members: Mapping[int, tuple[JoinRequest, float]]) -> View:
+    """By lease: what each says, and since when."""
+    keys = [
+        KeyValue(member_key(PREFIX, member_id(lease)), encode(ask), lease, lease, 1, lease)
+        for lease, (ask, _) in members.items()
+    ]
+    since = {kv.key: at for kv, (_, at) in zip(keys, members.values(), strict=True)}
+    decided = KeyValue(decided_key(PREFIX), encode(ROUND), 9, 9, 1, 9)
+    return View(tuple(keys), since, 0.0, decided, -60.0, False, -60.0)
+
+
+def test_each_that_loses_its_lease_has_its_own_time(policy: RendezvousPolicy) -> None:
+    """Also if another one was gone before: that one is back."""
+    there = {1 + at: (seated(name), -60.0) for at, name in enumerate(NAMES)}
+
+    def decided(now: float, *gone: int, **back: JoinRequest) -> Wait | Publish:
+        live = {lease: one for lease, one in there.items() if lease not in gone}
+        live |= {5 + at: (ask, now) for at, ask in enumerate(back.values())}
+        return policy.decide(seen(live), member_id(4), now)
+
+    first, both = decided(0.0, 1), decided(0.25, 1, 2)
+    assert isinstance(first, Wait)
+    assert isinstance(both, Wait)
+    assert (first.until, both.until) == (MOMENT, MOMENT)
+    second = decided(0.375, 1, 2, a=holding("A"))
+    assert isinstance(second, Wait)
+    assert second.until == 0.25 + LEASE
+
+
+def test_a_seat_that_is_held_in_another_round_is_vacant(policy: RendezvousPolicy, client: MemoryClient) -> None:
+    """So it is known since when it is, and why."""
+    client.put(death_key(PREFIX, member_id(1)), encode_death(Death("a was killed", 0)))
+    others = {1 + at: (seated(NAMES[at]), -60.0) for at in (1, 2, 3)}
+    verdict = policy.decide(seen({**others, 5: (replace(holding("A"), seated=4, after=4), 0.0)}), member_id(2), 0.0)
+    assert isinstance(verdict, Publish)
+    assert "a was killed" in verdict.reason
