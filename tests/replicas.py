@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from helpers import DEADLINE, freeze
+from helpers import DEADLINE, eventually, freeze
+from victims import runs, sentinels_of
 
 import ftcoord
 
@@ -115,13 +116,15 @@ class ReplicaProcess:
 
 @contextmanager
 def replica_processes(job: str, count: int) -> Iterator[list[ReplicaProcess]]:
-    """So many processes; they are killed in the end."""
+    """So many processes; they are killed in the end, and their sentinels have ended then: without an etcd these would
+    stay for as long as the leases last."""
     processes = [ReplicaProcess(job) for _ in range(count)]
     try:
         yield processes
     finally:
         for process in processes:
             process.kill()
+        eventually(lambda: not any(runs(one) for process in processes for one in sentinels_of(process.pid)), "all end")
 
 
 def agreed(futures: Sequence[Future[Told]]) -> Told:

@@ -9,7 +9,7 @@ import signal
 import site
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -131,11 +131,9 @@ class Sentinel:
         self._pause = PAUSES[0] if now > self._next_start + PAUSES[1] else min(2 * self._pause, PAUSES[1])
         self._next_start = now + self._pause
         try:
-            self._process = _Process(self._owner.pid)
+            self._process = _Process(self._owner.pid, _text_of(self._all()))
         except OSError as error:
             self._warn("no sentinel could be started: %s", error)
-            return
-        self._send(*self._all())
 
     def _all(self) -> Iterator[Order]:
         """All that a new process must know."""
@@ -155,7 +153,7 @@ class Sentinel:
         if self._process is None:
             return False
         try:
-            self._process.tell(b"".join(map(line_of, orders)))
+            self._process.tell(_text_of(orders))
         except OSError as error:  # it was killed, or is stopped
             self._end()
             self._warn("the sentinel has ended, or hangs: %s", error)
@@ -170,16 +168,21 @@ class Sentinel:
         )
 
 
+def _text_of(orders: Iterable[Order]) -> bytes:
+    return b"".join(map(line_of, orders))
+
+
 class _Process:
     """The process, and the pipe that it is told through. Raises OSError if it cannot be started."""
 
-    def __init__(self, parent: int) -> None:
+    def __init__(self, parent: int, orders: bytes) -> None:
         if not sys.executable or getattr(sys, "frozen", False):
             raise OSError("this program is no Python that runs modules")
         with ExitStack() as ends, ExitStack() as undo:
             self._pipe = SentinelPipe()
             ends.callback(self._pipe.close_reader)
             undo.callback(self._pipe.close)
+            self._pipe.tell(orders)  # first: once it runs this process may die, before it could tell anything
             pidfd = own_pidfd()
             descriptors = () if pidfd is None else (pidfd,)
             for descriptor in descriptors:

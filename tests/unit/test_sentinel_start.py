@@ -1,0 +1,34 @@
+"""What a process that stands by leases knows when it is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+import pytest
+
+from ftcoord.config import EtcdConfig
+from ftcoord.primitives.sentinel import Sentinel
+
+LEASE, TTL = 0x4711, 10.0
+
+
+def test_it_has_its_orders_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may be killed as soon as it runs: what it is told later may never come."""
+    orders: list[dict[str, Any]] = []
+
+    def start(arguments: list[str], *, stdin: int, **_: object) -> None:
+        assert "ftcoord.primitives.sentinel_main" in arguments
+        os.set_blocking(stdin, False)
+        orders.extend(map(json.loads, os.read(stdin, 1 << 20).splitlines()))
+        raise OSError("the process was killed here")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    sentinel = Sentinel()
+    sentinel.keep(EtcdConfig.of("127.0.0.1:1"), LEASE, TTL, "/job/deaths/", ["a"])
+    sentinel.drop(LEASE)
+    (kept,) = [order for order in orders if "keep" in order]
+    assert (kept["keep"], kept["ttl"], kept["deaths"], kept["was"]) == (LEASE, TTL, "/job/deaths/", ["a"])
+    assert any("config" in order and order["etcd"] == kept["etcd"] for order in orders)
