@@ -81,7 +81,8 @@ class Sentinel:
             if number is None:
                 number = self._etcds[config] = len(self._etcds)
                 orders = [Order(etcd=number, config=config_raw(config))]
-            order = Order(etcd=number, keep=lease_id, ttl=ttl, deaths=deaths, was=was, rests=False)
+            at = concurrency.now()  # not when it is read: a new sentinel may take seconds to start
+            order = Order(etcd=number, keep=lease_id, at=at, ttl=ttl, deaths=deaths, was=was, rests=False)
             self._kept[lease_id] = order
             if not self._send(*orders, order):
                 self._start()

@@ -86,13 +86,12 @@ class Sentinel:
 
     def obey(self, order: Order) -> None:
         """Take one order."""
-        now = concurrency.now()
         if "config" in order:
             self._etcds[order["etcd"]] = LeanClient(config_from(order["config"]))
         elif "keep" in order:
-            lease, ttl = order["keep"], order["ttl"]
-            due = inf if order["rests"] else now + ttl * HELP_AFTER
-            self._kept[lease] = _Kept(lease, order["etcd"], order["deaths"], order["was"], LeaseTimes(now, ttl), due)
+            lease, at, ttl = order["keep"], order["at"], order["ttl"]
+            due = inf if order["rests"] else at + ttl * HELP_AFTER
+            self._kept[lease] = _Kept(lease, order["etcd"], order["deaths"], order["was"], LeaseTimes(at, ttl), due)
         elif "stack" in order:
             self._process.know_program(order["stack"])
         elif "orphans" in order:

@@ -15,9 +15,10 @@ class Order(TypedDict, total=False):
 
     Fields:
         etcd, config: the number of an etcd, and how to reach it; see `config_raw`.
-        etcd, keep, ttl, deaths, was, rests: a lease that was renewed just now, its TTL in seconds, the number of its
-            etcd, the prefix below which the cause is written if the process dies, the member ids that it is written
-            under beside the lease's, and whether it is not to be renewed. May be said again.
+        etcd, keep, at, ttl, deaths, was, rests: a lease, when it was renewed by the monotonic clock that all processes
+            of a machine share, its TTL in seconds, the number of its etcd, the prefix below which the cause is written
+            if the process dies, the member ids that it is written under beside the lease's, and whether it is not to be
+            renewed. May be said again.
         stack: where the stack of the process's program begins. Not on the command line, which everybody may read.
         drop: a lease that needs the sentinel no longer.
         orphans: the mark of the processes to end if this one dies; empty for none.
@@ -26,6 +27,7 @@ class Order(TypedDict, total=False):
     etcd: int
     config: Mapping[str, Any]
     keep: int
+    at: float
     ttl: float
     deaths: str
     was: Sequence[str]

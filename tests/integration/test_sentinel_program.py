@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from helpers import DEADLINE
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.primitives.sentinel import PROGRAM
 from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
@@ -48,7 +49,7 @@ def standing_by(etcd_socket: socket.socket) -> Iterator[tuple[subprocess.Popen[b
         ends.callback(process.wait)
         ends.callback(process.kill)
         pipe.tell(line_of(Order(etcd=0, config=config_raw(config))))
-        pipe.tell(line_of(Order(etcd=0, keep=1, ttl=TTL, deaths="/d", was=(), rests=False)))
+        pipe.tell(line_of(Order(etcd=0, keep=1, at=concurrency.now(), ttl=TTL, deaths="/d", was=(), rests=False)))
         yield process, pipe
 
 

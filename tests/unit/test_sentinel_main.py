@@ -89,7 +89,7 @@ def standing_by(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[tup
     sentinel = Sentinel(process)
     sentinel.obey(Order(etcd=0, config=config_raw(EtcdConfig.load("localhost:1", env={}))))
     for lease in range(count):
-        sentinel.obey(Order(etcd=0, keep=lease, ttl=TTL, deaths="/d", was=(), rests=False))
+        sentinel.obey(Order(etcd=0, keep=lease, at=concurrency.now(), ttl=TTL, deaths="/d", was=(), rests=False))
     yield sentinel, process
 
 
@@ -112,6 +112,20 @@ def test_it_renews_one_lease_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert len(Noting.made.told) == number + 1
             assert {lease for _, lease in Noting.made.told} == {*range(COUNT)}
             assert sentinel.next_due() == pytest.approx(began + 2 * TTL * HELP_AFTER, abs=0.1)
+
+    virtually(play)
+
+
+def test_what_was_renewed_before_it_ran_is_due_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds to start on a machine that starves, and its process may be stuck meanwhile."""
+
+    def play() -> None:
+        renewed = concurrency.now()
+        with standing_by(monkeypatch, 0) as (sentinel, _):
+            concurrency.sleep(HELP_AFTER * TTL)
+            sentinel.obey(Order(etcd=0, keep=7, at=renewed, ttl=TTL, deaths="/d", was=(), rests=False))
+            assert sentinel.next_due() == renewed + HELP_AFTER * TTL
+            assert sentinel.time_left() <= TTL - HELP_AFTER * TTL
 
     virtually(play)
 
@@ -151,7 +165,7 @@ def test_of_a_process_that_is_stopped_a_lease_is_renewed_once_and_later_not_even
             assert Noting.made.told == [("renew", 0)]
             process.stopped = False
             sentinel.obey(
-                Order(etcd=0, keep=0, ttl=TTL, deaths="/d", was=(), rests=False)
+                Order(etcd=0, keep=0, at=concurrency.now(), ttl=TTL, deaths="/d", was=(), rests=False)
             )  # it renewed in time after all
             passes(sentinel)
             assert Noting.made.told == [("renew", 0)] * 2
