@@ -75,10 +75,10 @@ class WorkerWatch:
         for pidfd in () if self._thread.closed else ended:
             pid, status = self._running.pop(pidfd), _status(pidfd)
             if status is not None and status not in self._agents_own:
-                self._thread.close()  # first: who is told may end this
                 self._failed(f"worker {pid} {fate_of(status)}")
-                return
-        if not self._running:
+                self._running.clear()
+                break
+        if not self._running and not self._thread.closed:  # who was told may have ended this, and closed the pipe
             self._thread.close()
 
 
