@@ -64,11 +64,12 @@ def test_a_run_among_garbage(make_nodes: MakeNodes, client: EtcdClient, run_id: 
         before, seats = seats, join_all(nodes)
         assert seats[0].round > before[0].round
     client.delete(Span(f"{prefix}/rounds/", is_prefix=True))  # in the middle of the round
-    client.delete(Span(nodes[1].handler._node.participant.member.group.key))  # type: ignore[union-attr]
+    participant = nodes[1].handler._node.participant
+    client.delete(Span(participant.member.group.key))  # type: ignore[union-attr]
     eventually(
-        lambda: client.get(nodes[1].handler._node.participant.member.group.key).one or nodes[0].signalled(),
+        lambda: ((it := participant.member) and client.get(it.group.key).one) or nodes[0].signalled(),
         what="it is noticed",
-    )  # type: ignore[union-attr]
+    )
     for key, value in there.items():
         kv = client.get(key).one
         assert kv is not None

@@ -76,8 +76,10 @@ def test_members_of_a_group(recorder: locks.Recorder, own: EtcdClient, prefix: s
     nodes = [Node(own, prefix) for _ in range(4)]
     for node in nodes[:2]:
         node.leave()
+    left = {node.id for node in nodes[2:]}
     eventually(
-        lambda: {one for node in nodes[2:] for one in node.rolls[-1]["members"]} == {n.id for n in nodes[2:]}, ""
+        lambda: left == {one for node in nodes[2:] for roll in node.rolls[-1:] for one in roll["members"]},
+        "those that are left see each other, and nobody else",
     )
     for node in nodes[2:]:
         node.ask("again")
