@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
@@ -17,7 +18,7 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
 from ftcoord.etcd.api import Etcd, Get
-from ftcoord.primitives.deaths import causes_of
+from ftcoord.primitives.deaths import causes_known, causes_of
 from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
 
@@ -64,7 +65,7 @@ class Replica:
         self._by_writing = job.heartbeat_timeout < LEASE_FLOOR
         self._participant: Participant[QuorumRecord, ReplicaRecord] = Participant(
             etcd,
-            QuorumUse(job, replica_id, self._revisions),
+            QuorumUse(job, replica_id, self._revisions, partial(causes_known, etcd, job.prefix, timeout=CAUSE_TIMEOUT)),
             ParticipantOptions(
                 max(math.ceil(job.heartbeat_timeout), 1),
                 RECORD_TTL,
@@ -72,6 +73,7 @@ class Replica:
                 keeps_lease=keeps_lease,
                 batches=True,
                 dies_with_process=dies_with_process,
+                history_ttl=job.history_ttl,
             ),
         )
 

@@ -17,6 +17,7 @@ DEFAULT_STORE_PREFIX: Final = f"{KEY_PREFIX}/@store/"
 """Of an EtcdStore whose user gives no prefix. No run lies there: an `@` in a run's id is written `%40`."""
 _ID_DIGITS: Final = 16
 """Of a member's id, which is its lease."""
+_HEX: Final = frozenset("0123456789abcdef")
 _MAX_ROUND_DIGITS: Final = 18
 """Digits of a round's number that fits into a record, with room to count on from it."""
 
@@ -158,6 +159,28 @@ def death_key(prefix: str, member: str) -> str:
     return f"{deaths_span(prefix).start}{member}"
 
 
+def events_span(prefix: str) -> Span:
+    """The history of a run, or of a job's quorums."""
+    return Span(f"{prefix}/events/", is_prefix=True)
+
+
+def event_key(prefix: str, revision: int, writer: str, count: int) -> str:
+    """The key of one event: no two writers, and no two events of one, ever have the same.
+
+    Args:
+        revision: the highest of etcd's that the writer knows of, so that keys come nearly in the order of time.
+        writer: its member id, or another name that nobody else has.
+        count: how many events it has written before.
+    """
+    return f"{events_span(prefix).start}{revision:0{_ID_DIGITS}x}-{writer}-{count:06}"
+
+
+def event_revision(key: str) -> int | None:
+    """The revision that an event's key begins with; None for a key that is no event's."""
+    digits, dash, _ = key.rpartition("/")[2].partition("-")
+    return int(digits, 16) if dash and len(digits) == _ID_DIGITS and not set(digits) - _HEX else None
+
+
 # -- rounds and their stores ------------------------------------------------------------------------------------------
 
 
@@ -287,7 +310,7 @@ def barriers_span(prefix: str) -> Span:
 def is_member_key(key: str) -> bool:
     """Whether a key is where a group's members lie, of whatever group."""
     above, _, name = key.rpartition("/")
-    return above.endswith("/members") and len(name) == _ID_DIGITS and not set(name) - set("0123456789abcdef")
+    return above.endswith("/members") and len(name) == _ID_DIGITS and not set(name) - _HEX
 
 
 def term_key(prefix: str, number: int) -> str:

@@ -9,6 +9,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
+from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import (
     Span,
     barriers_span,
@@ -23,14 +24,13 @@ from ftcoord.core.layout import (
     run_span,
     timers_span,
 )
-from ftcoord.core.rendezvous_records import parse_decided
-from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Put, RangeResult
+from ftcoord.core.rendezvous_records import AnyRound
+from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, Put, RangeResult
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.leftovers import JobRemains
 from ftcoord.operator.naming import NamedMember
 from ftcoord.operator.reading import job_ids
-from ftcoord.primitives.write_once import Amendment, amend
-from ftcoord.rendezvous.ending import ending
+from ftcoord.rendezvous.ending import RunEnding, end_run, ending
 
 CLOSED_TTL: Final = 3600
 """Seconds that the record of a run lives that never had one: what agents give a run by default."""
@@ -51,20 +51,21 @@ def evict(etcd: EtcdCalls, member: NamedMember, cause: str) -> bool:
     return True
 
 
-def close_run(etcd: EtcdCalls, prefix: str, reason: str, timeout: float) -> str:
+def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float) -> str:
     """End a run by hand, within `timeout` seconds for each request; why it was over already, or empty.
+
+    Its history says `by` whom.
 
     Raises StateError, if the record is not ftcoord's, and EtcdError.
     """
     over = ""
 
-    def closed(kv: KeyValue | None) -> Amendment | None:
+    def end(now: AnyRound) -> RunEnding | None:
         nonlocal over
-        now = parse_decided(kv.key, kv.value) if kv else rendezvous_records.NO_ROUND
         over = now.closed
-        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True)
+        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True, by=by)
 
-    amend(etcd, decided_key(prefix), CLOSED_TTL, closed, timeout)
+    end_run(etcd, prefix, CLOSED_TTL, HISTORY_TTL, end, timeout)
     return over
 
 

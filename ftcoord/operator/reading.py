@@ -14,6 +14,7 @@ from ftcoord.core.layout import (
     decided_key,
     decided_span,
     decode_key,
+    events_span,
     members_span,
     quorum_prefix,
     roll_span,
@@ -41,6 +42,13 @@ class ReadsLeases(Protocol):
 def read_job(etcd: EtcdCalls, key_prefix: str, job: str) -> JobKeys:
     """A job's keys at one revision. Raises EtcdError."""
     return read_snapshot(etcd.range, partial(_read_job, key_prefix, job))
+
+
+def read_events(etcd: EtcdCalls, key_prefix: str, job: str) -> tuple[list[KeyValue], list[KeyValue]]:
+    """The keys of the two histories of a job, of its rounds and of its quorums. Raises EtcdError."""
+    spans = [events_span(prefix) for prefix in (run_prefix(key_prefix, job), quorum_prefix(key_prefix, job))]
+    rounds, quorums = read_snapshot(etcd.range, lambda then: [list(then.pages(span)) for span in spans])
+    return rounds, quorums
 
 
 def read_leases(etcd: ReadsLeases, members: Iterable[str]) -> dict[str, LeaseTime]:

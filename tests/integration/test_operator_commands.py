@@ -22,6 +22,7 @@ from replicas import ReplicaProcess
 
 from ftcoord import cli
 from ftcoord.coordination import LighthouseClient
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, encode
 from ftcoord.embedded.server import EtcdServer
@@ -210,7 +211,18 @@ def test_only_a_yes_is_a_yes(
 def test_hostile_names_move_no_cursor(format: str, run: Commands, client: EtcdClient) -> None:
     prefix = run_prefix(KEY_PREFIX, f"bad{HOSTILE}")
     lease = client.grant(60).id
-    ask = JoinRequest(HOSTILE, HOSTILE, 1, 0, HOSTILE, "", 1, 1, leaving=HOSTILE, failed=HOSTILE)
+    ask = JoinRequest(
+        HOSTILE,
+        HOSTILE,
+        1,
+        0,
+        HOSTILE,
+        "",
+        1,
+        1,
+        leaving=HOSTILE,
+        failed=(WorkerFailure(1, 0, 0, 1, 0, HOSTILE, HOSTILE, HOSTILE, HOSTILE),),
+    )
     client.put(member_key(prefix, member_id(lease)), encode(ask), lease)
     client.put(member_key(prefix, HOSTILE), b"\x1b[31mnothing")
     client.put(decided_key(prefix), b'\x1b[31m{"v"')

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import DEADLINE, eventually, open_files
 
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.primitives.orphans import MARK
 from ftcoord.rendezvous.handler import HandlerResources
 from ftcoord.rendezvous.orphans import MarkedChildren
@@ -28,13 +29,13 @@ def children() -> Iterator[MarkedChildren]:
     marked = MarkedChildren()
     yield marked
     marked.close()
-    for pidfd, pid in _workers(marked.mark):  # of a test that failed: they would be workers of the next one
+    for pidfd, one in _workers(marked.mark):  # of a test that failed: they would be workers of the next one
         os.close(pidfd)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(one.pid, signal.SIGKILL)
 
 
 @pytest.fixture
-def failed() -> queue.Queue[str]:
+def failed() -> queue.Queue[WorkerFailure]:
     return queue.Queue()
 
 
@@ -58,11 +59,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def test_the_first_worker_that_fails_is_told_of(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+def test_the_first_worker_that_fails_is_told_of(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
     first, second = worker(), worker()
     watch = WorkerWatch(children.mark, failed.put, unbroken)
     second.kill()
-    assert failed.get(timeout=DEADLINE) == f"worker {second.pid} was killed by signal 9 (SIGKILL)"
+    assert failed.get(timeout=DEADLINE).line == f"worker {second.pid} was killed by signal 9 (SIGKILL)"
     assert second.wait(DEADLINE) == -signal.SIGKILL, "it was left for its parent to be waited for"
     first.communicate(b".", timeout=DEADLINE)
     watch.end()
@@ -70,7 +71,7 @@ def test_the_first_worker_that_fails_is_told_of(children: MarkedChildren, failed
 
 
 def test_workers_that_are_done_or_stopped_by_their_agent_have_not_failed(
-    children: MarkedChildren, failed: queue.Queue[str]
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure]
 ) -> None:
     stopped, fails = worker(), worker()
     done = subprocess.Popen([sys.executable, "-c", ""])
@@ -79,14 +80,14 @@ def test_workers_that_are_done_or_stopped_by_their_agent_have_not_failed(
     stopped.terminate()
     stopped.communicate(timeout=DEADLINE)
     fails.kill()
-    assert failed.get(timeout=DEADLINE).startswith(f"worker {fails.pid} ")
+    assert failed.get(timeout=DEADLINE).line.startswith(f"worker {fails.pid} ")
     fails.communicate(timeout=DEADLINE)
     watch.end()
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"])
 def test_workers_that_get_the_signal_that_ends_their_agent_have_not_failed(
-    children: MarkedChildren, failed: queue.Queue[str], monkeypatch: pytest.MonkeyPatch, name: str
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As with Ctrl-C: torch's agent sends its workers the signal that it got."""
     if name == "SIGUSR1":
@@ -98,18 +99,18 @@ def test_workers_that_get_the_signal_that_ends_their_agent_have_not_failed(
         process.send_signal(signal.Signals[name])
         assert process.wait(DEADLINE) == -signal.Signals[name]
     fails.kill()
-    assert failed.get(timeout=DEADLINE).startswith(f"worker {fails.pid} ")
+    assert failed.get(timeout=DEADLINE).line.startswith(f"worker {fails.pid} ")
     fails.communicate(timeout=DEADLINE)
     watch.end()
 
 
-def test_a_child_without_the_mark_is_no_worker(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+def test_a_child_without_the_mark_is_no_worker(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
     other = worker(env={name: value for name, value in os.environ.items() if name != MARK})
     ours = worker()
     watch = WorkerWatch(children.mark, failed.put, unbroken)
     end(other)
     ours.kill()
-    assert failed.get(timeout=DEADLINE).startswith(f"worker {ours.pid} ")
+    assert failed.get(timeout=DEADLINE).line.startswith(f"worker {ours.pid} ")
     end(ours)
     watch.end()
 
@@ -120,11 +121,11 @@ def test_a_worker_that_was_started_just_now_is_seen(children: MarkedChildren) ->
         process = worker()
         found = list(_workers(children.mark))
         end(process)
-        assert [pid for _, pid in found] == [process.pid]
+        assert [one.pid for _, one in found] == [process.pid]
         os.close(found[0][0])
 
 
-def test_nobody_is_told_after_the_end(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+def test_nobody_is_told_after_the_end(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
     before = open_files()
     process = worker()
     with_its_pipe = open_files()
@@ -141,10 +142,10 @@ def test_a_watch_that_fails_is_said_to_whom_it_belongs(
 ) -> None:
     """By an error that nobody foresaw. It would else seem to watch."""
 
-    def fail(_round: object, _fate: str) -> None:
+    def fail(_round: object, _failure: object) -> None:
         raise MemoryError("in what it tells")
 
-    resources = HandlerResources(SimpleNamespace(worker_failed=fail), ExitStack())  # type: ignore[arg-type]
+    resources = HandlerResources(SimpleNamespace(worker_failed=fail, workers_ended=lambda failure: None), ExitStack())  # type: ignore[arg-type]
     process = worker()
     resources.watch_workers(None, children)  # type: ignore[arg-type]
     end(process)
@@ -153,9 +154,9 @@ def test_a_watch_that_fails_is_said_to_whom_it_belongs(
 
 
 def test_its_end_may_come_from_who_is_told(children: MarkedChildren) -> None:
-    told: queue.Queue[str] = queue.Queue()
+    told: queue.Queue[WorkerFailure] = queue.Queue()
 
-    def end_it(fate: str) -> None:
+    def end_it(fate: WorkerFailure) -> None:
         watch.end()
         told.put(fate)
 
@@ -165,7 +166,7 @@ def test_its_end_may_come_from_who_is_told(children: MarkedChildren) -> None:
     assert told.get(timeout=DEADLINE)
 
 
-def test_workers_that_end_one_after_the_other(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+def test_workers_that_end_one_after_the_other(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
     workers = [worker() for _ in range(3)]
     watch = WorkerWatch(children.mark, failed.put, unbroken)
     for process in workers:

@@ -189,7 +189,7 @@ class MemberWorld:
         if not is_member(state, mind):
             return self._rejoin(state, mind)
         after = max(mind.ask.after, mind.at_work.number)
-        return _ask(state, mind, replace(mind.ask, port=port(after), after=after, seated=0, holds="", failed=""))
+        return _ask(state, mind, replace(mind.ask, port=port(after), after=after, seated=0, holds=""))
 
     def _act(self, state: State, mind: Mind) -> State:
         """What the outlook says, and nothing else."""
