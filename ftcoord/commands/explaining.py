@@ -71,7 +71,8 @@ def _why(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         status = tell_job(read_job(etcd, options.key_prefix, job), rules)
         found = explain(status, *read_events(etcd, options.key_prefix, job))
-    terminal.tell(found, _why_lines(found, terminal) if status.exists else [no_such_job(job)])
+    is_known = status.exists or found.happened
+    terminal.tell(found, _why_lines(found, terminal) if is_known else [no_such_job(job)])
     return HEALTHY if found.healthy else UNHEALTHY
 
 

@@ -17,6 +17,7 @@ DEFAULT_STORE_PREFIX: Final = f"{KEY_PREFIX}/@store/"
 """Of an EtcdStore whose user gives no prefix. No run lies there: an `@` in a run's id is written `%40`."""
 _ID_DIGITS: Final = 16
 """Of a member's id, which is its lease."""
+_QUORUM: Final = "quorum"
 _HEX: Final = frozenset("0123456789abcdef")
 _MAX_ROUND_DIGITS: Final = 18
 """Digits of a round's number that fits into a record, with room to count on from it."""
@@ -64,6 +65,15 @@ def run_prefix(key_prefix: str, run_id: str) -> str:
 def run_span(prefix: str) -> Span:
     """All keys of a run, by its prefix."""
     return Span(f"{prefix}/", is_prefix=True)
+
+
+def spans_but_history(prefix: str) -> tuple[Span, ...]:
+    """All keys of a run but its history, and that of its quorums."""
+    everything = run_span(prefix)
+    histories = sorted(events_span(one).start for one in (prefix, f"{prefix}/{_QUORUM}"))
+    starts = [everything.start, *(decode_key(Span(one, is_prefix=True).end) for one in histories)]
+    stops = [*histories, decode_key(everything.end)]
+    return tuple(Span(start, stop=stop) for start, stop in zip(starts, stops, strict=True))
 
 
 def runs_span(key_prefix: str) -> Span:
@@ -243,7 +253,7 @@ def store_counts_span(store: str) -> Span:
 
 def quorum_prefix(key_prefix: str, job: str) -> str:
     """The prefix of a job's quorums."""
-    return f"{run_prefix(key_prefix, job)}/quorum"
+    return f"{run_prefix(key_prefix, job)}/{_QUORUM}"
 
 
 def configs_span(prefix: str) -> Span:

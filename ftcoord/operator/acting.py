@@ -22,6 +22,7 @@ from ftcoord.core.layout import (
     quorum_prefix,
     run_prefix,
     run_span,
+    spans_but_history,
     timers_span,
 )
 from ftcoord.core.rendezvous_records import AnyRound
@@ -70,16 +71,19 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
 
 
 def remains_of_all(etcd: EtcdCalls, key_prefix: str) -> Iterator[JobRemains]:
-    """What all jobs below a key prefix have, a few requests for each. Raises EtcdError."""
+    """What all jobs below a key prefix have, a few requests for each; but not those of which only the history is left,
+    which expires. Raises EtcdError."""
     for job in job_ids(etcd, key_prefix):
-        yield read_snapshot(etcd.range, partial(_remains_of, key_prefix, job))
+        remains = read_snapshot(etcd.range, partial(_remains_of, key_prefix, job))
+        if remains.keys:
+            yield remains
 
 
 def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
     prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
     decided = then.range(Get(Span(decided_key(prefix)))).one
     has_quorum = then.range(Get(Span(decided_key(quorum)), count_only=True)).count > 0
-    keys = then.range(Get(run_span(prefix), count_only=True)).count
+    keys = sum(found.count for found in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
     counted = (members_span(prefix), members_span(quorum), timers_span(prefix), heartbeats_span(prefix))
     live = sum(found.count for found in then.ranges(Get(span, count_only=True) for span in counted))
     recipes = elections_span(prefix), barriers_span(prefix)
@@ -88,13 +92,15 @@ def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
 
 
 def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains) -> bool:
-    """Delete all keys of a job, unless anybody has written one since it was looked at; whether they are deleted.
+    """Delete all keys of a job but its history, unless anybody has written one since it was looked at; whether they are
+    deleted.
 
     Raises EtcdError.
     """
-    span = run_span(run_prefix(key_prefix, remains.job))
+    prefix = run_prefix(key_prefix, remains.job)
+    span = run_span(prefix)
     unchanged = Compare(span.start, "mod", "<", remains.revision + 1, span.end)
-    return etcd.txn([unchanged], [Delete(span)]).succeeded
+    return etcd.txn([unchanged], [Delete(part) for part in spans_but_history(prefix)]).succeeded
 
 
 def _members_in(found: RangeResult) -> int:

@@ -21,8 +21,8 @@ from ftcoord.core.layout import (
     roster_key,
     run_id_of,
     run_prefix,
-    run_span,
     runs_span,
+    spans_but_history,
 )
 from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, RangeResult
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
@@ -101,7 +101,7 @@ def _read_job(key_prefix: str, job: str, then: SnapshotReader) -> JobKeys:
     prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
     decided = then.range(Get(Span(decided_key(prefix)))).one
     heads = {kv.key: kv for kv in then.range(Get(decided_span(quorum))).kvs}
-    keys = then.range(Get(run_span(prefix), count_only=True)).count
+    keys = sum(found.count for found in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
     rounds = _group_of(then, prefix, decided, None)
     if (roll := roll_of(rounds)) is not None:
         rounds = replace(rounds, roll={kv.key: kv for kv in then.pages(roll_span(prefix, roll))})

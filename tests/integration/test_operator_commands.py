@@ -111,12 +111,13 @@ def test_gc_deletes_what_is_over_and_nothing_else(make_nodes: MakeNodes, run: Co
     assert run("close", "gc over", "--yes")[0] == 0
     joining.exception(DEADLINE)
     over.end()
-    keys = Get(Span(f"{run_prefix(KEY_PREFIX, 'gc over')}/", is_prefix=True), count_only=True)
+    keys = Get(Span(f"{run_prefix(KEY_PREFIX, 'gc over')}/", is_prefix=True), keys_only=True)
     eventually(lambda: not run.json("status", "gc over")["rounds"]["members"], "its nodes have left")
     done = run.json("gc", "--yes")
     assert any("of 'gc over'" in line for line in done["did"])
     assert any(line.startswith("'gc live': 1 members") for line in done["left"])
-    assert client.range(keys).count == 0
+    assert all("/events/" in kv.key for kv in client.range(keys).kvs), "history is left to expire"
+    assert run.json("history", "gc over")["events"][-1]["reason"].startswith("closed: closed by ")
     assert run.json("status", "gc live")["exists"]
     assert run("status", "gc over")[0] == 1
 

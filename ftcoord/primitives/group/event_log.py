@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 OFF: Final = 60.0
 """Seconds for which nothing is written after etcd has refused it,"""
-AWAY: Final = 5.0
+AWAY: Final = 1.0
 """and after it has not answered."""
 OWED: Final = 40
 """Events that wait meanwhile; the oldest of them are written with the next decision."""
