@@ -14,7 +14,7 @@ from ftcoord.core.rendezvous import SAY_AGAIN, SEATING, unhurried
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
 from ftcoord.core.standby import rare_slot
 from ftcoord.errors import EtcdError
-from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Look, Standby, TakeoverToken
+from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken, signals_at
 from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Participant
 from ftcoord.rendezvous.limits import OtherLimits
 from ftcoord.rendezvous.logs import SHOWN, attendance, named
@@ -84,7 +84,7 @@ class RoundPace:
         now = concurrency.now()
         if standing is Standing.REFUSED:
             return now
-        return min(self.deadline, self._check_at, self._line_at, self._standby.at(), now + SIGNAL_LATENCY)
+        return min(self.deadline, self._check_at, self._line_at, self._standby.at(), signals_at())
 
     def tick(self, look: Look[AnyRound, JoinRequest]) -> None:
         """Raises RendezvousTimeoutError after the join time-out, and RendezvousStateError where the limits differ."""

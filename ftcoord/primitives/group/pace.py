@@ -16,7 +16,16 @@ R = TypeVar("R")
 A = TypeVar("A")
 
 SIGNAL_LATENCY: Final = 1.0
-"""Seconds until a call that waits heeds a signal at the latest."""
+"""Seconds until a call that waits on the main thread heeds a signal at the latest."""
+
+
+def signals_at() -> float:
+    """The monotonic time at which a call that waits must wake up for signals; infinity where it need not.
+
+    A signal may come in the moment before a wait, and Python looks for it when the wait ends. It runs handlers on the
+    main thread only, so calls on other threads sleep on.
+    """
+    return concurrency.now() + SIGNAL_LATENCY if concurrency.is_main_thread() else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +76,7 @@ class UntilDeadline(Generic[R, A]):
         return look.standing
 
     def wake_at(self, standing: Standing) -> float:
-        # A signal may come in the moment before a wait: Python looks for those when a wait ends.
-        return min(self.deadline, concurrency.now() + SIGNAL_LATENCY)
+        return min(self.deadline, signals_at())
 
     def tick(self, look: Look[R, A]) -> None:
         """Raises TimeoutError."""
