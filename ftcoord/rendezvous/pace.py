@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import SAY_AGAIN, SEATING, unhurried
+from ftcoord.core.rendezvous import SAY_AGAIN, seating_time, unhurried
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
 from ftcoord.core.standby import rare_slot
 from ftcoord.errors import EtcdError
@@ -70,8 +70,8 @@ class RoundPace:
             standing = Standing.PENDING
         if standing is Standing.SEATED:
             # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
-            seating = max(self._settings.last_call_timeout, SEATING) + LOOK_TIMEOUT
-            self.deadline = max(self.deadline, now + seating)
+            seating = seating_time(self._seats(look.record), self._settings.last_call_timeout)
+            self.deadline = max(self.deadline, now + seating + LOOK_TIMEOUT)
             self._check_at = min(self._check_at, self._say_again_at(look.record, now))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
             self.deadline = now + self._settings.join_timeout
