@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from typing import Final
 
@@ -15,7 +16,7 @@ from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
 from ftcoord.core.standby import rare_slot
 from ftcoord.errors import EtcdError
 from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken, signals_at
-from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Participant
+from ftcoord.primitives.group.participant import Participant
 from ftcoord.rendezvous.limits import OtherLimits
 from ftcoord.rendezvous.logs import SHOWN, attendance, named
 from ftcoord.rendezvous.run_record import RunRecord
@@ -57,12 +58,17 @@ class RoundPace:
         self.has_waited = False
         """Whether this node has waited for others: it then may be a spare of theirs."""
         self.limits = OtherLimits(settings, run)
-        self._check_at = now + KEY_CHECK_INTERVAL
+        self._check_at = math.inf
+        """When to say again that this node takes its seat, or to judge again whether other limits are in its way."""
         self._line_at = now + FIRST_LINE + random.random() * settings.max_nodes / LINES_PER_SECOND
         self._seated = 0, now
         """The round in which it takes its seat, and since when it does."""
         self._tolerated: AnyRound | None = None
         """A record with other limits, which nobody else alive shares, as far as is known."""
+
+    @property
+    def crowd(self) -> int:
+        return self._waiters(self._participant.record)
 
     def see(self, look: Look[AnyRound, JoinRequest]) -> Standing:
         standing, now = look.standing, concurrency.now()
@@ -126,7 +132,7 @@ class RoundPace:
             self._check_at = self._say_again_at(look.record, now)
             self._participant.reaffirm(look.ask, self)  # for what was said a while ago does not count
         else:
-            self._check_at = now + KEY_CHECK_INTERVAL
+            self._check_at = math.inf
 
     def _say_again_at(self, record: AnyRound | None, now: float) -> float:
         """When to say again that this node takes its seat."""

@@ -48,6 +48,10 @@ class Pace(Protocol[R, A]):
     def gone(self) -> concurrency.Event:
         """Set when the caller has gone away: writing is given up at once."""
 
+    @property
+    def crowd(self) -> int:
+        """How many members may wait together with this one, as far as it can tell: the more, the less each repeats."""
+
     def see(self, look: Look[R, A]) -> Standing:
         """Take note of where the member stands, before anything is done about it. Called with a lock held: must not
         block. Returns PENDING for what this call chooses to wait through, else the same."""
@@ -66,6 +70,8 @@ class UntilDeadline(Generic[R, A]):
         timeout: seconds; None for as long as it takes.
         what: what is waited for, for the error.
     """
+
+    crowd = 1
 
     def __init__(self, timeout: float | None, what: str) -> None:
         self.deadline = math.inf if timeout is None else concurrency.now() + timeout
