@@ -78,9 +78,9 @@ torch's `shutdown_timeout` of 30 s, a node whose workers had to be killed would 
 
 SEATING: Final = 10.0
 """Seconds within which seats are to be taken, where the last call is not longer. A healthy node takes milliseconds."""
-SEATS_PER_SECOND: Final = 50
-"""Seats that are surely taken in a second, also where etcd and all nodes share two busy cores. A round that is too large
-for the time above, and for the last call, has as much longer."""
+TAKEN_PER_SECOND: Final = 50
+"""Seats that are surely taken in a second, also where etcd and all nodes share two busy cores. A round that is too
+large for the time above, and for the last call, has as much longer."""
 FRESH: Final = 3.0
 """Seconds for which a seat counts as taken after its member said so: nobody must wait for a member that died since."""
 MOMENT: Final = 0.5
@@ -101,7 +101,7 @@ def seating_time(size: int, last_call: float, least: float = SEATING) -> float:
         last_call: how long the last call lasts, in seconds.
         least: how long it lasts in any case.
     """
-    return max(last_call, least, size / SEATS_PER_SECOND)
+    return max(last_call, least, size / TAKEN_PER_SECOND)
 
 
 def unhurried(size: int, elapsed: float) -> float:
