@@ -15,6 +15,7 @@ from ftcoord.core.event_records import HistoryEvent, WorkerFailure, read_history
 from ftcoord.core.layout import decided_key, events_span, members_span, number_of, roll_key, rounds_span
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
 from ftcoord.core.round_history import failure_event
+from ftcoord.core.strict import LARGEST
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import Etcd, Get, Span
 from ftcoord.rendezvous.ending import RunEnding, end_run, ending
@@ -79,9 +80,12 @@ class RunRecord:
             speaks = speaker is None or bool(now.closed) or self._has_seat(now, speaker)
             told, ends = reason, list[HistoryEvent]()
             if speaks and not now.closed and failure is not None and speaker is not None:
-                ends = [failure_event(now.number, by, speaker.node, failure)]
-                cause = told_ends([*self._ends_of(now.number, speaker.node), *ends])
-                told = f"{reason}; first cause: {cause}"
+                mine = failure_event(now.number, by, speaker.node, failure)
+                known = {(end.kind, end.node): end for end in self._ends_of(now.number)}
+                before = known.get((mine.kind, mine.node))
+                ends = [] if before else [mine]
+                known[mine.kind, mine.node] = replace(mine, noted=before.noted if before else LARGEST)
+                told = f"{reason}; first cause: {told_ends([*known.values()])}"
             ended = ending(settings.prefix, now, told, outcome, speaks=speaks, by=by, ends=ends)
             if ended is None:
                 _log_why_not(settings.run_id, now, outcome)
@@ -104,8 +108,8 @@ class RunRecord:
             return False
         return True
 
-    def _ends_of(self, number: int, but: str) -> list[HistoryEvent]:
-        """How the parts of other nodes in this round ended, as the history says; nothing where it cannot be read."""
+    def _ends_of(self, number: int) -> list[HistoryEvent]:
+        """How parts in this round ended, as the history says; nothing where it cannot be read."""
         try:
             found = self._etcd.range(Get(events_span(self._settings.prefix)), timeout=HISTORY_TIMEOUT)
         except EtcdError as error:
@@ -113,7 +117,7 @@ class RunRecord:
             return []
         past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found.kvs)
         ends = [replace(one.event, noted=one.event.noted or one.revision) for one in past if one.event.is_end]
-        return [end for end in ends if end.number == number and end.node != but]
+        return [end for end in ends if end.number == number]
 
     def _has_seat(self, now: AnyRound, speaker: Speaker) -> bool:
         """Whether a node has a seat in this round. Raises EtcdError, StateError, and _RoundReplaced if it is not the

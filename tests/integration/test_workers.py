@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import resource
@@ -10,15 +11,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers import DEADLINE, eventually, open_files
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.primitives.orphans import MARK
 from ftcoord.rendezvous.handler import HandlerResources
 from ftcoord.rendezvous.orphans import MarkedChildren
+from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch, _workers
 
 UNTIL_TOLD = "import sys; sys.stdin.read(1); sys.exit(3)"
@@ -176,3 +180,108 @@ def test_workers_that_end_one_after_the_other(children: MarkedChildren, failed: 
     assert not watch._thread._thread.is_alive(), "nobody is left"
     watch.end()
     assert failed.empty()
+
+
+# -- what became of them -----------------------------------------------------------------------------------------
+
+RAISES = {
+    "message": {
+        "message": "ValueError: no such\nsample",
+        "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1"},
+    }
+}
+
+
+def ranked(rank: int, error_file: Path) -> dict[str, str]:
+    """What torch's agent gives a worker."""
+    given = {"RANK": str(8 + rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    return {**os.environ, **given}
+
+
+def test_a_failure_has_the_ranks_and_what_torchs_error_file_says(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    error_file = tmp_path / "error.json"
+    process = worker(env=ranked(1, error_file))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    error_file.write_text(json.dumps(RAISES))
+    process.communicate(b".", timeout=DEADLINE)
+    found = failed.get(timeout=DEADLINE)
+    assert found == watch.failure()
+    assert found == WorkerFailure(
+        process.pid, 9, 1, 3, 0, "exited with code 3", "ValueError: no such sample", "Traceback ..."
+    )
+    watch.end()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": 3}', '{"message": {"message": null}}', "x" * (1 << 21)])
+def test_an_error_file_that_is_none_says_nothing(
+    text: str, children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    error_file = tmp_path / "error.json"
+    error_file.write_text(text)
+    process = worker(env=ranked(1, error_file))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    process.communicate(b".", timeout=DEADLINE)
+    assert failed.get(timeout=DEADLINE).line == f"worker {process.pid} (rank 9, local rank 1) exited with code 3"
+    watch.end()
+
+
+def test_one_that_raised_something_is_told_though_its_peer_ended_first(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("0.json", "1.json")]
+    slow, peer = (worker(env=ranked(rank, file)) for rank, file in enumerate(files))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    files[1].write_text(json.dumps({"message": {"message": "RuntimeError: Connection reset by peer"}}))
+    peer.communicate(b".", timeout=DEADLINE)
+    assert failed.get(timeout=DEADLINE).pid == peer.pid, "nothing else is known yet"
+    files[0].write_text(json.dumps(RAISES))
+    told = watch.failure()
+    assert told is not None
+    assert (told.pid, told.exception) == (slow.pid, "ValueError: no such sample")
+    watch.end()
+    end(slow)
+
+
+def test_a_worker_that_heeds_its_agents_sigterm_has_not_failed(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure]
+) -> None:
+    heeds = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))"
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", f"{heeds}; print(flush=True); signal.pause()"], stdout=subprocess.PIPE
+    )
+    fails = worker()
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    assert stopped.stdout is not None
+    stopped.stdout.readline()
+    stopped.terminate()
+    stopped.communicate(timeout=DEADLINE)
+    assert stopped.returncode == 143
+    fails.kill()
+    assert failed.get(timeout=DEADLINE).pid == fails.pid
+    end(fails)
+    watch.end()
+    assert failed.empty()
+
+
+def test_a_worker_that_is_killed_for_its_timer_is_told_with_that(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure]
+) -> None:
+    process = worker()
+    watch = WorkerWatch(children.mark, failed.put, unbroken, {process.pid: "forward"}.get)  # type: ignore[arg-type]
+    process.kill()
+    assert (
+        failed.get(timeout=DEADLINE).line == f"worker {process.pid} was killed, since its timer 'forward' had expired"
+    )
+    end(process)
+    watch.end()
+
+
+def test_an_agent_that_saw_nobody_end_tells_what_torch_says(tmp_path: Path) -> None:
+    raised, aborted = tmp_path / "1.json", tmp_path / "0.json"
+    raised.write_text(json.dumps(RAISES))
+    failures = {0: ProcessFailure(0, 70, -6, str(aborted)), 1: ProcessFailure(1, 71, 1, str(raised))}
+    told = failure_in(ChildFailedError("train", failures))
+    assert told is not None
+    assert told.line == "worker 71 (rank 1, local rank 1) raised ValueError: no such sample"

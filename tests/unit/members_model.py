@@ -200,7 +200,10 @@ class MemberWorld:
         if look.next is Next.WRITE:
             has_seat = heard.rank_of(mind.member) is not None and heard.number > mind.ask.after
             require("a member takes a seat that it has", has_seat and not (heard.ready or heard.recalled))
-            require("a member says only that it takes its seat", look.ask == replace(mind.ask, seated=heard.number))
+            require(
+                "a member says only that it takes its seat",
+                look.ask == replace(mind.ask, seated=heard.number, failed=()),
+            )
             assert look.ask is not None
             return _ask(state, mind, look.ask)
         if look.standing is Standing.ANSWERED:
