@@ -21,8 +21,11 @@ from ftcoord.core.death_records import Death, encode
 from ftcoord.core.event_records import HISTORY_TTL, KEPT_EVENTS, HistoryEvent, PastEvent, WorkerFailure, read_history
 from ftcoord.core.layout import Span, death_key, decided_key, event_revision, events_span, member_id
 from ftcoord.core.rendezvous_records import Round, RoundHead, parse_decided
+from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, RequestRefused
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put, TxnResult
+from ftcoord.primitives.group.beside import MOST_OPERATIONS
+from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
 from ftcoord.primitives.group.event_log import OFF, EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 from ftcoord.testing import MemoryClient, MemoryEtcd
@@ -393,3 +396,43 @@ def test_a_restored_etcd_counts_anew_and_the_history_goes_on(client: MemoryClien
     assert numbers_in(client) == list(range(5, KEPT_EVENTS + 5))
     assert client.txn((), [Delete(Span("/g/", is_prefix=True))]).succeeded
     log.drop()
+
+
+def decided_by(client: MemoryClient, log: EventLog, decision: Publish[bytes]) -> list[list[Op]]:
+    """The transactions in which this is decided."""
+    sent: list[list[Op]] = []
+
+    class Counting(Door):
+        def txn(self, compares: Sequence[Compare], success: Sequence[Op], *more: Any, **rest: Any) -> TxnResult:
+            assert len(success) <= MOST_OPERATIONS
+            sent.append([*success])
+            return super().txn(compares, success, *more, **rest)
+
+    record = DecidedRecord(
+        Counting(client), "/g", 60, lambda mirror, posted: None, lambda kv, roster: None, history=log
+    )
+    record.mirror.begin(10)
+    record.mirror.adopt(client.range(Get(Span("/g/decided"))))
+    record.tell()
+    assert record.publish(decision, OwnWrite(()))
+    record.close()
+    return sent
+
+
+def test_a_decision_that_fills_a_transaction_is_made_without_its_history(client: MemoryClient) -> None:
+    log, events = EventLog(client, "/g", 600, "me"), [happened(number) for number in range(16)]
+    puts = [(f"/g/more/{at}", b"") for at in range(MOST_OPERATIONS - 10)]
+    (only,) = decided_by(client, log, Publish(b"1", "it is large", puts=puts, events=events))
+    assert not keys_of(client)
+    assert len(only) == len(puts) + 2
+    (second,) = decided_by(client, log, Publish(b"2", "it is small", events=[happened(16)]))
+    assert numbers_in(client) == list(range(17)), "it is told with the next one"
+    assert len(second) == 19
+
+
+def test_what_lies_beside_a_record_goes_before_where_history_takes_its_place(client: MemoryClient) -> None:
+    log, events = EventLog(client, "/g", 600, "me"), [happened(number) for number in range(16)]
+    beside = [(f"/g/rolls/1-me/{at}", b"") for at in range(MOST_OPERATIONS - 10)]
+    sent = decided_by(client, log, Publish(b"1", "a large round", beside=beside, events=events))
+    assert len(sent) == 2
+    assert numbers_in(client) == list(range(16))
