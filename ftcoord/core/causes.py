@@ -107,6 +107,11 @@ def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
     return min(failures, key=_weight_of_failure, default=None)
 
 
+def follows(failure: WorkerFailure) -> bool:
+    """Whether it is what workers do when something else has happened before."""
+    return _weight_of_failure(failure) >= Weight.FOLLOWS
+
+
 def told_end(end: HistoryEvent) -> str:
     """For people, on one line."""
     if end.failures:

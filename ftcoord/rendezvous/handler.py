@@ -61,6 +61,8 @@ class HandlerResources:
         self.watch: WorkerWatch | None = None
         self.timers: dict[int, str] = {}  # any thread
         """The expiration timers for which workers were killed, by pid."""
+        self.stopped_at: float | None = None
+        """When the agent was told to stop the workers of this round, by this host's wall clock."""
         self.left = False  # any thread; becomes True once
 
     def watch_workers(self, round_: AnyRound, children: MarkedChildren | None) -> None:
@@ -80,7 +82,7 @@ class HandlerResources:
     def judge_workers(self) -> None:
         """Note which of the workers failed first, now that all have ended."""
         if self.watch is not None:
-            self.node.workers_ended(self.watch.failure())
+            self.node.workers_ended(self.watch.failure(self.stopped_at))
 
     def end_round(self) -> None:
         """Close the round's stores, and watch its workers no longer."""
@@ -89,6 +91,7 @@ class HandlerResources:
         if watch is not None:
             watch.end()
         self.timers.clear()
+        self.stopped_at = None
         if self.store is not None:
             self.store.close()
         self.store = self.tcp_store = None
@@ -202,6 +205,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._resources.watch_workers(mine, self._children)
         if count and mine is not None and self._called_back != mine.number:
             self._called_back = mine.number
+            self._resources.stopped_at = concurrency.wall()
             log.warning("run %r, round %d: the workers are stopped: %s", self._settings.run_id, mine.number, reason)
         return count
 

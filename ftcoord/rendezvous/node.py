@@ -207,9 +207,9 @@ class Node:
                 self._holder.begin(self._hold(mine))
 
     def workers_ended(self, failure: WorkerFailure | None) -> None:
-        """What became of the worker that failed, now that all have ended. Not said if the others were told before that
-        this node is called back: then its workers were stopped."""
-        if self._failed and failure is not None:
+        """What became of the worker that failed first, now that all have ended; None if none did. It is said with what
+        this node asks next."""
+        if failure is not None:
             self._failed = (failure,)
 
     @property

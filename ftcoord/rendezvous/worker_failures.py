@@ -58,6 +58,13 @@ class WorkerProcess:
         """What it has raised so far."""
         return raised_in(self.error_file) if self.error_file else NOTHING_RAISED
 
+    def has_raised_before(self, time: float) -> bool:
+        """Whether it had raised something by then, by this host's wall clock."""
+        try:
+            return bool(self.error_file) and os.path.getmtime(self.error_file) <= time and bool(self.raised().exception)
+        except OSError:
+            return False
+
     def failure(self, status: int | None, *, was_oom: bool = False, timer: str = "") -> WorkerFailure:
         """What became of it.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.causes import first_failure
+from ftcoord.core.causes import first_failure, follows
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.pidfd import P_PIDFD, open_pidfd
 from ftcoord.primitives.orphans import bears
@@ -77,16 +77,28 @@ class WorkerWatch:
         self._thread.close()
         self._ends.close()
 
-    def failure(self) -> WorkerFailure | None:
+    def failure(self, stopped_at: float | None = None) -> WorkerFailure | None:
         """What became of the worker that failed first, by all that the workers have left by now; None if none failed.
 
-        One that raised something may end later than those that it was connected with.
-        """
-        return None if self._first is None else self._judge(self._first)
+        One that raised something may end later than those that it was connected with, also those on other nodes: these
+        may have had this agent stop its workers meanwhile.
 
-    def _judge(self, first: WorkerFailure) -> WorkerFailure | None:
+        Args:
+            stopped_at: when this agent was told to stop its workers, by this host's wall clock, as files have it; None
+                if it was not. What a worker raises after that is no failure of its own.
+        """
+        if self._first is not None:
+            return self._judge(self._first)
+        if stopped_at is None:
+            return None
+        return first_failure([one.failure(None) for one in self._workers if one.has_raised_before(stopped_at)])
+
+    def _judge(self, first: WorkerFailure) -> WorkerFailure:
+        """That of another worker, where the first one did no more than follow."""
+        if not follows(first):
+            return first
         others = (one for one in self._workers if one.pid != first.pid and one.raised().exception)
-        return first_failure([first, *(one.failure(None) for one in others)])
+        return first_failure([first, *(one.failure(None) for one in others)]) or first
 
     def _wake(self) -> None:
         os.write(self._writer, b".")
@@ -101,7 +113,7 @@ class WorkerWatch:
             worker, status = self._running.pop(pidfd), _status(pidfd)
             if status is not None and status not in self._agents_own:
                 self._first = self._failure_of(worker, status)
-                self._failed(self._judge(self._first) or self._first)
+                self._failed(self._judge(self._first))
                 self._running.clear()
                 break
         if not self._running and not self._thread.closed:  # who was told may have ended this, and closed the pipe

@@ -244,6 +244,43 @@ def test_one_that_raised_something_is_told_though_its_peer_ended_first(
     end(slow)
 
 
+def test_what_a_worker_raises_while_it_is_stopped_is_no_failure(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    """But what it raised before that is one, though it has not ended yet."""
+    error_file = tmp_path / "error.json"
+    process = worker(env=ranked(1, error_file))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    assert watch.failure(stopped_at=2e9) is None
+    error_file.write_text(json.dumps(RAISES))
+    os.utime(error_file, (1e9, 1e9))
+    assert watch.failure() is None
+    assert watch.failure(stopped_at=1e9 - 1) is None
+    told = watch.failure(stopped_at=1e9 + 1)
+    assert told is not None
+    assert told.exception == "ValueError: no such sample"
+    watch.end()
+    end(process)
+    assert failed.empty()
+
+
+def test_of_two_that_failed_by_themselves_the_first_counts(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    """The other one may raise something since it is stopped."""
+    files = [tmp_path / name for name in ("0.json", "1.json")]
+    first, stopped = (worker(env=ranked(rank, file)) for rank, file in enumerate(files))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    first.communicate(b".", timeout=DEADLINE)
+    assert failed.get(timeout=DEADLINE).pid == first.pid
+    files[1].write_text(json.dumps(RAISES))
+    told = watch.failure(stopped_at=2e9)
+    assert told is not None
+    assert told.pid == first.pid
+    watch.end()
+    end(stopped)
+
+
 def test_a_worker_that_heeds_its_agents_sigterm_has_not_failed(
     children: MarkedChildren, failed: queue.Queue[WorkerFailure]
 ) -> None:
