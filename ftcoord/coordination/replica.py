@@ -17,6 +17,7 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
 from ftcoord.etcd.api import Etcd, Get
+from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
@@ -103,17 +104,20 @@ class Replica:
         """
         beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, request)
         pace = _QuorumPace(self._participant, self._job, self._takeover, beats, deadline, gone or concurrency.event())
-        answered = False
+        answered, began = False, concurrency.now()
         try:
             with _in_time(self.replica_id):
                 quorum = self._participant.ask(asking(request), pace).record
             assert quorum is not None
             answered = self._is_answered(quorum)
+            seconds = concurrency.now() - began
+            metrics.note_quorum(self._job.name, quorum.id, len(quorum.seats), request.step, seconds)
             self._say_who_died(quorum)
             return quorum
         finally:
             pace.end()
             if not answered:
+                metrics.QUORUM_FAILURES.add(self._job.name)
                 self._participant.withdraw(idle(request))
 
     def beat(self, deadline: float) -> None:

@@ -34,6 +34,8 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ThreadNotStarted
 from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.etcd.shared import SharedClient
+from ftcoord.metrics import process as metrics
+from ftcoord.metrics.exporter import Exporting, MetricsAddress
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
 from ftcoord.rendezvous.logs import round_line
 from ftcoord.rendezvous.node import SHUT_DOWN, Node
@@ -165,8 +167,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 limits (--nnodes) than this node.
         """
         self._users_error = sys.exc_info()[1]  # of whoever calls from an except block: no reason of ours to end
+        began = concurrency.now()
         with self._recorded("next_rendezvous"), raised_as_exceptions():
             round_, rank = self._join()
+        metrics.note_round(self._settings.run_id, round_.number, rank, round_.size, concurrency.now() - began)
         log.info("%s", round_line(self._settings.run_id, round_, rank))
         self._record("next_rendezvous", f"{self.host} is rank {rank} of {round_.size} in round {round_.number}", rank)
         assert self._resources.store is not None
@@ -185,6 +189,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._resources.watch_workers(mine, self._children)
         if count and mine is not None and self._called_back != mine.number:
             self._called_back = mine.number
+            metrics.RECALLS.add(self._settings.run_id)
             log.warning("run %r, round %d: the workers are stopped: %s", self._settings.run_id, mine.number, reason)
         return count
 
@@ -223,14 +228,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     # -- joining ------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self, metrics_at: MetricsAddress | None = None) -> None:
         """Take the lease and begin the watch that the first round needs; if etcd is away for now, that does so itself.
 
-        Serves timers from now on, if that is asked for. Raises RendezvousConnectionError when etcd refuses, and
-        ThreadNotStarted; the handler has then left.
+        Serves timers from now on, if that is asked for, and the numbers of this process at `metrics_at`.
+
+        Raises RendezvousConnectionError when etcd refuses, and ThreadNotStarted; the handler has then left.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave, "it could not prepare")
+            self._resources.ends.callback(Exporting(metrics_at).close)
             if self._settings.timers:
                 self._resources.ends.callback(serve_timers(self._settings.prefix, self._etcd))
             children = self._children = MarkedChildren()

@@ -20,7 +20,7 @@ def show_log_lines() -> None:
     """Print ftcoord's log lines on stderr, if the process has set up no logging of its own. Idempotent.
 
     LOGLEVEL, torch's variable (https://docs.pytorch.org/docs/stable/elastic/run.html), sets the lowest level. Without
-    it, warnings are printed, and one line of the rendezvous for each round.
+    it, warnings are printed, one line of the rendezvous for each round, and where this process tells its metrics.
     """
     package = logging.getLogger("ftcoord")
     if package.hasHandlers():
@@ -33,7 +33,8 @@ def show_log_lines() -> None:
         package.setLevel(level)
     else:
         package.setLevel(logging.WARNING)
-        logging.getLogger("ftcoord.rendezvous").setLevel(logging.INFO)
+        for name in ("rendezvous", "metrics"):
+            logging.getLogger(f"ftcoord.{name}").setLevel(logging.INFO)
 
 
 def round_line(run_id: str, round_: AnyRound, rank: int) -> str:

@@ -25,6 +25,7 @@ from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSi
 from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.metrics import process as metrics
 from ftcoord.primitives.group.pace import Look
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
@@ -191,6 +192,7 @@ class Node:
         """Have the others know at once that a worker of that round failed: this node's agent comes back later, when it
         has stopped the others. From any thread."""
         if self.round is mine and not self.waiting()[0]:
+            metrics.WORKER_FAILURES.add(self._settings.run_id)
             with contextlib.suppress(ThreadNotStarted):  # they hear of it later
                 self._holder.begin(replace(self._hold(mine), failed=fate))
 
