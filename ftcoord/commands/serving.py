@@ -13,6 +13,7 @@ from ftcoord import concurrency
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.config import text, whole
 from ftcoord.errors import EtcdError
+from ftcoord.logs import show_log_lines
 from ftcoord.metrics.exporter import (
     LOOPBACK,
     Exporting,
@@ -123,6 +124,7 @@ def _gateway(options: argparse.Namespace) -> int:
     from ftcoord.coordination import Gateway
 
     text("--etcd", options.etcd)  # it has no default
+    show_log_lines()
     metrics_at = _metrics_address(options) if options.metrics_port is not None else None
     ended = _event_of_the_end()
     with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting:
@@ -146,6 +148,7 @@ def _metrics(options: argparse.Namespace) -> int:
     prometheus()  # before the next line needs it
     from ftcoord.metrics.runs import RunsCollector
 
+    show_log_lines()
     ended = _event_of_the_end()
     with MetricsServer(address, RunsCollector(config, options.key_prefix).collect) as server:
         print(f"the metrics of all runs are at {server.url}; Ctrl-C ends it", flush=True)

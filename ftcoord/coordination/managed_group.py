@@ -21,6 +21,7 @@ from ftcoord.coordination.ranks import RankRequest
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import EtcdError, ServerError
+from ftcoord.logs import show_if_asked
 from ftcoord.metrics.exporter import Exporting
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class ManagedGroup:
         heartbeat_interval: float,
         connect_timeout: float,
     ) -> None:
+        show_if_asked()
         self._identity, self._pid = identity, os.getpid()
         self._closed = concurrency.event()
         self._made = concurrency.event()

@@ -12,9 +12,9 @@ from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.shared import SharedClient
+from ftcoord.logs import show_log_lines
 from ftcoord.metrics.exporter import MetricsAddress
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
-from ftcoord.rendezvous.logs import show_log_lines
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)

@@ -34,6 +34,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ThreadNotStarted
 from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.etcd.shared import SharedClient
+from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
 from ftcoord.metrics.exporter import Exporting, MetricsAddress
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
@@ -171,7 +172,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         with self._recorded("next_rendezvous"), raised_as_exceptions():
             round_, rank = self._join()
         metrics.note_round(self._settings.run_id, round_.number, rank, round_.size, concurrency.now() - began)
-        log.info("%s", round_line(self._settings.run_id, round_, rank))
+        self._log(round_line(self._settings.run_id, round_, rank), round_, round_.before, rank)
         self._record("next_rendezvous", f"{self.host} is rank {rank} of {round_.size} in round {round_.number}", rank)
         assert self._resources.store is not None
         bootstrap = RendezvousStoreInfo(round_.address, round_.port)
@@ -190,7 +191,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if count and mine is not None and self._called_back != mine.number:
             self._called_back = mine.number
             metrics.RECALLS.add(self._settings.run_id)
-            log.warning("run %r, round %d: the workers are stopped: %s", self._settings.run_id, mine.number, reason)
+            run = self._settings.run_id
+            self._log(f"run {run!r}, round {mine.number}: the workers are stopped: {reason}", mine, reason)
         return count
 
     def is_closed(self) -> bool:
@@ -292,9 +294,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
         in a forked child."""
         if os.getpid() == self._pid:
             self._cancel_finalizer()
+            mine = self._node.round
+            if mine is not None and not self._resources.left:
+                run = self._settings.run_id
+                self._log(f"run {run!r}, round {mine.number}: this node leaves: {why}", mine, why)
             self._resources.leave(why)
 
     # -- events -------------------------------------------------------------------------------------------------
+
+    def _log(self, text: str, round_: AnyRound, reason: str, rank: int | None = None) -> None:
+        """Of a change of this node's state; `round_` is the last one that it took part in."""
+        member, run = self._node.participant.member, self._settings.run_id
+        id_, revision = (member.id, member.record_revision or None) if member else (None, None)
+        at = {"run": run, "round": round_.number, "host": self.host, "member": id_, "revision": revision}
+        log_change(log, text, rank=rank, reason=reason, **at)
 
     @contextlib.contextmanager
     def _recorded(self, action: str) -> Iterator[None]:

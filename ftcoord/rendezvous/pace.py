@@ -14,10 +14,11 @@ from ftcoord.core.rendezvous import SAY_AGAIN, SEATING, unhurried
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
 from ftcoord.core.standby import rare_slot
 from ftcoord.errors import EtcdError
+from ftcoord.logs import SHOWN, log_change, named
 from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Look, Standby, TakeoverToken
 from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Participant
 from ftcoord.rendezvous.limits import OtherLimits
-from ftcoord.rendezvous.logs import SHOWN, attendance, named
+from ftcoord.rendezvous.logs import attendance
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -57,6 +58,8 @@ class RoundPace:
         self.has_waited = False
         """Whether this node has waited for others: it then may be a spare of theirs."""
         self.limits = OtherLimits(settings, run)
+        self._spare_of = 0
+        """The last round that has no seat for this node, as the log says."""
         self._check_at = now + KEY_CHECK_INTERVAL
         self._line_at = now + FIRST_LINE + random.random() * settings.max_nodes / LINES_PER_SECOND
         self._seated = 0, now
@@ -96,6 +99,8 @@ class RoundPace:
             return
         if now >= self.deadline:
             raise RendezvousTimeoutError(self._why_no_round())
+        if look.standing is Standing.SPARE and look.record is not None:
+            self._log_spare(look.record)
         self._standby.tick()
         if now >= self._check_at:
             self._check(look, now)
@@ -103,6 +108,15 @@ class RoundPace:
             self._line_at = now + LINE_INTERVAL
             if look.standing is Standing.PENDING:
                 log.info("run %r: waiting for a round: %s", self._settings.run_id, self._attendance())
+
+    def _log_spare(self, full: AnyRound) -> None:
+        """Once for each round."""
+        if self._spare_of == full.number:
+            return
+        self._spare_of, run = full.number, self._settings.run_id
+        text = f"run {run!r}, round {full.number} is full ({full.size} nodes): this node waits as a spare"
+        member = self._participant.member
+        log_change(log, text, run=run, round=full.number, host=self._host, member=member.id if member else None)
 
     def rest(self) -> None:
         """This node waits no longer, for now."""

@@ -23,7 +23,7 @@ FLOORS = (
     "concurrency closing log_once",
     "files fork pidfd pool metrics.series",
     "config metrics.process",
-    "metrics.exporter",
+    "metrics.exporter logs",
     "core.strict core.layout core.outlook core.standby core.lease core.vote core.store_values core.store_history",
     "core.verdict core.situation core.election_records core.barrier_records",
     "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records core.death_records",
