@@ -114,7 +114,8 @@ class RoundPace:
         if now >= self._line_at + self._turn:
             self._line_at = now - self._turn + max(LINE_INTERVAL, self.crowd / LINES_PER_SECOND)
             if look.standing is Standing.PENDING and log.isEnabledFor(logging.INFO):  # else nobody reads who is there
-                log.info("run %r: waiting for a round: %s", self._settings.run_id, self._attendance())
+                run, there = self._settings.run_id, self._attendance()
+                log_change(log, f"run {run!r}: waiting for a round: {there}", run=run, reason=there, host=self._host)
 
     def _log_spare(self, full: AnyRound) -> None:
         """Once for each round."""

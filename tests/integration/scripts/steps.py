@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from datetime import timedelta
 
@@ -11,6 +13,15 @@ from torch.distributed import TCPStore
 from torchft import Manager, ProcessGroupGloo
 
 LIMIT = timedelta(seconds=90)
+# As `import torchft` does it with TORCHFT_USE_OTEL. It cannot where OpenTelemetry wants of an exporter what that of
+# torchft 0.2.0 has not.
+torchft.otel.TeeLogExporter.force_flush = lambda self, timeout_millis=0: True
+torchft.otel.TeeLogExporter.__abstractmethods__ = frozenset()
+os.environ["TORCHFT_USE_OTEL"] = "true"
+logging.getLogger().setLevel(logging.INFO)  # torchft sets none, and all its records are of this one
+for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
+    torchft.otel.setup_logger(name)
+
 weights = {"w": torch.zeros(1)}
 store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 process_group = ProcessGroupGloo(timeout=LIMIT)
