@@ -13,7 +13,7 @@ from ftcoord import concurrency
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.config import text, whole
 from ftcoord.errors import EtcdError
-from ftcoord.logs import show_log_lines
+from ftcoord.logs import show_if_asked, show_log_lines
 from ftcoord.metrics.exporter import (
     LOOPBACK,
     Exporting,
@@ -124,7 +124,7 @@ def _gateway(options: argparse.Namespace) -> int:
     from ftcoord.coordination import Gateway
 
     text("--etcd", options.etcd)  # it has no default
-    show_log_lines()
+    show_if_asked()  # it speaks for many replicas: a line for each of them is for who asks for it
     metrics_at = _metrics_address(options) if options.metrics_port is not None else None
     ended = _event_of_the_end()
     with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting:
