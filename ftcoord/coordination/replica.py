@@ -18,13 +18,9 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
 from ftcoord.etcd.api import Etcd, Get
-<<<<<<< HEAD
-from ftcoord.primitives.deaths import causes_known, causes_of
-=======
 from ftcoord.logs import log_change, named
 from ftcoord.metrics import process as metrics
-from ftcoord.primitives.deaths import causes_of
->>>>>>> main
+from ftcoord.primitives.deaths import causes_known, causes_of
 from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
 

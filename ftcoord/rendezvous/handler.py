@@ -210,14 +210,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._resources.watch_workers(mine, self._children)
         if count and mine is not None and self._called_back != mine.number:
             self._called_back = mine.number
-<<<<<<< HEAD
             self._resources.stopped_at = concurrency.wall()
-            log.warning("run %r, round %d: the workers are stopped: %s", self._settings.run_id, mine.number, reason)
-=======
             metrics.RECALLS.add(self._settings.run_id)
             run = self._settings.run_id
             self._log(f"run {run!r}, round {mine.number}: the workers are stopped: {reason}", mine, reason)
->>>>>>> main
         return count
 
     def is_closed(self) -> bool:

@@ -204,14 +204,11 @@ class Node:
         """Have the others know at once that a worker of that round failed: this node's agent comes back later, when it
         has stopped the others. From any thread."""
         if self.round is mine and not self.waiting()[0]:
-<<<<<<< HEAD
             self._failed = (failure,)
-=======
-            run = self._settings.run_id
+            run, fate = self._settings.run_id, failure.line
             metrics.WORKER_FAILURES.add(run)
             text = f"run {run!r}, round {mine.number}: {fate}; the other nodes are told"
             log_change(log, text, logging.WARNING, run=run, round=mine.number, reason=fate, host=self.host)
->>>>>>> main
             with contextlib.suppress(ThreadNotStarted):  # they hear of it later
                 self._holder.begin(self._hold(mine))
 
