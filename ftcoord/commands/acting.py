@@ -107,7 +107,7 @@ def _close(options: argparse.Namespace) -> int:
         if keys.rounds.is_empty:
             raise _NotThere(f"{job!r} has no rendezvous to close: replicas of quorums end one by one: `ftcoord kill`")
         _ask(options, [f"close {job!r} for its {len(keys.rounds.members())} nodes: each ends with an error"])
-        over = close_run(etcd, run_prefix(options.key_prefix, job), reason, etcd.config.request_timeout)
+        over = close_run(etcd, run_prefix(options.key_prefix, job), reason, _who(), etcd.config.request_timeout)
     if over:
         return _say(terminal, Done(FORMAT, job, (), (f"it was over already: {over}",)))
     return _say(terminal, Done(FORMAT, job, (f"closed {job!r}: {reason}",)))

@@ -81,7 +81,10 @@ def rules_of(options: argparse.Namespace) -> Rules:
 
 def no_such_job(job: str) -> str:
     """What is said of a job that etcd does not know."""
-    return f"etcd has no key of a job {neutral(repr(job))}: it never began, or was forgotten; `ftcoord ls` lists all"
+    return (
+        f"etcd has no key of a job {neutral(repr(job))}: it never began, or was forgotten; `ftcoord ls` lists all, and"
+        " `ftcoord history` may know more"
+    )
 
 
 def _ls(options: argparse.Namespace) -> int:
