@@ -1,0 +1,57 @@
+"""`ftcoord dashboard`: the page, until it is told to end."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import sys
+from typing import Any, Final
+
+from ftcoord import __version__
+from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
+from ftcoord.commands.looking import RULE_FLAGS, rules_of
+from ftcoord.config import Endpoint, listen_address, text
+from ftcoord.errors import FtcoordError
+
+PAGE_FLAGS: Final = (
+    Flag("--listen", "FTCOORD_DASHBOARD_LISTEN", "where to serve", text, "127.0.0.1:29511", "ADDRESS"),
+    Flag("--host-names", "FTCOORD_DASHBOARD_HOST_NAMES", "what browsers may call it, as n1,n2", text, "", "LIST"),
+)
+PACKAGES: Final = {"anyio", "starlette", "uvicorn"}
+"""What the extra brings."""
+
+
+def add_commands(commands: Any) -> None:
+    """`commands` is what `ArgumentParser.add_subparsers` gives."""
+    dashboard = commands.add_parser("dashboard", help="serve a page that shows all jobs, live, until Ctrl-C")
+    add(dashboard, (*ETCD_FLAGS, KEYS_FLAG, *RULE_FLAGS, *PAGE_FLAGS))
+    dashboard.set_defaults(run=_dashboard)
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    config, rules, listen = etcd_config(options), rules_of(options), listen_address("--listen", options.listen)
+    try:
+        from ftcoord.dashboard.serving import serve
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        raise FtcoordError(f"the page needs {error.name}: pip install 'ftcoord[dashboard]'") from None
+    for number in (signal.SIGTERM, signal.SIGINT):  # the server ends at either, and then gives it to us
+        signal.signal(number, lambda *_: None)
+    about = {
+        "version": __version__,
+        "host": socket.gethostname(),
+        "key_prefix": options.key_prefix,
+        "endpoints": [str(endpoint) for endpoint in config.endpoints],
+        "acts": False,
+    }
+    names = [name.strip().lower() for name in options.host_names.split(",") if name.strip()]
+    if not Endpoint(listen[0].strip("[]")).is_loopback:
+        print("ftcoord: whoever reaches this address can read the page: it has no login", file=sys.stderr)
+    serve(config, options.key_prefix, rules, listen, about=about, host_names=names, ready=_ready)
+    return 0
+
+
+def _ready(address: str) -> None:
+    print(f"the page is at {address}; Ctrl-C ends it", flush=True)

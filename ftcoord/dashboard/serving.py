@@ -1,0 +1,59 @@
+"""Runs the page's server."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
+from typing import Any, Final
+
+import uvicorn
+
+from ftcoord.config import EtcdConfig
+from ftcoord.dashboard.app import make_app
+from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.errors import ServerError
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.operator.status import Rules
+
+END_TIMEOUT: Final = 2
+"""Seconds that answers under way may take when the server ends."""
+
+
+def serve(
+    etcd: EtcdConfig,
+    key_prefix: str,
+    rules: Rules,
+    listen: tuple[str, int],
+    *,
+    about: Mapping[str, Any],
+    host_names: Collection[str],
+    ready: Callable[[str], None],
+) -> None:
+    """Serve the page until SIGINT or SIGTERM, with no etcd too. `ready` is told its address.
+
+    Raises ServerError when it cannot listen there, and ConfigError.
+    """
+    host, port = listen
+    names = {*host_names, host.lower()}
+    with (
+        _listening(host, port) as server,
+        EtcdClient(etcd) as client,
+        closing(LeanClient(etcd)) as lean,
+        Board(client, key_prefix, rules) as board,
+    ):
+        app = make_app(board, LeaseBook(lean), about, names)
+        config = uvicorn.Config(
+            app, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=END_TIMEOUT
+        )
+        ready(f"http://{host}:{server.getsockname()[1]}")
+        uvicorn.Server(config).run([server])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        return socket.create_server((host.strip("[]"), port), family=family)
+    except OSError as error:
+        raise ServerError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
