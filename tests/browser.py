@@ -83,6 +83,15 @@ class Browser:
         """Wait until the page shows a text."""
         eventually(lambda: text in self.text(selector), lambda: f"{text!r} is shown in {self.text(selector)!r}")
 
+    def click(self, selector: str) -> None:
+        self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def fill(self, selector: str, text: str) -> None:
+        self.run(
+            f"{{ const input = document.querySelector({json.dumps(selector)}); input.value = {json.dumps(text)};"
+            " input.dispatchEvent(new Event('input')); }"
+        )
+
     def look(self, width: int, height: int, scheme: str) -> None:
         """Have a screen of this size, and a user who wants it light or dark."""
         self._call(

@@ -22,10 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ftcoord import concurrency
 from ftcoord.config import full_text, whole
+from ftcoord.dashboard.acts import PageActor, read_order
 from ftcoord.dashboard.board import Board, LeaseBook, Shown, TooManyViewers, Viewing
-from ftcoord.dashboard.guarding import HEADERS, is_allowed_host
+from ftcoord.dashboard.guarding import HEADERS, is_allowed_host, is_token
 from ftcoord.dashboard.pages import Wanted, members_on, page_of
-from ftcoord.errors import ClientClosed, ConfigError, EtcdError, ThreadNotStarted
+from ftcoord.errors import ClientClosed, ConfigError, EtcdError, FtcoordError, OutcomeUnknown, ThreadNotStarted
 from ftcoord.operator.told import plain
 
 STATIC: Final = Path(__file__).parent / "static"
@@ -35,11 +36,21 @@ STREAM_REST: Final = 0.2
 """Seconds between two pages to one viewer, at least."""
 SLOWEST: Final = 30.0
 """Seconds after which a viewer is dropped that takes nothing of what it is sent."""
+MOST_ORDERED: Final = 16_384
+"""Bytes of an order."""
 LONGEST_SEARCH: Final = 200
 """Characters."""
 
 
-def make_app(board: Board, leases: LeaseBook, about: Mapping[str, Any], host_names: Collection[str] = ()) -> ASGIApp:
+def make_app(
+    board: Board,
+    leases: LeaseBook,
+    about: Mapping[str, Any],
+    host_names: Collection[str] = (),
+    *,
+    actor: PageActor | None = None,
+    token: str = "",
+) -> ASGIApp:
     """The page's application.
 
     Args:
@@ -47,13 +58,15 @@ def make_app(board: Board, leases: LeaseBook, about: Mapping[str, Any], host_nam
         leases: of members.
         about: what the page says of itself.
         host_names: by which browsers may call it, besides addresses and localhost; in lower case.
+        actor, token: who does what is ordered with that token; None for a page that is read-only.
     """
     streams = _Streams(board, leases)
     routes = [
         Route("/", _index),
-        Route("/api/about", lambda _: JSONResponse(about)),
+        Route("/api/about", lambda _: JSONResponse({**about, "acts": actor is not None})),
         Route("/api/jobs", streams.jobs),
         Route("/api/job", streams.job),
+        Route("/api/act", _Orders(actor, token).order, methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     return _Guarded(Starlette(routes=routes), frozenset(host_names))
@@ -82,6 +95,40 @@ class _Guarded:
         await app(scope, receive, guarded)
 
 
+class _Orders:
+    """Takes orders from those who have the token."""
+
+    def __init__(self, actor: PageActor | None, token: str) -> None:
+        self._actor, self._token = actor, token  # never change
+
+    async def order(self, request: Request) -> Response:
+        if self._actor is None:
+            return _refusal(403, "this page is read-only: FTCOORD_DASHBOARD_TOKEN lets it act")
+        if not is_token(request.headers.get("authorization", ""), self._token):
+            return _refusal(401, "this is not the page's token")
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MOST_ORDERED:
+                return _refusal(413, "an order is shorter than this")
+        try:
+            order = read_order(json.loads(body))
+            sender = request.client.host if request.client else "an unknown address"
+            return JSONResponse(plain(await to_thread.run_sync(self._actor.act, order, sender)))
+        except ValueError as error:  # ConfigError too; no JSON
+            return _refusal(400, str(error))
+        except OutcomeUnknown as error:
+            return _refusal(504, f"etcd did not answer: it may have been done, or not: {error}")
+        except EtcdError as error:
+            return _refusal(503, f"etcd did not do it: {error}")
+        except FtcoordError as error:
+            return _refusal(409, str(error))
+
+
+def _refusal(status: int, why: str) -> Response:
+    return JSONResponse({"error": why}, status)
+
+
 class _Streams:
     """Makes streams of requests."""
 
@@ -95,13 +142,13 @@ class _Streams:
         try:
             return self._stream(full_text("job", request.query_params.get("job", "")), request)
         except ConfigError as error:
-            return JSONResponse({"error": str(error)}, 400)
+            return _refusal(400, str(error))
 
     def _stream(self, job: str | None, request: Request) -> ASGIApp:
         try:
             offset = whole(0, 10**9)("offset", request.query_params.get("offset", "0"))
         except ConfigError as error:
-            return JSONResponse({"error": str(error)}, 400)
+            return _refusal(400, str(error))
         look = Wanted(request.query_params.get("find", "")[:LONGEST_SEARCH], offset)
         return _Stream(self._board, self._leases, job, look)
 
@@ -123,7 +170,7 @@ class _Stream:
         try:
             viewing = await to_thread.run_sync(self._board.view, self._job, wake)
         except (TooManyViewers, ThreadNotStarted, ClientClosed) as error:
-            await JSONResponse({"error": str(error)}, 503)(scope, receive, send)
+            await _refusal(503, str(error))(scope, receive, send)
             return
         try:
             async with anyio.create_task_group() as tasks:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import uvicorn
 
 from ftcoord.config import EtcdConfig
+from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
 from ftcoord.errors import ServerError
@@ -29,9 +30,13 @@ def serve(
     *,
     about: Mapping[str, Any],
     host_names: Collection[str],
+    who: str,
+    token: str,
     ready: Callable[[str], None],
 ) -> None:
     """Serve the page until SIGINT or SIGTERM, with no etcd too. `ready` is told its address.
+
+    It acts as `who` for those who have the token, and is read-only without one.
 
     Raises ServerError when it cannot listen there, and ConfigError.
     """
@@ -43,7 +48,8 @@ def serve(
         closing(LeanClient(etcd)) as lean,
         Board(client, key_prefix, rules) as board,
     ):
-        app = make_app(board, LeaseBook(lean), about, names)
+        actor = PageActor(client, key_prefix, who, etcd.request_timeout) if token else None
+        app = make_app(board, LeaseBook(lean), about, names, actor=actor, token=token)
         config = uvicorn.Config(
             app, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=END_TIMEOUT
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -16,6 +17,7 @@ from ftcoord.etcd.client import EtcdClient
 
 pytestmark = pytest.mark.browser
 
+TOKEN = "a-token-of-this-test"
 EVIL = "<img src=x onerror=\"console.log('owned')\"><script>console.log('owned')</script>"
 
 
@@ -81,6 +83,23 @@ def test_an_etcd_that_is_lost_is_said_until_it_is_back(browser: Browser, fragile
         assert browser.run("document.getElementById('lost').hidden")
 
 
+def test_whoever_has_the_token_evicts_a_member(browser: Browser, etcd: EtcdServer, client: EtcdClient) -> None:
+    write_run(client, "page acts", ["host0", "host1"])
+    with page(etcd.get_endpoint(), env={**os.environ, "FTCOORD_DASHBOARD_TOKEN": TOKEN}) as address:
+        browser.open(f"{address}/?job=page%20acts")
+        browser.shows("evict", "tbody tr:nth-child(2)")
+        browser.click("tbody tr:nth-child(2) button")
+        browser.shows("Evict host1?", "#order")
+        browser.fill("#order label:nth-of-type(1) input", "ann")
+        browser.fill("#order label:nth-of-type(2) input", "wrong")
+        browser.click("#order .danger")
+        browser.shows("this is not the page's token", "#order")
+        browser.fill("#order label:nth-of-type(2) input", TOKEN)
+        browser.click("#order .danger")
+        browser.shows("evicted node1 on host1", "#order")
+        browser.shows("evicted by ann through the page", "table")
+
+
 def test_a_page_whose_server_is_gone_says_so(browser: Browser, etcd: EtcdServer, client: EtcdClient) -> None:
     write_run(client, "gone", ["host0"])
     with page(etcd.get_endpoint()) as address:
@@ -95,10 +114,9 @@ def test_a_thousand_members_are_usable(browser: Browser, address: str, client: E
     browser.open(f"{address}/?job=page%20large")
     browser.shows("members (1000)")
     assert browser.run("document.querySelectorAll('tbody tr').length") == 50
-    browser.run("[...document.querySelectorAll('button')].find((one) => one.innerText.startsWith('next')).click()")
+    browser.click(".card > .tools button:nth-child(2)")
     browser.shows("51 to 100 of 1000")
-    browser.run("document.getElementById('find').value = 'host0777'")
-    browser.run("document.getElementById('find').dispatchEvent(new Event('input'))")
+    browser.fill("#find", "host0777")
     browser.shows("members (1 of 1000)")
     assert "host0777" in browser.text("table")
     eventually(lambda: browser.text("#link") == "live", "the page is live")

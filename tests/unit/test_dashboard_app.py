@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode
 
@@ -13,13 +14,17 @@ import pytest
 from helpers import DEADLINE, eventually
 
 from ftcoord.core import rendezvous_records
-from ftcoord.core.layout import member_id, member_key, run_prefix
+from ftcoord.core.layout import death_key, decided_key, member_id, member_key, members_span, run_prefix
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.dashboard import app as apps
+from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.etcd.api import Get
 from ftcoord.operator.status import Rules
 from ftcoord.testing import MemoryClient, MemoryEtcd
+
+TOKEN = "0123456789abcdef"
 
 
 class Clerk:
@@ -45,12 +50,26 @@ class Site:
         self.client, self.board = client, board
         self.app = make_app(board, LeaseBook(Clerk()), {"version": "1"})
 
+    def may_act(self) -> None:
+        actor = PageActor(self.client, "/f", "me@here", DEADLINE)
+        self.app = make_app(self.board, LeaseBook(Clerk()), {}, actor=actor, token=TOKEN)
+
+    def order(self, authorization: str = f"Bearer {TOKEN}", **order: object) -> Answer:
+        body = json.dumps({"what": "evict", "job": "a/b", "name": "n", "who": "ann", **order}).encode()
+        return self.get("/api/act", method="POST", body=body, headers={"authorization": authorization})
+
+    def members(self) -> int:
+        return self.client.range(Get(members_span(run_prefix("/f", "a/b")), count_only=True)).count
+
     def get(
         self,
         path: str,
         host: str = "127.0.0.1:1",
         until: Callable[[Answer], bool] = lambda _: False,
         takes: Callable[[], bool] = lambda: True,
+        method: str = "GET",
+        body: bytes = b"",
+        headers: Mapping[str, str] = MappingProxyType({}),
         **query: object,
     ) -> Answer:
         """Ask, and go away as soon as the answer is enough.
@@ -62,7 +81,7 @@ class Site:
 
         async def ask() -> None:
             gone = asyncio.Event()
-            asked = [{"type": "http.request", "body": b"", "more_body": False}]
+            asked = [{"type": "http.request", "body": body, "more_body": False}]
 
             async def receive() -> Any:
                 if asked:
@@ -82,10 +101,11 @@ class Site:
 
             scope = {
                 "type": "http",
-                "method": "GET",
+                "method": method,
                 "path": path,
                 "query_string": urlencode(query).encode(),
-                "headers": [(b"host", host.encode())],
+                "headers": [(name.encode(), text.encode()) for name, text in {"host": host, **headers}.items()],
+                "client": ("192.0.2.7", 5),
             }
             await asyncio.wait_for(self.app(scope, receive, send), DEADLINE)
 
@@ -161,3 +181,86 @@ def test_one_too_many_is_told_so(site: Site, monkeypatch: pytest.MonkeyPatch) ->
     answer = site.get("/api/jobs")
     assert answer.status == 503
     assert "too many" in json.loads(answer.body)["error"]
+
+
+def test_a_page_without_a_token_does_nothing(site: Site) -> None:
+    assert site.order().status == 403
+    assert site.order("Bearer ").status == 403
+    assert site.members() == 1
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer ", "Bearer 0123456789abcdeg", TOKEN, f"Basic {TOKEN}"])
+def test_nothing_is_done_for_whoever_has_not_the_token(site: Site, authorization: str) -> None:
+    site.may_act()
+    assert site.order(authorization).status == 401
+    assert site.members() == 1
+
+
+def test_what_another_site_can_have_a_browser_send_does_nothing(site: Site) -> None:
+    """A form, or a request without a preflight: with cookies, and without the header."""
+    site.may_act()
+    body = json.dumps({"what": "evict", "job": "a/b", "name": "n", "who": "ann"}).encode()
+    headers = {"cookie": f"token={TOKEN}", "content-type": "text/plain", "origin": "http://evil.example"}
+    assert site.get("/api/act", method="POST", body=body, headers=headers, token=TOKEN).status == 401
+    assert site.get("/api/act", token=TOKEN).status == 405
+    assert site.members() == 1
+
+
+def test_a_member_is_evicted_and_all_can_read_by_whom(site: Site) -> None:
+    site.may_act()
+    member = site.client.range(Get(members_span(run_prefix("/f", "a/b")))).kvs[0].key.rpartition("/")[2]
+    answer = site.order(reason="it smells")
+    assert answer.status == 200
+    assert json.loads(answer.body)["did"][0].startswith("evicted n on host of n")
+    assert site.members() == 0
+    death = site.client.get(death_key(run_prefix("/f", "a/b"), member)).one
+    assert death is not None
+    cause = json.loads(death.value)["cause"]
+    assert cause == "evicted by ann through the page of me@here, from 192.0.2.7: it smells"
+    assert site.order().status == 409
+
+
+def test_a_run_is_closed(site: Site) -> None:
+    site.may_act()
+    assert site.order(what="close").status == 200
+    record = site.client.get(decided_key(run_prefix("/f", "a/b"))).one
+    assert record is not None
+    assert "closed by ann through the page of me@here" in json.loads(record.value)["closed"]
+    assert json.loads(site.order(what="close").body)["left"][0].startswith("it was over already")
+
+
+@pytest.mark.parametrize(
+    ("order", "status"),
+    [
+        ({"what": "gc"}, 400),
+        ({"job": ""}, 400),
+        ({"job": 5}, 400),
+        ({"name": ""}, 400),
+        ({"who": ""}, 400),
+        ({"who": None}, 400),
+        ({"reason": "x" * 1001}, 400),
+        ({"reason": "x" * 20_000}, 413),
+        ({"job": "nobody's"}, 409),
+        ({"name": "nobody"}, 409),
+        ({"what": "kill", "name": "nobody"}, 409),
+    ],
+)
+def test_bad_orders_are_refused(site: Site, order: dict[str, object], status: int) -> None:
+    site.may_act()
+    answer = site.order(**order)
+    assert answer.status == status
+    assert json.loads(answer.body)["error"]
+    assert site.members() == 1
+
+
+def test_an_order_that_is_not_json_is_refused(site: Site) -> None:
+    site.may_act()
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    for body in (b"", b"[]", b"{", b"\xff"):
+        assert site.get("/api/act", method="POST", body=body, headers=headers).status == 400
+
+
+def test_a_lost_etcd_does_nothing_and_says_so(site: Site) -> None:
+    site.may_act()
+    site.client.cut_off()
+    assert site.order().status == 503

@@ -140,6 +140,67 @@ const missingColumns = [
   memberColumn,
 ];
 
+// What acts: a dialog asks first, with the name and the token, which are kept in this page's memory only.
+const credentials = { who: "", token: "" };
+
+function entry(label, settings) {
+  const input = make("input", settings);
+  return { input, row: make("label", {}, label, input) };
+}
+
+function ask(what, name, question) {
+  const who = entry("your name", { autocomplete: "username", maxlength: "200" });
+  const token = entry("token", { type: "password", autocomplete: "off" });
+  const reason = entry("reason", { maxlength: "1000", placeholder: "for those who read it later" });
+  who.input.value = credentials.who;
+  token.input.value = credentials.token;
+  const answer = make("p", { role: "status" });
+  const close = make("button", { type: "button", on: { click: () => dialog.remove() } }, "cancel");
+  const go = make("button", { type: "button", class: "danger", on: { click: async () => {
+    credentials.who = who.input.value.trim();
+    credentials.token = token.input.value.trim();
+    go.disabled = true;
+    const [done, text] = await order({ what, job, name, who: credentials.who, reason: reason.input.value.trim() });
+    answer.textContent = text;
+    answer.className = done ? "good" : "bad";
+    if (done) {
+      go.remove();
+      close.textContent = "close";
+    }
+    go.disabled = false;
+  } } }, what);
+  const dialog = make("dialog", { id: "order", on: { close: () => dialog.remove() } },
+    make("h2", {}, question), who.row, token.row, reason.row, answer, make("div", { class: "tools" }, go, close));
+  document.body.append(dialog);
+  dialog.showModal();
+  (credentials.who ? reason : who).input.focus();
+}
+
+async function order(wanted) {
+  try {
+    const headers = { Authorization: `Bearer ${credentials.token}`, "Content-Type": "application/json" };
+    const answer = await fetch("/api/act", { method: "POST", headers, body: JSON.stringify(wanted) });
+    const told = await answer.json();
+    if (!answer.ok) return [false, told.error];
+    return [told.did.length > 0, [...told.did, ...told.left.map((one) => `left alone: ${one}`)].join("; ")];
+  } catch (error) {
+    return [false, `nobody knows whether it was done: ${error.message}`];
+  }
+}
+
+function orderButton(what, name, question) {
+  return make("button", { type: "button", class: "order", on: { click: () => ask(what, name, question) } }, what);
+}
+
+const evictColumn = {
+  head: "",
+  of: (row) => orderButton("evict", row.member, `Evict ${row.host ?? row.replica_id}? Its lease ends now, and the others go on without it.`),
+};
+const killColumn = {
+  head: "",
+  of: (row) => orderButton("kill", row.replica_id, `Kill ${row.replica_id}? The process of its manager ends.`),
+};
+
 function groupCard(title, what, group, facts, columns) {
   const missing = group.missing, state = word(group.state);
   if (!group.healthy) state.classList.remove("good");
@@ -161,7 +222,7 @@ function roundsCard(group) {
     ["seats", `${group.size}${limits ? ` (${limits})` : ""}`],
     ["bootstrap", group.size && !group.closed ? `${group.address}:${group.port}` : ""],
     ["closed", group.closed], ["recalled", group.recalled], ["round before", group.before],
-  ], nodeColumns);
+  ], about.acts ? [...nodeColumns, evictColumn] : nodeColumns);
 }
 
 function quorumCard(group) {
@@ -169,7 +230,7 @@ function quorumCard(group) {
     ["replicas", `${group.size} (min_replicas ${group.min_replicas})`],
     ["step", String(group.max_step)],
     ["decided", group.created ? new Date(group.created * 1000).toLocaleString() : ""],
-  ], replicaColumns);
+  ], about.acts ? [...replicaColumns, evictColumn, killColumn] : replicaColumns);
 }
 
 function drawJob(page) {
@@ -180,6 +241,9 @@ function drawJob(page) {
     return;
   }
   counted.replaceChildren(make("span", { id: "health" }), make("span", { class: "dim" }, `revision ${page.revision}`));
+  if (about.acts && page.rounds && !page.rounds.closed) {
+    counted.append(orderButton("close", "", `Close ${page.job}? The run ends for all of its nodes, each with an error.`));
+  }
   const parts = [page.rounds && roundsCard(page.rounds), page.quorum && quorumCard(page.quorum)].filter(Boolean);
   if (!parts.length) parts.push(make("p", { class: "card" },
     "It has neither a rendezvous nor quorums: only a store, timers, heartbeats, elections or barriers."));
@@ -251,5 +315,6 @@ open();
 fetch("/api/about").then((answer) => answer.json()).then((found) => {
   about = found;
   document.getElementById("where").textContent = `${about.endpoints.join(", ")} ${about.key_prefix}`;
-  document.getElementById("about").textContent = `ftcoord ${about.version} on ${about.host}; read-only`;
+  document.getElementById("about").textContent = `ftcoord ${about.version} on ${about.host}; ${about.acts ? "who has the token may act" : "read-only"}`;
+  drawPage();
 }).catch(() => draw());
