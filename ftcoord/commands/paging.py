@@ -19,7 +19,7 @@ from ftcoord.errors import ConfigError, FtcoordError
 from ftcoord.files import contents
 
 PAGE_FLAGS: Final = (
-    Flag("--listen", "FTCOORD_DASHBOARD_LISTEN", "where to serve", text, "127.0.0.1:29511", "ADDRESS"),
+    Flag("--listen", "FTCOORD_DASHBOARD_LISTEN", "where to serve", text, "127.0.0.1:29512", "ADDRESS"),
     Flag("--host-names", "FTCOORD_DASHBOARD_HOST_NAMES", "what browsers may call it, as n1,n2", text, "", "LIST"),
 )
 TOKEN, TOKEN_FILE = "FTCOORD_DASHBOARD_TOKEN", "FTCOORD_DASHBOARD_TOKEN_FILE"

@@ -21,8 +21,9 @@ FLOORS = (
     "ftcoord",
     "errors",
     "concurrency closing log_once",
-    "files fork pidfd pool",
-    "config",
+    "files fork pidfd pool metrics.series",
+    "config metrics.process",
+    "metrics.exporter logs",
     "core.strict core.layout core.outlook core.standby core.lease core.vote core.store_values core.store_history",
     "core.verdict core.situation core.election_records core.barrier_records",
     "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records core.death_records",
@@ -64,7 +65,7 @@ FLOORS = (
     "operator.rounds operator.quorums",
     "operator.status operator.naming operator.leftovers operator.findings",
     "operator.reading",
-    "operator.acting operator.following operator.watching",
+    "operator.acting operator.following operator.watching metrics.runs",
     "operator.orders",
     "operator.examining",
     "dashboard.pages dashboard.guarding dashboard.board dashboard.acts",
@@ -177,7 +178,6 @@ def test_embedded_etcds_are_for_facades_only(module: str) -> None:
 
 OWN_THREADS = {
     "ftcoord.concurrency": "it is the seam",
-    "ftcoord.rendezvous.signals": "asks for Python's main thread, which runs signal handlers",
 }
 """Modules that may name Python's threads, locks and clocks, and why."""
 SEAM = {"threading", "queue", "time", "_thread", "sched"}
