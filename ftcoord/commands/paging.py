@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -43,11 +42,10 @@ def _dashboard(options: argparse.Namespace) -> int:
     try:
         from ftcoord.dashboard.serving import serve
     except ModuleNotFoundError as error:
-        if error.name not in PACKAGES:
+        package = (error.name or "").partition(".")[0]
+        if package not in PACKAGES:
             raise
-        raise FtcoordError(f"the page needs {error.name}: pip install 'ftcoord[dashboard]'") from None
-    for number in (signal.SIGTERM, signal.SIGINT):  # the server ends at either, and then gives it to us
-        signal.signal(number, lambda *_: None)
+        raise FtcoordError(f"the page needs {package}: pip install 'ftcoord[dashboard]'") from None
     about = {
         "version": __version__,
         "host": socket.gethostname(),

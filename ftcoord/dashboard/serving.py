@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
@@ -43,7 +44,7 @@ def serve(
     host, port = listen
     names = {*host_names, host.lower()}
     with (
-        _listening(host, port) as server,
+        _listening(host, port) as listener,
         EtcdClient(etcd) as client,
         closing(LeanClient(etcd)) as lean,
         Board(client, key_prefix, rules) as board,
@@ -53,8 +54,15 @@ def serve(
         config = uvicorn.Config(
             app, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=END_TIMEOUT
         )
-        ready(f"http://{host}:{server.getsockname()[1]}")
-        uvicorn.Server(config).run([server])
+        server = uvicorn.Server(config)
+
+        def end(*_signal: object) -> None:
+            server.should_exit = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):  # the server ends at either, and then gives it to us again
+            signal.signal(number, end)
+        ready(f"http://{host}:{listener.getsockname()[1]}")
+        server.run([listener])
 
 
 def _listening(host: str, port: int) -> socket.socket:
