@@ -34,8 +34,8 @@ TTL = 30
 STORE_TTL = 5
 """Tests wait for its end; but a crowded machine must not end it before."""
 """Seconds of every lease here: what goes in much less was revoked."""
-KEPT = "/decided"
-"""What ends the names of keys that outlive whoever wrote them: what a group has decided is remembered."""
+KEPT = ("/decided", "/events/")
+"""What is in the names of keys that outlive whoever wrote them: what a group has decided, and its history."""
 
 
 def address(endpoint: str, run: str) -> str:
@@ -221,7 +221,7 @@ class Left:
 def look(etcd: ftcoord.EtcdServer, client: EtcdClient, run: str) -> Left:
     """What is there now. Leases only where they hold a key of the run, or none that remains."""
     found = client.range(Get(Span(f"/ftcoord/v1/{run}", is_prefix=True))).kvs
-    kept = {kv.lease for kv in found if kv.key.endswith(KEPT)}
+    kept = {kv.lease for kv in found if any(part in kv.key for part in KEPT)}
     answer = etcd.http("POST", "/v3/lease/leases", {}) or {}
     leases = frozenset(str(one["ID"]) for one in answer.get("leases", ())) - {str(lease) for lease in kept}
     keys = frozenset(kv.key for kv in found if kv.lease not in kept)

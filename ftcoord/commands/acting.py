@@ -70,7 +70,7 @@ def _close(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         nodes = nodes_of_run(etcd, options.key_prefix, job)
         _ask(options, [f"close {job!r} for its {nodes} nodes: each ends with an error"])
-        return _say(terminal, close_job(etcd, options.key_prefix, job, reason, etcd.config.request_timeout))
+        return _say(terminal, close_job(etcd, options.key_prefix, job, reason, who(), etcd.config.request_timeout))
 
 
 def _kill(options: argparse.Namespace) -> int:

@@ -24,7 +24,19 @@ _CODES: Final = {"good": "32", "bad": "31", "busy": "33", "dim": "2", "bold": "1
 _MOODS: Final = {
     "good": {"running", "training", "finished", "ok"},
     "busy": {"forming", "seating", "seated", "waiting", "asking", "called back", "spare", "idle", "hint", "warning"},
-    "bad": {"failed", "degraded", "unreadable", "away", "refused", "problem", "unclear", "missing"},
+    "bad": {
+        "failed",
+        "degraded",
+        "unreadable",
+        "away",
+        "refused",
+        "problem",
+        "unclear",
+        "missing",
+        "died",
+        "lost",
+        "expired",
+    },
 }
 """Words that tables show in colours."""
 
@@ -67,9 +79,12 @@ class Terminal:
         mood = next((mood for mood, words in _MOODS.items() if word.strip() in words), None)
         return self.colour(word, mood) if mood else word
 
-    def table(self, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterable[str]:
-        """The lines of a table. None is shown as a dash; whole numbers stand at the right."""
-        texts = [[_cell(value) for value in row] for row in rows]
+    def table(
+        self, heads: Sequence[str], rows: Sequence[Sequence[object]], widest: int | None = WIDEST
+    ) -> Iterable[str]:
+        """The lines of a table, with cells cut to the `widest`. None is shown as a dash; whole numbers stand at the
+        right."""
+        texts = [[_cell(value, widest) for value in row] for row in rows]
         columns = [
             _Column(head, [text[at] for text in texts], [row[at] for row in rows]) for at, head in enumerate(heads)
         ]
@@ -133,9 +148,9 @@ def _yaml(value: Any) -> list[str]:
     return lines or ["{}"]
 
 
-def _cell(value: object) -> str:
+def _cell(value: object, widest: int | None) -> str:
     text = "-" if value is None or value == "" else neutral(str(value))
-    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
+    return text if widest is None or len(text) <= widest else f"{text[: widest - 3]}..."
 
 
 def _width(text: str) -> int:

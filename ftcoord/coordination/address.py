@@ -12,6 +12,7 @@ from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from ftcoord.config import EtcdConfig, redacted, whole
+from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import KEY_PREFIX, quorum_prefix
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.errors import ConfigError
@@ -37,6 +38,7 @@ class Job:
         join_timeout_ms: how long a quorum waits for replicas that live but do not ask.
         heartbeat_timeout_ms: how long a replica counts as alive after its last beat.
         allow_kill: 1 if whoever reaches a manager's port may end its process; else 0.
+        history_ttl: seconds for which the job's history outlives its last replica; 0 for none.
     """
 
     scheme: str
@@ -46,6 +48,7 @@ class Job:
     join_timeout_ms: int = 60_000
     heartbeat_timeout_ms: int = 5_000
     allow_kill: int = 0
+    history_ttl: int = HISTORY_TTL
 
     @property
     def prefix(self) -> str:
@@ -75,6 +78,8 @@ class Job:
         query = {name: getattr(self, name) for name in _NUMBERS}
         if not self.allow_kill:
             del query["allow_kill"]
+        if self.history_ttl == HISTORY_TTL:
+            del query["history_ttl"]
         return f"{self.scheme}://{self.endpoints}/{quote(self.name, safe='')}?{urlencode(query)}"
 
 
@@ -83,6 +88,7 @@ _NUMBERS: Final = {
     "join_timeout_ms": whole(0, DAY_MS),
     "heartbeat_timeout_ms": whole(10, DAY_MS),
     "allow_kill": whole(0, 1),
+    "history_ttl": whole(0, 10**9),
 }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
+from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.invariants import check_quorum
 from ftcoord.core.layout import decided_key, member_of, roster_key
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
+from ftcoord.core.quorum_history import lost_seats, quorum_events
 from ftcoord.core.quorum_records import (
     Profile,
     QuorumRecord,
@@ -22,6 +25,7 @@ from ftcoord.core.quorum_records import (
     parse_roster,
 )
 from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKeys
@@ -103,6 +107,8 @@ class QuorumPolicy:
         heartbeat_timeout: in seconds.
         look: the members' mod revisions in etcd now, by their keys. Raises EtcdError.
         seen: numbers and ids in it are not given again.
+        causes: why members are gone, by their ids, as far as anybody has said so, and at which revision of etcd's.
+            Raises EtcdError.
         wall_clock: for people.
     """
 
@@ -113,9 +119,11 @@ class QuorumPolicy:
         heartbeat_timeout: float,
         look: Callable[[], Mapping[str, int]],
         seen: HighestSeen,
+        causes: Callable[[Iterable[str]], Mapping[str, tuple[str, int]]] = lambda members: {},
         wall_clock: Callable[[], float] = concurrency.wall,
     ) -> None:
         self._prefix, self._options, self._look, self._seen, self._wall_clock = prefix, options, look, seen, wall_clock
+        self._causes = causes
         self._patience = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
         self._members = ParsedKeys(parse_replica)
         self._decided: tuple[KeyValue, KeyValue | None] | None = None
@@ -138,9 +146,21 @@ class QuorumPolicy:
         verdict = self._guard.passed(verdict, check, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
-            return self._encoded(verdict, view, roster)
+            return replace(self._encoded(verdict, view, roster), events=self._events(previous, verdict.record))
         times = [at for at in (verdict.until, next_death) if at is not None]
         return Wait(verdict.reason, min(times, default=None), verdict.rule)
+
+    def _events(self, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
+        """What the history has to say: nothing, and no request, in a step of the same replicas."""
+        if previous is not None and previous.id == new.id:
+            return []
+        gone = [seat.member for seat in lost_seats(previous, new)]
+        try:
+            causes = self._causes(gone) if gone else {}
+        except EtcdError as error:  # nothing is decided by it
+            log.debug("why members are gone cannot be told: %s", error)
+            causes = {}
+        return quorum_events(previous, new, causes, int(self._wall_clock() * 1000))
 
     def _encoded(self, decision: Publish[QuorumRecord], view: View, known: Roster | None) -> Publish[bytes]:
         """The same decision, as etcd is to hold it."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
@@ -19,7 +20,7 @@ from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Etcd, Get
 from ftcoord.logs import log_change, named
 from ftcoord.metrics import process as metrics
-from ftcoord.primitives.deaths import causes_of
+from ftcoord.primitives.deaths import causes_known, causes_of
 from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
 
@@ -66,7 +67,7 @@ class Replica:
         self._by_writing = job.heartbeat_timeout < LEASE_FLOOR
         self._participant: Participant[QuorumRecord, ReplicaRecord] = Participant(
             etcd,
-            QuorumUse(job, replica_id, self._revisions),
+            QuorumUse(job, replica_id, self._revisions, partial(causes_known, etcd, job.prefix, timeout=CAUSE_TIMEOUT)),
             ParticipantOptions(
                 max(math.ceil(job.heartbeat_timeout), 1),
                 RECORD_TTL,
@@ -74,6 +75,7 @@ class Replica:
                 keeps_lease=keeps_lease,
                 batches=True,
                 dies_with_process=dies_with_process,
+                history_ttl=job.history_ttl,
             ),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -28,12 +28,19 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         job: the job and its rules.
         replica_id: the replica's name.
         look: the members' mod revisions in etcd now, by their keys. Raises EtcdError.
+        causes: see `QuorumPolicy`.
     """
 
     has_roster = True
 
-    def __init__(self, job: Job, replica_id: str, look: Callable[[], Mapping[str, int]]) -> None:
-        self._job, self._replica_id, self._look = job, replica_id, look
+    def __init__(
+        self,
+        job: Job,
+        replica_id: str,
+        look: Callable[[], Mapping[str, int]],
+        causes: Callable[[Iterable[str]], Mapping[str, tuple[str, int]]],
+    ) -> None:
+        self._job, self._replica_id, self._look, self._causes = job, replica_id, look, causes
         self._seen = HighestSeen()
         # The numbers of requests: the last one, written by `stamp`, and the last one that needs no answer any more,
         # written by `nobody_asks`. Both only grow, and no request is stamped before its call is counted.
@@ -47,7 +54,8 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         return self._job.prefix
 
     def policy(self) -> QuorumPolicy:
-        return QuorumPolicy(self.prefix, self._job.options, self._job.heartbeat_timeout, self._look, self._seen)
+        job = self._job
+        return QuorumPolicy(self.prefix, job.options, job.heartbeat_timeout, self._look, self._seen, self._causes)
 
     def parse(self, key: str, value: bytes) -> QuorumRecord:
         return self.parse_with_roster(key, value, None)

@@ -17,6 +17,8 @@ DEFAULT_STORE_PREFIX: Final = f"{KEY_PREFIX}/@store/"
 """Of an EtcdStore whose user gives no prefix. No run lies there: an `@` in a run's id is written `%40`."""
 _ID_DIGITS: Final = 16
 """Of a member's id, which is its lease."""
+_QUORUM: Final = "quorum"
+_HEX: Final = frozenset("0123456789abcdef")
 _MAX_ROUND_DIGITS: Final = 18
 """Digits of a round's number that fits into a record, with room to count on from it."""
 
@@ -63,6 +65,15 @@ def run_prefix(key_prefix: str, run_id: str) -> str:
 def run_span(prefix: str) -> Span:
     """All keys of a run, by its prefix."""
     return Span(f"{prefix}/", is_prefix=True)
+
+
+def spans_but_history(prefix: str) -> tuple[Span, ...]:
+    """All keys of a run but its history, and that of its quorums."""
+    everything = run_span(prefix)
+    histories = sorted(events_span(one).start for one in (prefix, f"{prefix}/{_QUORUM}"))
+    starts = [everything.start, *(decode_key(Span(one, is_prefix=True).end) for one in histories)]
+    stops = [*histories, decode_key(everything.end)]
+    return tuple(Span(start, stop=stop) for start, stop in zip(starts, stops, strict=True))
 
 
 def runs_span(key_prefix: str) -> Span:
@@ -158,6 +169,28 @@ def death_key(prefix: str, member: str) -> str:
     return f"{deaths_span(prefix).start}{member}"
 
 
+def events_span(prefix: str) -> Span:
+    """The history of a run, or of a job's quorums."""
+    return Span(f"{prefix}/events/", is_prefix=True)
+
+
+def event_key(prefix: str, revision: int, writer: str, count: int) -> str:
+    """The key of one event: no two writers, and no two events of one, ever have the same.
+
+    Args:
+        revision: the highest of etcd's that the writer knows of, so that keys come nearly in the order of time.
+        writer: its member id, or another name that nobody else has.
+        count: how many events it has written before.
+    """
+    return f"{events_span(prefix).start}{revision:0{_ID_DIGITS}x}-{writer}-{count:06}"
+
+
+def event_revision(key: str) -> int | None:
+    """The revision that an event's key begins with; None for a key that is no event's."""
+    digits, dash, _ = key.rpartition("/")[2].partition("-")
+    return int(digits, 16) if dash and len(digits) == _ID_DIGITS and not set(digits) - _HEX else None
+
+
 # -- rounds and their stores ------------------------------------------------------------------------------------------
 
 
@@ -220,7 +253,7 @@ def store_counts_span(store: str) -> Span:
 
 def quorum_prefix(key_prefix: str, job: str) -> str:
     """The prefix of a job's quorums."""
-    return f"{run_prefix(key_prefix, job)}/quorum"
+    return f"{run_prefix(key_prefix, job)}/{_QUORUM}"
 
 
 def configs_span(prefix: str) -> Span:
@@ -287,7 +320,7 @@ def barriers_span(prefix: str) -> Span:
 def is_member_key(key: str) -> bool:
     """Whether a key is where a group's members lie, of whatever group."""
     above, _, name = key.rpartition("/")
-    return above.endswith("/members") and len(name) == _ID_DIGITS and not set(name) - set("0123456789abcdef")
+    return above.endswith("/members") and len(name) == _ID_DIGITS and not set(name) - _HEX
 
 
 def term_key(prefix: str, number: int) -> str:

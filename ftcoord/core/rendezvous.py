@@ -43,6 +43,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final, Literal, TypeAlias
 
+from ftcoord.core.causes import told_ends, why_ended
+from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous_records import (
     FAILED,
@@ -148,11 +150,12 @@ class RoundOptions:
 
 @dataclass(frozen=True, slots=True)
 class RoundCandidate:
-    """A live member: its id, what it asks, and when the decider saw it ask that."""
+    """A live member: its id, what it asks, when the decider saw it ask that, and etcd's revision of it."""
 
     id: str
     ask: JoinRequest
     seen: float
+    revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,8 @@ class RoundSituation:
         read_at: when the decider read the members as a whole. What they asked then, they may have said long before.
         deaths: the causes of those that have died, by their member ids, as far as anybody has said so.
         gone_since: when the decider saw that the first of those went that have a seat in the last round and are gone.
+        ends: how parts in the last round have ended, as far as anybody has said so.
+        decided_revision: etcd's, at which `previous` was written.
     """
 
     members: Sequence[RoundCandidate]
@@ -178,6 +183,8 @@ class RoundSituation:
     read_at: float = -inf
     deaths: Mapping[str, str] = field(default_factory=dict, hash=False)
     gone_since: float = -inf
+    ends: Sequence[HistoryEvent] = ()
+    decided_revision: int = 0
 
     def was_said_since(self, member: RoundCandidate, time: float) -> bool:
         """Whether what a member asks of the last round was certainly said after that time."""
@@ -330,10 +337,11 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
     live = {member.id for member in (*running, *back)}
     gone = [seat for seat in previous.seats if seat.member not in live and seat.member not in poll.held]
     if back:
-        return _recall(previous, f"{_names(member.ask.host for member in back)} came back for a new round", new)
-    failed = [f"{one.ask.host}: {one.ask.failed}" for one in running if one.ask.failed]
-    if failed and options.recall_on_loss:
-        return _recall(previous, _some(failed, "; "), new)
+        came_back = f"{_names(member.ask.host for member in back)} came back for a new round"
+        return _recall(previous, told_ends(poll.situation.ends) or came_back, new)
+    failing = [one.ask.host for one in running if one.ask.failed and one.ask.seated == previous.number]
+    if failing and options.recall_on_loss:
+        return _recall(previous, told_ends(poll.situation.ends) or f"a worker of {_names(failing)} failed", new)
     if gone and now < (until := _may_come_back_until(previous, gone, poll, options)):
         hosts = _names(seat.host for seat in gone)
         return Wait(f"{hosts} lost a lease, as others did, and may come back to its seat", until, REATTACHING)
@@ -453,7 +461,7 @@ def _complete(poll: _RoundPoll) -> Publish[Round]:
         first.port,
         tuple(Away(member.id, poll.last_seat_of(member)) for member in poll.busy),
         *poll.limits,
-        before=previous.closed or previous.recalled,
+        before=previous.closed or why_ended(previous.recalled, situation.decided_revision, situation.ends),
     )
     return Publish(decided, f"round {number} on {len(ranked)} nodes", FORMING)
 
@@ -523,7 +531,7 @@ def _of_seat(now: AnyRound, ask: JoinRequest) -> Outlook[JoinRequest]:
         return Outlook(Standing.MISSED, Next.RETURN)
     if ask.seated == now.number:
         return _PENDING
-    return Outlook(Standing.SEATED, Next.WRITE, replace(ask, seated=now.number))
+    return Outlook(Standing.SEATED, Next.WRITE, replace(ask, seated=now.number, failed=()))  # that was another round
 
 
 _PENDING: Final[Outlook[JoinRequest]] = Outlook(Standing.PENDING)

@@ -20,6 +20,7 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
+from ftcoord.core.event_records import WorkerFailure, failures_from
 from ftcoord.core.strict import (
     V2,
     VERSION,
@@ -58,8 +59,8 @@ class JoinRequest:
         leaving: why it is about to give up its lease; empty while it stays.
         holds: the member that it was when it took its seat in round `seated`, where it lost that member's lease since
             and its workers run on; empty for none. Such a member asks for nothing.
-        failed: what became of its first worker that failed in round `seated`; empty for nothing. It holds its seat
-            until it comes back.
+        failed: what became of its worker that failed in round `seated`, or, when it asks again, in round `after`; empty
+            for nothing, and one at most. It holds its seat until it comes back.
     """
 
     node: str
@@ -74,7 +75,7 @@ class JoinRequest:
     reopens: int = -1
     leaving: str = ""
     holds: str = ""
-    failed: str = ""
+    failed: tuple[WorkerFailure, ...] = ()
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -397,7 +398,8 @@ def encode(record: JoinRequest | Round | RoundHead | RollChunk) -> bytes:
 
 def parse_join_request(key: str, value: bytes) -> JoinRequest:
     """Raises StateError."""
-    ask = build(JoinRequest, key, load(key, value))
+    raw = load(key, value)
+    ask = build(JoinRequest, key, {**raw, "failed": failures_from(key, raw, "failed")})
     check_number(key, ask.after)
     check_number(key, ask.seated)
     if not 1 <= ask.min_nodes <= ask.max_nodes:

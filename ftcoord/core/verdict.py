@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
+from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import Span
 
 R = TypeVar("R")
@@ -28,6 +29,7 @@ class Publish(Generic[R]):
             one, ever wrote, or hold the same. They are written with the record if they fit into one transaction, and
             else before it.
         settles: whether nothing is due once this is decided, as long as no member comes, changes or goes.
+        events: what the job's history has to say of it, written in the same transaction where etcd takes it.
     """
 
     record: R
@@ -37,6 +39,7 @@ class Publish(Generic[R]):
     deletes: Sequence[Span] = ()
     beside: Sequence[tuple[str, bytes]] = ()
     settles: bool = False
+    events: Sequence[HistoryEvent] = ()
 
 
 @dataclass(frozen=True, slots=True)

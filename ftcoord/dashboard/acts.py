@@ -87,6 +87,6 @@ class PageActor:
         if order.what == "close":
             nodes_of_run(self._etcd, self._key_prefix, order.job)
             reason = because(f"closed {by}", order.reason)
-            return close_job(self._etcd, self._key_prefix, order.job, reason, self._timeout)
+            return close_job(self._etcd, self._key_prefix, order.job, reason, order.who, self._timeout)
         members = find_members(self._etcd, self._key_prefix, order.job, order.name)
         return evict_members(self._etcd, order.job, members, because(f"evicted {by}", order.reason))

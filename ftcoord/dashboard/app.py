@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import anyio
 from anyio import to_thread
@@ -27,7 +27,7 @@ from ftcoord.dashboard.board import Board, LeaseBook, Shown, TooManyViewers, Vie
 from ftcoord.dashboard.guarding import HEADERS, is_allowed_host, is_token
 from ftcoord.dashboard.pages import Wanted, members_on, page_of
 from ftcoord.errors import ClientClosed, ConfigError, EtcdError, FtcoordError, OutcomeUnknown, ThreadNotStarted
-from ftcoord.operator.told import plain
+from ftcoord.operator.told import Explanation, JobHistory, plain
 
 STATIC: Final = Path(__file__).parent / "static"
 BEAT: Final = 5.0
@@ -38,13 +38,19 @@ SLOWEST: Final = 30.0
 """Seconds after which a viewer is dropped that takes nothing of what it is sent."""
 MOST_ORDERED: Final = 16_384
 """Bytes of an order."""
+NEWEST_EVENTS: Final = 100
+"""Events of a history that are sent."""
 LONGEST_SEARCH: Final = 200
 """Characters."""
+
+Histories: TypeAlias = Callable[[str], tuple[JobHistory, Explanation]]
+"""The history of a job by its id, and why it is as it is. Raises EtcdError."""
 
 
 def make_app(
     board: Board,
     leases: LeaseBook,
+    histories: Histories,
     about: Mapping[str, Any],
     host_names: Collection[str] = (),
     *,
@@ -56,6 +62,7 @@ def make_app(
     Args:
         board: what is told.
         leases: of members.
+        histories: what happened to a job, and why it is as it is.
         about: what the page says of itself.
         host_names: by which browsers may call it, besides addresses and localhost; in lower case.
         actor, token: who does what is ordered with that token; None for a page that is read-only.
@@ -66,6 +73,7 @@ def make_app(
         Route("/api/about", lambda _: JSONResponse({**about, "acts": actor is not None})),
         Route("/api/jobs", streams.jobs),
         Route("/api/job", streams.job),
+        Route("/api/history", _Histories(histories).history),
         Route("/api/act", _Orders(actor, token).order, methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
@@ -127,6 +135,25 @@ class _Orders:
 
 def _refusal(status: int, why: str) -> Response:
     return JSONResponse({"error": why}, status)
+
+
+class _Histories:
+    """Tells what happened to a job: asked again when the job has changed."""
+
+    def __init__(self, histories: Histories) -> None:
+        self._histories = histories  # never changes
+
+    async def history(self, request: Request) -> Response:
+        try:
+            job = full_text("job", request.query_params.get("job", ""))
+            told, why = await to_thread.run_sync(self._histories, job)
+        except ConfigError as error:
+            return _refusal(400, str(error))
+        except EtcdError as error:
+            return _refusal(503, str(error))
+        events = told.events[-NEWEST_EVENTS:][::-1]
+        page = {"why": why.text, "events": events, "total": len(told.events)}
+        return Response(json.dumps(page, default=plain), media_type="application/json")
 
 
 class _Streams:

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any, Final
 
 import uvicorn
@@ -14,6 +15,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.dashboard.pasts import read_past
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.lean import LeanClient
@@ -50,7 +52,8 @@ def serve(
         Board(client, key_prefix, rules) as board,
     ):
         actor = PageActor(client, key_prefix, who, etcd.request_timeout) if token else None
-        app = make_app(board, LeaseBook(lean), about, names, actor=actor, token=token)
+        histories = partial(read_past, client, key_prefix, rules)
+        app = make_app(board, LeaseBook(lean), histories, about, names, actor=actor, token=token)
         config = uvicorn.Config(
             app, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=END_TIMEOUT
         )

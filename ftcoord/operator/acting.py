@@ -9,6 +9,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
+from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import (
     Span,
     barriers_span,
@@ -21,16 +22,16 @@ from ftcoord.core.layout import (
     quorum_prefix,
     run_prefix,
     run_span,
+    spans_but_history,
     timers_span,
 )
-from ftcoord.core.rendezvous_records import parse_decided
-from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Put, RangeResult
+from ftcoord.core.rendezvous_records import AnyRound
+from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, Put, RangeResult
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.leftovers import JobRemains
 from ftcoord.operator.naming import NamedMember
 from ftcoord.operator.reading import job_ids
-from ftcoord.primitives.write_once import Amendment, amend
-from ftcoord.rendezvous.ending import ending
+from ftcoord.rendezvous.ending import RunEnding, end_run, ending
 
 CLOSED_TTL: Final = 3600
 """Seconds that the record of a run lives that never had one: what agents give a run by default."""
@@ -51,34 +52,38 @@ def evict(etcd: EtcdCalls, member: NamedMember, cause: str) -> bool:
     return True
 
 
-def close_run(etcd: EtcdCalls, prefix: str, reason: str, timeout: float) -> str:
+def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float) -> str:
     """End a run by hand, within `timeout` seconds for each request; why it was over already, or empty.
+
+    Its history says `by` whom.
 
     Raises StateError, if the record is not ftcoord's, and EtcdError.
     """
     over = ""
 
-    def closed(kv: KeyValue | None) -> Amendment | None:
+    def end(now: AnyRound) -> RunEnding | None:
         nonlocal over
-        now = parse_decided(kv.key, kv.value) if kv else rendezvous_records.NO_ROUND
         over = now.closed
-        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True)
+        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True, by=by)
 
-    amend(etcd, decided_key(prefix), CLOSED_TTL, closed, timeout)
+    end_run(etcd, prefix, CLOSED_TTL, HISTORY_TTL, end, timeout)
     return over
 
 
 def remains_of_all(etcd: EtcdCalls, key_prefix: str) -> Iterator[JobRemains]:
-    """What all jobs below a key prefix have, a few requests for each. Raises EtcdError."""
+    """What all jobs below a key prefix have, a few requests for each; but not those of which only the history is left,
+    which expires. Raises EtcdError."""
     for job in job_ids(etcd, key_prefix):
-        yield read_snapshot(etcd.range, partial(_remains_of, key_prefix, job))
+        remains = read_snapshot(etcd.range, partial(_remains_of, key_prefix, job))
+        if remains.keys:
+            yield remains
 
 
 def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
     prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
     decided = then.range(Get(Span(decided_key(prefix)))).one
     has_quorum = then.range(Get(Span(decided_key(quorum)), count_only=True)).count > 0
-    keys = then.range(Get(run_span(prefix), count_only=True)).count
+    keys = sum(found.count for found in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
     counted = (members_span(prefix), members_span(quorum), timers_span(prefix), heartbeats_span(prefix))
     live = sum(found.count for found in then.ranges(Get(span, count_only=True) for span in counted))
     recipes = elections_span(prefix), barriers_span(prefix)
@@ -87,13 +92,15 @@ def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
 
 
 def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains) -> bool:
-    """Delete all keys of a job, unless anybody has written one since it was looked at; whether they are deleted.
+    """Delete all keys of a job but its history, unless anybody has written one since it was looked at; whether they are
+    deleted.
 
     Raises EtcdError.
     """
-    span = run_span(run_prefix(key_prefix, remains.job))
+    prefix = run_prefix(key_prefix, remains.job)
+    span = run_span(prefix)
     unchanged = Compare(span.start, "mod", "<", remains.revision + 1, span.end)
-    return etcd.txn([unchanged], [Delete(span)]).succeeded
+    return etcd.txn([unchanged], [Delete(part) for part in spans_but_history(prefix)]).succeeded
 
 
 def _members_in(found: RangeResult) -> int:

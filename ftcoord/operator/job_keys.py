@@ -73,7 +73,7 @@ class JobKeys:
         job: its id.
         revision: of etcd, at which all of it was read.
         rounds, quorum: its two groups.
-        others: how many keys the job has in all.
+        others: how many keys the job has in all, but for its history, which outlives it.
     """
 
     job: str

@@ -19,7 +19,7 @@ class JobRemains:
         decided: the record of its rounds.
         has_quorum: whether it has one of its quorums.
         live: how many members, timers and heartbeats it has.
-        keys: how many keys in all.
+        keys: how many keys in all, but for its history.
     """
 
     job: str

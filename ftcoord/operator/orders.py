@@ -55,9 +55,12 @@ def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:
     return len(keys.rounds.members())
 
 
-def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, timeout: float) -> Done:
-    """End a run for all of its nodes, within `timeout` seconds for each request. Raises StateError and EtcdError."""
-    over = close_run(etcd, run_prefix(key_prefix, job), reason, timeout)
+def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, timeout: float) -> Done:
+    """End a run for all of its nodes, within `timeout` seconds for each request. Its history says `by` whom.
+
+    Raises StateError and EtcdError.
+    """
+    over = close_run(etcd, run_prefix(key_prefix, job), reason, by, timeout)
     if over:
         return Done(FORMAT, job, (), (f"it was over already: {over}",))
     return Done(FORMAT, job, (f"closed {job!r}: {reason}",))

@@ -14,14 +14,15 @@ from ftcoord.core.layout import (
     decided_key,
     decided_span,
     decode_key,
+    events_span,
     members_span,
     quorum_prefix,
     roll_span,
     roster_key,
     run_id_of,
     run_prefix,
-    run_span,
     runs_span,
+    spans_but_history,
 )
 from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, RangeResult
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
@@ -41,6 +42,13 @@ class ReadsLeases(Protocol):
 def read_job(etcd: EtcdCalls, key_prefix: str, job: str) -> JobKeys:
     """A job's keys at one revision. Raises EtcdError."""
     return read_snapshot(etcd.range, partial(_read_job, key_prefix, job))
+
+
+def read_events(etcd: EtcdCalls, key_prefix: str, job: str) -> tuple[list[KeyValue], list[KeyValue]]:
+    """The keys of the two histories of a job, of its rounds and of its quorums. Raises EtcdError."""
+    spans = [events_span(prefix) for prefix in (run_prefix(key_prefix, job), quorum_prefix(key_prefix, job))]
+    rounds, quorums = read_snapshot(etcd.range, lambda then: [list(then.pages(span)) for span in spans])
+    return rounds, quorums
 
 
 def read_leases(etcd: ReadsLeases, members: Iterable[str]) -> dict[str, LeaseTime]:
@@ -93,7 +101,7 @@ def _read_job(key_prefix: str, job: str, then: SnapshotReader) -> JobKeys:
     prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
     decided = then.range(Get(Span(decided_key(prefix)))).one
     heads = {kv.key: kv for kv in then.range(Get(decided_span(quorum))).kvs}
-    keys = then.range(Get(run_span(prefix), count_only=True)).count
+    keys = sum(found.count for found in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
     rounds = _group_of(then, prefix, decided, None)
     if (roll := roll_of(rounds)) is not None:
         rounds = replace(rounds, roll={kv.key: kv for kv in then.pages(roll_span(prefix, roll))})

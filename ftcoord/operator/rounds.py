@@ -170,7 +170,7 @@ def _nodes(previous: Round | None, members: Sequence[_Member], limits: tuple[int
                 ask.host,
                 id_,
                 "replaced" if newest[ask.node] != id_ else _standing(previous, member, limits),
-                ask.leaving or ask.failed,
+                ask.leaving or "; ".join(one.line for one in ask.failed),
                 member.since,
             )
         )

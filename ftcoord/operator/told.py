@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
+from ftcoord.core.event_records import WorkerFailure
+
 FORMAT: Final = 1
 """The version of what is told, in each document."""
 
@@ -303,6 +305,78 @@ class Examination:
     format: int
     healthy: bool
     findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToldEvent:
+    """Something that happened to a job.
+
+    Args:
+        revision: etcd's, at which it was written. Events that were written together have the same.
+        group: rendezvous or quorums.
+        kind: round, started, limits, recalled, closed, quorum, failed, expired, died, left or lost.
+        number: the round's, or the quorum's id.
+        who: the host or replica that it is about; empty for all of them.
+        node: the agent's id, or the replica's id; empty for all of them.
+        reason: why.
+        noted: etcd's revision at which it was said first, as far as its writer could tell; 0 for the event's own.
+        worker: of failed and expired.
+        by: who wrote it.
+        at: when, by the writer's clock, in seconds since 1970. Clocks of hosts differ: no order rests on it.
+    """
+
+    revision: int
+    group: str
+    kind: str
+    number: int
+    who: str
+    node: str
+    reason: str
+    noted: int
+    worker: WorkerFailure | None
+    by: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobHistory:
+    """The history of a job, oldest first, as far as it is kept."""
+
+    format: int
+    job: str
+    events: tuple[ToldEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a job is as it is.
+
+    Args:
+        format: FORMAT.
+        job: its id.
+        healthy: whether nothing of it needs anybody.
+        happened: what ended its last round, or changed its quorum; empty for nothing.
+        first: the first cause of that; None if there is none, or nobody knows it.
+        followed: how many more members failed or left then, as far as the history has them.
+        lost: what was lost by it.
+        now: what the job does now.
+        do: what to do; empty for nothing.
+    """
+
+    format: int
+    job: str
+    healthy: bool
+    happened: str
+    first: ToldEvent | None
+    followed: int
+    lost: str
+    now: str
+    do: str
+
+    @property
+    def text(self) -> str:
+        """All of it as one paragraph."""
+        return " ".join(part for part in (self.happened, self.lost, self.now, self.do) if part)
 
 
 _fields: Final[dict[type, tuple[str, ...]]] = {}

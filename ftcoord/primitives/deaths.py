@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 from ftcoord.core.death_records import parse_death
 from ftcoord.core.layout import Span, death_key, member_id
@@ -37,14 +38,28 @@ def causes_of(etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: 
 
     One request, unless very many have died within an hour. `timeout` is in seconds, for each request.
     """
+    return {member: known.cause for member, known in causes_known(etcd, prefix, members, timeout=timeout).items()}
+
+
+class KnownCause(NamedTuple):
+    """Why a process is gone, and etcd's revision at which that was said."""
+
+    cause: str
+    revision: int
+
+
+def causes_known(
+    etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: float | None = None
+) -> dict[str, KnownCause]:
+    """As `causes_of`."""
     wanted = {death_key(prefix, member): member for member in members}
     if not wanted:
         return {}
     first, last = min(wanted), max(wanted)
     span = Span(first) if first == last else Span(first, stop=f"{last}\0")
     found = read_snapshot(partial(etcd.range, timeout=timeout), lambda then: then.pages(span))
-    causes = {wanted[kv.key]: _cause(kv) for kv in found if kv.key in wanted}
-    return {member: cause for member, cause in causes.items() if cause}
+    causes = {wanted[kv.key]: KnownCause(_cause(kv), kv.mod_revision) for kv in found if kv.key in wanted}
+    return {member: known for member, known in causes.items() if known.cause}
 
 
 def _cause(kv: KeyValue) -> str:

@@ -72,7 +72,13 @@ class Orphans:
 
 def bears(pid: int, mark: str) -> bool:
     """Whether a process has this mark. Raises OSError if it has ended, or is another user's."""
-    return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return environment_of(pid).get(MARK) == mark
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What a process was started with; nothing once it has ended. Raises OSError if it is gone, or another user's."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(os.fsdecode(one).partition("=")[::2] for one in variables)
 
 
 class _Orphan:

@@ -55,7 +55,7 @@ class WatchedProcess:
         mine = _stat(os.getpid())
         self._born = int(mine[_STARTED]) if mine is not None else None
         self._stack = self._stack_now()
-        self._oom_kills = _oom_kills(pid)
+        self._oom_kills = oom_kills(pid)
 
     def runs(self) -> bool:
         """Whether it exists and is not stopped. Where there is no /proc, only whether it exists."""
@@ -210,7 +210,7 @@ def _is_over(fields: list[str] | None) -> bool:
     return fields is not None and (fields[_STATE] in _IS_DEAD or bool(int(fields[_FLAGS]) & _EXITING))
 
 
-class _OomKills:
+class OomKills:
     """How often the kernel has killed a process of a control group for lack of memory.
 
     Args:
@@ -234,11 +234,11 @@ class _OomKills:
         return now is not None and now > self._before
 
 
-def _oom_kills(pid: int) -> _OomKills | None:
+def oom_kills(pid: int) -> OomKills | None:
     """Those of the control group of a process; None where that does not count them."""
     for events in _groups(pid):
         if (count := _count(events)) is not None:
-            return _OomKills(events, count)
+            return OomKills(events, count)
     return None
 
 

@@ -6,9 +6,9 @@ For a key whose values are all different. `exactly_once` is for changes whose va
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
@@ -111,28 +111,3 @@ def write_once(
     done = kv is not None and kv.value == put.value
     found += [result.range(at_key + 1 + at) for at in range(len(reads))]
     return WriteOutcome(done, kv, tuple(found), result.revision)
-
-
-Amendment: TypeAlias = tuple[bytes, Sequence[Op]]
-"""A key's new value, and what to do in the same transaction."""
-
-
-def amend(
-    etcd: EtcdCalls, key: str, ttl: int, change: Callable[[KeyValue | None], Amendment | None], timeout: float
-) -> None:
-    """Replace a key by what `change` makes of it, under its lease, or else a new one of `ttl` seconds.
-
-    `change` gets the key as it is, None if it is absent, and is called again when somebody else changed it meanwhile.
-    If it returns None the key stays as it is. Raises OutcomeUnknown and EtcdUnavailable when etcd cannot be reached;
-    each of the two requests of a try may take `timeout` seconds.
-    """
-    done = False
-    while not done:
-        now = etcd.range(Get(Span(key)), timeout=timeout).one
-        amendment = change(now)
-        if amendment is None:
-            return
-        value, also = amendment
-        lease = now.lease if now and now.lease else etcd.grant(ttl).id
-        expected = now.mod_revision if now else 0
-        done = write_once(etcd, Put(key, value, lease), expected, also=also, timeout=timeout).done

@@ -28,8 +28,10 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import round_key, round_store_prefix
 from ftcoord.core.rendezvous_records import AnyRound
+from ftcoord.core.timers import TimerInfo
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ThreadNotStarted
 from ftcoord.etcd.retry import UNANSWERED
@@ -45,6 +47,7 @@ from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions
 from ftcoord.rendezvous.timers import serve_timers
+from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch
 from ftcoord.store import EtcdStore
 
@@ -59,6 +62,10 @@ class HandlerResources:
         self.store: EtcdStore | None = None
         self.tcp_store: TCPStore | None = None
         self.watch: WorkerWatch | None = None
+        self.timers: dict[int, str] = {}  # any thread
+        """The expiration timers for which workers were killed, by pid."""
+        self.stopped_at: float | None = None
+        """When the agent was told to stop the workers of this round, by this host's wall clock."""
         self.left = False  # any thread; becomes True once
 
     def watch_workers(self, round_: AnyRound, children: MarkedChildren | None) -> None:
@@ -66,15 +73,28 @@ class HandlerResources:
         if children is None:
             return
         try:
-            self.watch = WorkerWatch(children.mark, functools.partial(self.node.worker_failed, round_), _unwatched)
+            failed = functools.partial(self.node.worker_failed, round_)
+            self.watch = WorkerWatch(children.mark, failed, _unwatched, lambda pid: self.timers.get(pid, ""))
         except (OSError, ThreadNotStarted) as error:
             log.debug("the workers are not watched: %s", error)
 
+    def note_expiring(self, timer: TimerInfo) -> None:
+        """A worker is about to be killed for this."""
+        self.timers[timer.pid] = timer.scope
+
+    def judge_workers(self) -> None:
+        """Note which of the workers failed first, now that all have ended."""
+        if self.watch is not None:
+            self.node.workers_ended(self.watch.failure(self.stopped_at))
+
     def end_round(self) -> None:
         """Close the round's stores, and watch its workers no longer."""
+        self.judge_workers()
         watch, self.watch = self.watch, None
         if watch is not None:
             watch.end()
+        self.timers.clear()
+        self.stopped_at = None
         if self.store is not None:
             self.store.close()
         self.store = self.tcp_store = None
@@ -190,6 +210,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._resources.watch_workers(mine, self._children)
         if count and mine is not None and self._called_back != mine.number:
             self._called_back = mine.number
+            self._resources.stopped_at = concurrency.wall()
             metrics.RECALLS.add(self._settings.run_id)
             run = self._settings.run_id
             self._log(f"run {run!r}, round {mine.number}: the workers are stopped: {reason}", mine, reason)
@@ -205,7 +226,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """End the run for all nodes. Raises RendezvousConnectionError after `close_timeout` seconds."""
         with self._recorded("set_closed"):
-            self._run.close(f"closed by {self.host}", rendezvous_records.CLOSED)
+            self._run.close(f"closed by {self.host}", rendezvous_records.CLOSED, by=self.host)
 
     def shutdown(self) -> bool:
         """Leave, and close the run if this node's workers are done or have used up their restarts.
@@ -221,12 +242,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
         try:
             if error is None or isinstance(error, ChildFailedError):
                 outcome = rendezvous_records.FINISHED if error is None else rendezvous_records.FAILED
-                self._run.close(f"{self.host} {outcome}", outcome, self._node.speaker if self._node.round else None)
+                speaker = self._node.speaker if self._node.round else None
+                self._run.close(f"{self.host} {outcome}", outcome, speaker, self._why_failed(error), self.host)
         except RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
         self._leave("finished" if error is None else type(error).__name__)
         return self._told
+
+    def _why_failed(self, error: ChildFailedError | None) -> WorkerFailure | None:
+        """The worker for which this agent gives up, if it does."""
+        if error is None:
+            return None
+        self._resources.judge_workers()
+        return self._node.failure or failure_in(error)
 
     # -- joining ------------------------------------------------------------------------------------------------
 
@@ -241,7 +270,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             undo.callback(self._leave, "it could not prepare")
             self._resources.ends.callback(Exporting(metrics_at).close)
             if self._settings.timers:
-                self._resources.ends.callback(serve_timers(self._settings.prefix, self._etcd))
+                self._resources.ends.callback(
+                    serve_timers(self._settings.prefix, self._etcd, self._resources.note_expiring)
+                )
             children = self._children = MarkedChildren()
             self._resources.ends.callback(children.close)
             if self._settings.orphans == "end":

@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ftcoord import concurrency
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import RoundOptions, call_back, is_same_round, may_reopen
 from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes
@@ -71,7 +72,13 @@ class Node:
             etcd,
             RoundUse(settings.prefix, options, etcd, rolls),
             # A round that is ready counts, though the lease was lost: see `_ready_after_all`.
-            ParticipantOptions(settings.lease_ttl, settings.run_ttl, settings.request_timeout, renews=False),
+            ParticipantOptions(
+                settings.lease_ttl,
+                settings.run_ttl,
+                settings.request_timeout,
+                renews=False,
+                history_ttl=settings.history_ttl,
+            ),
             self._changed,
             self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute
         )
@@ -79,6 +86,8 @@ class Node:
         """The last round that it took part in,"""
         self._seat = ""
         """and as which member it took its seat there."""
+        self._failed: tuple[WorkerFailure, ...] = ()
+        """Its worker that failed there."""
         self._holder = SeatHolder(self.participant, settings.request_timeout)
         self._run = RunRecord(etcd, settings)
         self.begin()
@@ -187,18 +196,32 @@ class Node:
     def _new_ask(self, port: int) -> JoinRequest:
         settings = self._settings
         limits = settings.min_nodes, settings.max_nodes
-        return JoinRequest(self.id, self._address, port, self._after, self.host, "", *limits, reopens=self._reopens)
+        ask = JoinRequest(self.id, self._address, port, self._after, self.host, "", *limits, reopens=self._reopens)
+        is_next = self.round is not None and self._after == self.round.number
+        return replace(ask, failed=self._failed) if is_next else ask
 
-    def worker_failed(self, mine: AnyRound, fate: str) -> None:
+    def worker_failed(self, mine: AnyRound, failure: WorkerFailure) -> None:
         """Have the others know at once that a worker of that round failed: this node's agent comes back later, when it
         has stopped the others. From any thread."""
         if self.round is mine and not self.waiting()[0]:
-            run = self._settings.run_id
+            self._failed = (failure,)
+            run, fate = self._settings.run_id, failure.line
             metrics.WORKER_FAILURES.add(run)
             text = f"run {run!r}, round {mine.number}: {fate}; the other nodes are told"
             log_change(log, text, logging.WARNING, run=run, round=mine.number, reason=fate, host=self.host)
             with contextlib.suppress(ThreadNotStarted):  # they hear of it later
-                self._holder.begin(replace(self._hold(mine), failed=fate))
+                self._holder.begin(self._hold(mine))
+
+    def workers_ended(self, failure: WorkerFailure | None) -> None:
+        """What became of the worker that failed first, now that all have ended; None if none did. It is said with what
+        this node asks next."""
+        if failure is not None:
+            self._failed = (failure,)
+
+    @property
+    def failure(self) -> WorkerFailure | None:
+        """What became of its worker that failed in the last round that it took part in; None for none."""
+        return self._failed[0] if self._failed else None
 
     def _hold(self, mine: AnyRound) -> JoinRequest:
         """Says that this node holds its seat in that round, and asks for nothing."""
@@ -206,6 +229,7 @@ class Node:
 
     def _started(self, round_: AnyRound) -> AnyRound:
         self._seat = next(one for one in reversed(self.participant.ids) if round_.rank_of(one) is not None)
+        self._failed = ()
         self.round, self._after = round_, round_.number  # in this order: `waiting` looks at any time
         self._holder.allow()
         return round_

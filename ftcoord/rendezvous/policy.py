@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from ftcoord import concurrency
+from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.invariants import check_fences, check_roll, check_round
 from ftcoord.core.layout import (
     Span,
+    member_key,
     member_of,
     other_rolls,
     roll_key,
@@ -20,6 +23,7 @@ from ftcoord.core.layout import (
 from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide, vacant
 from ftcoord.core.rendezvous_records import (
     ROLLS,
+    JoinRequest,
     RollSizes,
     Round,
     RoundHead,
@@ -33,11 +37,12 @@ from ftcoord.core.rendezvous_records import (
     round_of,
     with_roll,
 )
+from ftcoord.core.round_history import Ends, VacantSeat, lost_ends, note_ends, round_events
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Etcd, Get
+from ftcoord.etcd.api import Etcd, Get, KeyValue
 from ftcoord.etcd.reading import read_snapshot
-from ftcoord.primitives.deaths import causes_of
+from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
@@ -55,10 +60,19 @@ class RendezvousPolicy:
         options: what its user asked for.
         etcd: for reading the roll of a round that another member decided, and why members are gone.
         rolls: when a roll lies beside its head.
+        wall_clock: for people.
     """
 
-    def __init__(self, prefix: str, options: RoundOptions, etcd: Etcd, rolls: RollSizes = ROLLS) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        options: RoundOptions,
+        etcd: Etcd,
+        rolls: RollSizes = ROLLS,
+        wall_clock: Callable[[], float] = concurrency.wall,
+    ) -> None:
         self._prefix, self._options, self._etcd, self._sizes = prefix, options, etcd, rolls
+        self._wall_clock = wall_clock
         self._members = ParsedKeys(parse_join_request)
         self._candidates: dict[str, RoundCandidate] = {}
         """By key, as they were when this last decided."""
@@ -66,9 +80,12 @@ class RendezvousPolicy:
         self._known: dict[str, Round] = {}
         """By roll id, a record with that roll: of the last round, and of that which this decider wants to follow."""
         self._highest = 0
-        self._gone: dict[str, tuple[float, str]] = {}
-        """Of the members with a seat in the last round that are gone: when this decider saw it, and the cause if
-        anybody has said it."""
+        self._gone: dict[str, tuple[float, VacantSeat]] = {}
+        """Of the members with a seat in the last round that are gone: when this decider saw it, and what is known."""
+        self._ends: tuple[str, Ends] = "", {}
+        """How parts in the last round ended: its roll, and the ends."""
+        self._written: tuple[bytes, frozenset[tuple[int, str, str]]] = b"", frozenset()
+        """The record that this decider published last, and of which ends it wrote with it, or before."""
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
@@ -88,16 +105,35 @@ class RendezvousPolicy:
         head = record if previous is not None and isinstance(record, RoundHead) else None
         published: Verdict[bytes] = self._publish(verdict, previous, head, me, again=view.vanished)
         published = self._guard.passed(published, partial(check_roll, self._prefix, head, verdict.record), now)
-        return self._guard.passed(published, partial(check_fences, self._prefix, previous, verdict.record.number), now)
+        published = self._guard.passed(
+            published, partial(check_fences, self._prefix, previous, verdict.record.number), now
+        )
+        if isinstance(published, Wait):
+            return published
+        return replace(published, events=self._events(situation, verdict, published.record, view, me))
+
+    def _events(
+        self, situation: RoundSituation, verdict: Publish[Round], value: bytes, view: View, me: str
+    ) -> list[HistoryEvent]:
+        """What the history has to say of a decision. Ends that were written with an earlier one are not repeated."""
+        record, told = self._written
+        if view.decided is None or view.decided.value != record:  # others have decided since, or that was refused
+            told = frozenset()
+        ends = {(end.number, end.kind, end.node): end for end in situation.ends}
+        self._written = value, told | ends.keys()
+        fresh = [end for key, end in ends.items() if key not in told]
+        wall_ms = int(self._wall_clock() * 1000)
+        return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, wall_ms)
 
     def _situation(self, view: View, previous: Round | None, now: float) -> RoundSituation:
         before, self._candidates = self._candidates, {}
         for kv, ask in self._members.of(view.members):
             seen, one = view.seen[kv.key], before.get(kv.key)
             if one is None or one.ask is not ask or one.seen != seen:
-                one = RoundCandidate(member_of(kv.key), ask, seen)
+                one = RoundCandidate(member_of(kv.key), ask, seen, kv.mod_revision)
             self._candidates[kv.key] = one
         members = list(self._candidates.values())
+        deaths, gone_since = self._gone_of(previous, members, view, now)
         return RoundSituation(
             members,
             view.changed_at,
@@ -106,24 +142,49 @@ class RendezvousPolicy:
             view.vanished,
             self._highest,
             view.read_at,
-            *self._gone_of(previous, members, now),
+            deaths,
+            gone_since,
+            self._ends_of(previous, members),
+            view.decided.mod_revision if view.decided else 0,
         )
 
     def _gone_of(
-        self, previous: Round | None, members: Sequence[RoundCandidate], now: float
+        self, previous: Round | None, members: Sequence[RoundCandidate], view: View, now: float
     ) -> tuple[Mapping[str, str], float]:
         """Why members with a seat are gone, of those of whom it is known, and since when the first of them is.
 
         Read once of each: a sentinel says it before its member goes.
         """
-        gone = vacant(previous, members) if previous is not None and not previous.recalled else frozenset()
+        gone = vacant(previous, members) if previous is not None and not previous.closed else frozenset()
         # Of one that was gone and came back to its seat, another cause counts when it is gone again.
         self._gone = {member: known for member, known in self._gone.items() if member in gone}
-        if new := gone - self._gone.keys():
-            causes = causes_of(self._etcd, self._prefix, new)
-            self._gone |= {member: (now, causes.get(member, "")) for member in new}
+        if previous is not None and (new := gone - self._gone.keys()):
+            causes = causes_known(self._etcd, self._prefix, new)
+            for member in new:
+                cause, noted = causes.get(member, ("", view.revision))
+                word = self._last_word(view.departed.get(member_key(self._prefix, member)))
+                seat = previous.seats[previous.ranks[member]]
+                self._gone[member] = now, VacantSeat(seat, cause, noted, word)
         first = min((since for since, _ in self._gone.values()), default=now)
-        return {member: cause for member, (_, cause) in self._gone.items() if cause}, first
+        return {member: known.cause for member, (_, known) in self._gone.items() if known.cause}, first
+
+    def _ends_of(self, previous: Round | None, members: Sequence[RoundCandidate]) -> tuple[HistoryEvent, ...]:
+        """How parts in the last round have ended, as far as is known."""
+        if previous is None or not previous.seats or previous.closed:
+            return ()
+        roll, before = self._ends
+        gone = [known for _, known in self._gone.values()]
+        ends = note_ends(before if roll == previous.roll else {}, previous, members, gone)
+        self._ends = previous.roll, ends
+        lost = lost_ends(previous, gone, ends, {member.ask.node for member in members}) if gone else []
+        return *ends.values(), *lost
+
+    @staticmethod
+    def _last_word(departed: KeyValue | None) -> JoinRequest | None:
+        try:
+            return parse_join_request(departed.key, departed.value) if departed is not None else None
+        except StateError:
+            return None
 
     # -- the roll of the last round -----------------------------------------------------------------------------
 

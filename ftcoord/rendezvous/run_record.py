@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from ftcoord.core import rendezvous_records
-from ftcoord.core.layout import decided_key, members_span, number_of, roll_key, rounds_span
+from ftcoord.core.causes import told_ends
+from ftcoord.core.event_records import HistoryEvent, WorkerFailure, read_history
+from ftcoord.core.layout import decided_key, events_span, members_span, number_of, roll_key, rounds_span
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
+from ftcoord.core.round_history import failure_event
+from ftcoord.core.strict import LARGEST
 from ftcoord.errors import EtcdError, StateError
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
-from ftcoord.primitives.write_once import Amendment, amend
-from ftcoord.rendezvous.ending import ending
+from ftcoord.etcd.api import Etcd, Get, Span
+from ftcoord.rendezvous.ending import RunEnding, end_run, ending
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
+
+HISTORY_TIMEOUT: Final = 1.0
+"""Seconds that a look at the history may take: nothing depends on it but a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +59,65 @@ class RunRecord:
         except EtcdError as error:
             raise RendezvousConnectionError(str(error)) from None
 
-    def close(self, reason: str, outcome: str, speaker: Speaker | None = None) -> None:
-        """End the run, within `close_timeout` seconds, unless it is over or went on without `speaker`."""
+    def close(
+        self,
+        reason: str,
+        outcome: str,
+        speaker: Speaker | None = None,
+        failure: WorkerFailure | None = None,
+        by: str = "",
+    ) -> None:
+        """End the run, within `close_timeout` seconds, unless it is over or went on without `speaker`.
+
+        Args:
+            reason: why. In the record it is followed by the first cause of the round's end, if that is known.
+            failure: the speaker's worker that failed.
+            by: its host.
+        """
         settings = self._settings
 
-        def closed(kv: KeyValue | None) -> Amendment | None:
-            now = parse_decided(kv.key, kv.value) if kv else rendezvous_records.NO_ROUND
+        def end(now: AnyRound) -> RunEnding | None:
             speaks = speaker is None or bool(now.closed) or self._has_seat(now, speaker)
-            ended = ending(settings.prefix, now, reason, outcome, speaks=speaks)
+            told, ends = reason, list[HistoryEvent]()
+            if speaks and not now.closed and failure is not None and speaker is not None:
+                mine = failure_event(now.number, by, speaker.node, failure)
+                known = {(end.kind, end.node): end for end in self._ends_of(now.number)}
+                before = known.get((mine.kind, mine.node))
+                ends = [] if before else [mine]
+                known[mine.kind, mine.node] = replace(mine, noted=before.noted if before else LARGEST)
+                told = f"{reason}; first cause: {told_ends([*known.values()])}"
+            ended = ending(settings.prefix, now, told, outcome, speaks=speaks, by=by, ends=ends)
             if ended is None:
                 _log_why_not(settings.run_id, now, outcome)
             return ended
 
         try:
-            while not self._is_amended(closed):
+            while not self._is_ended(end):
                 log.debug("run %r went on while it was to be closed: looking again", settings.run_id)
         except StateError as error:
             raise RendezvousStateError(str(error)) from None
         except EtcdError as error:
             raise RendezvousConnectionError(f"run {settings.run_id!r} could not be closed: {error}") from None
 
-    def _is_amended(self, change: Callable[[KeyValue | None], Amendment | None]) -> bool:
-        """Amend the record. False if another round was decided meanwhile."""
+    def _is_ended(self, end: Callable[[AnyRound], RunEnding | None]) -> bool:
+        """End the run. False if another round was decided meanwhile."""
+        settings = self._settings
         try:
-            amend(self._etcd, self._key, self._settings.run_ttl, change, self._settings.close_timeout)
+            end_run(self._etcd, settings.prefix, settings.run_ttl, settings.history_ttl, end, settings.close_timeout)
         except _RoundReplaced:
             return False
         return True
+
+    def _ends_of(self, number: int) -> list[HistoryEvent]:
+        """How parts in this round ended, as the history says; nothing where it cannot be read."""
+        try:
+            found = self._etcd.range(Get(events_span(self._settings.prefix)), timeout=HISTORY_TIMEOUT)
+        except EtcdError as error:
+            log.debug("the history cannot be read: %s", error)
+            return []
+        past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found.kvs)
+        ends = [replace(one.event, noted=one.event.noted or one.revision) for one in past if one.event.is_end]
+        return [end for end in ends if end.number == number]
 
     def _has_seat(self, now: AnyRound, speaker: Speaker) -> bool:
         """Whether a node has a seat in this round. Raises EtcdError, StateError, and _RoundReplaced if it is not the

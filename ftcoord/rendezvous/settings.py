@@ -26,6 +26,7 @@ from ftcoord.config import (
     text,
     whole,
 )
+from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.core.rendezvous import Restart
 from ftcoord.errors import ConfigError
@@ -64,6 +65,7 @@ class _Key:
 _lease_ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
 _attempts = whole(1, 1000)
 _ttl = whole(1, _MAX_TTL, " (seconds)")
+_history_ttl = whole(0, _MAX_TTL, " (seconds); 0 for no history")
 _protocol = _one_of(http=False, https=True)
 
 _KEYS = (
@@ -79,6 +81,7 @@ _KEYS = (
     _Key("keep_alive_interval", "keep_alive_interval", seconds),
     _Key("keep_alive_max_attempt", "keep_alive_max_attempt", _attempts),
     _Key("run_ttl", "run_ttl", _ttl),
+    _Key("history_ttl", "history_ttl", _history_ttl),
     _Key("on_member_loss", "on_member_loss", _one_of(restart="restart", ignore="ignore")),
     _Key("orphans", "orphans", _one_of(end="end", leave="leave")),
     _Key("restart", "restart", _one_of(failed="failed", always="always", never="never")),
@@ -133,6 +136,7 @@ class RendezvousSettings:
         settle_timeout: how long a round waits when every live node of the last one is back.
         lease_ttl: how long a silent node counts as alive. The server may grant more.
         run_ttl: how long the run's state outlives its last agent.
+        history_ttl: how long its history does; 0 for none.
         on_member_loss: ``restart`` the workers when a node's lease expires, or ``ignore`` it as torch does.
         orphans: when this process dies, ``end`` what it has started (its workers), or ``leave`` it.
         restart: which closed runs a new start may go on from, once nobody of the old one is left: one that ``failed``,
@@ -155,6 +159,7 @@ class RendezvousSettings:
     settle_timeout: float = 1.0
     lease_ttl: int = 10
     run_ttl: int = 3600
+    history_ttl: int = HISTORY_TTL
     on_member_loss: Literal["restart", "ignore"] = "restart"
     orphans: Literal["end", "leave"] = "end"
     restart: Restart = "failed"

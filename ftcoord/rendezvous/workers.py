@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.core.causes import first_failure, follows
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.pidfd import P_PIDFD, open_pidfd
 from ftcoord.primitives.orphans import bears
 from ftcoord.primitives.step_thread import StepThread
-from ftcoord.primitives.watched_process import fate_of, is_being_started, status_after_wait
+from ftcoord.primitives.watched_process import is_being_started, oom_kills, status_after_wait
 from ftcoord.rendezvous.signals import handled_signals
+from ftcoord.rendezvous.worker_failures import WorkerProcess
 
 _STOPS: Final = signal.SIGTERM
 """How torch's agent stops its workers, if it is not stopped by another signal itself."""
@@ -38,19 +41,30 @@ class WorkerWatch:
     Args:
         mark: what the workers inherit in their environment; see `ftcoord.primitives.orphans`.
         failed: called once, on the watch's thread, with what became of the first worker that failed.
+        timer_of: the expiration timer for which a worker was killed, by its pid; empty for none.
         broken: called on that thread with an error that nobody foresaw, and that is logged: it watches nobody any more.
 
     Raises ThreadNotStarted, and OSError where a process cannot be watched.
     """
 
-    def __init__(self, mark: str, failed: Callable[[str], None], broken: Callable[[BaseException], object]) -> None:
-        self._failed = failed
-        self._agents_own = {0, _STOPS, *handled_signals()}  # ways to end of workers that are done, or stopped
+    def __init__(
+        self,
+        mark: str,
+        failed: Callable[[WorkerFailure], None],
+        broken: Callable[[BaseException], object],
+        timer_of: Callable[[int], str] = lambda pid: "",
+    ) -> None:
+        self._failed, self._timer_of, self._memory = failed, timer_of, oom_kills(os.getpid())
+        stops = {_STOPS, *handled_signals()}
+        # Ways to end of workers that are done, or stopped, also of those that heed a signal themselves.
+        self._agents_own = {0, *stops, *((128 + number) << 8 for number in stops)}
+        self._first: WorkerFailure | None = None  # set once, by the thread
         with ExitStack() as undo:
             self._reader, self._writer = os.pipe()
             undo.callback(os.close, self._reader)
             undo.callback(os.close, self._writer)
-            self._running = dict(_workers(mark))  # pids, by pidfds; only the thread, once that runs
+            self._running = dict(_workers(mark))  # by pidfds; only the thread, once that runs
+            self._workers = [*self._running.values()]  # never changes
             for pidfd in self._running:
                 undo.callback(os.close, pidfd)
             self._thread = StepThread(self._step, "ftcoord-workers", self._wake, lambda: None, broken)
@@ -63,6 +77,29 @@ class WorkerWatch:
         self._thread.close()
         self._ends.close()
 
+    def failure(self, stopped_at: float | None = None) -> WorkerFailure | None:
+        """What became of the worker that failed first, by all that the workers have left by now; None if none failed.
+
+        One that raised something may end later than those that it was connected with, also those on other nodes: these
+        may have had this agent stop its workers meanwhile.
+
+        Args:
+            stopped_at: when this agent was told to stop its workers, by this host's wall clock, as files have it; None
+                if it was not. What a worker raises after that is no failure of its own.
+        """
+        if self._first is not None:
+            return self._judge(self._first)
+        if stopped_at is None:
+            return None
+        return first_failure([one.failure(None) for one in self._workers if one.has_raised_before(stopped_at)])
+
+    def _judge(self, first: WorkerFailure) -> WorkerFailure:
+        """That of another worker, where the first one did no more than follow."""
+        if not follows(first):
+            return first
+        others = (one for one in self._workers if one.pid != first.pid and one.raised().exception)
+        return first_failure([first, *(one.failure(None) for one in others)]) or first
+
     def _wake(self) -> None:
         os.write(self._writer, b".")
 
@@ -73,17 +110,23 @@ class WorkerWatch:
             waits.register(descriptor, select.POLLIN)
         ended = {descriptor for descriptor, _ in waits.poll()}
         for pidfd in () if self._thread.closed else ended:
-            pid, status = self._running.pop(pidfd), _status(pidfd)
+            worker, status = self._running.pop(pidfd), _status(pidfd)
             if status is not None and status not in self._agents_own:
-                self._failed(f"worker {pid} {fate_of(status)}")
+                self._first = self._failure_of(worker, status)
+                self._failed(self._judge(self._first))
                 self._running.clear()
                 break
         if not self._running and not self._thread.closed:  # who was told may have ended this, and closed the pipe
             self._thread.close()
 
+    def _failure_of(self, worker: WorkerProcess, status: int) -> WorkerFailure:
+        was_killed = status == signal.SIGKILL
+        was_oom = was_killed and self._memory is not None and self._memory.grew()
+        return worker.failure(status, was_oom=was_oom, timer=self._timer_of(worker.pid) if was_killed else "")
 
-def _workers(mark: str) -> Iterator[tuple[int, int]]:
-    """The pidfds and pids of the children with the mark, of those that this thread started.
+
+def _workers(mark: str) -> Iterator[tuple[int, WorkerProcess]]:
+    """The children with the mark, by their pidfds, of those that this thread started.
 
     The agent starts its workers on the thread that calls the rendezvous. Linux lists children by threads, and a process
     may have hundreds of those.
@@ -92,7 +135,8 @@ def _workers(mark: str) -> Iterator[tuple[int, int]]:
         _await_start(pid)
         with suppress(OSError):  # it has ended
             if bears(pid, mark):
-                yield open_pidfd(pid), pid
+                worker = WorkerProcess.of(pid)
+                yield open_pidfd(pid), worker
 
 
 def _await_start(pid: int) -> None:

@@ -56,6 +56,7 @@ class EtcdTimerServer(TimerServer):
         daemon: whether the watchdog's thread is a daemon.
         key_prefix: the `key_prefix` of `rdzv_conf`.
         clock: a monotonic clock, in seconds.
+        expiring: called with each timer that has expired, right before its worker is reaped; must not block.
 
     A timer runs from when it was recorded in etcd, on this host's monotonic clock. Right before a worker is killed, its
     start time is compared (another process may have its pid), the ledger in its memory is read (it may have released
@@ -80,13 +81,14 @@ class EtcdTimerServer(TimerServer):
         daemon: bool = True,
         key_prefix: str = KEY_PREFIX,
         clock: Clock = concurrency.now,
+        expiring: Callable[[TimerInfo], object] = lambda info: None,
     ) -> None:
         interval, self._host = seconds("max_interval", max_interval), host_id()
         self._run = run if isinstance(run, Namespace) else Namespace.open(run, etcd, key_prefix)
         self._queue = EtcdRequestQueue(self._run.etcd, self._run.prefix, self._host)
         super().__init__(self._queue, interval, daemon)
         self.id = uuid.uuid4().hex
-        self._reap, self._clock = reap, clock  # never change
+        self._reap, self._clock, self._expiring = reap, clock, expiring  # never change
         self._stopping = concurrency.event()
         # Only the watchdog's thread (torch calls `register_timers`, `clear_timers` and `get_expired_timers` there), and
         # `stop()` when that has ended:
@@ -252,6 +254,7 @@ class EtcdTimerServer(TimerServer):
         log.warning(
             "worker %d (rank %s) has been in %r for %.1f s: reaping it", info.pid, info.rank, info.scope, info.age
         )
+        self._expiring(info)
         reap = self._reap
         settled = self._reap_worker_no_throw(claimed.worker_id) if reap is None else _no_throw(reap, info)
         self._finish(key, claimed, settled)

@@ -98,6 +98,11 @@ def test_whoever_has_the_token_evicts_a_member(browser: Browser, etcd: EtcdServe
         browser.click("#order .danger")
         browser.shows("evicted node1 on host1", "#order")
         browser.shows("evicted by ann through the page", "table")
+        browser.click("#order .tools button")
+        browser.click(".tools button.order")
+        browser.fill("#order label:nth-of-type(3) input", "the disk is full")
+        browser.click("#order .danger")
+        browser.shows("the disk is full", "#why")
 
 
 def test_a_page_whose_server_is_gone_says_so(browser: Browser, etcd: EtcdServer, client: EtcdClient) -> None:

@@ -22,6 +22,7 @@ from replicas import ReplicaProcess
 
 from ftcoord import cli
 from ftcoord.coordination import LighthouseClient
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, encode
 from ftcoord.embedded.server import EtcdServer
@@ -110,12 +111,13 @@ def test_gc_deletes_what_is_over_and_nothing_else(make_nodes: MakeNodes, run: Co
     assert run("close", "gc over", "--yes")[0] == 0
     joining.exception(DEADLINE)
     over.end()
-    keys = Get(Span(f"{run_prefix(KEY_PREFIX, 'gc over')}/", is_prefix=True), count_only=True)
+    keys = Get(Span(f"{run_prefix(KEY_PREFIX, 'gc over')}/", is_prefix=True), keys_only=True)
     eventually(lambda: not run.json("status", "gc over")["rounds"]["members"], "its nodes have left")
     done = run.json("gc", "--yes")
     assert any("of 'gc over'" in line for line in done["did"])
     assert any(line.startswith("'gc live': 1 members") for line in done["left"])
-    assert client.range(keys).count == 0
+    assert all("/events/" in kv.key for kv in client.range(keys).kvs), "history is left to expire"
+    assert run.json("history", "gc over")["events"][-1]["reason"].startswith("closed: closed by ")
     assert run.json("status", "gc live")["exists"]
     assert run("status", "gc over")[0] == 1
 
@@ -210,7 +212,18 @@ def test_only_a_yes_is_a_yes(
 def test_hostile_names_move_no_cursor(format: str, run: Commands, client: EtcdClient) -> None:
     prefix = run_prefix(KEY_PREFIX, f"bad{HOSTILE}")
     lease = client.grant(60).id
-    ask = JoinRequest(HOSTILE, HOSTILE, 1, 0, HOSTILE, "", 1, 1, leaving=HOSTILE, failed=HOSTILE)
+    ask = JoinRequest(
+        HOSTILE,
+        HOSTILE,
+        1,
+        0,
+        HOSTILE,
+        "",
+        1,
+        1,
+        leaving=HOSTILE,
+        failed=(WorkerFailure(1, 0, 0, 1, 0, HOSTILE, HOSTILE, HOSTILE, HOSTILE),),
+    )
     client.put(member_key(prefix, member_id(lease)), encode(ask), lease)
     client.put(member_key(prefix, HOSTILE), b"\x1b[31mnothing")
     client.put(decided_key(prefix), b'\x1b[31m{"v"')

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
 from helpers import eventually
 from jobs import Job
 from test_torchrun import await_members, decided, keys
 
+from ftcoord import cli
 from ftcoord.core import rendezvous_records
 from ftcoord.embedded.server import EtcdServer
 
@@ -104,3 +107,36 @@ def test_loglevel_silences_the_lines(etcd: EtcdServer, tmp_path: Path) -> None:
         job.round_of("a", kind="started")
         job.finish("a")
         assert "this node is rank" not in job.terminals()
+
+
+def test_an_exception_of_a_worker_is_told_to_all_nodes_and_to_whoever_asks_later(
+    etcd: EtcdServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "2", "raising.py", restarts=1) as job:
+        job.start("ab")
+        first = job.round_of("ab", kind="started")
+        failing = next(event for event in job.rounds("started")[first] if event.rank == 1)
+        told = f"worker {failing.pid} (rank 1, local rank 0) raised ValueError: no such sample: 17"
+        job.order("raise")
+        job.round_of("ab", kind="started", after={first})
+        job.order("raise")
+        for name in "ab":  # the next one is one too many
+            assert job.agents[name].wait() == 1, job.story()
+            assert "raised ValueError: no such sample: 17" in job.agents[name].terminal()
+        lines = [line for line in job.terminals().splitlines() if "the round before ended: " in line]
+        assert len(lines) == 2
+        assert all(told in line for line in lines)
+        assert "first cause: " in decided(etcd, job).closed
+        assert "raised ValueError: no such sample: 17" in decided(etcd, job).closed
+        asked = ["--endpoints", etcd.get_endpoint(), "-o", "json"]
+        assert cli.main(["history", job.run_id, *asked]) == 0
+        events = json.loads(capsys.readouterr().out)["events"]
+        failed = [event["worker"] for event in events if event["kind"] == "failed"]
+        assert len(failed) == 2, events
+        assert [(one["pid"], one["rank"], one["exit_code"]) for one in failed[:1]] == [(failing.pid, 1, 1)]
+        assert "Traceback" in failed[0]["traceback"]
+        assert [event["kind"] for event in events][-1] == "closed"
+        assert cli.main(["why", job.run_id, *asked]) == 1
+        why = json.loads(capsys.readouterr().out)
+        assert why["happened"].startswith("The run is over")
+        assert why["first"]["worker"]["exception"] == "ValueError: no such sample: 17"

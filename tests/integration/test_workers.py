@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import resource
@@ -10,14 +11,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers import DEADLINE, eventually, open_files
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.primitives.orphans import MARK
 from ftcoord.rendezvous.handler import HandlerResources
 from ftcoord.rendezvous.orphans import MarkedChildren
+from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch, _workers
 
 UNTIL_TOLD = "import sys; sys.stdin.read(1); sys.exit(3)"
@@ -28,13 +33,13 @@ def children() -> Iterator[MarkedChildren]:
     marked = MarkedChildren()
     yield marked
     marked.close()
-    for pidfd, pid in _workers(marked.mark):  # of a test that failed: they would be workers of the next one
+    for pidfd, one in _workers(marked.mark):  # of a test that failed: they would be workers of the next one
         os.close(pidfd)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(one.pid, signal.SIGKILL)
 
 
 @pytest.fixture
-def failed() -> queue.Queue[str]:
+def failed() -> queue.Queue[WorkerFailure]:
     return queue.Queue()
 
 
@@ -58,11 +63,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def test_the_first_worker_that_fails_is_told_of(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+def test_the_first_worker_that_fails_is_told_of(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
     first, second = worker(), worker()
     watch = WorkerWatch(children.mark, failed.put, unbroken)
     second.kill()
-    assert failed.get(timeout=DEADLINE) == f"worker {second.pid} was killed by signal 9 (SIGKILL)"
+    assert failed.get(timeout=DEADLINE).line == f"worker {second.pid} was killed by signal 9 (SIGKILL)"
     assert second.wait(DEADLINE) == -signal.SIGKILL, "it was left for its parent to be waited for"
     first.communicate(b".", timeout=DEADLINE)
     watch.end()
@@ -70,7 +75,7 @@ def test_the_first_worker_that_fails_is_told_of(children: MarkedChildren, failed
 
 
 def test_workers_that_are_done_or_stopped_by_their_agent_have_not_failed(
-    children: MarkedChildren, failed: queue.Queue[str]
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure]
 ) -> None:
     stopped, fails = worker(), worker()
     done = subprocess.Popen([sys.executable, "-c", ""])
@@ -79,14 +84,14 @@ def test_workers_that_are_done_or_stopped_by_their_agent_have_not_failed(
     stopped.terminate()
     stopped.communicate(timeout=DEADLINE)
     fails.kill()
-    assert failed.get(timeout=DEADLINE).startswith(f"worker {fails.pid} ")
+    assert failed.get(timeout=DEADLINE).line.startswith(f"worker {fails.pid} ")
     fails.communicate(timeout=DEADLINE)
     watch.end()
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"])
 def test_workers_that_get_the_signal_that_ends_their_agent_have_not_failed(
-    children: MarkedChildren, failed: queue.Queue[str], monkeypatch: pytest.MonkeyPatch, name: str
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As with Ctrl-C: torch's agent sends its workers the signal that it got."""
     if name == "SIGUSR1":
@@ -98,18 +103,18 @@ def test_workers_that_get_the_signal_that_ends_their_agent_have_not_failed(
         process.send_signal(signal.Signals[name])
         assert process.wait(DEADLINE) == -signal.Signals[name]
     fails.kill()
-    assert failed.get(timeout=DEADLINE).startswith(f"worker {fails.pid} ")
+    assert failed.get(timeout=DEADLINE).line.startswith(f"worker {fails.pid} ")
     fails.communicate(timeout=DEADLINE)
     watch.end()
 
 
-def test_a_child_without_the_mark_is_no_worker(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+def test_a_child_without_the_mark_is_no_worker(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
     other = worker(env={name: value for name, value in os.environ.items() if name != MARK})
     ours = worker()
     watch = WorkerWatch(children.mark, failed.put, unbroken)
     end(other)
     ours.kill()
-    assert failed.get(timeout=DEADLINE).startswith(f"worker {ours.pid} ")
+    assert failed.get(timeout=DEADLINE).line.startswith(f"worker {ours.pid} ")
     end(ours)
     watch.end()
 
@@ -120,11 +125,11 @@ def test_a_worker_that_was_started_just_now_is_seen(children: MarkedChildren) ->
         process = worker()
         found = list(_workers(children.mark))
         end(process)
-        assert [pid for _, pid in found] == [process.pid]
+        assert [one.pid for _, one in found] == [process.pid]
         os.close(found[0][0])
 
 
-def test_nobody_is_told_after_the_end(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+def test_nobody_is_told_after_the_end(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
     before = open_files()
     process = worker()
     with_its_pipe = open_files()
@@ -141,10 +146,10 @@ def test_a_watch_that_fails_is_said_to_whom_it_belongs(
 ) -> None:
     """By an error that nobody foresaw. It would else seem to watch."""
 
-    def fail(_round: object, _fate: str) -> None:
+    def fail(_round: object, _failure: object) -> None:
         raise MemoryError("in what it tells")
 
-    resources = HandlerResources(SimpleNamespace(worker_failed=fail), ExitStack())  # type: ignore[arg-type]
+    resources = HandlerResources(SimpleNamespace(worker_failed=fail, workers_ended=lambda failure: None), ExitStack())  # type: ignore[arg-type]
     process = worker()
     resources.watch_workers(None, children)  # type: ignore[arg-type]
     end(process)
@@ -153,9 +158,9 @@ def test_a_watch_that_fails_is_said_to_whom_it_belongs(
 
 
 def test_its_end_may_come_from_who_is_told(children: MarkedChildren) -> None:
-    told: queue.Queue[str] = queue.Queue()
+    told: queue.Queue[WorkerFailure] = queue.Queue()
 
-    def end_it(fate: str) -> None:
+    def end_it(fate: WorkerFailure) -> None:
         watch.end()
         told.put(fate)
 
@@ -165,7 +170,7 @@ def test_its_end_may_come_from_who_is_told(children: MarkedChildren) -> None:
     assert told.get(timeout=DEADLINE)
 
 
-def test_workers_that_end_one_after_the_other(children: MarkedChildren, failed: queue.Queue[str]) -> None:
+def test_workers_that_end_one_after_the_other(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
     workers = [worker() for _ in range(3)]
     watch = WorkerWatch(children.mark, failed.put, unbroken)
     for process in workers:
@@ -175,3 +180,145 @@ def test_workers_that_end_one_after_the_other(children: MarkedChildren, failed: 
     assert not watch._thread._thread.is_alive(), "nobody is left"
     watch.end()
     assert failed.empty()
+
+
+# -- what became of them -----------------------------------------------------------------------------------------
+
+RAISES = {
+    "message": {
+        "message": "ValueError: no such\nsample",
+        "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1"},
+    }
+}
+
+
+def ranked(rank: int, error_file: Path) -> dict[str, str]:
+    """What torch's agent gives a worker."""
+    given = {"RANK": str(8 + rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    return {**os.environ, **given}
+
+
+def test_a_failure_has_the_ranks_and_what_torchs_error_file_says(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    error_file = tmp_path / "error.json"
+    process = worker(env=ranked(1, error_file))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    error_file.write_text(json.dumps(RAISES))
+    process.communicate(b".", timeout=DEADLINE)
+    found = failed.get(timeout=DEADLINE)
+    assert found == watch.failure()
+    assert found == WorkerFailure(
+        process.pid, 9, 1, 3, 0, "exited with code 3", "ValueError: no such sample", "Traceback ..."
+    )
+    watch.end()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": 3}', '{"message": {"message": null}}', "x" * (1 << 21)])
+def test_an_error_file_that_is_none_says_nothing(
+    text: str, children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    error_file = tmp_path / "error.json"
+    error_file.write_text(text)
+    process = worker(env=ranked(1, error_file))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    process.communicate(b".", timeout=DEADLINE)
+    assert failed.get(timeout=DEADLINE).line == f"worker {process.pid} (rank 9, local rank 1) exited with code 3"
+    watch.end()
+
+
+def test_one_that_raised_something_is_told_though_its_peer_ended_first(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("0.json", "1.json")]
+    slow, peer = (worker(env=ranked(rank, file)) for rank, file in enumerate(files))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    files[1].write_text(json.dumps({"message": {"message": "RuntimeError: Connection reset by peer"}}))
+    peer.communicate(b".", timeout=DEADLINE)
+    assert failed.get(timeout=DEADLINE).pid == peer.pid, "nothing else is known yet"
+    files[0].write_text(json.dumps(RAISES))
+    told = watch.failure()
+    assert told is not None
+    assert (told.pid, told.exception) == (slow.pid, "ValueError: no such sample")
+    watch.end()
+    end(slow)
+
+
+def test_what_a_worker_raises_while_it_is_stopped_is_no_failure(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    """But what it raised before that is one, though it has not ended yet."""
+    error_file = tmp_path / "error.json"
+    process = worker(env=ranked(1, error_file))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    assert watch.failure(stopped_at=2e9) is None
+    error_file.write_text(json.dumps(RAISES))
+    os.utime(error_file, (1e9, 1e9))
+    assert watch.failure() is None
+    assert watch.failure(stopped_at=1e9 - 1) is None
+    told = watch.failure(stopped_at=1e9 + 1)
+    assert told is not None
+    assert told.exception == "ValueError: no such sample"
+    watch.end()
+    end(process)
+    assert failed.empty()
+
+
+def test_of_two_that_failed_by_themselves_the_first_counts(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    """The other one may raise something since it is stopped."""
+    files = [tmp_path / name for name in ("0.json", "1.json")]
+    first, stopped = (worker(env=ranked(rank, file)) for rank, file in enumerate(files))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    first.communicate(b".", timeout=DEADLINE)
+    assert failed.get(timeout=DEADLINE).pid == first.pid
+    files[1].write_text(json.dumps(RAISES))
+    told = watch.failure(stopped_at=2e9)
+    assert told is not None
+    assert told.pid == first.pid
+    watch.end()
+    end(stopped)
+
+
+def test_a_worker_that_heeds_its_agents_sigterm_has_not_failed(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure]
+) -> None:
+    heeds = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))"
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", f"{heeds}; print(flush=True); signal.pause()"], stdout=subprocess.PIPE
+    )
+    fails = worker()
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    assert stopped.stdout is not None
+    stopped.stdout.readline()
+    stopped.terminate()
+    stopped.communicate(timeout=DEADLINE)
+    assert stopped.returncode == 143
+    fails.kill()
+    assert failed.get(timeout=DEADLINE).pid == fails.pid
+    end(fails)
+    watch.end()
+    assert failed.empty()
+
+
+def test_a_worker_that_is_killed_for_its_timer_is_told_with_that(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure]
+) -> None:
+    process = worker()
+    watch = WorkerWatch(children.mark, failed.put, unbroken, {process.pid: "forward"}.get)  # type: ignore[arg-type]
+    process.kill()
+    assert (
+        failed.get(timeout=DEADLINE).line == f"worker {process.pid} was killed, since its timer 'forward' had expired"
+    )
+    end(process)
+    watch.end()
+
+
+def test_an_agent_that_saw_nobody_end_tells_what_torch_says(tmp_path: Path) -> None:
+    raised, aborted = tmp_path / "1.json", tmp_path / "0.json"
+    raised.write_text(json.dumps(RAISES))
+    failures = {0: ProcessFailure(0, 70, -6, str(aborted)), 1: ProcessFailure(1, 71, 1, str(raised))}
+    told = failure_in(ChildFailedError("train", failures))
+    assert told is not None
+    assert told.line == "worker 71 (rank 1, local rank 1) raised ValueError: no such sample"

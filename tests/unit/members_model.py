@@ -189,7 +189,7 @@ class MemberWorld:
         if not is_member(state, mind):
             return self._rejoin(state, mind)
         after = max(mind.ask.after, mind.at_work.number)
-        return _ask(state, mind, replace(mind.ask, port=port(after), after=after, seated=0, holds="", failed=""))
+        return _ask(state, mind, replace(mind.ask, port=port(after), after=after, seated=0, holds=""))
 
     def _act(self, state: State, mind: Mind) -> State:
         """What the outlook says, and nothing else."""
@@ -200,7 +200,10 @@ class MemberWorld:
         if look.next is Next.WRITE:
             has_seat = heard.rank_of(mind.member) is not None and heard.number > mind.ask.after
             require("a member takes a seat that it has", has_seat and not (heard.ready or heard.recalled))
-            require("a member says only that it takes its seat", look.ask == replace(mind.ask, seated=heard.number))
+            require(
+                "a member says only that it takes its seat",
+                look.ask == replace(mind.ask, seated=heard.number, failed=()),
+            )
             assert look.ask is not None
             return _ask(state, mind, look.ask)
         if look.standing is Standing.ANSWERED:

@@ -21,11 +21,13 @@ from members_model import MemberWorld, Mind, State, changed, is_member, new_name
 from model import LAST_CALL, RETURN, TICK, quick
 
 from ftcoord.core import rendezvous
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.invariants import check_round, require
 from ftcoord.core.rendezvous import MOMENT, REATTACHING, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
 from ftcoord.core.verdict import Publish, Wait
 
+FAILED: Final = (WorkerFailure(7, 0, 0, 1, fate="exited with code 1"),)
 LEASE: Final = 2.0
 """A lease's time: two ticks, and a tick is longer than a moment."""
 LONG_AGO: Final = -RETURN
@@ -185,7 +187,7 @@ class SeatsWorld(MemberWorld):
             for member in {members[0].id, members[-1].id}:
                 yield f"{member} decides", state._replace(late=Late(member, record))
 
-    def _take_again(self, state: Seats, mind: Mind, failed: str = "") -> Seats:
+    def _take_again(self, state: Seats, mind: Mind, failed: tuple[WorkerFailure, ...] = ()) -> Seats:
         """Its seat, under another lease, whose key it reads the record with. Its old key may be there still."""
         world, mine = state.world, mind.at_work
         assert mine is not None
@@ -199,10 +201,10 @@ class SeatsWorld(MemberWorld):
     def _fail(self, state: Seats, mind: Mind) -> Seats:
         """It says so, under another lease where its own is lost."""
         if not is_member(state.world, mind):
-            return self._take_again(state, mind, "failed")
-        return state._replace(world=_wrote(state.world, mind, self._hold(mind, "failed")))
+            return self._take_again(state, mind, FAILED)
+        return state._replace(world=_wrote(state.world, mind, self._hold(mind, FAILED)))
 
-    def _hold(self, mind: Mind, failed: str) -> JoinRequest:
+    def _hold(self, mind: Mind, failed: tuple[WorkerFailure, ...]) -> JoinRequest:
         assert mind.at_work is not None
         number = mind.at_work.number
         after = max(mind.ask.after, number)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.invariants import check_round
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import (
@@ -35,12 +36,16 @@ from ftcoord.core.rendezvous import (
     vacant,
 )
 from ftcoord.core.rendezvous_records import CLOSED, FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
+from ftcoord.core.round_history import note_ends
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
 LAST_CALL, SETTLE, RETURN = 30.0, 1.0, 45.0
 AGO = -1000.0
 """Long before now; all times here are relative to now."""
 PORTS = {node: 1000 + number for number, node in enumerate("ABCDEFGH")}
+
+
+EXITED = WorkerFailure(7, exit_code=1, fate="exited with code 1")
 
 
 def asks(name: str, after: int = 0, seen: float = 0.0, **more: Any) -> RoundCandidate:
@@ -74,7 +79,9 @@ def situation(
 ) -> RoundSituation:
     """All that is there, where nothing else is said with these limits."""
     there = [replace(member, ask=within(limits, member.ask)) for member in members]
-    return RoundSituation(there, changed_at, previous and within(limits, previous), *more)
+    previous = previous and within(limits, previous)
+    ends = note_ends({}, previous, there, ()).values() if previous else ()
+    return replace(RoundSituation(there, changed_at, previous, *more), ends=tuple(ends))
 
 
 def judge(
@@ -712,7 +719,7 @@ def test_a_new_round_is_sound(case: Case) -> None:
     assert (new.address, new.port) == (members[chosen[0]].ask.address, members[chosen[0]].ask.port)
     assert (new.ready, new.recalled, new.closed) == (False, "", "")
     assert before is None or before.recalled or before.closed
-    assert before is None or new.before == (before.closed or before.recalled)
+    assert before is None or case.situation.ends or new.before == (before.closed or before.recalled)
 
 
 @given(cases())
@@ -835,7 +842,7 @@ def test_a_host_that_is_lost_long_after_others_took_their_seats_again_is_lost() 
 
 def test_who_only_says_of_its_own_seat_that_a_worker_failed_has_lost_no_lease() -> None:
     previous = a_round("A B C")
-    failed = asks("A", seated=1, holds="A", failed="worker 7 exited with code 1")
+    failed = asks("A", seated=1, holds="A", failed=(EXITED,))
     options = replace(RoundOptions(LAST_CALL, SETTLE, recall_on_loss=False), return_to_seat=10.0)
     there = situation([failed, asks("B", seated=1)], 0.0, previous, (2, 3), AGO)
     assert waits(decide(replace(there, gone_since=-0.1), options, 0.0), MOMENT - 0.1)
@@ -949,7 +956,7 @@ def test_an_older_record_calls_nobody_back() -> None:
 
 def test_a_worker_that_failed_recalls_the_round_before_its_node_is_back() -> None:
     previous = a_round("A B C")
-    failing = asks("B", seated=1, holds="B", failed="worker 7 exited with code 1")
+    failing = asks("B", seated=1, holds="B", failed=(EXITED,))
     alive = [asks("A", seated=1), failing, asks("C", seated=1)]
     assert is_recall(judge(alive, previous), previous, "hostB: worker 7 exited with code 1")
     assert waits(judge(alive, previous, recall_on_loss=False), None)

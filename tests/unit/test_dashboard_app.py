@@ -20,8 +20,10 @@ from ftcoord.dashboard import app as apps
 from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.dashboard.pasts import read_past
 from ftcoord.etcd.api import Get
 from ftcoord.operator.status import Rules
+from ftcoord.operator.told import Explanation, JobHistory
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
 TOKEN = "0123456789abcdef"
@@ -48,11 +50,14 @@ class Site:
 
     def __init__(self, client: MemoryClient, board: Board) -> None:
         self.client, self.board = client, board
-        self.app = make_app(board, LeaseBook(Clerk()), {"version": "1"})
+        self.app = make_app(board, LeaseBook(Clerk()), self.past, {"version": "1"})
+
+    def past(self, job: str) -> tuple[JobHistory, Explanation]:
+        return read_past(self.client, "/f", Rules(), job)
 
     def may_act(self) -> None:
         actor = PageActor(self.client, "/f", "me@here", DEADLINE)
-        self.app = make_app(self.board, LeaseBook(Clerk()), {}, actor=actor, token=TOKEN)
+        self.app = make_app(self.board, LeaseBook(Clerk()), self.past, {}, actor=actor, token=TOKEN)
 
     def order(self, authorization: str = f"Bearer {TOKEN}", **order: object) -> Answer:
         body = json.dumps({"what": "evict", "job": "a/b", "name": "n", "who": "ann", **order}).encode()
@@ -264,3 +269,14 @@ def test_a_lost_etcd_does_nothing_and_says_so(site: Site) -> None:
     site.may_act()
     site.client.cut_off()
     assert site.order().status == 503
+
+
+def test_what_happened_is_told_newest_first_and_by_whom(site: Site) -> None:
+    site.may_act()
+    site.order(what="close", reason="the disk is full")
+    told = json.loads(site.get("/api/history", job="a/b").body)
+    assert (told["events"][0]["kind"], told["events"][0]["by"]) == ("closed", "ann")
+    assert "the disk is full" in told["why"]
+    assert site.get("/api/history").status == 400
+    site.client.cut_off()
+    assert site.get("/api/history", job="a/b").status == 503

@@ -17,6 +17,7 @@ from test_uses import kinds, uses
 import ftcoord
 from ftcoord import cli, config
 from ftcoord.core.death_records import Death
+from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.heartbeats import Beat
 from ftcoord.core.rendezvous_records import RollChunk
 from ftcoord.core.timers import Timer
@@ -235,7 +236,7 @@ def test_the_hooks_run_the_checks_of_make_lint() -> None:
     assert hooks == lint
 
 
-RECORDS = (*(kind for use in uses() for kind in kinds(use)), RollChunk, Timer, Beat, Death)
+RECORDS = (*(kind for use in uses() for kind in kinds(use)), RollChunk, Timer, Beat, Death, HistoryEvent, WorkerFailure)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)

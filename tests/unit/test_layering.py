@@ -25,10 +25,12 @@ FLOORS = (
     "config metrics.process",
     "metrics.exporter logs",
     "core.strict core.layout core.outlook core.standby core.lease core.vote core.store_values core.store_history",
-    "core.verdict core.situation core.election_records core.barrier_records",
+    "core.event_records",
+    "core.verdict core.situation core.causes core.election_records core.barrier_records",
     "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records core.death_records",
     "core.rendezvous core.quorum core.election core.barrier core.recovery core.timers core.heartbeats core.losses",
-    "core.invariants",
+    "core.invariants core.round_history",
+    "core.quorum_history",
     "etcd.api etcd.release",
     "etcd.retry etcd.reading",
     "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback etcd.rpc.dialer",
@@ -48,7 +50,7 @@ FLOORS = (
     "primitives.deaths primitives.feed primitives.step_thread primitives.exactly_once primitives.leased_keys",
     "primitives.informer",
     "primitives.group.policy primitives.group.invariant_guard primitives.group.parse_cache primitives.group.member_key",
-    "primitives.group.members_view primitives.group.record_lease primitives.group.beside",
+    "primitives.group.members_view primitives.group.record_lease primitives.group.beside primitives.group.event_log",
     "primitives.group.decided_record primitives.group.succession",
     "primitives.group.pace primitives.group.use primitives.group.plain_policy",
     "primitives.group.group primitives.group.plain_use",
@@ -63,12 +65,12 @@ FLOORS = (
     "operator.told",
     "operator.job_keys",
     "operator.rounds operator.quorums",
-    "operator.status operator.naming operator.leftovers operator.findings",
+    "operator.status operator.naming operator.leftovers operator.findings operator.past",
     "operator.reading",
     "operator.acting operator.following operator.watching metrics.runs",
     "operator.orders",
     "operator.examining",
-    "dashboard.pages dashboard.guarding dashboard.board dashboard.acts",
+    "dashboard.pages dashboard.guarding dashboard.board dashboard.acts dashboard.pasts",
     "dashboard.app",
     "dashboard.serving",
     "commands.output",
@@ -216,7 +218,8 @@ def test_the_core_is_pure(module: str) -> None:
 
 
 TELLING = [
-    f"ftcoord.operator.{name}" for name in ("told", "job_keys", "rounds", "quorums", "status", "naming", "leftovers")
+    f"ftcoord.operator.{name}"
+    for name in ("told", "job_keys", "rounds", "quorums", "status", "naming", "leftovers", "past")
 ]
 """What operators are told: as pure as the core, from keys as the API has them."""
 
@@ -232,12 +235,12 @@ def test_what_operators_are_told_is_pure(module: str) -> None:
     }
 
 
-@pytest.mark.parametrize("command", ["ls", "status", "doctor", "gc"])
+@pytest.mark.parametrize("command", ["ls", "status", "history", "why", "doctor", "gc"])
 def test_commands_load_neither_torch_nor_grpc(command: str) -> None:
     """Each is to answer in a moment, loading included."""
     code = (
         "import sys; from ftcoord import cli\n"
-        f"code = cli.main([{command!r}, *{['job'] * (command == 'status')!r}])\n"
+        f"code = cli.main([{command!r}, *{['job'] * (command in ('status', 'history', 'why'))!r}])\n"
         "sys.exit(str({'torch', 'grpc', 'asyncio', 'numpy', 'starlette'} & sys.modules.keys() or code))"
     )
     env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1", "FTCOORD_REQUEST_TIMEOUT": "0.01"}

@@ -56,6 +56,8 @@ KEYS = {
     "barrier_prefix": BARRIER,
     "deaths_span": layout.deaths_span(RUN).start,
     "death_key": layout.death_key(RUN, HEX),
+    "events_span": layout.events_span(RUN).start,
+    "event_key": layout.event_key(RUN, 7, HEX, 0),
     "timers_span": layout.timers_span(RUN, "host").start,
     "timer_key": layout.timer_key(RUN, "host", LEASE, "slot"),
     "heartbeats_span": layout.heartbeats_span(RUN).start,
@@ -71,7 +73,7 @@ IN_GROUPS = [
 """The keys that each group has, where the group's own prefix is one of `core.layout`."""
 
 NO_KEYS = {"run_prefix", "quorum_prefix", "encode_key", "decode_key", "member_id", "member_of", "number_of"}
-NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "is_member_key"}
+NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "is_member_key", "event_revision", "spans_but_history"}
 """Functions of `core.layout` that name no key of their own."""
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from ftcoord.commands.output import to_json
 from ftcoord.core import death_records, quorum_records, rendezvous_records
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import (
     death_key,
     decided_key,
@@ -123,7 +124,7 @@ def test_a_lost_node_is_nothing_where_the_users_ignore_it() -> None:
         (in_round(3), False, "", "seated"),
         ({"after": 2}, False, "", "seating"),
         ({**in_round(3), "leaving": "SIGTERM"}, True, "", "leaving"),
-        ({**in_round(3), "failed": "exit code 1"}, True, "", "running"),
+        ({**in_round(3), "failed": (WorkerFailure(7, fate="exited with code 1"),)}, True, "", "running"),
         ({"after": 2, "seated": 2, "min_nodes": 1}, False, "", "refused"),
     ],
 )
@@ -132,7 +133,7 @@ def test_how_a_node_with_a_seat_stands(fields: dict[str, Any], ready: bool, reca
     found = rounds(record, nodes(ask("a", **fields), ask("b", **in_round(3))))
     one = next(one for one in found.members if one.node == "a")
     assert (one.rank, one.standing) == (0, standing)
-    assert one.said == fields.get("leaving", fields.get("failed", ""))
+    assert one.said == fields.get("leaving", "worker 7 exited with code 1" if "failed" in fields else "")
 
 
 def test_a_spare_and_a_node_of_an_older_lease() -> None:

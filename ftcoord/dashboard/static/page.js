@@ -3,8 +3,8 @@ const STALE_AFTER = 15000; // milliseconds; the server says something every 5 s
 const MOODS = {
   good: ["running", "training", "finished", "live", "healthy"],
   busy: ["forming", "seating", "seated", "waiting", "asking", "called back", "spare", "idle", "opening", "empty"],
-  bad: ["failed", "degraded", "unreadable", "away", "refused", "unclear", "missing", "lost", "needs a look", "leaving",
-    "closed"],
+  bad: ["failed", "degraded", "unreadable", "away", "refused", "unclear", "missing", "lost", "needs a look",
+    "leaving", "died", "expired", "closed"],
 };
 const main = document.getElementById("main");
 const job = new URLSearchParams(location.search).get("job");
@@ -233,6 +233,42 @@ function quorumCard(group) {
   ], about.acts ? [...replicaColumns, evictColumn, killColumn] : replicaColumns);
 }
 
+let past = null, pastOf = null, asking = false;
+const eventColumns = [
+  { head: "time", of: (row) => row.at ? new Date(row.at * 1000).toLocaleString() : "" },
+  { head: "what", of: (row) => word(row.kind) },
+  { head: "of", of: (row) => `${row.group === "quorums" ? "quorum" : "round"} ${row.number}` },
+  { head: "who", of: (row) => row.who },
+  { head: "why", of: (row) => row.reason },
+  { head: "revision", number: true, of: (row) => row.revision },
+];
+
+// The history is asked for again when the job has changed, one question at a time.
+async function readPast() {
+  const of = told?.page?.revision;
+  if (asking || of === undefined || of === pastOf) return;
+  asking = true;
+  try {
+    const answer = await fetch(`/api/history?${new URLSearchParams({ job })}`);
+    if (answer.ok) {
+      past = await answer.json();
+      pastOf = of;
+      drawPage();
+    }
+  } catch {
+    // the stream says that the server, or etcd, is gone; it is asked again with the next beat
+  } finally {
+    asking = false;
+  }
+}
+
+function pastCard() {
+  if (!past?.events.length) return null;
+  const more = past.total > past.events.length ? `, the newest ${past.events.length} of ${past.total}` : "";
+  return make("section", { class: "card" }, make("h2", {}, `What happened${more}`),
+    make("p", { class: "next", id: "why" }, past.why), table(eventColumns, past.events));
+}
+
 function drawJob(page) {
   if (!page.exists) {
     counted.replaceChildren();
@@ -250,7 +286,7 @@ function drawJob(page) {
   if (page.unreadable.total) parts.push(make("section", { class: "card" },
     make("h2", {}, `unreadable keys (${page.unreadable.total})`),
     table([{ head: "key", mono: true, of: (row) => row.key }, { head: "problem", of: (row) => row.problem }], page.unreadable.rows)));
-  body.replaceChildren(...parts);
+  body.replaceChildren(...parts, pastCard() ?? "");
 }
 
 function draw() {
@@ -290,10 +326,12 @@ function open() {
     // While etcd is lost, its last words stay; the time is that of the last page that was true.
     told = found.connected ? found : { ...found, at: told?.at && !found.connected ? told.at : found.at };
     drawPage();
+    if (job !== null && told.connected) readPast();
   }));
   mine.addEventListener("beat", heard((found) => {
     leases = found.leases;
     drawPage();
+    if (job !== null) readPast();
   }));
   mine.addEventListener("error", () => {
     if (mine !== source) return;

@@ -13,6 +13,7 @@ from ftcoord.errors import StateError
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, TxnResult, exists, unchanged
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.beside import batches, fits
+from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.group.record_lease import RecordLease
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.write_once import WriteOutcome, write_attempt_timeout, write_once, write_timeout
@@ -51,6 +52,7 @@ class DecidedRecord:
         listener: called with each new value, and its roster, and with None after a deletion. Raises StateError when it
             cannot read them.
         has_roster: whether the record has one.
+        history: what takes the events of decisions; None for nothing.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class DecidedRecord:
         listener: Listener,
         *,
         has_roster: bool = False,
+        history: EventLog | None = None,
     ) -> None:
-        self._etcd = etcd
+        self._etcd, self._history = etcd, history
         self._roster_key = roster_key(decided_key(prefix)) if has_roster else None
         self.mirror = Mirror(etcd, decided_span(prefix) if has_roster else Span(decided_key(prefix)), post)
         self.lease = RecordLease(etcd, ttl)
@@ -111,7 +114,7 @@ class DecidedRecord:
 
     def publish(self, decision: Publish[bytes], own: OwnWrite) -> bool:
         """Replace the record that is known, if nobody else did, together with the decider's own write; whether that
-        was done.
+        was done. What it has to say to the history goes with it, unless etcd does not take that.
 
         Raises EtcdError; whether it worked is then not known, and it may be repeated.
         """
@@ -123,8 +126,10 @@ class DecidedRecord:
         guards = [*own.guards, *self._roster_guards()]
         also: list[Op] = [*own.puts, *puts, *(Delete(span) for span in decision.deletes)]
         beside = [Put(key, value, lease) for key, value in decision.beside]
-        operations = 1 + len(also) + len(beside) + 1  # the record, and the read of it
-        if beside and not fits(operations, [record, *own.puts, *puts, *beside]):
+        history = self._history.writes(decision.events, self.mirror.revision) if self._history else []
+        sized = [record, *own.puts, *puts, *(op for op in history if isinstance(op, Put))]
+        operations = 1 + len(also) + len(history) + 1  # the record, and the read of it
+        if beside and not fits(operations + len(beside), [*sized, *beside]):
             refused = self._write_before(
                 beside, [unchanged(record.key, current.mod_revision if current else 0), *guards]
             )
@@ -133,18 +138,29 @@ class DecidedRecord:
                 return False
             # All of it is deleted together, so a decision that arrives late never names what is gone.
             guards, beside = [*guards, exists(beside[0].key)], []
-        outcome = write_once(
-            self._etcd, record, current.mod_revision if current else 0, guards=guards, also=[*also, *beside]
-        )
+        if not fits(operations, sized):
+            history = []
+        expected = current.mod_revision if current else 0
+
+        def write(more: Sequence[Op]) -> WriteOutcome:
+            return write_once(self._etcd, record, expected, guards=guards, also=[*also, *beside, *more])
+
+        outcome = self._history.send(history, decision.events, write) if self._history else write(())
         if outcome.done and outcome.kv is not None:
             own.wrote(outcome.kv.mod_revision)  # before anybody is told, and asks for the next decision
         self._learn(outcome, puts)
         return outcome.done
 
-    def close(self) -> None:
-        """Stop watching, and keep the lease no longer. Idempotent."""
-        self.mirror.close()
+    def rest(self) -> None:
+        """Keep the leases no longer: this member does not decide any more. Idempotent."""
         self.lease.drop()
+        if self._history is not None:
+            self._history.drop()
+
+    def close(self) -> None:
+        """Stop watching, and keep the leases no longer. Idempotent."""
+        self.mirror.close()
+        self.rest()
 
     # -- what lies beside ---------------------------------------------------------------------------------------
 

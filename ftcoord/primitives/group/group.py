@@ -28,6 +28,7 @@ from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener, OwnWrite
+from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.group.member_key import HeldAsk, MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy, View
@@ -68,6 +69,7 @@ class Group:
         failed: called with the error, on the group's thread, when that thread ends by one. This member is deaf then, so
             its session must end.
         has_roster: whether the decided record has a second key, see `Use.has_roster`. The listener gets that too.
+        history_ttl: seconds that the history of decisions outlives the last decider; 0 for a group without one.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Group:
         *,
         failed: Callable[[BaseException], None] = lambda error: None,
         has_roster: bool = False,
+        history_ttl: int = 0,
     ) -> None:
         members = members_span(prefix)
         self._prefix, self._policy, self._failed = prefix, policy, failed  # these never change
@@ -88,7 +91,10 @@ class Group:
         self._inbox: concurrency.Queue[_Task] = concurrency.inbox()
         self._turn = concurrency.lock("Group._turn")
         """Held by the thread while it works, and by the client's thread for what it may apply itself. It guards:"""
-        self._record = DecidedRecord(etcd, prefix, record_ttl, self._post, listener, has_roster=has_roster)
+        history = EventLog(etcd, prefix, history_ttl, self._member_key.id) if history_ttl else None
+        self._record = DecidedRecord(
+            etcd, prefix, record_ttl, self._post, listener, has_roster=has_roster, history=history
+        )
         self._succession = Succession(etcd, prefix, self._member_key, self._post)
         self._members = MembersView(etcd, members, self._post)
         self.place = 0  # the thread that enters, once; read anywhere
@@ -356,7 +362,7 @@ class Group:
             self._member_key.release_held()
             if self._members.mirror is not None:
                 self._members.close()
-                self._record.lease.drop()
+                self._record.rest()
 
     def _decide(self) -> float | None:
         self._record.check_readable()
@@ -399,7 +405,16 @@ class Group:
             in_order = tuple(kv if kv.key != mine else _asking(kv, held, revision) for kv in in_order)
             seen[mine] = held.since
         state = record.known, record.known_at, record.vanished
-        return View(in_order, seen, members.changed_at, *state, members.read_at, record.known_roster)
+        return View(
+            in_order,
+            seen,
+            members.changed_at,
+            *state,
+            members.read_at,
+            record.known_roster,
+            members.departed,
+            members.revision,
+        )
 
     def _publish(self, decision: Publish[bytes]) -> bool:
         held, self._member_key.held = self._member_key.held, None

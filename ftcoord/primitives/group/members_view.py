@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.layout import Span
 from ftcoord.etcd.api import Compare, Etcd, KeyValue, encode_key, is_member
 from ftcoord.primitives.mirror import Mirror, Posted
+
+DEPARTED: Final = 1000
+"""Members that are gone of which is remembered what they said last."""
 
 
 class MembersView:
@@ -33,6 +37,8 @@ class MembersView:
         self._members: dict[str, KeyValue] = {}
         """Those of them that are members. Each change costs O(1): they come in the order in which they are kept."""
         self._is_in_order = True
+        self.departed: dict[str, KeyValue] = {}
+        """What those said last that were seen alive and are gone, by key."""
 
     @property
     def synced(self) -> bool:
@@ -75,6 +81,9 @@ class MembersView:
         """Bring the copy up to date."""
         assert self.mirror is not None
         changes = self.mirror.apply(posted)
+        for change in changes:
+            if change.now is None and change.was is not None:  # which may have been written in the same moment
+                self._note_departure(change.was)
         if self.mirror.synced:
             self._note((change.key for change in changes), concurrency.now())
 
@@ -104,6 +113,8 @@ class MembersView:
         for key in keys:
             kv, before = self.mirror.kvs.get(key), self._kvs.get(key)
             if kv is None:
+                if before is not None and key not in self.departed:
+                    self._note_departure(before)
                 self._kvs.pop(key, None)
                 self._seen_at.pop(key, None)
             elif before != kv:
@@ -113,6 +124,11 @@ class MembersView:
             self._list(key, kv)
             self.changed_at = now
             self.changes += 1
+
+    def _note_departure(self, last: KeyValue) -> None:
+        self.departed[last.key] = last
+        if len(self.departed) > DEPARTED:
+            del self.departed[next(iter(self.departed))]
 
     def _list(self, key: str, kv: KeyValue | None) -> None:
         """Note what a key is now among the members."""

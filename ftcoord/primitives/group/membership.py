@@ -34,7 +34,7 @@ class Membership(Generic[R]):
         ttl: of the lease, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
         timeout: seconds for each request.
-        has_roster: see `Group`.
+        has_roster, history_ttl: see `Group`.
         dies_with_process: see `ParticipantOptions`.
         was: the ids of the participant's incarnations before; see `Session`.
         lost: called when etcd says that the lease is lost, on the keep-alive thread; must not block.
@@ -54,6 +54,7 @@ class Membership(Generic[R]):
         record_ttl: int,
         timeout: float,
         has_roster: bool = False,
+        history_ttl: int = 0,
         dies_with_process: bool = True,
         was: Sequence[str] = (),
         lost: Callable[[], object] = lambda: None,
@@ -81,6 +82,7 @@ class Membership(Generic[R]):
             self._on_decided,
             failed=self._on_failure,
             has_roster=has_roster,
+            history_ttl=history_ttl,
         )
         self.id = self.group.id
         try:

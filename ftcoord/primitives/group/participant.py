@@ -59,6 +59,7 @@ class ParticipantOptions:
             whose members rewrite their keys often.
         dies_with_process: whether the sentinel gives the lease up, and says why, when this process dies. If not, the
             lease ends by time: for who takes part for others, that live on.
+        history_ttl: how long the history of decisions outlives the last decider; 0 for none.
     """
 
     lease_ttl: int
@@ -68,6 +69,7 @@ class ParticipantOptions:
     keeps_lease: bool = True
     batches: bool = False
     dies_with_process: bool = True
+    history_ttl: int = 0
 
 
 class Participant(Generic[R, A]):
@@ -374,6 +376,7 @@ class Participant(Generic[R, A]):
             record_ttl=options.record_ttl,
             timeout=options.request_timeout,
             has_roster=use.has_roster,
+            history_ttl=options.history_ttl,
             dies_with_process=options.dies_with_process,
             was=self.ids[-MOURNED_AS:],
             lost=self._lost,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ftcoord.core.verdict import Verdict
@@ -23,6 +23,8 @@ class View:
         read_at: when the members were last read as a whole. What was seen then may be older than that by any time; what
             was seen later had just been written.
         roster: what lies beside it, in a use that has a roster.
+        departed: what those said last, by key, that were seen alive and are gone; not of very many.
+        revision: etcd's, up to which all members were seen.
     """
 
     members: tuple[KeyValue, ...]
@@ -33,6 +35,8 @@ class View:
     vanished: bool
     read_at: float
     roster: KeyValue | None = None
+    departed: Mapping[str, KeyValue] = field(default_factory=dict)
+    revision: int = 0
 
 
 class Policy(Protocol):

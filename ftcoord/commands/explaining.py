@@ -1,0 +1,82 @@
+"""`ftcoord history` and `ftcoord why`: what happened to a job, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from datetime import datetime
+from textwrap import wrap
+from typing import Any, Final
+
+from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add
+from ftcoord.commands.looking import (
+    HEALTHY,
+    RULE_FLAGS,
+    UNHEALTHY,
+    add_job,
+    client_of,
+    rules_of,
+    terminal_of,
+)
+from ftcoord.commands.output import Terminal, neutral
+from ftcoord.config import full_text
+from ftcoord.operator.naming import no_such_job
+from ftcoord.operator.past import explain, tell_history
+from ftcoord.operator.reading import read_events, read_job
+from ftcoord.operator.status import tell_job
+from ftcoord.operator.told import Explanation, JobHistory, ToldEvent
+
+LINE_WIDTH: Final = 100
+"""Columns of a paragraph."""
+
+
+def add_commands(commands: Any) -> None:
+    """`commands` is what `ArgumentParser.add_subparsers` gives."""
+    history = commands.add_parser("history", help="what happened to a job, in etcd's order")
+    add_job(history)
+    add(history, (*ETCD_FLAGS, KEYS_FLAG, *OUTPUT_FLAGS))
+    history.set_defaults(run=_history)
+
+    why = commands.add_parser("why", help="why a job is as it is: what came first, what was lost, what to do")
+    add_job(why)
+    add(why, (*ETCD_FLAGS, KEYS_FLAG, *RULE_FLAGS, *OUTPUT_FLAGS))
+    why.set_defaults(run=_why)
+
+
+def _history(options: argparse.Namespace) -> int:
+    job = full_text("JOB", options.job)
+    terminal = terminal_of(options)
+    with client_of(options) as etcd:
+        found = tell_history(job, *read_events(etcd, options.key_prefix, job))
+    terminal.tell(found, _history_lines(found, terminal))
+    return HEALTHY if found.events else UNHEALTHY
+
+
+def _history_lines(found: JobHistory, terminal: Terminal) -> Iterable[str]:
+    if not found.events:
+        return [f"etcd has no history of a job {neutral(repr(found.job))}: it never began, or its history_ttl is over"]
+    heads = ("REVISION", "TIME", "GROUP", "NUMBER", "EVENT", "REASON")
+    return terminal.table(heads, [_row(one) for one in found.events], widest=None)
+
+
+def _row(event: ToldEvent) -> tuple[object, ...]:
+    when = datetime.fromtimestamp(event.at).strftime("%m-%d %H:%M:%S") if 0 < event.at < 1e11 else ""
+    who = f"{event.who}: " if event.worker is not None else ""
+    return event.revision, when, event.group, event.number, event.kind, f"{who}{event.reason}"
+
+
+def _why(options: argparse.Namespace) -> int:
+    job = full_text("JOB", options.job)
+    terminal, rules = terminal_of(options), rules_of(options)
+    with client_of(options) as etcd:
+        status = tell_job(read_job(etcd, options.key_prefix, job), rules)
+        found = explain(status, *read_events(etcd, options.key_prefix, job))
+    is_known = status.exists or found.happened
+    terminal.tell(found, _why_lines(found, terminal) if is_known else [no_such_job(job)])
+    return HEALTHY if found.healthy else UNHEALTHY
+
+
+def _why_lines(found: Explanation, terminal: Terminal) -> Iterable[str]:
+    health = terminal.colour("healthy", "good") if found.healthy else terminal.colour("needs a look", "bad")
+    yield f"{terminal.colour(neutral(found.job), 'bold')}: {health}"
+    yield from wrap(neutral(found.text), LINE_WIDTH, break_on_hyphens=False)

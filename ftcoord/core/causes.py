@@ -1,0 +1,144 @@
+"""Which of several ends of one round came first, and so explains the others. Pure.
+
+No clock of any host is compared. etcd's revisions say in which order the ends were told. That is not always the order
+in which they happened: a lost host is told of when its lease ends, and a process that raised something may need longer
+to end than those that lose their connection to it. So it counts first what an end can be.
+
+  BEGINS   nothing else need have happened: a worker raised something of its own, or was killed by a signal; an agent
+           died, was evicted or told to stop; a host was lost.
+  UNCLEAR  an exit code without an exception, or a timer that expired: the first of all, or what a peer does that
+           waits in vain. In the order of revisions it counts like the above, unless a host was lost: that happened
+           before it was told.
+  FOLLOWS  what processes do when a peer is lost: a connection that ends, a collective that times out, abort() by the
+           watchdog of a backend; an agent that has used up its restarts.
+  STOPPED  what an agent does to its workers: SIGTERM; or what they do when their agent was told to stop.
+
+The first cause is the first by revision of those that count most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final
+
+from ftcoord.core.event_records import HistoryEvent, WorkerFailure
+
+_SIGABRT, _SIGPIPE, _SIGTERM = 6, 13, 15
+_PEERS: Final = (
+    "connection reset",
+    "connection closed",
+    "connection refused",
+    "connection aborted",
+    "closed by peer",
+    "broken pipe",
+    "socket closed",
+    "socket timeout",
+    "remote process exited",
+    "remote error",
+    "ncclremoteerror",
+    "communicator was aborted",
+    "collective operation timeout",
+    "watchdog caught",
+    "wait timeout",
+    "timed out waiting",
+    "timed out after",
+    "caused pair closure",
+    "distnetworkerror",
+    "distbackenderror",
+    "roundovererror",
+    "brokenpipeerror",
+    "connectionreseterror",
+)
+"""What torch, NCCL and Gloo say of a peer that is gone, in small letters."""
+OBEYED: Final = ("SignalException", "KeyboardInterrupt")
+"""What an agent says when it leaves because it was told to stop."""
+_SPENT: Final = "ChildFailedError"
+"""What an agent says when it leaves because its workers have failed too often."""
+
+
+class Weight(IntEnum):
+    """What an end can be: see above."""
+
+    BEGINS = 0
+    UNCLEAR = 1
+    FOLLOWS = 2
+    STOPPED = 3
+
+
+def weight_of(event: HistoryEvent) -> Weight:
+    """By itself."""
+    if event.failures:
+        return _weight_of_failure(event.failures[0])
+    return Weight.FOLLOWS if event.kind == "left" and _SPENT in event.reason else Weight.BEGINS
+
+
+def _weight_of_failure(failure: WorkerFailure) -> Weight:
+    if failure.timer:
+        return Weight.UNCLEAR
+    if failure.exception:
+        text = failure.exception.lower()
+        return Weight.FOLLOWS if any(words in text for words in _PEERS) else Weight.BEGINS
+    if failure.signal in (_SIGABRT, _SIGPIPE):
+        return Weight.FOLLOWS
+    if failure.signal == _SIGTERM or failure.exit_code == 128 + _SIGTERM:
+        return Weight.STOPPED
+    return Weight.BEGINS if failure.signal else Weight.UNCLEAR
+
+
+def in_causal_order(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
+    """The first cause first. Of two that were told at the same revision, the one that is given first."""
+    stopping = {end.node for end in ends if end.kind == "left" and any(word in end.reason for word in OBEYED)}
+    has_lost = any(end.kind == "lost" for end in ends)
+
+    def place(end: HistoryEvent) -> tuple[int, int]:
+        weight = weight_of(end)
+        if weight is Weight.UNCLEAR and end.node in stopping:
+            weight = Weight.STOPPED
+        elif weight is Weight.UNCLEAR and not has_lost:
+            weight = Weight.BEGINS
+        return weight, end.noted
+
+    return sorted(ends, key=place)
+
+
+def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
+    """The same for the workers of one node, in the order in which their agent saw them end; None for none."""
+    return min(failures, key=_weight_of_failure, default=None)
+
+
+def follows(failure: WorkerFailure) -> bool:
+    """Whether it is what workers do when something else has happened before."""
+    return _weight_of_failure(failure) >= Weight.FOLLOWS
+
+
+def told_end(end: HistoryEvent) -> str:
+    """For people, on one line."""
+    if end.failures:
+        return f"{end.who}: {end.failures[0].line}"
+    return end.reason
+
+
+def told_ends(ends: Sequence[HistoryEvent]) -> str:
+    """The first cause, and how many more ends there are; empty for none."""
+    ordered = in_causal_order(ends)
+    if not ordered:
+        return ""
+    more = len({end.node for end in ordered} - {ordered[0].node})
+    return told_end(ordered[0]) + (f"; {more} more {'node' if more == 1 else 'nodes'} followed" if more else "")
+
+
+def why_ended(recalled: str, recalled_at: int, ends: Sequence[HistoryEvent]) -> str:
+    """Why a round ended, now that it has.
+
+    A round that was recalled for another reason (somebody waits to join) is ended by that, whatever becomes of its
+    workers while they are stopped.
+
+    Args:
+        recalled: why it was recalled.
+        recalled_at: etcd's revision then.
+        ends: how its members' parts ended, as far as is known.
+    """
+    if not any(end.noted <= recalled_at for end in ends) or told_end(in_causal_order(ends)[0]) in recalled:
+        return recalled
+    return told_ends(ends)

@@ -1,0 +1,54 @@
+"""What a job's history says of its quorums. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat
+from ftcoord.core.round_history import MOST_ENDS, counted, named
+
+
+def lost_seats(previous: QuorumRecord | None, new: QuorumRecord) -> list[QuorumSeat]:
+    """Those that the new quorum goes on without."""
+    return [seat for seat in previous.seats if seat.request.replica_id not in new.names] if previous else []
+
+
+def quorum_events(
+    previous: QuorumRecord | None, new: QuorumRecord, causes: Mapping[str, tuple[str, int]], wall_ms: int
+) -> list[HistoryEvent]:
+    """What the history has to say when the quorum `new` follows `previous`; nothing where its id stays the same, as in
+    most steps.
+
+    Args:
+        causes: why members of the last one are gone, by their ids, and etcd's revision at which that was said.
+        wall_ms: when, for people.
+    """
+    if previous is not None and previous.id == new.id:
+        return []
+    gone = lost_seats(previous, new)
+    ended = previous.id if previous else 0
+    ends = [_end(ended, seat, causes.get(seat.member)) for seat in gone[:MOST_ENDS]]
+    told = HistoryEvent("quorum", new.id, reason=_reason(previous, new, [_name(seat) for seat in gone]))
+    return [replace(one, by=new.by, wall_ms=wall_ms) for one in (*ends, told)]
+
+
+def _end(number: int, seat: QuorumSeat, known: tuple[str, int] | None) -> HistoryEvent:
+    name = _name(seat)
+    if known is not None:
+        return HistoryEvent("died", number, name, name, f"{name}: {known[0]}", noted=known[1])
+    return HistoryEvent("left", number, name, name, f"{name} does not take part any more")
+
+
+def _reason(previous: QuorumRecord | None, new: QuorumRecord, gone: Sequence[str]) -> str:
+    came = sorted(new.names - previous.names) if previous else []
+    parts = [counted(len(new.seats), "replica")]
+    parts += [f"new: {named(came)}"] if came else []
+    parts += [f"without {named(gone)}"] if gone else []
+    parts += ["the same replicas, after commits that failed"] if previous and not (came or gone) else []
+    return "; ".join(parts)
+
+
+def _name(seat: QuorumSeat) -> str:
+    return seat.request.replica_id

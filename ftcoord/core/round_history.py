@@ -1,0 +1,141 @@
+"""What a run's history says of its rounds: how each member's part ended, and what was decided. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from ftcoord.core.causes import in_causal_order
+from ftcoord.core.event_records import EventKind, HistoryEvent, WorkerFailure
+from ftcoord.core.rendezvous import RoundCandidate
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, Seat
+
+MOST_ENDS: Final = 16
+"""Ends that are written with one decision: in a large round thousands may follow the first."""
+_SHOWN: Final = 8
+"""Hosts that a reason names."""
+
+Ends: TypeAlias = Mapping[tuple[str, str], HistoryEvent]
+"""How parts in one round ended, by kind and node: as it was told first."""
+
+
+@dataclass(frozen=True, slots=True)
+class VacantSeat:
+    """A seat whose member is gone.
+
+    Args:
+        seat: whose.
+        cause: why its process is gone, as its sentinel or an operator said; empty if nobody has.
+        noted: etcd's revision at which that was said, or else at which the decider saw that it is gone.
+        word: what the member said last; None if the decider never saw it alive.
+    """
+
+    seat: Seat
+    cause: str
+    noted: int
+    word: JoinRequest | None
+
+
+def note_ends(before: Ends, round_: Round, members: Iterable[RoundCandidate], vacant: Iterable[VacantSeat]) -> Ends:
+    """What was known of this round's ends before, and what these members and seats say now.
+
+    Of one that is gone without a word this says nothing: it may come back to its seat; see `lost_ends`.
+    """
+    found = dict(before)
+
+    def note(event: HistoryEvent) -> None:
+        found.setdefault((event.kind, event.node), event)
+
+    for member in members:
+        if member.ask.failed or member.ask.leaving:
+            for event in _said(member.ask, round_, member.revision):
+                note(event)
+    for one in vacant:
+        if one.cause:
+            note(HistoryEvent("died", round_.number, one.seat.host, one.seat.node, one.cause, noted=one.noted))
+        if one.word is not None:
+            for event in _said(one.word, round_, one.noted):
+                note(event)
+    return found
+
+
+def lost_ends(round_: Round, vacant: Iterable[VacantSeat], ends: Ends, present: Collection[str]) -> list[HistoryEvent]:
+    """Those that are gone without a word, and have not come back as any of the nodes that are `present`.
+
+    Of a recalled round only those count that the decider saw alive: others may have left before it looked.
+    """
+    spoken = {node for kind, node in ends if kind in ("died", "left")}
+    return [
+        HistoryEvent(
+            "lost",
+            round_.number,
+            one.seat.host,
+            one.seat.node,
+            f"{one.seat.host} is gone (its lease ended)",
+            noted=one.noted,
+        )
+        for one in vacant
+        if one.seat.node not in spoken
+        and one.seat.node not in present
+        and (one.word is not None or not round_.recalled)
+    ]
+
+
+def failure_event(number: int, host: str, node: str, failure: WorkerFailure) -> HistoryEvent:
+    """Of a worker of this node that failed in the round of this number."""
+    return HistoryEvent("expired" if failure.timer else "failed", number, host, node, failure.line, (failure,))
+
+
+def _said(ask: JoinRequest, round_: Round, revision: int) -> list[HistoryEvent]:
+    """How a node's part in this round ended, in its own words."""
+    if ask.node not in round_.nodes or round_.number not in (ask.seated, ask.after):
+        return []
+    failed = [failure_event(round_.number, ask.host, ask.node, one) for one in ask.failed]
+    said = [replace(event, noted=revision) for event in failed]
+    if ask.leaving:
+        reason = f"{ask.host} left ({ask.leaving})"
+        said.append(HistoryEvent("left", round_.number, ask.host, ask.node, reason, noted=revision))
+    return said
+
+
+def round_events(
+    previous: Round | None, new: Round, reason: str, ends: Sequence[HistoryEvent], by: str, wall_ms: int
+) -> list[HistoryEvent]:
+    """What the history has to say when the record `new` replaces `previous`: first how parts in that round ended, of
+    which nothing was written yet, and then what was decided."""
+    old = previous or NO_ROUND
+    told = [replace(end, by=by, wall_ms=wall_ms) for end in in_causal_order(ends)[:MOST_ENDS]]
+    kind, why = _decided(old, new, reason)
+    return [*told, HistoryEvent(kind, new.number, reason=why, by=by, wall_ms=wall_ms)]
+
+
+def _decided(old: Round, new: Round, reason: str) -> tuple[EventKind, str]:
+    if new.number != old.number and new.seats:
+        return "round", _formed(old, new)
+    if new.recalled:
+        return "recalled", new.recalled
+    if new.ready and not old.ready:
+        return "started", reason
+    return "limits", reason
+
+
+def _formed(old: Round, new: Round) -> str:
+    came = [seat.host for seat in new.seats if seat.node not in old.nodes]
+    gone = [seat.host for seat in old.seats if seat.node not in new.nodes]
+    parts = [counted(new.size, "node")]
+    parts += [f"new: {named(came)}"] if came else []
+    parts += [f"without {named(gone)}"] if gone else []
+    parts += [f"the round before ended: {new.before}"] if new.before else []
+    return "; ".join(parts)
+
+
+def counted(number: int, what: str) -> str:
+    """One node, two nodes."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def named(hosts: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(hosts) - _SHOWN
+    return ", ".join(hosts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

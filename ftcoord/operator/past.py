@@ -1,0 +1,229 @@
+"""What happened to a job, and why it is as it is: from its history and its status. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from ftcoord.core.causes import OBEYED, in_causal_order, told_end
+from ftcoord.core.event_records import HistoryEvent, PastEvent, WorkerFailure, read_history
+from ftcoord.core.rendezvous_records import FINISHED
+from ftcoord.core.round_history import counted
+from ftcoord.etcd.api import KeyValue
+from ftcoord.operator.told import FORMAT, Explanation, JobHistory, JobStatus, ToldEvent
+
+ROUNDS, QUORUMS = "rendezvous", "quorums"
+"""The groups of a job, as they are told."""
+_SIGKILL: Final = 9
+
+
+def tell_history(job: str, rounds: Iterable[KeyValue], quorums: Iterable[KeyValue]) -> JobHistory:
+    """All events of a job, in etcd's order.
+
+    Args:
+        rounds, quorums: the keys of the two histories.
+    """
+    told = [*_told(ROUNDS, _past(rounds)), *_told(QUORUMS, _past(quorums))]
+    return JobHistory(FORMAT, job, tuple(sorted(told, key=lambda one: one.revision)))
+
+
+def explain(status: JobStatus, rounds: Iterable[KeyValue], quorums: Iterable[KeyValue]) -> Explanation:
+    """Why a job is as it is. Of rounds, if it has any; else of its quorums."""
+    past, of_quorums = _past(rounds), _past(quorums)
+    if past or (status.rounds is not None and not of_quorums):
+        return _explain_rounds(status, past)
+    return _explain_quorums(status, of_quorums)
+
+
+def _past(kvs: Iterable[KeyValue]) -> list[PastEvent]:
+    return read_history((kv.key, kv.value, kv.mod_revision) for kv in kvs)
+
+
+def _told(group: str, past: Iterable[PastEvent]) -> list[ToldEvent]:
+    return [_tell(group, one.event, one.revision) for one in past]
+
+
+def _tell(group: str, event: HistoryEvent, revision: int) -> ToldEvent:
+    worker = event.failures[0] if event.failures else None
+    at = event.wall_ms / 1000
+    who = event.who, event.node, event.reason, event.noted
+    return ToldEvent(revision, group, event.kind, event.number, *who, worker, event.by, at)
+
+
+def _ends(past: Sequence[PastEvent], number: int) -> list[HistoryEvent]:
+    """How parts in this round, or quorum, ended, in the order in which they were told."""
+    ends = [replace(one.event, noted=one.event.noted or one.revision) for one in past if one.event.is_end]
+    return [end for end in ends if end.number == number]
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------
+
+
+def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation:
+    now = _now_of_rounds(status, past)
+    last = next((one for one in reversed(past) if one.event.kind in ("recalled", "closed")), None)
+    is_over = last is not None and last.event.kind == "closed"
+    healthy = status.healthy
+    if status.rounds is None:  # all but the history has expired
+        healthy = last is not None and is_over and _finished(last.event)
+    nothing = Explanation(FORMAT, status.job, healthy, "", None, 0, "", now, "" if healthy else _do_now(status))
+    if last is None:
+        return nothing
+    if is_over and _finished(last.event):
+        return replace(nothing, happened=f"The run has finished: {_after_colon(last.event.reason)}.", now="", do="")
+    number, ends = last.event.number, _ends(past, last.event.number)
+    first = _first(last, past, ends)
+    return Explanation(
+        FORMAT,
+        status.job,
+        healthy,
+        _happened(last.event, first),
+        None if first is None else _tell(ROUNDS, first, _revision_of(past, first)),
+        len({end.node for end in ends} - {first.node}) if first is not None else 0,
+        _lost(past, last, number),
+        now,
+        _advice(first) or _do_now(status) if first is not None or not healthy else "",
+    )
+
+
+def _first(last: PastEvent, past: Sequence[PastEvent], ends: Sequence[HistoryEvent]) -> HistoryEvent | None:
+    """The first cause; None where a round ended for no member's sake, as when somebody waits to join."""
+    number = last.event.number
+    recalls = [one for one in past if one.event.kind == "recalled" and one.event.number == number]
+    ended = recalls[0] if recalls else last
+    if not ends or not any(end.noted <= ended.revision for end in ends):
+        return None
+    return in_causal_order(ends)[0]
+
+
+def _happened(last: HistoryEvent, first: HistoryEvent | None) -> str:
+    what = "The run is over" if last.kind == "closed" else f"Round {last.number} ended"
+    if first is None:
+        return f"{what}: {_after_colon(last.reason) if last.kind == 'closed' else last.reason}."
+    by = f" ({_after_colon(last.reason)})" if last.kind == "closed" and told_end(first) not in last.reason else ""
+    return f"{what}{by}. It began with this: {told_end(first)}."
+
+
+def _lost(past: Sequence[PastEvent], last: PastEvent, number: int) -> str:
+    """What was lost with that round."""
+    started = any(one.event.kind == "started" and one.event.number == number for one in past)
+    if not started:
+        return f"No worker had started in round {number}, so no work was lost." if number else ""
+    next_round = next((one for one in past if one.event.kind == "round" and one.event.number > number), None)
+    stopped = f"The workers of round {number} were stopped: what they did since their last checkpoint is lost."
+    if next_round is None or last.event.kind == "closed":
+        return stopped
+    return f"{stopped} Round {next_round.event.number} followed: {_head(next_round.event.reason)}."
+
+
+def _now_of_rounds(status: JobStatus, past: Sequence[PastEvent]) -> str:
+    rounds = status.rounds
+    if rounds is None:
+        return "Nothing is left of it but its history." if past else "It has no history."
+    if rounds.closed:
+        return ""
+    if rounds.state == "running":
+        return f"Now round {rounds.number} runs on {counted(rounds.size, 'node')}."
+    return f"Now it is {rounds.state}: {rounds.next.reason}."
+
+
+def _do_now(status: JobStatus) -> str:
+    rounds = status.rounds
+    if rounds is None or rounds.closed:
+        return ""
+    if rounds.state == "unreadable":
+        return "See what lies in the keys that `ftcoord status` calls unreadable."
+    missing = rounds.min_nodes - len(rounds.members)
+    if missing > 0:
+        return (
+            f"Start {missing} more {'node' if missing == 1 else 'nodes'} with the same --rdzv-id and --rdzv-endpoint."
+        )
+    return ""
+
+
+# -- quorums ----------------------------------------------------------------------------------------------------
+
+
+def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanation:
+    quorum = status.quorum
+    now = "It has no history." if not past else "Nothing is left of it but its history."
+    if quorum is not None:
+        now = (
+            f"Now it is {quorum.state}: quorum {quorum.id} has {counted(quorum.size, 'replica')}; {quorum.next.reason}."
+        )
+    last = next((one for one in reversed(past) if one.event.is_end), None)
+    if last is None:
+        return Explanation(FORMAT, status.job, status.healthy, "", None, 0, "", now, "")
+    number, ends = last.event.number, _ends(past, last.event.number)
+    first = in_causal_order(ends)[0]
+    follower = next((one.event for one in past if one.event.kind == "quorum" and one.revision >= last.revision), None)
+    lost = f"Quorum {follower.number} followed: {follower.reason}." if follower is not None else ""
+    return Explanation(
+        FORMAT,
+        status.job,
+        status.healthy,
+        f"Quorum {number} lost members. It began with this: {told_end(first)}.",
+        _tell(QUORUMS, first, _revision_of(past, first)),
+        len({end.node for end in ends} - {first.node}),
+        lost,
+        now,
+        _advice(first),
+    )
+
+
+# -- words ------------------------------------------------------------------------------------------------------
+
+
+def _advice(first: HistoryEvent | None) -> str:
+    """What to do about a first cause."""
+    if first is None:
+        return ""
+    if first.failures:
+        return _advice_for_worker(first, first.failures[0])
+    if first.kind == "lost":
+        return f"See whether the host of {first.who} runs, and whether it reaches etcd; replace it if not."
+    if first.kind == "left":
+        obeyed = any(word in first.reason for word in OBEYED)
+        return "It was told to stop: by the scheduler, or by hand. Nothing is broken." if obeyed else ""
+    if "evicted by" in first.reason:
+        return "It was evicted by hand: ask who did it before it comes back."
+    if "(OOM)" in first.reason:
+        return "Give the host's job more memory, or have it use less."
+    return f"See the log of {first.who}, and what its kernel says (dmesg)."
+
+
+def _advice_for_worker(end: HistoryEvent, worker: WorkerFailure) -> str:
+    if worker.timer:
+        return f"See in the log of {end.who} where the worker was in {worker.timer!r}; give it longer if it was slow."
+    if "outofmemoryerror" in worker.exception.lower().replace(" ", "") or "(OOM)" in worker.fate:
+        return "Give it more memory, or have it use less, such as smaller batches."
+    if worker.exception:
+        return "See the traceback: `ftcoord history -o json` has its head, and the worker's log has all of it."
+    if worker.signal == _SIGKILL:
+        return f"See who killed it on {end.who}: the kernel says so if memory ran out (dmesg)."
+    if worker.signal:
+        return f"See the worker's log on {end.who}: a library crashed, or aborted. A core dump tells where."
+    return (
+        f"See the worker's log on {end.who}. With torch's `record` around its main function the exception is told here:"
+        " torch.distributed.elastic.multiprocessing.errors."
+    )
+
+
+def _finished(closed: HistoryEvent) -> bool:
+    return closed.reason.startswith(f"{FINISHED}:")
+
+
+def _after_colon(reason: str) -> str:
+    """The reason of a run's end, without its outcome."""
+    return reason.partition(": ")[2] or reason
+
+
+def _head(reason: str) -> str:
+    """Of a new round: without why the one before ended."""
+    return reason.partition("; the round before ended: ")[0]
+
+
+def _revision_of(past: Sequence[PastEvent], event: HistoryEvent) -> int:
+    what = event.kind, event.number, event.node
+    return next(one.revision for one in past if (one.event.kind, one.event.number, one.event.node) == what)

@@ -1,0 +1,192 @@
+"""A job's history in etcd: events beside what is decided, in the same transaction.
+
+Nothing depends on it. Where etcd takes no history (no space, no permission, no lease), decisions are made without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.core.event_records import KEPT_EVENTS, HistoryEvent, encode
+from ftcoord.core.layout import Span, event_key, event_revision, events_span
+from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
+from ftcoord.etcd.api import Delete, EtcdCalls, Get, KeyValue, Lease, Op, Put
+from ftcoord.etcd.retry import UNANSWERED
+from ftcoord.primitives.session import KeptLease
+from ftcoord.primitives.write_once import WriteOutcome
+
+log = logging.getLogger(__name__)
+
+OFF: Final = 60.0
+"""Seconds for which nothing is written after etcd has refused it,"""
+AWAY: Final = 1.0
+"""and after it has not answered."""
+OWED: Final = 40
+"""Events that wait meanwhile; the oldest of them are written with the next decision."""
+LOOK_AGAIN: Final = KEPT_EVENTS // 4
+"""Events that are written between two looks at what others have written."""
+CALL_TIMEOUT: Final = 1.0
+"""Seconds that a call may take that is made for the history alone."""
+
+
+class EventLog:
+    """What one writer adds to a history. For one thread.
+
+    All of a history lies under one lease, which whoever decides keeps alive: it takes over the one that is there, and
+    makes one only where there is none, or one that is too short.
+
+    Args:
+        etcd: the etcd client.
+        prefix: the group's.
+        ttl: seconds that the history outlives its last decider.
+        writer: a name that nobody else has, such as a member id.
+        keeps: whether to keep the lease alive until `drop()`, as a decider does.
+    """
+
+    def __init__(self, etcd: EtcdCalls, prefix: str, ttl: int, writer: str, *, keeps: bool = True) -> None:
+        self._etcd, self._prefix, self._ttl, self._writer, self._keeps = etcd, prefix, ttl, writer, keeps
+        self._counts = itertools.count()
+        self._lease = 0
+        self._kept: KeptLease | None = None
+        self._is_unused = False
+        """Whether this has granted the lease, and never wrote under it."""
+        self._keys: list[str] = []
+        """The keys of the history as far as they are known, in order."""
+        self._unseen = LOOK_AGAIN
+        """How many events were written since this looked at what others have written."""
+        self._owed: list[HistoryEvent] = []
+        self._off_until = 0.0
+        self._warned = False
+
+    def writes(self, events: Sequence[HistoryEvent], revision: int) -> list[Op]:
+        """What adds these events to a transaction, and deletes the oldest; nothing where that cannot be.
+
+        Costs a request or two the first time, and seldom after that. `revision` is the highest of etcd's that is known.
+        """
+        if not events or concurrency.now() < self._off_until:
+            return []
+        try:
+            lease = self._take_lease()
+        except ClientClosed:
+            return []  # the transaction will say so
+        except EtcdError as error:
+            self.refused(error)
+            return []
+        self._is_unused = False
+        puts = [Put(self._next_key(revision), encode(event), lease) for event in (*self._owed, *events)]
+        known = [*self._keys, *(put.key for put in puts)]
+        if len(known) <= KEPT_EVENTS:
+            return [*puts]
+        return [*puts, Delete(Span(events_span(self._prefix).start, stop=known[-KEPT_EVENTS]))]
+
+    def send(
+        self, ops: Sequence[Op], events: Sequence[HistoryEvent], write: Callable[[Sequence[Op]], WriteOutcome]
+    ) -> WriteOutcome:
+        """Have `write` make its transaction with these operations; without, if etcd refuses them together.
+
+        Args:
+            ops: what `writes` gave for these events, or nothing.
+            write: makes a guarded transaction, with more operations in it.
+
+        Raises what `write` raises.
+        """
+        if ops:
+            try:
+                outcome = write(ops)
+            except (*UNANSWERED, ClientClosed):
+                raise
+            except EtcdError as error:
+                self.refused(error)
+            else:
+                if outcome.done:
+                    self._note_written(ops)
+                return outcome
+        outcome = write(())
+        if outcome.done:
+            self._owed = [*self._owed, *events][-OWED:]
+        return outcome
+
+    def _note_written(self, ops: Sequence[Op]) -> None:
+        keys = [op.key for op in ops if isinstance(op, Put)]
+        self._owed = []
+        self._unseen += len(keys)
+        self._keys = [*self._keys, *keys][-KEPT_EVENTS:]
+
+    def refused(self, error: EtcdError) -> None:
+        """etcd does not take what `writes` gave, so that gives nothing for a while. Warns once."""
+        if isinstance(error, LeaseLost):  # it expired, or somebody revoked it: the next one is written under another
+            self._forget_lease()
+            return
+        self._off_until = concurrency.now() + (AWAY if isinstance(error, UNANSWERED) else OFF)
+        if not self._warned and not isinstance(error, UNANSWERED):
+            self._warned = True
+            log.warning(
+                "etcd takes no history below %s, so the job runs on without one: %s",
+                events_span(self._prefix).start,
+                error,
+            )
+
+    def drop(self) -> None:
+        """Keep the history's lease alive no longer: somebody else does, or it expires. Idempotent."""
+        lease, is_unused = self._lease, self._is_unused
+        self._forget_lease()
+        if is_unused:
+            try:
+                self._etcd.revoke(lease, timeout=CALL_TIMEOUT)
+            except EtcdError as error:
+                log.debug("the lease of a history that was not written expires by itself: %s", error)
+
+    def _next_key(self, revision: int) -> str:
+        """Behind all that is there, also where etcd was restored and counts anew."""
+        last = self._keys[-1] if self._keys else ""
+        base = max(revision, event_revision(last) or 0)
+        key = event_key(self._prefix, base, self._writer, next(self._counts))
+        return key if key > last else event_key(self._prefix, base + 1, self._writer, next(self._counts))
+
+    # -- the lease ----------------------------------------------------------------------------------------------
+
+    def _take_lease(self) -> int:
+        """The lease to write under. Raises EtcdError."""
+        if self._kept is not None and not self._kept.kept:
+            self._forget_lease()
+        if self._unseen >= LOOK_AGAIN:
+            newest = self._look()
+            if not self._lease and newest is not None and newest.lease:
+                self._adopt(newest.lease)
+        if not self._lease:
+            now, lease = concurrency.now(), self._etcd.grant(self._ttl)
+            self._use(lease, now)
+            self._is_unused = True
+        return self._lease
+
+    def _look(self) -> KeyValue | None:
+        """See what is there; the newest of it."""
+        get = Get(events_span(self._prefix), limit=2 * KEPT_EVENTS, keys_only=True, order="newest")
+        found = self._etcd.range(get, timeout=CALL_TIMEOUT)
+        self._keys = sorted(kv.key for kv in found.kvs if event_revision(kv.key) is not None)
+        self._unseen = 0
+        return found.kvs[0] if found.kvs else None
+
+    def _adopt(self, lease: int) -> None:
+        """Go on with the lease that others have used, if it lives long enough."""
+        now = concurrency.now()
+        try:
+            ttl = self._etcd.renew(lease, timeout=CALL_TIMEOUT)
+        except LeaseLost:
+            return
+        if ttl >= self._ttl:
+            self._use(Lease(lease, ttl), now)
+
+    def _use(self, lease: Lease, now: float) -> None:
+        self._lease = lease.id
+        if self._keeps:
+            self._kept = KeptLease(self._etcd, lease, now)
+
+    def _forget_lease(self) -> None:
+        if self._kept is not None:
+            self._kept.stop()
+        self._kept, self._lease, self._is_unused, self._unseen = None, 0, False, LOOK_AGAIN

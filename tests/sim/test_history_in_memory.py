@@ -1,0 +1,438 @@
+"""What a job's history says, against what was decided: by real participants, in memory and in virtual time."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+from members import Door
+from test_held_asks import PAIR, ask, in_background, replica_of
+from test_participants_in_memory import LEASE_TTL, end
+from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
+from worlds import World, play, simulated
+
+from ftcoord import concurrency
+from ftcoord.coordination.replica import Replica
+from ftcoord.core.death_records import Death, encode
+from ftcoord.core.event_records import HISTORY_TTL, KEPT_EVENTS, HistoryEvent, PastEvent, WorkerFailure, read_history
+from ftcoord.core.layout import Span, death_key, decided_key, event_revision, events_span, member_id
+from ftcoord.core.rendezvous_records import Round, RoundHead, parse_decided
+from ftcoord.core.verdict import Publish
+from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, RequestRefused
+from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put, TxnResult
+from ftcoord.primitives.group.beside import MOST_OPERATIONS
+from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
+from ftcoord.primitives.group.event_log import OFF, EventLog
+from ftcoord.primitives.write_once import WriteOutcome, write_once
+from ftcoord.testing import MemoryClient, MemoryEtcd
+
+DECISIONS: Final = {"round", "started", "recalled", "limits", "closed"}
+OUT_OF_MEMORY: Final = WorkerFailure(7, 1, 0, -1, 9, "was killed by signal 9 (SIGKILL)")
+RESET: Final = WorkerFailure(8, 0, 0, 1, 0, "exited with code 1", "RuntimeError: Connection reset by peer")
+
+
+def history(world: World, prefix: str = PREFIX) -> list[PastEvent]:
+    kvs = world.observer.range(Get(events_span(prefix))).kvs
+    return read_history((kv.key, kv.value, kv.mod_revision) for kv in kvs)
+
+
+def fail(agent: Agent, failure: WorkerFailure) -> None:
+    """A worker of this agent's does, and its watch says so; the agent comes back a moment later."""
+    assert agent.node is not None
+    assert agent.node.round is not None
+    agent.node.worker_failed(agent.node.round, failure)
+
+
+def told(record: Round | RoundHead, before: Round | RoundHead | None) -> str:
+    """The kind of event that goes with this record."""
+    if before is None or record.number != before.number:
+        return "round" if record.size else "recalled"
+    if record.closed and not before.closed:
+        return "closed"
+    if record.recalled:
+        return "recalled"
+    return "started" if record.ready and not before.ready else "limits"
+
+
+def decisions(world: World) -> list[tuple[int, str, int]]:
+    """Of each record that was decided: etcd's revision, the kind, and the round."""
+    found, before = [], None
+    for event in world.events(DECIDED):
+        if event.kind == "put":
+            record = parse_decided(event.kv.key, event.kv.value)
+            found.append((event.kv.mod_revision, told(record, before), record.number))
+            before = record
+    return found
+
+
+def told_decisions(world: World) -> list[tuple[int, str, int]]:
+    past = history(world)
+    return [(one.revision, one.event.kind, one.event.number) for one in past if one.event.kind in DECISIONS]
+
+
+def live_through(world: World, group: list[Agent]) -> None:
+    """Nodes start, fail, die, are lost and join."""
+    first = work_together(world, group)[0].number
+    fail(group[0], OUT_OF_MEMORY)
+    group[0].worker_fails.set()
+    second = work_together(world, group, after=first)[0].number
+    group[1].die("node1 was killed by signal 9 (SIGKILL)")
+    del group[1]
+    third = work_together(world, group, after=second)[0].number
+    group.append(Agent(world, "node9", world.etcd.client(), (1, 4)))
+    fourth = work_together(world, group, after=third)[0].number
+    group[-1].crash()
+    group.pop()
+    work_together(world, group, after=fourth)
+
+
+@simulated
+def test_each_decision_is_in_the_history_and_nothing_else_is(world: World) -> None:
+    group = agents(world, 3, (1, 4))
+    live_through(world, group)
+    assert told_decisions(world) == decisions(world), "written in one transaction"
+    ends = {(one.event.kind, one.event.who) for one in history(world) if one.event.is_end}
+    assert ends == {("failed", "node0"), ("died", "node1"), ("lost", "node9")}
+    world.sleep(30)
+    before = world.etcd.revision
+    world.sleep(600)
+    quiet = [kv for kv in world.observer.range(Get(events_span(PREFIX))).kvs if kv.mod_revision > before]
+    assert not quiet, "a round that runs writes nothing"
+    leases = {kv.lease for kv in world.observer.range(Get(events_span(PREFIX))).kvs}
+    assert len(leases) == 1, "each decider goes on with the lease of the one before"
+    end(world, group)
+
+
+@simulated
+def test_on_a_bad_network_nothing_is_told_that_was_not_decided(world: World) -> None:
+    """What was decided while etcd did not answer about the history is told with the next decision."""
+    group = agents(world, 3, (1, 4), wild=True)
+    live_through(world, group)
+    decided = Counter((kind, number) for _, kind, number in decisions(world))
+    past = Counter((kind, number) for _, kind, number in told_decisions(world))
+    assert past <= decided
+    assert past, "nothing was told at all"
+    end(world, group)
+
+
+@simulated
+def test_why_a_round_ended_is_told_to_all_that_go_on(world: World) -> None:
+    """A peer is told of first, since its connection was reset; a host was lost."""
+    group = agents(world, 3, (1, 3))
+    first = work_together(world, group)[0].number
+    lost, peer, other = group
+    lost.crash()
+    world.sleep(LEASE_TTL - 1)
+    fail(peer, RESET)
+    world.sleep(0.5)
+    peer.worker_fails.set()
+    work_together(world, [peer, other], after=first)
+    for agent in (peer, other):
+        assert agent.node is not None
+        assert agent.node.round is not None
+        assert agent.node.round.before == "node0 is gone (its lease ended); 1 more node followed"
+    end(world, [peer, other])
+
+
+@simulated
+def test_a_worker_s_failure_is_no_failure_of_the_next_round(world: World) -> None:
+    group = agents(world, 2, (2, 2))
+    first = work_together(world, group)[0].number
+    fail(group[0], OUT_OF_MEMORY)
+    group[0].worker_fails.set()
+    second = work_together(world, group, after=first)[0].number
+    world.sleep(60)
+    assert [agent.rounds[-1].number for agent in group] == [second, second], "it was recalled for what was before"
+    failed = [one.event.number for one in history(world) if one.event.is_end]
+    assert failed == [first]
+    end(world, group)
+
+
+@simulated
+def test_a_spare_that_dies_ends_no_round(world: World) -> None:
+    group = agents(world, 3, (2, 2))
+    world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
+    spare = next(agent for agent in group if not agent.rounds)
+    seated = [agent for agent in group if agent is not spare]
+    spare.die("the spare was killed")
+    world.sleep(5)
+    fail(seated[0], OUT_OF_MEMORY)
+    seated[0].worker_fails.set()
+    work_together(world, seated, after=seated[1].rounds[-1].number)
+    assert {one.event.who for one in history(world) if one.event.is_end} == {seated[0].name}
+    end(world, seated)
+
+
+@simulated
+def test_a_quorum_of_the_same_replicas_writes_no_event(world: World) -> None:
+    with (
+        replica_of(world.etcd.client(), PAIR, "a") as one,
+        replica_of(world.etcd.client(), PAIR, "b") as other,
+    ):
+        for step in range(3):
+            join = in_background(lambda step=step: ask(one, step))
+            ask(other, step)
+            join()
+        kinds = [(past.event.kind, past.event.number) for past in history(world, PAIR.prefix)]
+        assert kinds == [("quorum", 1)]
+        assert len([event for event in world.events(decided_key(PAIR.prefix)) if event.kind == "put"]) == 3
+
+
+def until_both(replica: Replica) -> None:
+    """The first that asks may be answered before the other one has come."""
+    while len(ask(replica, 0).seats) < 2:
+        pass
+
+
+@simulated
+def test_a_quorum_without_a_replica_that_died_says_of_what(world: World) -> None:
+    job = replace(PAIR, min_replicas=1)
+    client = world.etcd.client()
+    with replica_of(world.etcd.client(), job, "a") as one, replica_of(client, job, "b") as other:
+        join = in_background(lambda: until_both(other))
+        until_both(one)
+        join()
+        world.observer.put(death_key(job.prefix, member_id(other.lease)), encode(Death("b was killed", 0)))
+        other.leave(5)
+        world.until(lambda: len(ask(one, 1).seats) == 1, "it goes on alone")
+        past = [(one.event.kind, one.event.node, one.event.reason) for one in history(world, job.prefix)]
+        assert ("died", "b", "b: b was killed") in past
+        assert past[-1] == ("quorum", "", "1 replica; without b")
+
+
+# -- an etcd that takes no history -----------------------------------------------------------------------------
+
+
+class Refuses(Door):
+    """An etcd that refuses all that has to do with history, in one way or another."""
+
+    def __init__(self, etcd: MemoryClient, how: str) -> None:
+        super().__init__(etcd)
+        self._how = how
+        self.refused = 0
+
+    def _refuse(self, error: EtcdError) -> None:
+        self.refused += 1
+        raise error
+
+    def grant(self, ttl: int) -> Lease:
+        if ttl == HISTORY_TTL and self._how == "leases":
+            self._refuse(EtcdNoSpace("mvcc: database space exceeded"))
+        if ttl == HISTORY_TTL and self._how == "answers":
+            self._refuse(EtcdUnavailable("no answer"))
+        return self.real.grant(ttl)
+
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Op],
+        failure: Sequence[Op] = (),
+        *,
+        timeout: float | None = None,
+    ) -> TxnResult:
+        if any(isinstance(op, Put) and "/events/" in op.key for op in success):
+            if self._how == "keys":
+                self._refuse(EtcdAuthError("etcdserver: permission denied"))
+            if self._how == "transactions":
+                self._refuse(RequestRefused("etcdserver: too many operations in txn request"))
+            if self._how == "the lease":
+                self._refuse(LeaseLost("etcdserver: requested lease not found"))
+        return self.real.txn(compares, success, failure, timeout=timeout)
+
+
+@pytest.mark.parametrize("how", ["leases", "answers", "keys", "transactions", "the lease"])
+def test_an_etcd_that_takes_no_history_delays_no_decision(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "ftcoord")
+    doors: list[Refuses] = []
+
+    def scenario(world: World) -> None:
+        def door(client: MemoryClient) -> Any:
+            doors.append(Refuses(client, how))
+            return doors[-1]
+
+        began = concurrency.now()
+        group = [Agent(world, f"node{at}", door(world.etcd.client()), (2, 2)) for at in range(2)]
+        first = work_together(world, group)[0].number
+        fail(group[0], OUT_OF_MEMORY)
+        group[0].worker_fails.set()
+        work_together(world, group, after=first)
+        assert concurrency.now() - began < 5, "it took longer"
+        assert not history(world)
+        end(world, group)
+
+    play(scenario, 0)
+    assert sum(door.refused for door in doors) > 0
+    warnings = [one.message for one in caplog.records if "takes no history" in one.message]
+    assert len(warnings) == (0 if how in ("answers", "the lease") else 1)
+
+
+# -- the log itself ----------------------------------------------------------------------------------------------
+
+
+def happened(number: int) -> HistoryEvent:
+    return HistoryEvent("round", number, reason="1 node")
+
+
+def write(client: Etcd, log: EventLog, events: Sequence[HistoryEvent], value: bytes) -> WriteOutcome:
+    """With some record."""
+    now = client.range(Get(Span("/g/decided"))).one
+
+    def once(more: Sequence[Op]) -> WriteOutcome:
+        return write_once(client, Put("/g/decided", value), now.mod_revision if now else 0, also=more)
+
+    return log.send(log.writes(events, now.mod_revision if now else 0), events, once)
+
+
+def keys_of(client: Etcd) -> list[KeyValue]:
+    return list(client.range(Get(events_span("/g"))).kvs)
+
+
+def numbers_in(client: Etcd) -> list[int]:
+    past = read_history((kv.key, kv.value, kv.mod_revision) for kv in keys_of(client))
+    return [one.event.number for one in past]
+
+
+@pytest.fixture
+def client() -> Iterator[MemoryClient]:
+    with MemoryEtcd() as etcd:
+        yield etcd.client()
+
+
+def test_the_oldest_events_go_first(client: MemoryClient) -> None:
+    log = EventLog(client, "/g", 600, "me")
+    for number in range(KEPT_EVENTS + 40):
+        assert write(client, log, [happened(number)], b"%d" % number).done
+    assert numbers_in(client) == list(range(40, KEPT_EVENTS + 40))
+    other = EventLog(client, "/g", 600, "other")
+    assert write(client, other, [happened(9000)], b"other").done
+    assert len(keys_of(client)) == KEPT_EVENTS, "whoever writes"
+    assert len({kv.lease for kv in keys_of(client)}) == 1
+    log.drop()
+    other.drop()
+
+
+def test_garbage_among_the_events_is_left_alone_and_stops_nothing(client: MemoryClient) -> None:
+    for at in range(KEPT_EVENTS):
+        client.put(f"/g/events/zzz{at}", b"garbage")
+    client.put("/g/events/0", b"garbage")
+    log = EventLog(client, "/g", 600, "me")
+    for number in range(KEPT_EVENTS + 5):
+        assert write(client, log, [happened(number)], b"%d" % number).done
+    assert sum(event_revision(kv.key) is not None for kv in keys_of(client)) == KEPT_EVENTS
+    log.drop()
+
+
+def test_a_history_whose_lease_is_gone_goes_on_under_another(client: MemoryClient) -> None:
+    log = EventLog(client, "/g", 600, "me")
+    assert write(client, log, [happened(1)], b"1").done
+    client.revoke(keys_of(client)[0].lease)
+    assert write(client, log, [happened(2)], b"2").done, "decided all the same"
+    assert write(client, log, [happened(3)], b"3").done
+    assert numbers_in(client) == [2, 3], "what was decided meanwhile is told a moment later"
+    log.drop()
+
+
+def test_a_lease_that_is_too_short_is_not_gone_on_with(client: MemoryClient) -> None:
+    """It may be a member's, or that of a run with another `history_ttl`."""
+    short = client.grant(5).id
+    client.put("/g/events/0000000000000001-x-000000", b"garbage", short)
+    log = EventLog(client, "/g", 600, "me")
+    assert write(client, log, [happened(1)], b"1").done
+    assert {kv.lease for kv in keys_of(client)} > {short}
+    log.drop()
+
+
+def test_a_decision_of_somebody_else_leaves_no_event(client: MemoryClient) -> None:
+    log = EventLog(client, "/g", 600, "me")
+    client.put("/g/decided", b"theirs")
+    stale = log.send(
+        log.writes([happened(1)], 0),
+        [happened(1)],
+        lambda more: write_once(client, Put("/g/decided", b"x"), 0, also=more),
+    )
+    assert not stale.done
+    assert write(client, log, [happened(2)], b"2").done
+    assert numbers_in(client) == [2]
+    log.drop()
+
+
+def test_after_a_refusal_nothing_is_tried_for_a_while() -> None:
+    def scenario(world: World) -> None:
+        door = Refuses(world.etcd.client(), "leases")
+        log = EventLog(door, "/g", HISTORY_TTL, "me")
+        for number in range(5):
+            assert write(door, log, [happened(number)], b"%d" % number).done
+        assert door.refused == 1
+        world.sleep(OFF + 1)
+        door._how = ""
+        assert write(door, log, [happened(5)], b"5").done
+        past = read_history(
+            (kv.key, kv.value, kv.mod_revision) for kv in world.observer.range(Get(events_span("/g"))).kvs
+        )
+        assert [one.event.number for one in past] == [0, 1, 2, 3, 4, 5], "what happened meanwhile is told then"
+        log.drop()
+
+    play(scenario, 0)
+
+
+def test_a_lease_that_nothing_was_written_under_is_given_back(client: MemoryClient) -> None:
+    log = EventLog(client, "/g", 600, "me")
+    lease = log._take_lease()
+    log.drop()
+    with pytest.raises(LeaseLost):
+        client.renew(lease)
+
+
+def test_a_restored_etcd_counts_anew_and_the_history_goes_on(client: MemoryClient) -> None:
+    """Its revisions are lower than those in keys that are there."""
+    client.put("/g/events/00000000ffffffff-x-000000", b"garbage", 0)
+    log = EventLog(client, "/g", 600, "me")
+    for number in range(KEPT_EVENTS + 5):
+        assert write(client, log, [happened(number)], b"%d" % number).done
+    assert numbers_in(client) == list(range(5, KEPT_EVENTS + 5))
+    assert client.txn((), [Delete(Span("/g/", is_prefix=True))]).succeeded
+    log.drop()
+
+
+def decided_by(client: MemoryClient, log: EventLog, decision: Publish[bytes]) -> list[list[Op]]:
+    """The transactions in which this is decided."""
+    sent: list[list[Op]] = []
+
+    class Counting(Door):
+        def txn(self, compares: Sequence[Compare], success: Sequence[Op], *more: Any, **rest: Any) -> TxnResult:
+            assert len(success) <= MOST_OPERATIONS
+            sent.append([*success])
+            return super().txn(compares, success, *more, **rest)
+
+    record = DecidedRecord(
+        Counting(client), "/g", 60, lambda mirror, posted: None, lambda kv, roster: None, history=log
+    )
+    record.mirror.begin(10)
+    record.mirror.adopt(client.range(Get(Span("/g/decided"))))
+    record.tell()
+    assert record.publish(decision, OwnWrite(()))
+    record.close()
+    return sent
+
+
+def test_a_decision_that_fills_a_transaction_is_made_without_its_history(client: MemoryClient) -> None:
+    log, events = EventLog(client, "/g", 600, "me"), [happened(number) for number in range(16)]
+    puts = [(f"/g/more/{at}", b"") for at in range(MOST_OPERATIONS - 10)]
+    (only,) = decided_by(client, log, Publish(b"1", "it is large", puts=puts, events=events))
+    assert not keys_of(client)
+    assert len(only) == len(puts) + 2
+    (second,) = decided_by(client, log, Publish(b"2", "it is small", events=[happened(16)]))
+    assert numbers_in(client) == list(range(17)), "it is told with the next one"
+    assert len(second) == 19
+
+
+def test_what_lies_beside_a_record_goes_before_where_history_takes_its_place(client: MemoryClient) -> None:
+    log, events = EventLog(client, "/g", 600, "me"), [happened(number) for number in range(16)]
+    beside = [(f"/g/rolls/1-me/{at}", b"") for at in range(MOST_OPERATIONS - 10)]
+    sent = decided_by(client, log, Publish(b"1", "a large round", beside=beside, events=events))
+    assert len(sent) == 2
+    assert numbers_in(client) == list(range(16))

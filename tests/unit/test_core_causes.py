@@ -1,0 +1,194 @@
+"""Which end of a round came first: injected failures, and what follows from each as real systems do it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from ftcoord.core.causes import first_failure, in_causal_order, told_ends, why_ended
+from ftcoord.core.event_records import HistoryEvent, WorkerFailure
+
+CASES = 200
+NODES = [f"node{number}" for number in range(6)]
+
+PEER_ERRORS = [
+    "RuntimeError: [third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:2390",
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error: Connection reset by peer",
+    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2272, remote process exited or there was a"
+    " network error, NCCL version 2.27.5 ncclRemoteError: A call failed possibly due to a network error",
+    "torch.distributed.DistBackendError: [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)",
+    "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed",
+    "RuntimeError: NCCL communicator was aborted on rank 3.",
+    "BrokenPipeError: [Errno 32] Broken pipe",
+]
+OWN_ERRORS = [
+    "ValueError: loss is nan",
+    "FileNotFoundError: [Errno 2] No such file or directory: '/data/7'",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    "AssertionError",
+    "KeyError: 'input_ids'",
+]
+
+
+def worker(**more: object) -> WorkerFailure:
+    return replace(WorkerFailure(4711, 3, 1), **more)  # type: ignore[arg-type]
+
+
+def exited(code: int) -> WorkerFailure:
+    return worker(exit_code=code, fate=f"exited with code {code}")
+
+
+def killed(number: int) -> WorkerFailure:
+    return worker(signal=number, fate=f"was killed by signal {number}")
+
+
+def raised(text: str) -> WorkerFailure:
+    return worker(exit_code=1, fate="exited with code 1", exception=text)
+
+
+def failed(node: str, failure: WorkerFailure) -> HistoryEvent:
+    return HistoryEvent("expired" if failure.timer else "failed", 3, f"host of {node}", node, failure.line, (failure,))
+
+
+def end(kind: str, node: str, what: str) -> HistoryEvent:
+    return HistoryEvent(kind, 3, f"host of {node}", node, f"host of {node} {what}")
+
+
+@dataclass
+class Injected:
+    """What happens to one node, and what the others do then.
+
+    Args:
+        event: how it is told.
+        told_after: seconds until its etcd has it.
+        consequence: what a peer does then.
+    """
+
+    event: Callable[[str, random.Random], HistoryEvent]
+    told_after: tuple[float, float]
+    is_late: bool = False
+
+
+INJECTED = {
+    "an exception": Injected(lambda node, chance: failed(node, raised(chance.choice(OWN_ERRORS))), (0.0, 1.5)),
+    "an exit code": Injected(lambda node, chance: failed(node, exited(chance.choice((1, 3, 77)))), (0.001, 0.004)),
+    "SIGKILL": Injected(lambda node, chance: failed(node, killed(9)), (0.001, 0.004)),
+    "SIGSEGV": Injected(lambda node, chance: failed(node, killed(11)), (0.001, 0.004)),
+    "OOM": Injected(
+        lambda node, chance: failed(node, replace(killed(9), fate="was killed by the kernel (OOM)")), (0.001, 0.004)
+    ),
+    "a hang": Injected(lambda node, chance: failed(node, replace(killed(9), timer="step")), (0.001, 0.004)),
+    "an agent's death": Injected(
+        lambda node, chance: end("died", node, "was killed by signal 9 (SIGKILL)"), (0.001, 0.3)
+    ),
+    "an eviction": Injected(lambda node, chance: end("died", node, "evicted by somebody"), (0.001, 0.3)),
+    "a preemption": Injected(lambda node, chance: end("left", node, "left (SignalException)"), (0.001, 0.3)),
+    "a lost host": Injected(lambda node, chance: end("lost", node, "is gone (its lease ended)"), (10.0, 12.0), True),
+}
+
+
+def consequences(kind: str, chance: random.Random) -> Iterator[tuple[float, HistoryEvent]]:
+    """What some of the peers do, and how long after the cause happened it is told. None is told before a cause that is
+    told at once: a process that ends is seen by the kernel, and what its peers make of it takes them longer."""
+    for node in NODES[1:]:
+        what = chance.random()
+        after = chance.uniform(0.005, 8.0)
+        if what < 0.3:
+            yield after, failed(node, raised(chance.choice(PEER_ERRORS)))
+        elif what < 0.4:
+            yield after, failed(node, killed(6))
+        elif what < 0.5:
+            yield after, failed(node, replace(killed(9), timer="all_reduce"))
+        elif what < 0.6 and kind != "an exception":  # it may be told only when the process ends
+            yield after, failed(node, exited(1))
+        elif what < 0.7:
+            yield after, end("left", node, "left (ChildFailedError)")
+
+
+def case(seed: int) -> tuple[HistoryEvent, list[HistoryEvent]]:
+    """The first cause, and all that is told, in any order: each with etcd's revision, and some clock's time."""
+    chance = random.Random(seed)
+    kind = list(INJECTED)[seed % len(INJECTED)]
+    injected = INJECTED[kind]
+    root = injected.event(NODES[0], chance)
+    told = [(chance.uniform(*injected.told_after), root)]
+    others = list(consequences(kind, chance))
+    if kind == "an exception":  # while it is on its way out, its peers may be told of before it
+        others = [(after, one) for after, one in others if not one.failures or not one.failures[0].timer]
+    if kind == "a preemption":  # its own workers end as they like, before their agent leaves
+        told.append((0.0, failed(NODES[0], exited(1))))
+    told += others
+    if chance.random() < 0.5 and not injected.is_late:  # another one, which has nothing to do with it, a moment later
+        second = INJECTED[chance.choice(["SIGKILL", "an agent's death", "an exception"])]
+        told.append((told[0][0] + chance.uniform(0.01, 1.0), second.event("independent", chance)))
+    clocks = {node: chance.uniform(-1e6, 1e6) for node in (*NODES, "independent")}
+    events = []
+    for revision, (at, event) in enumerate(sorted(told, key=lambda one: one[0]), start=100):
+        noted = replace(event, noted=revision, wall_ms=int(1e12 + 1000 * (at + clocks[event.node])))
+        events.append(noted)
+        root = noted if event is told[0][1] else root
+    chance.shuffle(events)
+    return root, events
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_the_first_cause_is_found(seed: int) -> None:
+    root, events = case(seed)
+    assert in_causal_order(events)[0] == root, told_ends(events)
+
+
+def test_the_cases_are_not_simple() -> None:
+    """Else the first that was told, or the first by some clock, would do as well."""
+    cases = [case(seed) for seed in range(CASES)]
+    by_revision = [min(events, key=lambda one: one.noted) == root for root, events in cases]
+    by_clock = [min(events, key=lambda one: one.wall_ms) == root for root, events in cases]
+    assert sum(by_revision) < CASES * 0.9
+    assert sum(by_clock) < CASES * 0.7
+    assert sum(len(events) > 2 for _, events in cases) > CASES / 2
+
+
+def test_a_worker_that_ends_since_its_agent_stops_it_is_no_cause() -> None:
+    """It may handle SIGTERM, and end with whatever code it likes."""
+    left = replace(end("left", "node1", "left (SignalException)"), noted=20)
+    for what in (killed(15), exited(143), exited(1)):
+        stopped = replace(failed("node1", what), noted=10)
+        assert in_causal_order([stopped, left])[0] == left
+    peer = replace(failed("node2", exited(3)), noted=15)
+    assert in_causal_order([peer, left])[0] == peer, "of another node it counts"
+
+
+def test_an_agent_that_gives_up_follows_its_worker() -> None:
+    gave_up = replace(end("left", "node1", "left (ChildFailedError)"), noted=10)
+    worker_of_it = replace(failed("node1", exited(3)), noted=20)
+    assert in_causal_order([gave_up, worker_of_it])[0] == worker_of_it
+
+
+def test_what_only_follows_is_told_where_nothing_else_is_known() -> None:
+    aborted = failed("node1", killed(6))
+    assert told_ends([aborted]) == "host of node1: worker 4711 (rank 3, local rank 1) was killed by signal 6"
+    assert told_ends([]) == ""
+
+
+def test_of_one_nodes_workers_the_one_that_raised_something_comes_first() -> None:
+    aborted, own, peer = killed(6), raised(OWN_ERRORS[0]), raised(PEER_ERRORS[0])
+    assert first_failure([aborted, peer, own]) == own
+    assert first_failure([peer, aborted]) == peer, "the first that was seen"
+    assert first_failure([]) is None
+
+
+def test_a_round_that_was_recalled_for_a_newcomer_ended_for_that() -> None:
+    """Its workers are stopped then, and some of them may call that a failure."""
+    after = replace(failed("node1", raised(PEER_ERRORS[0])), noted=20)
+    assert why_ended("host9 waits to join", 15, [after]) == "host9 waits to join"
+    assert why_ended("host9 waits to join", 15, []) == "host9 waits to join"
+
+
+def test_a_cause_that_is_told_after_the_recall_is_told_all_the_same() -> None:
+    peer = replace(failed("node1", raised(PEER_ERRORS[0])), noted=10)
+    lost = replace(end("lost", "node2", "is gone (its lease ended)"), noted=20)
+    ended = why_ended(told_ends([peer]), 15, [peer, lost])
+    assert ended == "host of node2 is gone (its lease ended); 1 more node followed"
+    assert why_ended(told_ends([peer]), 15, [peer]) == told_ends([peer])

@@ -1,0 +1,197 @@
+"""What operators are told of a job's past, from keys in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from test_operator_status import QUORUM, RUN, ask, nodes, seats, told_of
+
+from ftcoord.commands.explaining import _history_lines, _why_lines
+from ftcoord.commands.output import Terminal, to_json
+from ftcoord.core import rendezvous_records
+from ftcoord.core.event_records import HistoryEvent, WorkerFailure, encode
+from ftcoord.core.layout import decided_key, event_key
+from ftcoord.core.rendezvous_records import Round
+from ftcoord.etcd.api import KeyValue
+from ftcoord.operator.job_keys import GroupKeys
+from ftcoord.operator.past import explain, tell_history
+from ftcoord.operator.told import Explanation, JobStatus
+
+RAISED = WorkerFailure(90, 5, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", "Traceback ...")
+RESET = replace(RAISED, pid=91, exception="RuntimeError: Connection reset by peer")
+DECIDED = HistoryEvent("round", 7, reason="3 nodes; new: hostA, hostB, hostC")
+STARTED = HistoryEvent("started", 7, reason="round 7 is ready on 3 nodes")
+
+
+def failed(host: str, worker: WorkerFailure, noted: int) -> HistoryEvent:
+    return HistoryEvent("expired" if worker.timer else "failed", 7, host, host, worker.line, (worker,), noted)
+
+
+def ended(kind: str, host: str, reason: str, noted: int, number: int = 7) -> HistoryEvent:
+    return HistoryEvent(kind, number, host, host, reason, noted=noted)
+
+
+def recalled(reason: str, number: int = 7) -> HistoryEvent:
+    return HistoryEvent("recalled", number, reason=reason)
+
+
+def events(*found: HistoryEvent, prefix: str = RUN) -> list[KeyValue]:
+    """Each of them written with a transaction of its own, from revision 100 on."""
+    keys = [event_key(prefix, at, "w", at) for at in range(100, 100 + len(found))]
+    return [
+        KeyValue(key, encode(one), at, at, 1, 9) for at, (key, one) in enumerate(zip(keys, found, strict=True), 100)
+    ]
+
+
+def running(number: int = 8, *names: str) -> JobStatus:
+    record = Round(number, seats(*names), "10.0.0.1", 29500, (), 2, 4, ready=True)
+    decided = KeyValue(decided_key(RUN), rendezvous_records.encode(record), 1, 1, 1, 1)
+    there = nodes(*(ask(name, seated=number, after=number - 1) for name in names))
+    return told_of(rounds=GroupKeys(RUN, decided, below_members=there))
+
+
+def why(status: JobStatus, *found: HistoryEvent) -> Explanation:
+    return explain(status, events(*found), ())
+
+
+def test_the_first_cause_of_the_last_round_is_told_and_what_to_do() -> None:
+    worker = failed("hostB", RAISED, 101), failed("hostA", RESET, 99)
+    found = why(
+        running(8, "hostA", "hostC"),
+        DECIDED,
+        STARTED,
+        *worker,
+        recalled("hostA: ..."),
+        replace(DECIDED, number=8, reason="2 nodes; without hostB; the round before ended: something"),
+    )
+    assert found.happened == (
+        "Round 7 ended. It began with this: hostB: worker 90 (rank 5, local rank 1) raised ValueError: loss is nan."
+    )
+    assert found.first is not None
+    assert found.first.worker == RAISED
+    assert found.followed == 1
+    assert found.lost.endswith("is lost. Round 8 followed: 2 nodes; without hostB.")
+    assert found.now == "Now round 8 runs on 2 nodes."
+    assert "traceback" in found.do
+    assert found.healthy
+
+
+def test_ends_of_earlier_rounds_are_not_to_blame() -> None:
+    old = ended("died", "hostC", "hostC was killed by signal 9 (SIGKILL)", 90, number=6)
+    found = why(running(8, "hostA", "hostB"), old, DECIDED, STARTED, recalled("hostD waits to join"))
+    assert (found.first, found.followed) == (None, 0)
+    assert found.happened == "Round 7 ended: hostD waits to join."
+
+
+def test_what_workers_do_while_they_are_stopped_is_not_to_blame() -> None:
+    found = why(running(8, "hostA"), DECIDED, STARTED, recalled("hostD waits to join"), failed("hostA", RESET, 200))
+    assert found.first is None
+
+
+def test_a_run_that_finished_needs_nothing() -> None:
+    closed = HistoryEvent("closed", 7, reason="finished: hostA finished")
+    found = why(told_of(), DECIDED, STARTED, closed)
+    assert found.healthy
+    assert found.text == "The run has finished: hostA finished."
+
+
+@pytest.mark.parametrize("told", ["hostB failed", "hostB failed; first cause: hostB: worker 90 (rank 5, local rank 1)"])
+def test_a_run_that_failed_is_explained_when_all_else_has_expired(told: str) -> None:
+    closed = HistoryEvent("closed", 7, reason=f"failed: {told}")
+    found = why(told_of(), DECIDED, STARTED, failed("hostB", RAISED, 0), recalled("hostB: ..."), closed)
+    assert not found.healthy
+    assert found.happened.startswith("The run is over")
+    assert "hostB: worker 90 (rank 5, local rank 1) raised ValueError" in found.happened
+    assert found.now == "Nothing is left of it but its history."
+
+
+@pytest.mark.parametrize(
+    ("end", "advice"),
+    [
+        (ended("lost", "hostB", "hostB is gone (its lease ended)", 1), "reaches etcd"),
+        (ended("died", "hostB", "hostB was killed by signal 9 (SIGKILL)", 1), "dmesg"),
+        (ended("died", "hostB", "hostB was killed by the kernel, ... no memory left (OOM)", 1), "more memory"),
+        (ended("died", "hostB", "evicted by me@here: it smells", 1), "evicted by hand"),
+        (ended("left", "hostB", "hostB left (SignalException)", 1), "told to stop"),
+        (failed("hostB", replace(RAISED, exception="torch.OutOfMemoryError: CUDA out of memory"), 1), "more memory"),
+        (failed("hostB", replace(RAISED, exception=""), 1), "`record`"),
+        (failed("hostB", WorkerFailure(9, signal=9, fate="was killed by signal 9 (SIGKILL)"), 1), "dmesg"),
+        (failed("hostB", WorkerFailure(9, signal=11, fate="was killed by signal 11 (SIGSEGV)"), 1), "crashed"),
+        (failed("hostB", WorkerFailure(9, signal=9, timer="forward"), 1), "'forward'"),
+    ],
+)
+def test_each_cause_has_its_advice(end: HistoryEvent, advice: str) -> None:
+    found = why(running(8, "hostA", "hostC"), DECIDED, STARTED, end, recalled("..."))
+    assert found.first is not None
+    assert found.first.kind == end.kind
+    assert advice in found.do
+
+
+def test_nodes_that_are_missing_are_to_be_started() -> None:
+    """Of a run that waits for them."""
+    record = Round(7, seats("hostA", "hostB"), "10.0.0.1", 29500, (), 2, 4, ready=True, recalled="hostB left")
+    decided = KeyValue(decided_key(RUN), rendezvous_records.encode(record), 1, 1, 1, 1)
+    status = told_of(rounds=GroupKeys(RUN, decided, below_members=nodes(ask("hostA", after=7))))
+    found = why(status, DECIDED, STARTED, recalled("it was recalled"))
+    assert found.do == "Start 1 more node with the same --rdzv-id and --rdzv-endpoint."
+    assert found.now == "Now it is forming: 1 of at least 2 nodes are there."
+
+
+def test_of_quorums_the_last_that_lost_members_is_told() -> None:
+    past = (
+        HistoryEvent("quorum", 3, reason="3 replicas"),
+        ended("died", "b", "b: hostB was killed by signal 9 (SIGKILL)", 0, number=3),
+        HistoryEvent("quorum", 4, reason="2 replicas; without b"),
+    )
+    found = explain(told_of(), (), events(*past, prefix=QUORUM))
+    assert found.happened == ("Quorum 3 lost members. It began with this: b: hostB was killed by signal 9 (SIGKILL).")
+    assert found.lost == "Quorum 4 followed: 2 replicas; without b."
+
+
+def test_a_job_without_history_is_told_as_such() -> None:
+    found = why(running(1, "hostA", "hostB"))
+    assert (found.happened, found.first, found.do) == ("", None, "")
+    assert found.now == "Now round 1 runs on 2 nodes."
+    assert explain(told_of(), (), ()).text == "It has no history."
+
+
+def test_history_is_in_etcds_order_over_both_groups() -> None:
+    quorum = HistoryEvent("quorum", 1, reason="2 replicas")
+    found = tell_history("job", events(DECIDED, STARTED), events(quorum, prefix=QUORUM))
+    assert [(one.revision, one.group, one.kind) for one in found.events] == [
+        (100, "rendezvous", "round"),
+        (100, "quorums", "quorum"),
+        (101, "rendezvous", "started"),
+    ]
+
+
+def lines(found: object, of: object) -> Sequence[str]:
+    return list(of(found, Terminal("table", "never")))  # type: ignore[operator]
+
+
+def test_no_text_of_anybody_moves_the_cursor() -> None:
+    hostile = "\x1b]0;owned\x07\u202e"
+    worker = WorkerFailure(1, 0, 0, 1, 0, hostile, hostile, hostile, hostile)
+    all_of_it = [HistoryEvent("failed", 7, hostile, hostile, hostile, (worker,)), recalled(hostile)]
+    history = tell_history(hostile, events(*all_of_it), ())
+    explained = why(running(8, "hostA"), *all_of_it)
+    for line in (*lines(history, _history_lines), *lines(explained, _why_lines)):
+        assert line.isascii()
+        assert line.isprintable()
+    assert to_json(history).isascii()
+
+
+def test_reasons_are_shown_whole() -> None:
+    told = lines(tell_history("job", events(recalled("x" * 300)), ()), _history_lines)
+    assert re.search("x{300}", told[1])
+
+
+def test_an_explanation_has_all_of_its_parts_in_its_text() -> None:
+    parts = {"happened": "A.", "lost": "B.", "now": "C.", "do": "D."}
+    empty = Explanation(1, "job", True, "", None, 0, "", "", "")
+    assert replace(empty, **parts).text == "A. B. C. D."  # type: ignore[arg-type]
+    assert {field.name for field in dataclasses.fields(Explanation)} > parts.keys()
