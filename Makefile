@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-torchft test test-cluster soak etcd-image lint benchmark docs clean
+.PHONY: demo demo-torchft test test-browser test-cluster soak etcd-image lint benchmark docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/ftcoord demo
@@ -11,10 +11,17 @@ demo: $(VENV)/.ready
 demo-torchft: $(VENV)/.torchft
 	$(BIN)/python examples/torchft_demo.py
 
-# All but what needs containers or a newer etcd: `make test-cluster` runs that.
+# All but what needs containers or a newer etcd (`make test-cluster` runs that), and without a chromium all but what needs
+# a browser (`make test-browser`).
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone and not browser'
 	$(BIN)/python -m pytest -q -m 'alone and not docker' --ignore tests/cluster/test_upgrade.py
+	@if [ -n "$$FTCOORD_TEST_CHROMIUM" ] || command -v chromium >/dev/null; then $(MAKE) test-browser; else \
+		echo "LEFT OUT: the tests of the page in a browser. Install chromium, and run: make test-browser"; fi
+
+# The page of `ftcoord dashboard` in a real browser: chromium, or what FTCOORD_TEST_CHROMIUM names.
+test-browser: $(VENV)/.ready
+	$(BIN)/python -m pytest -q -m browser tests/integration
 
 # A rolling upgrade, where a newer etcd can be had; and the scenarios of tests/cluster on containers, with a Docker engine
 # of its own where none answers.

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ftcoord import __version__
-from ftcoord.commands import acting, completion, doctor, explaining, looking, serving, watching
+from ftcoord.commands import acting, completion, doctor, explaining, looking, paging, serving, watching
 from ftcoord.commands.doctor import UNREACHABLE
 from ftcoord.commands.flags import resolve
 from ftcoord.commands.output import neutral
@@ -19,7 +19,7 @@ from ftcoord.errors import ConfigError, EtcdUnavailable, FtcoordError, OutcomeUn
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 """Exit codes."""
-FAMILIES = (looking, watching, explaining, doctor, acting, serving)
+FAMILIES = (looking, watching, explaining, doctor, acting, paging, serving)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

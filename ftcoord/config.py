@@ -137,6 +137,14 @@ def parse_host(host: str) -> str | None:
         return host.lower()
 
 
+def listen_address(key: str, value: object) -> tuple[str, int]:
+    """Where to listen; port 0 takes a free one. Raises ConfigError."""
+    host, _, port = text(key, value).rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(key, value, "write it as 127.0.0.1:29510 or [::]:29510")
+    return host, int(port)
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One etcd member: `host` is a DNS name or an IP address (IPv6 without brackets), `port` 1 to 65535."""

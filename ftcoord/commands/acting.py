@@ -7,20 +7,14 @@ import getpass
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from ftcoord import concurrency
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, YES_FLAG, Flag, add, etcd_config
-from ftcoord.commands.looking import add_job, client_of, no_such_job, terminal_of
+from ftcoord.commands.looking import add_job, client_of, terminal_of
 from ftcoord.commands.output import Terminal, neutral
 from ftcoord.config import full_text, seconds, whole
-from ftcoord.core.layout import quorum_prefix, run_prefix
-from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum
-from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.errors import ConfigError
 from ftcoord.operator.told import FORMAT, Done
-
-if TYPE_CHECKING:
-    from ftcoord.operator.naming import NamedMember
 
 DONE, NOT_DONE = 0, 1
 """Exit codes."""
@@ -57,79 +51,38 @@ def add_commands(commands: Any) -> None:
     gc.set_defaults(run=_gc)
 
 
-class _NotThere(FtcoordError):
-    """There is nothing to do it to."""
-
-
 def _evict(options: argparse.Namespace) -> int:
-    from ftcoord.operator.acting import evict
+    from ftcoord.operator.orders import because, evict_members, find_members
 
     job, name = full_text("JOB", options.job), full_text("NODE", options.node)
-    terminal, cause = terminal_of(options), _because(f"evicted by {_who()}", options.reason)
-    did, left = list[str](), list[str]()
+    terminal, cause = terminal_of(options), because(f"evicted by {who()}", options.reason)
     with client_of(options) as etcd:
-        members = _members_called(etcd, options.key_prefix, job, name)
+        members = find_members(etcd, options.key_prefix, job, name)
         _ask(options, [f"evict {one} from {job!r}" for one in members])
-        for one in members:
-            if evict(etcd, one, cause):
-                did.append(f"evicted {one}: the others go on; a process that lives comes back as a new member")
-            else:
-                left.append(f"{one} was gone already")
-    return _say(terminal, Done(FORMAT, job, tuple(did), tuple(left)))
-
-
-def _members_called(etcd: LeanClient, key_prefix: str, job: str, name: str) -> list[NamedMember]:
-    """Those that a name means. Raises _NotThere, and ConfigError for a name of several."""
-    from ftcoord.operator.naming import members_called, owners
-    from ftcoord.operator.reading import read_job
-
-    keys = read_job(etcd, key_prefix, job)
-    if not keys.exists:
-        raise _NotThere(no_such_job(job))
-    members = members_called(keys, name)
-    if not members:
-        raise _NotThere(f"no live member of {job!r} is called {name!r}: `ftcoord status` shows who is there")
-    if len(owners(members)) > 1:
-        raise ConfigError("NODE", name, f"it is the name of several: give the member id of {_list(members)}")
-    return members
+        return _say(terminal, evict_members(etcd, job, members, cause))
 
 
 def _close(options: argparse.Namespace) -> int:
-    from ftcoord.operator.acting import close_run
-    from ftcoord.operator.reading import read_job
+    from ftcoord.operator.orders import because, close_job, nodes_of_run
 
     job, terminal = full_text("JOB", options.job), terminal_of(options)
-    reason = _because(f"closed by {_who()}", options.reason)
+    reason = because(f"closed by {who()}", options.reason)
     with client_of(options) as etcd:
-        keys = read_job(etcd, options.key_prefix, job)
-        if not keys.exists:
-            raise _NotThere(no_such_job(job))
-        if keys.rounds.is_empty:
-            raise _NotThere(f"{job!r} has no rendezvous to close: replicas of quorums end one by one: `ftcoord kill`")
-        _ask(options, [f"close {job!r} for its {len(keys.rounds.members())} nodes: each ends with an error"])
-        over = close_run(etcd, run_prefix(options.key_prefix, job), reason, _who(), etcd.config.request_timeout)
-    if over:
-        return _say(terminal, Done(FORMAT, job, (), (f"it was over already: {over}",)))
-    return _say(terminal, Done(FORMAT, job, (f"closed {job!r}: {reason}",)))
+        nodes = nodes_of_run(etcd, options.key_prefix, job)
+        _ask(options, [f"close {job!r} for its {nodes} nodes: each ends with an error"])
+        return _say(terminal, close_job(etcd, options.key_prefix, job, reason, who(), etcd.config.request_timeout))
 
 
 def _kill(options: argparse.Namespace) -> int:
-    from ftcoord.coordination.kills import order_kill
     from ftcoord.etcd.client import EtcdClient
+    from ftcoord.operator.orders import because, kill_replica
 
     job, replica = full_text("JOB", options.job), full_text("REPLICA", options.replica)
     config, terminal = etcd_config(options), terminal_of(options)
     _ask(options, [f"end the process of the manager of {replica!r} of {job!r}"])
-    message = _because(f"killed by {_who()}", options.reason)
+    message = because(f"killed by {who()}", options.reason)
     with EtcdClient(config) as etcd:
-        try:
-            prefix = quorum_prefix(options.key_prefix, job)
-            order_kill(etcd, prefix, replica, message, concurrency.now() + options.wait)
-        except NotInQuorum:
-            raise _NotThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` shows them") from None
-        except TimeoutError as error:
-            raise _NotThere(f"{replica!r} was not killed: {error}") from None
-    return _say(terminal, Done(FORMAT, job, (f"killed the manager of {replica!r}: {message}",)))
+        return _say(terminal, kill_replica(etcd, options.key_prefix, job, replica, message, options.wait))
 
 
 def _gc(options: argparse.Namespace) -> int:
@@ -152,7 +105,9 @@ def _gc(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
-    """Raises ConfigError if nobody can answer, and _NotThere for a no."""
+    """Raises ConfigError if nobody can answer, and NothingThere for a no."""
+    from ftcoord.operator.orders import NothingThere
+
     if options.yes:
         return
     if not sys.stdin.isatty():
@@ -161,7 +116,7 @@ def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
         print(neutral(line), file=sys.stderr)
     print("do it? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise _NotThere("nothing was done")
+        raise NothingThere("nothing was done")
 
 
 def _say(terminal: Terminal, done: Done, nothing: int = NOT_DONE) -> int:
@@ -171,13 +126,6 @@ def _say(terminal: Terminal, done: Done, nothing: int = NOT_DONE) -> int:
     return DONE if done.did else nothing
 
 
-def _who() -> str:
+def who() -> str:
+    """Who runs this command, as others read it."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
-
-
-def _because(what: str, reason: str | None) -> str:
-    return f"{what}: {reason}" if reason else what
-
-
-def _list(members: Sequence[NamedMember]) -> str:
-    return " or ".join(f"{one.id} ({one.owner})" for one in members[:5])

@@ -15,12 +15,12 @@ from ftcoord.commands.looking import (
     UNHEALTHY,
     add_job,
     client_of,
-    no_such_job,
     rules_of,
     terminal_of,
 )
 from ftcoord.commands.output import Terminal, neutral
 from ftcoord.config import full_text
+from ftcoord.operator.naming import no_such_job
 from ftcoord.operator.past import explain, tell_history
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.status import tell_job

@@ -14,6 +14,7 @@ from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.rendezvous import RoundOptions
 from ftcoord.etcd.rpc.lean import LeanClient
 from ftcoord.operator.job_keys import JobKeys
+from ftcoord.operator.naming import no_such_job
 from ftcoord.operator.reading import ReadsLeases, read_job, read_jobs, read_leases
 from ftcoord.operator.status import Rules, members_of, tell_job, with_leases
 from ftcoord.operator.told import JobLine, JobList, JobStatus, NextDecision, QuorumStatus, RoundsStatus
@@ -77,14 +78,6 @@ def rules_of(options: argparse.Namespace) -> Rules:
         recall_on_loss=options.on_member_loss == "restart", return_to_seat=defaults.rounds.return_to_seat
     )
     return Rules(rounds, QuorumOptions(options.min_replicas, defaults.quorum.join_timeout))
-
-
-def no_such_job(job: str) -> str:
-    """What is said of a job that etcd does not know."""
-    return (
-        f"etcd has no key of a job {neutral(repr(job))}: it never began, or was forgotten; `ftcoord ls` lists all, and"
-        " `ftcoord history` may know more"
-    )
 
 
 def _ls(options: argparse.Namespace) -> int:

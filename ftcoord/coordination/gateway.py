@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Final, TypeVar, cast
 
 from ftcoord import concurrency
+from ftcoord.config import listen_address
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import REQUEST_TIMEOUT
 from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
@@ -29,7 +30,7 @@ from ftcoord.coordination.lighthouse_wire import (
 )
 from ftcoord.coordination.native_calls import answering, serve, time_left
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.errors import ConfigError, ServerError
+from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
@@ -64,7 +65,7 @@ class Gateway:
 
     def __init__(self, address: str, listen: str = "127.0.0.1:0") -> None:
         job = parse_address(address)
-        host, port = _parse_listen(listen)
+        host, port = listen_address("listen", listen)
         with contextlib.ExitStack() as undo:
             pool = DaemonPool(CALL_THREADS, "ftcoord-gateway")
             undo.callback(pool.close)
@@ -195,13 +196,6 @@ def _options(job: Job) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", half),  # newer releases wait a minute, whatever the line above says
         ("grpc.http2.max_pings_without_data", 0),
     ]
-
-
-def _parse_listen(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError("listen", listen, "write it as 127.0.0.1:29510 or [::]:29510")
-    return host, int(port)
 
 
 def _reachable(host: str) -> str:

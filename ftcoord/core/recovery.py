@@ -75,7 +75,17 @@ def recovery(quorum_requests: Sequence[QuorumRequest], replica_id: str, rank: in
     )
 
 
+def heals_from(quorum_requests: Sequence[QuorumRequest], rank: int) -> dict[str, str]:
+    """Whom the group rank `rank` of each replica that is behind heals from, by their names."""
+    group = sorted(quorum_requests, key=lambda one: one.replica_id)
+    top = max((one.step for one in group), default=0)
+    leaders = [place for place, one in enumerate(group) if one.step == top]
+    found = _sources(len(group), leaders, rank)
+    return {group[place].replica_id: group[source].replica_id for place, source in found.items()}
+
+
 def _sources(size: int, fresh: Sequence[int], rank: int) -> dict[int, int]:
     """Whom each of those that are behind heals from, ascending; another one for each rank, to spread the load."""
-    behind = [place for place in range(size) if place not in set(fresh)]
+    up_to_date = set(fresh)
+    behind = [place for place in range(size) if place not in up_to_date]
     return {place: fresh[(index + rank) % len(fresh)] for index, place in enumerate(behind)}

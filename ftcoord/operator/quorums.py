@@ -14,6 +14,7 @@ from ftcoord.core.invariants import InvariantBroken, check_quorum
 from ftcoord.core.layout import member_of
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_records import Profile, QuorumRecord, parse_quorum, parse_replica
+from ftcoord.core.recovery import heals_from
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 from ftcoord.operator.job_keys import GroupKeys
@@ -103,6 +104,7 @@ def _statuses(previous: QuorumRecord | None, replicas: Sequence[_Replica]) -> tu
     newest = {replica.name: replica.one.member for replica in replicas}
     ranks = {seat.request.replica_id: rank for rank, seat in enumerate(previous.seats)} if previous else {}
     steps = {seat.request.replica_id: seat.request.step for seat in previous.seats} if previous else {}
+    sources = heals_from([seat.request for seat in previous.seats], 0) if previous else {}
     answered = previous.answered if previous else {}
     top = max(steps.values(), default=0)
     told = []
@@ -123,6 +125,7 @@ def _statuses(previous: QuorumRecord | None, replicas: Sequence[_Replica]) -> tu
                 request.world_size,
                 request.address,
                 replica.since,
+                heals_from=sources.get(replica.name, "") if rank is not None else "",
             )
         )
     return tuple(sorted(told, key=lambda status: (status.rank is None, status.rank or 0)))

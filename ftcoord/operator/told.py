@@ -128,6 +128,7 @@ class ReplicaStatus:
         commit_failures, shrink_only, world_size, address: as it asked.
         since_revision: etcd's, at which it became a member.
         lease_left, lease_ttl: seconds; None where that was not asked.
+        heals_from: whose state its rank 0 takes over, while it is behind; empty while it is not.
     """
 
     rank: int | None
@@ -143,6 +144,7 @@ class ReplicaStatus:
     since_revision: int
     lease_left: int | None = None
     lease_ttl: int | None = None
+    heals_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,12 @@ FLOORS = (
     "operator.rounds operator.quorums",
     "operator.status operator.naming operator.leftovers operator.findings operator.past",
     "operator.reading",
-    "operator.acting operator.following metrics.runs",
+    "operator.acting operator.following operator.watching metrics.runs",
+    "operator.orders",
     "operator.examining",
+    "dashboard.pages dashboard.guarding dashboard.board dashboard.acts dashboard.pasts",
+    "dashboard.app",
+    "dashboard.serving",
     "commands.output",
     "commands.flags",
     "commands",
@@ -181,6 +185,15 @@ OWN_THREADS = {
 SEAM = {"threading", "queue", "time", "_thread", "sched"}
 
 
+WEB = {"anyio", "starlette", "uvicorn"}
+"""What the extra `dashboard` brings."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_page_needs_a_web_framework(module: str) -> None:
+    assert module.startswith("ftcoord.dashboard.") or not {name.split(".")[0] for name in imports(module)} & WEB
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if m not in OWN_THREADS])
 def test_locks_threads_and_clocks_come_from_the_seam(module: str) -> None:
     """Else a simulator could not decide when they go on, nor a test see in which order locks are taken."""
@@ -228,7 +241,7 @@ def test_commands_load_neither_torch_nor_grpc(command: str) -> None:
     code = (
         "import sys; from ftcoord import cli\n"
         f"code = cli.main([{command!r}, *{['job'] * (command in ('status', 'history', 'why'))!r}])\n"
-        "sys.exit(str({'torch', 'grpc', 'asyncio', 'numpy'} & sys.modules.keys() or code))"
+        "sys.exit(str({'torch', 'grpc', 'asyncio', 'numpy', 'starlette'} & sys.modules.keys() or code))"
     )
     env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1", "FTCOORD_REQUEST_TIMEOUT": "0.01"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)

@@ -1,0 +1,94 @@
+"""`ftcoord dashboard`: the page, until it is told to end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ftcoord import __version__
+from ftcoord.commands.acting import who
+from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
+from ftcoord.commands.looking import RULE_FLAGS, rules_of
+from ftcoord.config import HIDDEN, Endpoint, listen_address, text
+from ftcoord.errors import ConfigError, FtcoordError
+from ftcoord.files import contents
+
+PAGE_FLAGS: Final = (
+    Flag("--listen", "FTCOORD_DASHBOARD_LISTEN", "where to serve", text, "127.0.0.1:29512", "ADDRESS"),
+    Flag("--host-names", "FTCOORD_DASHBOARD_HOST_NAMES", "what browsers may call it, as n1,n2", text, "", "LIST"),
+)
+TOKEN, TOKEN_FILE = "FTCOORD_DASHBOARD_TOKEN", "FTCOORD_DASHBOARD_TOKEN_FILE"
+"""Variables, and no flags: `ps` shows command lines to everybody."""
+SHORTEST_TOKEN: Final = 16
+"""Characters."""
+PACKAGES: Final = {"anyio", "starlette", "uvicorn"}
+"""What the extra brings."""
+
+
+def add_commands(commands: Any) -> None:
+    """`commands` is what `ArgumentParser.add_subparsers` gives."""
+    dashboard = commands.add_parser("dashboard", help="serve a page that shows all jobs, live, until Ctrl-C")
+    add(dashboard, (*ETCD_FLAGS, KEYS_FLAG, *RULE_FLAGS, *PAGE_FLAGS))
+    dashboard.set_defaults(run=_dashboard)
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    config, rules, listen = etcd_config(options), rules_of(options), listen_address("--listen", options.listen)
+    token = _token(os.environ)
+    try:
+        from ftcoord.dashboard.serving import serve
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in PACKAGES:
+            raise
+        raise FtcoordError(f"the page needs {package}: pip install 'ftcoord[dashboard]'") from None
+    about = {
+        "version": __version__,
+        "host": socket.gethostname(),
+        "key_prefix": options.key_prefix,
+        "endpoints": [str(endpoint) for endpoint in config.endpoints],
+    }
+    names = [name.strip().lower() for name in options.host_names.split(",") if name.strip()]
+    if not Endpoint(listen[0].strip("[]")).is_loopback:
+        print("ftcoord: whoever reaches this address can read the page: it has no login", file=sys.stderr)
+    serve(
+        config,
+        options.key_prefix,
+        rules,
+        listen,
+        about=about,
+        host_names=names,
+        who=who(),
+        token=token,
+        ready=_ready,
+    )
+    return 0
+
+
+def _token(env: Mapping[str, str]) -> str:
+    """What lets the page act; empty for a page that is read-only. Raises ConfigError."""
+    token, path = env.get(TOKEN, "").strip(), env.get(TOKEN_FILE, "").strip()
+    if token and path:
+        raise ConfigError(TOKEN, HIDDEN, f"{TOKEN_FILE} is set too; unset one of them")
+    if not path:
+        return _checked(TOKEN, token)
+    found = contents(TOKEN_FILE, path).decode(errors="replace").strip()
+    if not found:
+        raise ConfigError(TOKEN_FILE, path, "the file must hold the token")
+    return _checked(TOKEN_FILE, found)
+
+
+def _ready(address: str) -> None:
+    print(f"the page is at {address}; Ctrl-C ends it", flush=True)
+
+
+def _checked(name: str, token: str) -> str:
+    """A token that is worth its name; empty for none. Raises ConfigError."""
+    if token and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token):
+        allowed = f"give {SHORTEST_TOKEN} or more printable ASCII characters without spaces"
+        raise ConfigError(name, HIDDEN, allowed)
+    return token

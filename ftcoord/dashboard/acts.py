@@ -1,0 +1,92 @@
+"""What may be done through the page, by whoever has its token: the same as by the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ftcoord.config import choice, full_text
+from ftcoord.errors import ConfigError
+from ftcoord.etcd.api import Etcd
+from ftcoord.operator.orders import (
+    because,
+    close_job,
+    evict_members,
+    find_members,
+    kill_replica,
+    nodes_of_run,
+)
+from ftcoord.operator.told import Done
+
+LONGEST_WORD: Final = 1000
+"""Characters of each part of an order."""
+KILL_WAIT: Final = 10.0
+"""Seconds until a manager must have obeyed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageOrder:
+    """What somebody wants done.
+
+    Args:
+        what: evict, close or kill.
+        job: to which job.
+        name: the member or replica; empty to close the job.
+        who: who wants it, as they say themselves.
+        reason: why; empty for nothing.
+    """
+
+    what: str
+    job: str
+    name: str
+    who: str
+    reason: str
+
+
+def read_order(told: object) -> PageOrder:
+    """An order from JSON. Raises ConfigError."""
+    if not isinstance(told, Mapping):
+        raise ConfigError("order", "", "give a JSON object")
+    what = choice("evict", "close", "kill")("what", told.get("what", ""))
+    name = "" if what == "close" else _word("name", told.get("name"))
+    reason = _word("reason", told["reason"]) if told.get("reason") else ""
+    return PageOrder(what, _word("job", told.get("job")), name, _word("who", told.get("who")), reason)
+
+
+def _word(key: str, value: object) -> str:
+    found = full_text(key, value)
+    if len(found) > LONGEST_WORD:
+        raise ConfigError(key, f"{found[:20]}...", f"give at most {LONGEST_WORD} characters")
+    return found
+
+
+class PageActor:
+    """Does what is ordered.
+
+    Args:
+        etcd: stays the caller's.
+        key_prefix: below which the jobs lie.
+        page: as whom the page runs, such as user@host.
+        timeout: seconds of one request to etcd.
+    """
+
+    def __init__(self, etcd: Etcd, key_prefix: str, page: str, timeout: float) -> None:
+        self._etcd, self._key_prefix, self._page, self._timeout = etcd, key_prefix, page, timeout  # never change
+
+    def act(self, order: PageOrder, sender: str) -> Done:
+        """Do it, and say by whom to all who read the cause. Raises NothingThere, ConfigError, StateError and EtcdError.
+
+        Args:
+            sender: the address from where the order came.
+        """
+        by = f"by {order.who} through the page of {self._page}, from {sender}"
+        if order.what == "kill":
+            message = because(f"killed {by}", order.reason)
+            return kill_replica(self._etcd, self._key_prefix, order.job, order.name, message, KILL_WAIT)
+        if order.what == "close":
+            nodes_of_run(self._etcd, self._key_prefix, order.job)
+            reason = because(f"closed {by}", order.reason)
+            return close_job(self._etcd, self._key_prefix, order.job, reason, order.who, self._timeout)
+        members = find_members(self._etcd, self._key_prefix, order.job, order.name)
+        return evict_members(self._etcd, order.job, members, because(f"evicted {by}", order.reason))

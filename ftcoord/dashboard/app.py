@@ -1,0 +1,259 @@
+"""The page's HTTP: static files, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import anyio
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ftcoord import concurrency
+from ftcoord.config import full_text, whole
+from ftcoord.dashboard.acts import PageActor, read_order
+from ftcoord.dashboard.board import Board, LeaseBook, Shown, TooManyViewers, Viewing
+from ftcoord.dashboard.guarding import HEADERS, is_allowed_host, is_token
+from ftcoord.dashboard.pages import Wanted, members_on, page_of
+from ftcoord.errors import ClientClosed, ConfigError, EtcdError, FtcoordError, OutcomeUnknown, ThreadNotStarted
+from ftcoord.operator.told import Explanation, JobHistory, plain
+
+STATIC: Final = Path(__file__).parent / "static"
+BEAT: Final = 5.0
+"""Seconds after which a viewer hears something, though nothing has changed: the leases, and that this page lives."""
+STREAM_REST: Final = 0.2
+"""Seconds between two pages to one viewer, at least."""
+SLOWEST: Final = 30.0
+"""Seconds after which a viewer is dropped that takes nothing of what it is sent."""
+MOST_ORDERED: Final = 16_384
+"""Bytes of an order."""
+NEWEST_EVENTS: Final = 100
+"""Events of a history that are sent."""
+LONGEST_SEARCH: Final = 200
+"""Characters."""
+
+Histories: TypeAlias = Callable[[str], tuple[JobHistory, Explanation]]
+"""The history of a job by its id, and why it is as it is. Raises EtcdError."""
+
+
+def make_app(
+    board: Board,
+    leases: LeaseBook,
+    histories: Histories,
+    about: Mapping[str, Any],
+    host_names: Collection[str] = (),
+    *,
+    actor: PageActor | None = None,
+    token: str = "",
+) -> ASGIApp:
+    """The page's application.
+
+    Args:
+        board: what is told.
+        leases: of members.
+        histories: what happened to a job, and why it is as it is.
+        about: what the page says of itself.
+        host_names: by which browsers may call it, besides addresses and localhost; in lower case.
+        actor, token: who does what is ordered with that token; None for a page that is read-only.
+    """
+    streams = _Streams(board, leases)
+    routes = [
+        Route("/", _index),
+        Route("/api/about", lambda _: JSONResponse({**about, "acts": actor is not None})),
+        Route("/api/jobs", streams.jobs),
+        Route("/api/job", streams.job),
+        Route("/api/history", _Histories(histories).history),
+        Route("/api/act", _Orders(actor, token).order, methods=["POST"]),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    return _Guarded(Starlette(routes=routes), frozenset(host_names))
+
+
+async def _index(_request: Request) -> Response:
+    return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
+
+
+class _Guarded:
+    """Refuses hosts that are not this page's, and gives every answer its headers."""
+
+    def __init__(self, app: ASGIApp, host_names: frozenset[str]) -> None:
+        self._app, self._host_names = app, host_names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        app = self._app
+        if scope["type"] == "http" and not is_allowed_host(Request(scope).headers.get("host", ""), self._host_names):
+            text = "This page has another name. FTCOORD_DASHBOARD_HOST_NAMES says by which names it may be called.\n"
+            app = PlainTextResponse(text, 421)
+        await app(scope, receive, guarded)
+
+
+class _Orders:
+    """Takes orders from those who have the token."""
+
+    def __init__(self, actor: PageActor | None, token: str) -> None:
+        self._actor, self._token = actor, token  # never change
+
+    async def order(self, request: Request) -> Response:
+        if self._actor is None:
+            return _refusal(403, "this page is read-only: FTCOORD_DASHBOARD_TOKEN lets it act")
+        if not is_token(request.headers.get("authorization", ""), self._token):
+            return _refusal(401, "this is not the page's token")
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MOST_ORDERED:
+                return _refusal(413, "an order is shorter than this")
+        try:
+            order = read_order(json.loads(body))
+            sender = request.client.host if request.client else "an unknown address"
+            return JSONResponse(plain(await to_thread.run_sync(self._actor.act, order, sender)))
+        except ValueError as error:  # ConfigError too; no JSON
+            return _refusal(400, str(error))
+        except OutcomeUnknown as error:
+            return _refusal(504, f"etcd did not answer: it may have been done, or not: {error}")
+        except EtcdError as error:
+            return _refusal(503, f"etcd did not do it: {error}")
+        except FtcoordError as error:
+            return _refusal(409, str(error))
+
+
+def _refusal(status: int, why: str) -> Response:
+    return JSONResponse({"error": why}, status)
+
+
+class _Histories:
+    """Tells what happened to a job: asked again when the job has changed."""
+
+    def __init__(self, histories: Histories) -> None:
+        self._histories = histories  # never changes
+
+    async def history(self, request: Request) -> Response:
+        try:
+            job = full_text("job", request.query_params.get("job", ""))
+            told, why = await to_thread.run_sync(self._histories, job)
+        except ConfigError as error:
+            return _refusal(400, str(error))
+        except EtcdError as error:
+            return _refusal(503, str(error))
+        events = told.events[-NEWEST_EVENTS:][::-1]
+        page = {"why": why.text, "events": events, "total": len(told.events)}
+        return Response(json.dumps(page, default=plain), media_type="application/json")
+
+
+class _Streams:
+    """Makes streams of requests."""
+
+    def __init__(self, board: Board, leases: LeaseBook) -> None:
+        self._board, self._leases = board, leases  # never change
+
+    async def jobs(self, request: Request) -> ASGIApp:  # Starlette calls what an endpoint returns
+        return self._stream(None, request)
+
+    async def job(self, request: Request) -> ASGIApp:
+        try:
+            return self._stream(full_text("job", request.query_params.get("job", "")), request)
+        except ConfigError as error:
+            return _refusal(400, str(error))
+
+    def _stream(self, job: str | None, request: Request) -> ASGIApp:
+        try:
+            offset = whole(0, 10**9)("offset", request.query_params.get("offset", "0"))
+        except ConfigError as error:
+            return _refusal(400, str(error))
+        look = Wanted(request.query_params.get("find", "")[:LONGEST_SEARCH], offset)
+        return _Stream(self._board, self._leases, job, look)
+
+
+class _Stream:
+    """One viewer's stream, as long as it takes what it is sent."""
+
+    def __init__(self, board: Board, leases: LeaseBook, job: str | None, look: Wanted) -> None:
+        self._board, self._leases, self._job, self._look = board, leases, job, look  # never change
+        self._members: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the server has ended meanwhile
+                loop.call_soon_threadsafe(changed.set)
+
+        try:
+            viewing = await to_thread.run_sync(self._board.view, self._job, wake)
+        except (TooManyViewers, ThreadNotStarted, ClientClosed) as error:
+            await _refusal(503, str(error))(scope, receive, send)
+            return
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_until_gone, receive, tasks.cancel_scope)
+                with suppress(TimeoutError, OSError):  # a viewer that takes nothing, or is gone
+                    await self._tell(viewing, changed, send)
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(viewing.close)
+
+    async def _tell(self, viewing: Viewing, changed: asyncio.Event, send: Send) -> None:
+        """Until the feed has ended. Raises TimeoutError for a viewer that takes nothing."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        await _patiently(send, {"type": "http.response.start", "status": 200, "headers": headers})
+        shown, beat_at = None, -math.inf
+        while shown is None or not shown.is_last:
+            changed.clear()
+            news = viewing.news
+            if news is not None and news is not shown:
+                shown = news
+                await self._send(send, "page", await to_thread.run_sync(self._page, shown))
+            if concurrency.now() >= beat_at:
+                await self._send(send, "beat", await to_thread.run_sync(self._beat, shown))
+                beat_at = concurrency.now() + BEAT
+            await anyio.sleep(STREAM_REST)
+            with anyio.move_on_after(beat_at - concurrency.now()):
+                await changed.wait()
+        await _patiently(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _page(self, shown: Shown) -> dict[str, Any]:
+        """On a thread: a job may have ten thousand members."""
+        page = None if shown.told is None else page_of(shown.told, self._look)
+        self._members = members_on(page) if page else []
+        return {"connected": not shown.error, "error": shown.error, "at": concurrency.wall(), "page": page}
+
+    def _beat(self, shown: Shown | None) -> dict[str, Any]:
+        """On a thread: it asks etcd."""
+        if shown is None or shown.error:
+            return {"leases": {}}
+        try:
+            return {"leases": self._leases.of(self._members)}
+        except EtcdError:
+            return {"leases": {}}  # the feed says that etcd is away
+
+    async def _send(self, send: Send, event: str, told: dict[str, Any]) -> None:
+        text = f"event: {event}\ndata: {json.dumps(told, default=plain)}\n\n"
+        await _patiently(send, {"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+async def _patiently(send: Send, message: Message) -> None:
+    with anyio.fail_after(SLOWEST):
+        await send(message)
+
+
+async def _until_gone(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()

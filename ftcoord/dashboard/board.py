@@ -1,0 +1,272 @@
+"""What is told to all who look at the page: one follower of a job for all its viewers, and none without a viewer.
+
+A viewer is not sent each change. It is woken, and takes the newest. So a slow one holds up nobody, and nothing piles
+up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.closing import Closing
+from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStarted
+from ftcoord.etcd.api import Etcd
+from ftcoord.operator.following import follow_job
+from ftcoord.operator.job_keys import JobKeys, LeaseTime
+from ftcoord.operator.reading import ReadsLeases, read_jobs, read_leases
+from ftcoord.operator.status import Rules
+from ftcoord.operator.told import JobList, JobStatus
+from ftcoord.operator.watching import JobWatch, newest, probe
+from ftcoord.primitives.step_thread import StepThread
+
+MOST_VIEWERS: Final = 200
+"""Viewers of all jobs together."""
+MOST_JOBS: Final = 50
+"""Jobs that are followed at a time."""
+FEED_REST: Final = 0.1
+"""Seconds between two looks at a job that changes all the time, at least; a look that takes long rests longer."""
+LIST_INTERVAL: Final = 3.0
+"""Seconds between two readings of the list of jobs, at least."""
+LEASE_AGE: Final = 3.0
+"""Seconds for which what etcd said of a lease is told to others too."""
+
+Publish = Callable[["Shown"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is told now.
+
+    Args:
+        told: a job's status or the list of jobs; None before etcd has ever answered.
+        error: why etcd does not answer, while `told` is as it was before; empty while it does.
+        is_last: whether the feed has failed, and nothing follows.
+    """
+
+    told: JobStatus | JobList | None
+    error: str = ""
+    is_last: bool = False
+
+
+class TooManyViewers(FtcoordError):
+    """The page is looked at by as many as it serves."""
+
+
+class Board(Closing):
+    """Feeds of jobs, each as long as somebody looks at it. Thread-safe.
+
+    Args:
+        etcd: stays the caller's.
+        key_prefix: below which the jobs lie.
+        rules: by which all of them are judged.
+    """
+
+    def __init__(self, etcd: Etcd, key_prefix: str, rules: Rules) -> None:
+        self._etcd, self._key_prefix, self._rules = etcd, key_prefix, rules  # never change
+        # Guards what follows. A feed is made with the lock held, and closed without it: that waits for its thread.
+        self._lock = concurrency.lock("Board._lock")
+        self._channels: dict[str | None, _Channel] = {}
+        self._viewers = 0
+        self._closed = False
+
+    def view(self, job: str | None, wake: Callable[[], None]) -> Viewing:
+        """Look at a job, or at the list of jobs, until the view is closed.
+
+        `wake` is called on a thread of ftcoord's whenever there may be news. It must not block, and not raise. Raises
+        TooManyViewers, ThreadNotStarted and ClientClosed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClientClosed("the page is closing")
+            channel = self._channels.get(job)
+            if channel is None or channel.has_ended:
+                channel = None
+            is_full = channel is None and len(self._channels) >= MOST_JOBS
+            if self._viewers >= MOST_VIEWERS or is_full:
+                raise TooManyViewers("too many look at this page at the same time: close some, and reload")
+            if channel is None:
+                channel = _Channel()
+                channel.feed = self._feed(job, channel.publish)
+                self._channels[job] = channel
+            self._viewers += 1
+            return Viewing(channel, wake, partial(self._leave, job, channel))
+
+    @property
+    def followed(self) -> set[str | None]:
+        """The jobs that are followed now; None stands for the list."""
+        with self._lock:
+            return set(self._channels)
+
+    def close(self) -> None:
+        """End all feeds, and tell the viewers. Idempotent."""
+        with self._lock:
+            self._closed = True
+            channels, self._channels = [*self._channels.values()], {}
+        for channel in channels:
+            channel.end("the page is closing")
+
+    def _feed(self, job: str | None, publish: Publish) -> Closing:
+        if job is None:
+            return _JobListFeed(self._etcd, self._key_prefix, publish)
+        return _JobFeed(self._etcd, self._key_prefix, job, self._rules, publish)
+
+    def _leave(self, job: str | None, channel: _Channel, view: Viewing) -> None:
+        with self._lock:
+            if channel.viewers.pop(view, None) is None:
+                return
+            self._viewers -= 1
+            is_empty = not channel.viewers
+            if is_empty and self._channels.get(job) is channel:
+                del self._channels[job]
+        if is_empty:
+            channel.end("nobody looks")
+
+
+class Viewing(Closing):
+    """One viewer's look at a job, or at the list."""
+
+    def __init__(self, channel: _Channel, wake: Callable[[], None], leave: Callable[[Viewing], None]) -> None:
+        self._channel, self._leave = channel, leave  # never change
+        channel.viewers[self] = wake
+
+    @property
+    def news(self) -> Shown | None:
+        """The newest; None while there is none yet."""
+        return self._channel.news
+
+    def close(self) -> None:
+        """Look no longer. The last one to go ends the feed, and waits for its thread. Idempotent."""
+        self._leave(self)
+
+
+class _Channel:
+    """From one feed to its viewers. `news` and `viewers` change in single steps, by any thread."""
+
+    def __init__(self) -> None:
+        self.news: Shown | None = None
+        self.viewers: dict[Viewing, Callable[[], None]] = {}
+        self.feed: Closing | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.news is not None and self.news.is_last
+
+    def publish(self, news: Shown) -> None:
+        if self.has_ended or (news.told is None and news == self.news):
+            return
+        self.news = news
+        for wake in list(self.viewers.values()):
+            wake()
+
+    def end(self, why: str) -> None:
+        self.publish(Shown(self.news.told if self.news else None, why, is_last=True))
+        if self.feed is not None:
+            self.feed.close()
+
+
+class _JobFeed(Closing):
+    """Tells of one job whenever it changes, and whether etcd answers."""
+
+    def __init__(self, etcd: Etcd, key_prefix: str, job: str, rules: Rules, publish: Publish) -> None:
+        self._etcd, self._key_prefix, self._job, self._publish = etcd, key_prefix, job, publish  # never change
+        self._watch = JobWatch(job, rules)  # only the thread
+        self._inbox: concurrency.Queue[JobKeys | BaseException | None] = concurrency.inbox()
+        self._ending = concurrency.event()
+        self._thread = StepThread(self._step, "ftcoord-job-feed", self._wake, lambda: None, self._failed)
+        self._follower = follow_job(etcd, key_prefix, job, self._inbox.put, self._inbox.put)
+        try:
+            self._thread.start()
+        except ThreadNotStarted:
+            self._follower.close()
+            raise
+
+    def close(self) -> None:
+        self._thread.close()
+        self._follower.close()
+
+    def _step(self) -> None:
+        keys = newest(self._inbox)
+        if self._thread.closed:
+            return
+        began = concurrency.now()
+        try:
+            found = self._watch.next(keys, self._probe)
+        except ClientClosed:
+            raise
+        except EtcdError as error:  # it never answered yet
+            self._publish(Shown(None, str(error)))
+            return
+        if found is not None:
+            self._publish(Shown(found.status, found.error))
+        if keys is not None:
+            self._ending.wait(max(FEED_REST, 2 * (concurrency.now() - began)))
+
+    def _probe(self, lost: bool) -> JobKeys | None:
+        return probe(self._etcd, self._key_prefix, self._job, lost=lost)
+
+    def _wake(self) -> None:
+        self._ending.set()
+        self._inbox.put(None)
+
+    def _failed(self, error: BaseException) -> None:
+        last = self._watch.last
+        self._publish(Shown(last.status if last else None, f"the page's watch has ended: {error}", is_last=True))
+
+
+class _JobListFeed(Closing):
+    """Tells of the list of jobs, from reading it again and again: to follow all jobs at once could be anything."""
+
+    def __init__(self, etcd: Etcd, key_prefix: str, publish: Publish) -> None:
+        self._etcd, self._key_prefix, self._publish = etcd, key_prefix, publish  # never change
+        self._last: JobList | None = None  # only the thread
+        self._ending = concurrency.event()
+        self._thread = StepThread(self._step, "ftcoord-job-list", self._ending.set, lambda: None, self._failed)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _step(self) -> None:
+        began = concurrency.now()
+        try:
+            self._last = read_jobs(self._etcd, self._key_prefix)
+        except ClientClosed:
+            raise
+        except EtcdError as error:
+            self._publish(Shown(self._last, str(error)))
+        else:
+            self._publish(Shown(self._last))
+        self._ending.wait(max(LIST_INTERVAL, 5 * (concurrency.now() - began)))
+
+    def _failed(self, error: BaseException) -> None:
+        self._publish(Shown(self._last, f"the page's reading has ended: {error}", is_last=True))
+
+
+class LeaseBook:
+    """How long members' leases live: asked of etcd once for all viewers. Thread-safe.
+
+    Args:
+        etcd: used by one thread at a time.
+    """
+
+    def __init__(self, etcd: ReadsLeases) -> None:
+        self._etcd = etcd  # never changes
+        self._lock = concurrency.lock("LeaseBook._lock")  # guards what follows, and is held while etcd is asked
+        self._known: dict[str, tuple[float, LeaseTime | None]] = {}
+
+    def of(self, members: list[str]) -> dict[str, LeaseTime]:
+        """The leases of these members, as they were up to `LEASE_AGE` ago, without those that are gone.
+
+        Raises EtcdError.
+        """
+        with self._lock:
+            now = concurrency.now()
+            self._known = {one: known for one, known in self._known.items() if now - known[0] < LEASE_AGE}
+            found = read_leases(self._etcd, [one for one in members if one not in self._known])
+            self._known.update({one: (now, found.get(one)) for one in members if one not in self._known})
+            asked = {one: self._known[one][1] for one in members}
+        return {one: lease for one, lease in asked.items() if lease is not None}

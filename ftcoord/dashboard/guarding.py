@@ -1,0 +1,46 @@
+"""Who may ask the page for anything: the `Host` that a browser names, and the token of whoever acts. Pure."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Collection
+from typing import Final
+
+SCHEME: Final = "Bearer "
+HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Of every answer. No script and no style counts that stands in a page."""
+
+
+def is_allowed_host(header: str, names: Collection[str]) -> bool:
+    """Whether a request's `Host` is an address, localhost, or one of these names, in lower case.
+
+    A page of another site can have its own name resolved to this address (DNS rebinding). It cannot have a browser name
+    an address in place of that name.
+    """
+    host = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
+    host = host.lower().rstrip(".")
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return host == "localhost" or host in names
+    return True
+
+
+def is_token(authorization: str, token: str) -> bool:
+    """Whether a request's `Authorization` has the token. It takes as long for any other of the same length.
+
+    Browsers send this header only where a page of the same origin sets it, so no other site can have them do it.
+    """
+    given = authorization.removeprefix(SCHEME) if authorization.startswith(SCHEME) else ""
+    return bool(token) and hmac.compare_digest(given.encode(), token.encode())

@@ -1,0 +1,89 @@
+"""What operators order, by hand or through the page: found by name, done, and told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ftcoord import concurrency
+from ftcoord.core.layout import quorum_prefix, run_prefix
+from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum
+from ftcoord.etcd.api import Etcd, EtcdCalls
+from ftcoord.operator.acting import close_run, evict
+from ftcoord.operator.job_keys import JobKeys
+from ftcoord.operator.naming import NamedMember, members_called, no_such_job, owners
+from ftcoord.operator.reading import read_job
+from ftcoord.operator.told import FORMAT, Done
+
+
+class NothingThere(FtcoordError):
+    """There is nothing to do it to, or it was not done."""
+
+
+def because(what: str, reason: str | None) -> str:
+    """What was done, with the reason that was given for it."""
+    return f"{what}: {reason}" if reason else what
+
+
+def find_members(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> list[NamedMember]:
+    """The members that a name means, all of one owner. Raises NothingThere, ConfigError for a name of several, and
+    EtcdError."""
+    members = members_called(_known_job(etcd, key_prefix, job), name)
+    if not members:
+        raise NothingThere(f"no live member of {job!r} is called {name!r}: `ftcoord status` shows who is there")
+    if len(owners(members)) > 1:
+        listed = " or ".join(f"{one.id} ({one.owner})" for one in members[:5])
+        raise ConfigError("NODE", name, f"it is the name of several: give the member id of {listed}")
+    return members
+
+
+def evict_members(etcd: EtcdCalls, job: str, members: Sequence[NamedMember], cause: str) -> Done:
+    """End the leases of members of a job. Raises EtcdError."""
+    did, left = list[str](), list[str]()
+    for one in members:
+        if evict(etcd, one, cause):
+            did.append(f"evicted {one}: the others go on; a process that lives comes back as a new member")
+        else:
+            left.append(f"{one} was gone already")
+    return Done(FORMAT, job, tuple(did), tuple(left))
+
+
+def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:
+    """How many nodes a run has that may be closed. Raises NothingThere and EtcdError."""
+    keys = _known_job(etcd, key_prefix, job)
+    if keys.rounds.is_empty:
+        raise NothingThere(f"{job!r} has no rendezvous to close: replicas of quorums end one by one: `ftcoord kill`")
+    return len(keys.rounds.members())
+
+
+def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, timeout: float) -> Done:
+    """End a run for all of its nodes, within `timeout` seconds for each request. Its history says `by` whom.
+
+    Raises StateError and EtcdError.
+    """
+    over = close_run(etcd, run_prefix(key_prefix, job), reason, by, timeout)
+    if over:
+        return Done(FORMAT, job, (), (f"it was over already: {over}",))
+    return Done(FORMAT, job, (f"closed {job!r}: {reason}",))
+
+
+def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: str, wait: float) -> Done:
+    """End the process of a replica's manager, and wait so many seconds until that has obeyed.
+
+    Raises NothingThere and EtcdError.
+    """
+    from ftcoord.coordination.kills import order_kill  # only here: it brings what managers need
+
+    try:
+        order_kill(etcd, quorum_prefix(key_prefix, job), replica, message, concurrency.now() + wait)
+    except NotInQuorum:
+        raise NothingThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` shows them") from None
+    except TimeoutError as error:
+        raise NothingThere(f"{replica!r} was not killed: {error}") from None
+    return Done(FORMAT, job, (f"killed the manager of {replica!r}: {message}",))
+
+
+def _known_job(etcd: EtcdCalls, key_prefix: str, job: str) -> JobKeys:
+    keys = read_job(etcd, key_prefix, job)
+    if not keys.exists:
+        raise NothingThere(no_such_job(job))
+    return keys

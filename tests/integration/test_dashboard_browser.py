@@ -1,0 +1,127 @@
+"""The page in a real browser, against a real etcd."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from browser import CHROMIUM, Browser
+from helpers import eventually
+from pages import page, write_quorum, write_run
+
+from ftcoord.embedded.server import EtcdServer
+from ftcoord.etcd.client import EtcdClient
+
+pytestmark = pytest.mark.browser
+
+TOKEN = "a-token-of-this-test"
+EVIL = "<img src=x onerror=\"console.log('owned')\"><script>console.log('owned')</script>"
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    assert CHROMIUM, "no chromium: apt-get install chromium, or name one in FTCOORD_TEST_CHROMIUM"
+    browser = Browser(tmp_path / "profile")
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def address(etcd: EtcdServer) -> Iterator[str]:
+    with page(etcd.get_endpoint()) as address:
+        yield address
+
+
+def test_a_live_change_appears(browser: Browser, address: str, client: EtcdClient) -> None:
+    browser.open(address)
+    browser.shows("live", "#link")
+    leases = write_run(client, "page live", ["host0", "host1", "host2"])
+    browser.shows("page live", "table")
+    browser.open(f"{address}/?job=page%20live")
+    browser.shows("healthy", "#health")
+    browser.shows("of 600 s", "table")
+    client.revoke(leases[2])
+    browser.shows("needs a look", "#health")
+    browser.shows("missing (1)")
+    browser.shows("host2", "table")
+
+
+def test_replicas_and_who_heals_from_whom(browser: Browser, address: str, client: EtcdClient) -> None:
+    write_quorum(client, "page quorum", {"east": 40, "west": 38})
+    browser.open(f"{address}/?job=page%20quorum")
+    browser.shows("east (2 behind)", "table")
+
+
+def test_names_from_etcd_are_text(browser: Browser, address: str, client: EtcdClient) -> None:
+    job = f"page {EVIL}"
+    write_run(client, job, [EVIL, "host1"])
+    write_quorum(client, job, {EVIL: 1, "other": 2})
+    for path in ("", f"?job={quote(job)}", f"?job={quote(EVIL)}"):
+        browser.open(f"{address}/{path}")
+        browser.shows("<img src=x")
+    browser.open(f"{address}/?job={quote(job)}")
+    browser.shows("<img src=x", "table")
+    assert browser.run("document.images.length + document.querySelectorAll('script').length") == 1  # the page's own
+    assert browser.said == []
+
+
+def test_an_etcd_that_is_lost_is_said_until_it_is_back(browser: Browser, fragile: EtcdServer) -> None:
+    with EtcdClient(fragile.get_endpoint()) as client, page(fragile.get_endpoint()) as address:
+        write_run(client, "lost", ["host0"])
+        browser.open(f"{address}/?job=lost")
+        browser.shows("healthy", "#health")
+        fragile.pause()
+        browser.shows("ETCD IS LOST", "#lost")
+        assert "healthy" not in browser.text("main")
+        assert browser.text("#link") == "lost"
+        fragile.resume()
+        browser.shows("live", "#link")
+        browser.shows("healthy", "#health")
+        assert browser.run("document.getElementById('lost').hidden")
+
+
+def test_whoever_has_the_token_evicts_a_member(browser: Browser, etcd: EtcdServer, client: EtcdClient) -> None:
+    write_run(client, "page acts", ["host0", "host1"])
+    with page(etcd.get_endpoint(), env={**os.environ, "FTCOORD_DASHBOARD_TOKEN": TOKEN}) as address:
+        browser.open(f"{address}/?job=page%20acts")
+        browser.shows("evict", "tbody tr:nth-child(2)")
+        browser.click("tbody tr:nth-child(2) button")
+        browser.shows("Evict host1?", "#order")
+        browser.fill("#order label:nth-of-type(1) input", "ann")
+        browser.fill("#order label:nth-of-type(2) input", "wrong")
+        browser.click("#order .danger")
+        browser.shows("this is not the page's token", "#order")
+        browser.fill("#order label:nth-of-type(2) input", TOKEN)
+        browser.click("#order .danger")
+        browser.shows("evicted node1 on host1", "#order")
+        browser.shows("evicted by ann through the page", "table")
+        browser.click("#order .tools button")
+        browser.click(".tools button.order")
+        browser.fill("#order label:nth-of-type(3) input", "the disk is full")
+        browser.click("#order .danger")
+        browser.shows("the disk is full", "#why")
+
+
+def test_a_page_whose_server_is_gone_says_so(browser: Browser, etcd: EtcdServer, client: EtcdClient) -> None:
+    write_run(client, "gone", ["host0"])
+    with page(etcd.get_endpoint()) as address:
+        browser.open(f"{address}/?job=gone")
+        browser.shows("healthy", "#health")
+    browser.shows("The page's own server does not answer", "#lost")
+    assert "healthy" not in browser.text("main")
+
+
+def test_a_thousand_members_are_usable(browser: Browser, address: str, client: EtcdClient) -> None:
+    write_run(client, "page large", [f"host{at:04}" for at in range(1000)])
+    browser.open(f"{address}/?job=page%20large")
+    browser.shows("members (1000)")
+    assert browser.run("document.querySelectorAll('tbody tr').length") == 50
+    browser.click(".card > .tools button:nth-child(2)")
+    browser.shows("51 to 100 of 1000")
+    browser.fill("#find", "host0777")
+    browser.shows("members (1 of 1000)")
+    assert "host0777" in browser.text("table")
+    eventually(lambda: browser.text("#link") == "live", "the page is live")

@@ -1,0 +1,74 @@
+"""Jobs for the page to show, as members write them, and the page's own process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from helpers import DEADLINE
+
+from ftcoord.core import quorum_records, rendezvous_records
+from ftcoord.core.layout import (
+    KEY_PREFIX,
+    decided_key,
+    member_id,
+    member_key,
+    quorum_prefix,
+    roster_key,
+    run_prefix,
+)
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
+from ftcoord.etcd.api import Put
+from ftcoord.etcd.client import EtcdClient
+
+TTL = 600
+"""Seconds; long enough for a test."""
+
+
+@contextmanager
+def page(endpoint: str, *arguments: str, env: dict[str, str] | None = None) -> Iterator[str]:
+    """The page's address, while it is served."""
+    command = [sys.executable, "-m", "ftcoord.cli", "dashboard", "--endpoints", endpoint, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            yield line.removeprefix("the page is at ").partition(";")[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE) == 0
+
+
+def write_run(client: EtcdClient, job: str, hosts: Sequence[str]) -> list[int]:
+    """A run with a round of these hosts; their leases."""
+    prefix, leases = run_prefix(KEY_PREFIX, job), [client.grant(TTL).id for _ in hosts]
+    most = len(hosts)
+    seats = tuple(Seat(member_id(lease), f"node{at}", hosts[at]) for at, lease in enumerate(leases))
+    record = Round(1, seats, "10.0.0.1", 29500, (), 1, most, ready=True)
+    puts = [Put(decided_key(prefix), rendezvous_records.encode(record))]
+    for at, lease in enumerate(leases):
+        ask = JoinRequest(f"node{at}", "10.0.0.1", 29500, 0, hosts[at], f"n{at}", 1, most, seated=1)
+        puts.append(Put(member_key(prefix, member_id(lease)), rendezvous_records.encode(ask), lease))
+    for at in range(0, len(puts), 100):
+        client.txn((), puts[at : at + 100])
+    return leases
+
+
+def write_quorum(client: EtcdClient, job: str, steps: Mapping[str, int]) -> None:
+    """A job whose replicas train, each at its step."""
+    prefix = quorum_prefix(KEY_PREFIX, job)
+    seats = []
+    for name, step in sorted(steps.items()):
+        lease = client.grant(TTL).id
+        request = QuorumRequest(name, f"http://{name}:1", f"{name}:2", step, 8, False, "", 0, ())
+        record = ReplicaRecord(request, 0, 1, 0)
+        client.put(member_key(prefix, member_id(lease)), quorum_records.encode(record), lease)
+        seats.append(QuorumSeat(member_id(lease), 1, request))
+    quorum = QuorumRecord(1, 1, tuple(seats), (), 1.7e9)
+    key = decided_key(prefix)
+    head, roster = quorum_records.encode_quorum(quorum)
+    client.txn((), [Put(key, head), Put(roster_key(key), roster)])

@@ -1,0 +1,168 @@
+"""The feeds of the page, in memory and virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from worlds import World, simulated
+
+from ftcoord import concurrency
+from ftcoord.core import rendezvous_records
+from ftcoord.core.layout import member_id, member_key, run_prefix
+from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.dashboard import board as boards
+from ftcoord.dashboard.board import LEASE_AGE, Board, LeaseBook, Shown, TooManyViewers, Viewing
+from ftcoord.errors import ClientClosed
+from ftcoord.operator.status import Rules
+from ftcoord.operator.told import JobList, JobStatus
+from ftcoord.testing import MemoryClient
+
+PATIENCE = 60.0
+"""Virtual seconds."""
+
+
+def join(client: MemoryClient, host: str, job: str = "job") -> int:
+    lease = client.grant(600).id
+    ask = JoinRequest(host, "10.0.0.1", 5, 0, host, "n", 2, 4)
+    client.put(member_key(run_prefix("/f", job), member_id(lease)), rendezvous_records.encode(ask), lease)
+    return lease
+
+
+def hosts(shown: Shown) -> list[str]:
+    assert isinstance(shown.told, JobStatus)
+    return [one.host for one in shown.told.rounds.members] if shown.told.rounds else []
+
+
+class Eye:
+    """A viewer, and how it is woken."""
+
+    def __init__(self, board: Board, job: str | None = "job") -> None:
+        self._woken = concurrency.event()
+        self.viewing: Viewing = board.view(job, self._woken.set)
+
+    def sees(self, what: Callable[[Shown], bool]) -> Shown:
+        """Wait for wakes alone, as the page's stream does."""
+        deadline = concurrency.now() + PATIENCE
+        while True:
+            self._woken.clear()
+            news = self.viewing.news
+            if news is not None and what(news):
+                return news
+            assert self._woken.wait(deadline - concurrency.now()), f"nothing such is shown, but {news}"
+
+
+@simulated
+def test_each_change_is_shown_to_all_by_one_follower(world: World) -> None:
+    client = world.etcd.client()
+    with Board(client, "/f", Rules()) as board:
+        eyes = [Eye(board) for _ in range(5)]
+        join(client, "a")
+        lease = join(client, "b")
+        for eye in eyes:
+            eye.sees(lambda news: news.told is not None and hosts(news) == ["a", "b"])
+        assert board.followed == {"job"}
+        client.revoke(lease)
+        for eye in eyes:
+            eye.sees(lambda news: hosts(news) == ["a"])
+        for eye in eyes[1:]:
+            eye.viewing.close()
+        assert board.followed == {"job"}
+        eyes[0].viewing.close()
+        eyes[0].viewing.close()
+        assert board.followed == set()
+
+
+@simulated
+def test_a_lost_etcd_is_told_and_what_was_missed_when_it_is_back(world: World) -> None:
+    client, other = world.etcd.client(), world.etcd.client()
+    join(other, "a")
+    with Board(client, "/f", Rules()) as board:
+        job, jobs = Eye(board), Eye(board, None)
+        job.sees(lambda news: not news.error and news.told is not None)
+        jobs.sees(lambda news: isinstance(news.told, JobList) and [one.job for one in news.told.jobs] == ["job"])
+        client.cut_off()
+        lost = job.sees(lambda news: bool(news.error))
+        assert hosts(lost) == ["a"]
+        jobs.sees(lambda news: bool(news.error) and news.told is not None)
+        join(other, "b")
+        client.reconnect()
+        job.sees(lambda news: not news.error and hosts(news) == ["a", "b"])
+        jobs.sees(lambda news: not news.error)
+
+
+@simulated
+def test_an_etcd_that_never_answered_is_told_too(world: World) -> None:
+    client, other = world.etcd.client(), world.etcd.client()
+    client.cut_off()
+    with Board(client, "/f", Rules()) as board:
+        job = Eye(board)
+        assert job.sees(lambda news: bool(news.error)).told is None
+        join(other, "a")
+        client.reconnect()
+        job.sees(lambda news: not news.error and hosts(news) == ["a"])
+
+
+@simulated
+def test_a_board_that_closes_tells_its_viewers_and_takes_no_more(world: World) -> None:
+    board = Board(world.etcd.client(), "/f", Rules())
+    eye = Eye(board)
+    board.close()
+    assert eye.sees(lambda news: news.is_last).error == "the page is closing"
+    eye.viewing.close()
+    with pytest.raises(ClientClosed):
+        Eye(board)
+
+
+@simulated
+def test_a_feed_whose_client_is_closed_ends_and_the_next_viewer_gets_another(world: World) -> None:
+    client = world.etcd.client()
+    with Board(client, "/f", Rules()) as board:
+        eye = Eye(board)
+        eye.sees(lambda news: news.told is not None)
+        client.close()
+        eye.sees(lambda news: news.is_last)
+        again = Eye(board)
+        assert again.viewing.news is not eye.viewing.news
+        eye.viewing.close()
+        assert board.followed == {"job"}
+
+
+@simulated
+def test_viewers_and_jobs_are_bounded(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch, Board(world.etcd.client(), "/f", Rules()) as board:
+        patch.setattr(boards, "MOST_JOBS", 2)
+        patch.setattr(boards, "MOST_VIEWERS", 3)
+        first = Eye(board, "one")
+        Eye(board, "two")
+        with pytest.raises(TooManyViewers):
+            Eye(board, "three")
+        Eye(board, "two")
+        with pytest.raises(TooManyViewers):
+            Eye(board, "two")
+        first.viewing.close()
+        Eye(board, "three")
+
+
+class Clerk:
+    """Answers for leases, and counts."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+        self.asked.append(lease_id)
+        return (7, 10) if lease_id else (-1, 0)
+
+
+@simulated
+def test_leases_are_asked_once_for_all_who_look(world: World) -> None:
+    clerk = Clerk()
+    book = LeaseBook(clerk)
+    for _ in range(3):
+        found = book.of(["0", "a"])
+        assert {member: lease.left for member, lease in found.items()} == {"a": 7}
+    assert clerk.asked == [0, 10]
+    concurrency.sleep(LEASE_AGE)
+    book.of(["a"])
+    assert clerk.asked == [0, 10, 10]

@@ -1,0 +1,282 @@
+"""The page's HTTP, called as a server calls it, with an etcd in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from helpers import DEADLINE, eventually
+
+from ftcoord.core import rendezvous_records
+from ftcoord.core.layout import death_key, decided_key, member_id, member_key, members_span, run_prefix
+from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.dashboard import app as apps
+from ftcoord.dashboard.acts import PageActor
+from ftcoord.dashboard.app import make_app
+from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.dashboard.pasts import read_past
+from ftcoord.etcd.api import Get
+from ftcoord.operator.status import Rules
+from ftcoord.operator.told import Explanation, JobHistory
+from ftcoord.testing import MemoryClient, MemoryEtcd
+
+TOKEN = "0123456789abcdef"
+
+
+class Clerk:
+    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+        return 7, 10
+
+
+@dataclass
+class Answer:
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    def events(self, kind: str) -> list[Any]:
+        parts = [part.split("\n") for part in self.body.decode().split("\n\n")]
+        return [json.loads(part[1].removeprefix("data: ")) for part in parts if part[0] == f"event: {kind}"]
+
+
+class Site:
+    """The application, and what it stands on."""
+
+    def __init__(self, client: MemoryClient, board: Board) -> None:
+        self.client, self.board = client, board
+        self.app = make_app(board, LeaseBook(Clerk()), self.past, {"version": "1"})
+
+    def past(self, job: str) -> tuple[JobHistory, Explanation]:
+        return read_past(self.client, "/f", Rules(), job)
+
+    def may_act(self) -> None:
+        actor = PageActor(self.client, "/f", "me@here", DEADLINE)
+        self.app = make_app(self.board, LeaseBook(Clerk()), self.past, {}, actor=actor, token=TOKEN)
+
+    def order(self, authorization: str = f"Bearer {TOKEN}", **order: object) -> Answer:
+        body = json.dumps({"what": "evict", "job": "a/b", "name": "n", "who": "ann", **order}).encode()
+        return self.get("/api/act", method="POST", body=body, headers={"authorization": authorization})
+
+    def members(self) -> int:
+        return self.client.range(Get(members_span(run_prefix("/f", "a/b")), count_only=True)).count
+
+    def get(
+        self,
+        path: str,
+        host: str = "127.0.0.1:1",
+        until: Callable[[Answer], bool] = lambda _: False,
+        takes: Callable[[], bool] = lambda: True,
+        method: str = "GET",
+        body: bytes = b"",
+        headers: Mapping[str, str] = MappingProxyType({}),
+        **query: object,
+    ) -> Answer:
+        """Ask, and go away as soon as the answer is enough.
+
+        Args:
+            takes: whether the viewer takes what it is sent; what it does not take waits.
+        """
+        answer = Answer()
+
+        async def ask() -> None:
+            gone = asyncio.Event()
+            asked = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> Any:
+                if asked:
+                    return asked.pop()
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                if not takes():
+                    await asyncio.Event().wait()
+                if message["type"] == "http.response.start":
+                    answer.status = message["status"]
+                    answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+                answer.body += message.get("body", b"")
+                if until(answer):
+                    gone.set()
+
+            scope = {
+                "type": "http",
+                "method": method,
+                "path": path,
+                "query_string": urlencode(query).encode(),
+                "headers": [(name.encode(), text.encode()) for name, text in {"host": host, **headers}.items()],
+                "client": ("192.0.2.7", 5),
+            }
+            await asyncio.wait_for(self.app(scope, receive, send), DEADLINE)
+
+        asyncio.run(ask())
+        return answer
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with MemoryEtcd() as etcd, etcd.client() as client, Board(client, "/f", Rules()) as board:
+        lease = client.grant(600).id
+        ask = JoinRequest("n", "10.0.0.1", 5, 0, "host of n", "n", 2, 4)
+        client.put(member_key(run_prefix("/f", "a/b"), member_id(lease)), rendezvous_records.encode(ask), lease)
+        yield Site(client, board)
+
+
+def test_the_page_and_its_parts_are_served_with_a_policy(site: Site) -> None:
+    for path, kind in (("/", "text/html"), ("/static/page.js", "text/javascript"), ("/static/page.css", "text/css")):
+        answer = site.get(path)
+        assert (answer.status, answer.headers["content-type"].partition(";")[0]) == (200, kind)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+    assert b"<script>" not in site.get("/").body
+    assert site.get("/static/../app.py").status == 404
+
+
+@pytest.mark.parametrize("path", ["/", "/api/jobs", "/api/about", "/static/page.js"])
+def test_another_sites_name_is_answered_nothing(site: Site, path: str) -> None:
+    answer = site.get(path, host="evil.example:1")
+    assert answer.status == 421
+    assert site.board.followed == set()
+
+
+def test_a_job_is_streamed_and_freed_when_its_viewer_goes(site: Site) -> None:
+    answer = site.get("/api/job", job="a/b", until=lambda told: any(one["leases"] for one in told.events("beat")))
+    (page, *_), beat = answer.events("page"), answer.events("beat")[-1]
+    assert page["connected"]
+    (row,) = page["page"]["rounds"]["members"]["rows"]
+    assert row["host"] == "host of n"
+    assert beat["leases"] == {row["member"]: {"left": 7, "ttl": 10}}
+    assert site.board.followed == set()
+
+
+def test_the_list_is_streamed(site: Site) -> None:
+    answer = site.get("/api/jobs", until=lambda told: bool(told.events("page")))
+    assert [one["job"] for one in answer.events("page")[0]["page"]["jobs"]["rows"]] == ["a/b"]
+
+
+def test_a_lost_etcd_is_in_the_stream(site: Site) -> None:
+    site.client.cut_off()
+    answer = site.get("/api/job", job="a/b", until=lambda told: bool(told.events("page")))
+    found = answer.events("page")[0]
+    assert (found["connected"], found["page"]) == (False, None)
+    assert found["error"]
+
+
+def test_a_viewer_that_takes_nothing_is_dropped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apps, "SLOWEST", 0.05)
+    site.get("/api/job", job="a/b", takes=lambda: False)
+    eventually(lambda: site.board.followed == set(), "the feed is freed")
+
+
+@pytest.mark.parametrize("query", [{}, {"job": ""}, {"job": "x", "offset": "-1"}, {"job": "x", "offset": "a"}])
+def test_bad_questions_are_refused(site: Site, query: dict[str, str]) -> None:
+    answer = site.get("/api/job", **query)
+    assert answer.status == 400
+    assert json.loads(answer.body)["error"]
+
+
+def test_one_too_many_is_told_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftcoord.dashboard.board.MOST_VIEWERS", 0)
+    answer = site.get("/api/jobs")
+    assert answer.status == 503
+    assert "too many" in json.loads(answer.body)["error"]
+
+
+def test_a_page_without_a_token_does_nothing(site: Site) -> None:
+    assert site.order().status == 403
+    assert site.order("Bearer ").status == 403
+    assert site.members() == 1
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer ", "Bearer 0123456789abcdeg", TOKEN, f"Basic {TOKEN}"])
+def test_nothing_is_done_for_whoever_has_not_the_token(site: Site, authorization: str) -> None:
+    site.may_act()
+    assert site.order(authorization).status == 401
+    assert site.members() == 1
+
+
+def test_what_another_site_can_have_a_browser_send_does_nothing(site: Site) -> None:
+    """A form, or a request without a preflight: with cookies, and without the header."""
+    site.may_act()
+    body = json.dumps({"what": "evict", "job": "a/b", "name": "n", "who": "ann"}).encode()
+    headers = {"cookie": f"token={TOKEN}", "content-type": "text/plain", "origin": "http://evil.example"}
+    assert site.get("/api/act", method="POST", body=body, headers=headers, token=TOKEN).status == 401
+    assert site.get("/api/act", token=TOKEN).status == 405
+    assert site.members() == 1
+
+
+def test_a_member_is_evicted_and_all_can_read_by_whom(site: Site) -> None:
+    site.may_act()
+    member = site.client.range(Get(members_span(run_prefix("/f", "a/b")))).kvs[0].key.rpartition("/")[2]
+    answer = site.order(reason="it smells")
+    assert answer.status == 200
+    assert json.loads(answer.body)["did"][0].startswith("evicted n on host of n")
+    assert site.members() == 0
+    death = site.client.get(death_key(run_prefix("/f", "a/b"), member)).one
+    assert death is not None
+    cause = json.loads(death.value)["cause"]
+    assert cause == "evicted by ann through the page of me@here, from 192.0.2.7: it smells"
+    assert site.order().status == 409
+
+
+def test_a_run_is_closed(site: Site) -> None:
+    site.may_act()
+    assert site.order(what="close").status == 200
+    record = site.client.get(decided_key(run_prefix("/f", "a/b"))).one
+    assert record is not None
+    assert "closed by ann through the page of me@here" in json.loads(record.value)["closed"]
+    assert json.loads(site.order(what="close").body)["left"][0].startswith("it was over already")
+
+
+@pytest.mark.parametrize(
+    ("order", "status"),
+    [
+        ({"what": "gc"}, 400),
+        ({"job": ""}, 400),
+        ({"job": 5}, 400),
+        ({"name": ""}, 400),
+        ({"who": ""}, 400),
+        ({"who": None}, 400),
+        ({"reason": "x" * 1001}, 400),
+        ({"reason": "x" * 20_000}, 413),
+        ({"job": "nobody's"}, 409),
+        ({"name": "nobody"}, 409),
+        ({"what": "kill", "name": "nobody"}, 409),
+    ],
+)
+def test_bad_orders_are_refused(site: Site, order: dict[str, object], status: int) -> None:
+    site.may_act()
+    answer = site.order(**order)
+    assert answer.status == status
+    assert json.loads(answer.body)["error"]
+    assert site.members() == 1
+
+
+def test_an_order_that_is_not_json_is_refused(site: Site) -> None:
+    site.may_act()
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    for body in (b"", b"[]", b"{", b"\xff"):
+        assert site.get("/api/act", method="POST", body=body, headers=headers).status == 400
+
+
+def test_a_lost_etcd_does_nothing_and_says_so(site: Site) -> None:
+    site.may_act()
+    site.client.cut_off()
+    assert site.order().status == 503
+
+
+def test_what_happened_is_told_newest_first_and_by_whom(site: Site) -> None:
+    site.may_act()
+    site.order(what="close", reason="the disk is full")
+    told = json.loads(site.get("/api/history", job="a/b").body)
+    assert (told["events"][0]["kind"], told["events"][0]["by"]) == ("closed", "ann")
+    assert "the disk is full" in told["why"]
+    assert site.get("/api/history").status == 400
+    site.client.cut_off()
+    assert site.get("/api/history", job="a/b").status == 503
