@@ -17,7 +17,7 @@ from typing import Final
 from benchmarks.nodes import MONITOR_INTERVAL
 from benchmarks.processes import PROCESSES, BenchmarkError, Made, Processes, making
 from ftcoord.config import EtcdConfig
-from ftcoord.etcd.api import Lease, Span, Watch, WatchItem
+from ftcoord.etcd.api import Compare, Get, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -27,8 +27,16 @@ LEASE_TTL: Final = 60
 """Seconds. Longer than by default, so that few of the renewals of so many hosts fall into a round on one machine."""
 REQUEST_TIMEOUT: Final = 60
 """Seconds, as docs/scaling.md advises for thousands of nodes on few cores."""
+AT_ONCE: Final = 16
+"""Requests that the hosts of one process have under way. Hundreds of threads that each wait for an answer cost it more
+than the requests do, and no host has more than one such thread. What waits for its turn has not been sent yet, so its
+time-out has not begun."""
 SPARE: Final = 1
 """How many agents there are beside those of the first round: it is added at the end."""
+
+
+_turns = threading.BoundedSemaphore(AT_ONCE)
+"""Of the hosts of this process."""
 
 
 class _Own(Span):
@@ -39,16 +47,33 @@ class _Own(Span):
 
 
 class Host(SharedClient):
-    """A host's client. It shares the connection of its process, but no watch: etcd sends every host its own events."""
+    """A host's client. It shares the connection of its process, but no watch: etcd sends every host its own events. Of
+    those in one process a few send requests at a time."""
 
     def __init__(self, config: EtcdConfig) -> None:
         super().__init__(config)
         self.leases: list[int] = []
 
     def grant(self, ttl: int) -> Lease:
-        lease = super().grant(ttl)
+        with _turns:
+            lease = super().grant(ttl)
         self.leases.append(lease.id)
         return lease
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        with _turns:
+            return super().range(get, timeout=timeout)
+
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Op],
+        failure: Sequence[Op] = (),
+        *,
+        timeout: float | None = None,
+    ) -> TxnResult:
+        with _turns:
+            return super().txn(compares, success, failure, timeout=timeout)
 
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False

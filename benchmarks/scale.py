@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import platform
 import sys
@@ -37,7 +38,7 @@ from benchmarks.nodes import BACKENDS, Nodes, endpoint_for
 from benchmarks.processes import PROCESSES, BenchmarkError, Made
 from benchmarks.quorum import Asker
 from benchmarks.rendezvous import measure_round
-from benchmarks.report import publish, table
+from benchmarks.report import Trial, publish, table
 from ftcoord.coordination import connection
 from ftcoord.core.layout import KEY_PREFIX, decided_key, rolls_span, run_prefix
 from ftcoord.embedded.cluster import EtcdCluster
@@ -46,8 +47,10 @@ from ftcoord.etcd.client import EtcdClient
 
 SIZES: Final = (64, 256, 1000, 4000)
 SHARED_BY: Final = 8
-"""Processes that the nodes share by default. Hundreds of threads in one process cost more than as many processes would,
-and memory sets a limit to those."""
+"""Processes that the nodes share by default, where none gets more than `MOST_IN_ONE`. Users have one for each; memory,
+and what a new process costs its first nodes, set a limit here."""
+MOST_IN_ONE: Final = 250
+"""Nodes in one process. 500 threads that wait in one process cost it a fifth more than in two."""
 SETTLE: Final = 0.5
 """Seconds between a round and the next measurement: what the last events cost is counted with their round."""
 STEPS: Final = 10
@@ -95,13 +98,18 @@ class Size:
     rounds: tuple[Cost, ...] = ()
 
 
+def shared_by(count: int, least: int) -> int:
+    """Processes for so many nodes."""
+    return max(least, math.ceil(count / MOST_IN_ONE))
+
+
 def measure_size(count: int, members: int, processes: int, patience: float) -> Size:
     """Make `count` agents, and let them have four rounds."""
     found = Size(count)
     try:
         with EtcdCluster(members, extra_args=AS_ETCD_DOES) as cluster:
             before = Load.read(cluster.endpoints)
-            with Agents(cluster.endpoints, count, processes, patience) as agents:
+            with Agents(cluster.endpoints, count, shared_by(count, processes), patience) as agents:
                 found.made, found.making = agents.made, Load.read(cluster.endpoints).since(before)
                 for name, order in _orders(count):
                     found.rounds += (_measure_order(name, order, agents, cluster.endpoints),)
@@ -145,13 +153,13 @@ def rounds_section(sizes: Sequence[Size], members: int, processes: int, patience
     names = ["N", "round", "s", "CPU, ms", "kB out", "requests", "events", "writes", "etcd's CPU, ms"]
     problems = "".join(f"{_prose(f'- N = {size.count}: {size.problem}.')}\n" for size in sizes if size.problem)
     about = f"""Written by `python -m benchmarks.scale --members {members} --write docs/scaling.md`. {_machine()} N
-    agents in {processes} processes, which let etcd go first (it has hosts of its own), each process with one
-    connection, each agent with watches of its own and a lease of {LEASE_TTL} s; min = N - 1, max = N. "s" is until the
-    last one has left `next_rendezvous`. All other columns are for each node: CPU of its process, bytes that etcd sent
-    to clients, messages that etcd received, changes that watches were told, etcd's writes (raft proposals), and etcd's
-    CPU, all members together. "One lost": a lease ends (so without its TTL); the next round waits 1 s
-    (`settle_timeout`) for whoever may still come. "One added": a node comes, and the others are called back. What
-    takes longer than {patience:g} s is given up."""
+    agents in {processes} processes, or more so that none has over {MOST_IN_ONE}; they let etcd go first (it has
+    hosts of its own). Each process has one connection, each agent with watches of its own and a lease of {LEASE_TTL}
+    s; min = N - 1, max = N. "s" is until the last one has left `next_rendezvous`. All other columns are for each
+    node: CPU of its process, bytes that etcd sent to clients, messages that etcd received, changes that watches were
+    told, etcd's writes (raft proposals), and etcd's CPU, all members together. "One lost": a lease ends (so without
+    its TTL); the next round waits 1 s (`settle_timeout`) for whoever may still come. "One added": a node comes, and
+    the others are called back. What takes longer than {patience:g} s is given up."""
     held = table(_HELD, [_held_cells(size) for size in sizes if size.made and size.making and size.held])
     more = "### What making the agents cost, and what etcd held after the last round"
     return _section(_title(members), about, table(names, rows), problems, more, held)
@@ -239,7 +247,7 @@ def measure_steps(kind: str, count: int, members: int, processes: int, patience:
     try:
         with (
             _meeting_at(kind, count, members) as (address, etcd),
-            Crowd(partial(Replica, kind, address), count, Replica.ask, processes, patience) as crowd,
+            Crowd(partial(Replica, kind, address), count, Replica.ask, shared_by(count, processes), patience) as crowd,
         ):
             crowd.do(Replica.ask)
             before = Load.read(etcd) if etcd else None
@@ -273,9 +281,9 @@ def quorums_section(sizes: Sequence[int], members: int, processes: int, patience
         rows.append([str(count), *_step_cells(ours, theirs, count)])
     names = ["N", "ftcoord, ms", "torchft, ms", "ftcoord / torchft", "kB out", "requests", "events", "writes"]
     about = f"""Written by `python -m benchmarks.scale --quorums --write docs/scaling.md`. {_machine()} N replicas in
-    {processes} processes ask at once, {STEPS} times; ms until the last one is answered (median). The last four
-    columns are ftcoord's, for each replica and step. Replicas of one process share a connection, and their writes
-    travel together; each has watches of its own."""
+    {processes} processes, or more so that none has over {MOST_IN_ONE}, ask at once, {STEPS} times; ms until the last
+    one is answered (median). The last four columns are ftcoord's, for each replica and step. Replicas of one process
+    share a connection, and their writes travel together; each has watches of its own."""
     return _section("## Quorums of many replicas", about, table(names, rows), problems)
 
 
@@ -364,27 +372,36 @@ def stores_section(sizes: Sequence[int], members: int, processes: int, patience:
 def peers_section(sizes: Sequence[int]) -> str:
     """Rounds of ftcoord beside those of torch's c10d, each node with a connection of its own, in Markdown."""
     ours, peer, _ = BACKENDS
-    rows = []
+    rows, problems = [], ""
     for count in sizes:
-        trials = {backend: measure_round(backend, count) for backend in (ours, peer)}
-        for which in (FIRST, AGAIN):
-            seconds = [(trial.first if which == FIRST else trial.again).seconds for trial in trials.values()]
-            cpu = [1000 * (trial.first if which == FIRST else trial.again).cpu / count for trial in trials.values()]
-            _say(f"N={count} {which}: {seconds}")
-            rows.append(
-                [
-                    str(count),
-                    which,
-                    *(f"{one:.2f}" for one in seconds),
-                    f"{seconds[1] / seconds[0]:.1f}x",
-                    *(f"{one:.1f}" for one in cpu),
-                ]
-            )
+        own, other = measure_round(ours, count), _measure_peer(peer, count)
+        if isinstance(other, BenchmarkError):
+            problems += f"- {peer}, N = {count}: {other}.\n"
+        rows += [
+            [str(count), *cells] for cells in _peer_cells(own, None if isinstance(other, BenchmarkError) else other)
+        ]
     names = ["N", "round", f"{ours}, s", f"{peer}, s", f"{peer} / {ours}"]
     names += [f"{backend}, CPU ms a node" for backend in (ours, peer)]
     about = f"""Written by `python -m benchmarks.scale --peer --write docs/scaling.md`. {_machine()} Handlers made by
     torch's registry, in {PROCESSES} processes, each with a connection of its own."""
-    return _section("## Rounds beside c10d", about, table(names, rows))
+    return _section("## Rounds beside c10d", about, table(names, rows), problems)
+
+
+def _measure_peer(backend: str, count: int) -> Trial | BenchmarkError:
+    """Also a round that never comes about is a result."""
+    try:
+        return measure_round(backend, count)
+    except BenchmarkError as error:
+        return error
+
+
+def _peer_cells(own: Trial, other: Trial | None) -> Iterator[list[str]]:
+    rounds = [(FIRST, own.first, other and other.first), (AGAIN, own.again, other and other.again)]
+    for name, mine, theirs in rounds:
+        _say(f"N={own.count} {name}: {mine.seconds:.2f} s, {theirs.seconds if theirs else math.inf:.2f} s")
+        seconds = [f"{theirs.seconds:.2f}", f"{theirs.seconds / mine.seconds:.1f}x"] if theirs else ["none", ""]
+        cpu = [f"{1000 * one.cpu / own.count:.1f}" if one else "" for one in (mine, theirs)]
+        yield [name, f"{mine.seconds:.2f}", *seconds, *cpu]
 
 
 def main() -> None:
@@ -392,7 +409,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description="Measure many nodes.")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="numbers of nodes or replicas")
     parser.add_argument("--members", type=int, choices=(1, 3), default=1, help="members of the etcd cluster")
-    parser.add_argument("--processes", type=int, default=SHARED_BY, help="processes that the nodes share")
+    parser.add_argument("--processes", type=int, default=SHARED_BY, help="processes that the nodes share, at least")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for each thing that a size does")
     parser.add_argument("--quorums", action="store_true", help="quorums beside torchft's lighthouse, not rounds")
     parser.add_argument("--handlers", action="store_true", help="what each handler holds, not rounds")

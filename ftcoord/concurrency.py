@@ -97,6 +97,7 @@ class Runtime(Protocol):
     def queue(self) -> Queue[Any]: ...
     def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread: ...
     def current_thread(self) -> Thread: ...
+    def is_main_thread(self) -> bool: ...
     def of_process(self, make: Callable[[], T]) -> T: ...
 
 
@@ -145,6 +146,9 @@ class Python:
 
     def current_thread(self) -> Thread:
         return threading.current_thread()
+
+    def is_main_thread(self) -> bool:
+        return threading.current_thread() is threading.main_thread()
 
     def of_process(self, make: Callable[[], T]) -> T:
         with self._own_lock:
@@ -214,6 +218,11 @@ def thread(target: Callable[..., object], name: str, *args: object) -> Thread:
 def current_thread() -> Thread:
     """The thread that runs this."""
     return _runtime.current_thread()
+
+
+def is_main_thread() -> bool:
+    """Whether this is the thread on which Python runs handlers of signals."""
+    return _runtime.is_main_thread()
 
 
 def of_process(make: Callable[[], T]) -> T:

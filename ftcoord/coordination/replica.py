@@ -183,6 +183,8 @@ class Replica:
 class _QuorumPace:
     """One call's wait for a quorum. For the thread that calls; `see` and `wake_at` run under the participant's lock."""
 
+    crowd = 1
+
     def __init__(
         self,
         participant: Participant[QuorumRecord, ReplicaRecord],

@@ -79,15 +79,30 @@ torch's `shutdown_timeout` of 30 s, a node whose workers had to be killed would 
 
 SEATING: Final = 10.0
 """Seconds within which seats are to be taken, where the last call is not longer. A healthy node takes milliseconds."""
+TAKEN_PER_SECOND: Final = 50
+"""Seats that are surely taken in a second, also where etcd and all nodes share two busy cores. A round that is too
+large for the time above, and for the last call, has as much longer."""
 FRESH: Final = 3.0
 """Seconds for which a seat counts as taken after its member said so: nobody must wait for a member that died since."""
 MOMENT: Final = 0.5
 """Seconds within which leases that end together are gone: etcd ends those that are over twice a second."""
 SAY_AGAIN: Final = 1.0
 """Seconds until a member that waits for others says again that it takes its seat."""
-AT_ONCE: Final = 500
+AT_ONCE: Final = 125
 """Seats of a round up to which these two hold. In larger rounds both are longer, so that no more than so many members
-repeat it in a second: that must not keep the others from saying it for the first time."""
+repeat it in a second: that must not keep the others from saying it for the first time, also where they all share two
+cores with etcd."""
+
+
+def seating_time(size: int, last_call: float, least: float = SEATING) -> float:
+    """Seconds within which all seats of a round are to be taken (R2), from when the round is heard of.
+
+    Args:
+        size: the round's.
+        last_call: how long the last call lasts, in seconds.
+        least: how long it lasts in any case.
+    """
+    return max(last_call, least, size / TAKEN_PER_SECOND)
 
 
 def unhurried(size: int, elapsed: float) -> float:
@@ -112,7 +127,8 @@ class RoundOptions:
     """What the decider's user asked for, but for the limits, which are in what its members ask. Times in seconds.
 
     Args:
-        seat_timeout: how long taking seats may last, where the last call is not longer.
+        seat_timeout: how long taking seats may last, where the last call, or `seating_time` for the round's size, is
+            not longer.
         fresh: how long it counts that a member said that it takes its seat.
         return_to_seat: how long nodes have to come back to their seats when many lost their leases.
     """
@@ -355,7 +371,7 @@ def _judge_seated(
     now: float,
 ) -> Verdict[Round]:
     """R2. All take their seats, or nobody starts."""
-    until = situation.previous_at + max(options.last_call_timeout, options.seat_timeout)
+    until = situation.previous_at + seating_time(previous.size, options.last_call_timeout, options.seat_timeout)
     since = now - options.fresh * unhurried(previous.size, now - situation.previous_at)
     missing = [
         member

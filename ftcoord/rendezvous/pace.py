@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import random
+import math
 from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import SAY_AGAIN, SEATING, unhurried
+from ftcoord.core.rendezvous import SAY_AGAIN, seating_time, unhurried
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
 from ftcoord.core.standby import rare_slot
 from ftcoord.errors import EtcdError
-from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Look, Standby, TakeoverToken
-from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Participant
+from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken, signals_at
+from ftcoord.primitives.group.participant import Participant
 from ftcoord.rendezvous.limits import OtherLimits
 from ftcoord.rendezvous.logs import SHOWN, attendance, named
 from ftcoord.rendezvous.run_record import RunRecord
@@ -25,10 +25,11 @@ log = logging.getLogger(__name__)
 
 FIRST_LINE: Final = 5.0
 """Seconds until a node that waits says so for the first time."""
-LINES_PER_SECOND: Final = 1000
-"""How many nodes of a run ask etcd for that line in a second: they all begin to wait at about the same time."""
+LINES_PER_SECOND: Final = 100
+"""How many nodes of a run say so in a second at most, and ask etcd for it who is there: they all begin to wait at about
+the same time."""
 LINE_INTERVAL: Final = 30.0
-"""Seconds between two lines of a node that waits about who is there."""
+"""Seconds between two such lines of a node. In a large run it is longer."""
 LOOK_TIMEOUT: Final = 2.0
 """Seconds that a look at the other nodes may take. Nothing depends on it."""
 OLDEST: Final = 4
@@ -57,12 +58,18 @@ class RoundPace:
         self.has_waited = False
         """Whether this node has waited for others: it then may be a spare of theirs."""
         self.limits = OtherLimits(settings, run)
-        self._check_at = now + KEY_CHECK_INTERVAL
-        self._line_at = now + FIRST_LINE + random.random() * settings.max_nodes / LINES_PER_SECOND
+        self._check_at = math.inf
+        """When to say again that this node takes its seat, or to judge again whether other limits are in its way."""
+        self._line_at = now + FIRST_LINE
+        """When to say next who is there, but for this node's turn."""
         self._seated = 0, now
         """The round in which it takes its seat, and since when it does."""
         self._tolerated: AnyRound | None = None
         """A record with other limits, which nobody else alive shares, as far as is known."""
+
+    @property
+    def crowd(self) -> int:
+        return self._waiters(self._participant.record)
 
     def see(self, look: Look[AnyRound, JoinRequest]) -> Standing:
         standing, now = look.standing, concurrency.now()
@@ -70,8 +77,8 @@ class RoundPace:
             standing = Standing.PENDING
         if standing is Standing.SEATED:
             # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
-            seating = max(self._settings.last_call_timeout, SEATING) + LOOK_TIMEOUT
-            self.deadline = max(self.deadline, now + seating)
+            seating = seating_time(self._seats(look.record), self._settings.last_call_timeout)
+            self.deadline = max(self.deadline, now + seating + LOOK_TIMEOUT)
             self._check_at = min(self._check_at, self._say_again_at(look.record, now))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
             self.deadline = now + self._settings.join_timeout
@@ -84,7 +91,7 @@ class RoundPace:
         now = concurrency.now()
         if standing is Standing.REFUSED:
             return now
-        return min(self.deadline, self._check_at, self._line_at, self._standby.at(), now + SIGNAL_LATENCY)
+        return min(self.deadline, self._check_at, self._line_at + self._turn, self._standby.at(), signals_at())
 
     def tick(self, look: Look[AnyRound, JoinRequest]) -> None:
         """Raises RendezvousTimeoutError after the join time-out, and RendezvousStateError where the limits differ."""
@@ -99,14 +106,25 @@ class RoundPace:
         self._standby.tick()
         if now >= self._check_at:
             self._check(look, now)
-        if now >= self._line_at:
-            self._line_at = now + LINE_INTERVAL
-            if look.standing is Standing.PENDING:
+        if now >= self._line_at + self._turn:
+            self._line_at = now - self._turn + max(LINE_INTERVAL, self.crowd / LINES_PER_SECOND)
+            if look.standing is Standing.PENDING and log.isEnabledFor(logging.INFO):  # else nobody reads who is there
                 log.info("run %r: waiting for a round: %s", self._settings.run_id, self._attendance())
 
     def rest(self) -> None:
         """This node waits no longer, for now."""
         self._standby.end()
+
+    @property
+    def _place(self) -> int:
+        """This node's in line: how many have joined up to it, as far as it is known."""
+        member = self._participant.member
+        return member.group.place if member else 0
+
+    @property
+    def _turn(self) -> float:
+        """Seconds by which this node says later than the first one in line who is there."""
+        return self._place % (CROWD * self._settings.max_nodes) / LINES_PER_SECOND
 
     def _seats(self, record: AnyRound | None) -> int:
         return record.size if record is not None and record.size else self._settings.min_nodes
@@ -114,8 +132,7 @@ class RoundPace:
     def _waiters(self, record: AnyRound | None) -> int:
         """How many may wait for the same record, as far as this one can tell. Where nobody knows how many will come,
         all but the oldest few take it for as many as there may be: they must not all look at once."""
-        seats, member = self._seats(record), self._participant.member
-        place = member.group.place if member else 0
+        seats, place = self._seats(record), self._place
         unknown = (record is None or not record.size) and place > OLDEST
         most = self._settings.max_nodes
         return max(seats, min(place, CROWD * most), most if unknown else 0)
@@ -126,7 +143,7 @@ class RoundPace:
             self._check_at = self._say_again_at(look.record, now)
             self._participant.reaffirm(look.ask, self)  # for what was said a while ago does not count
         else:
-            self._check_at = now + KEY_CHECK_INTERVAL
+            self._check_at = math.inf
 
     def _say_again_at(self, record: AnyRound | None, now: float) -> float:
         """When to say again that this node takes its seat."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Final
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from ftcoord import concurrency
 
 _TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
@@ -29,7 +30,7 @@ def raised_as_exceptions() -> Iterator[None]:
     the others would wait for it until its lease expires. Without effect outside the main thread, where Python sets no
     handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not concurrency.is_main_thread():
         yield
         return
     ours = [number for number in handled_signals() if signal.getsignal(number) is signal.SIG_DFL]

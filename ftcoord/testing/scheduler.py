@@ -192,6 +192,9 @@ class Scheduler:
     def current_thread(self) -> Task:
         return self.current
 
+    def is_main_thread(self) -> bool:
+        return self.current is self._main
+
     def of_process(self, make: Callable[[], T]) -> T:
         key = (self.process_now, make)
         if key not in self._own:

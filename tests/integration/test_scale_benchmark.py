@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from benchmarks import agent_store, scale
+from benchmarks.agents import AT_ONCE, Host
 from benchmarks.metrics import Holdings
+from ftcoord.config import EtcdConfig
 from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.etcd.api import Get, RangeResult, Span
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.shared import SharedClient
 
 PATIENCE = 120.0
 
@@ -45,6 +53,31 @@ def test_the_store_of_a_round() -> None:
     for use in found.values():
         assert use.seconds > 0
         assert use.load.writes >= 2 * 3  # each agent writes once each time
+
+
+def test_of_the_hosts_in_a_process_a_few_send_requests_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for its turn, and all have one."""
+    under_way, most, done, lock, all_there = 0, 0, 0, threading.Lock(), threading.Event()
+
+    def answer(*_: object, **__: object) -> RangeResult:
+        nonlocal under_way, most, done
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+            if under_way >= AT_ONCE:
+                all_there.set()
+        assert all_there.wait(PATIENCE)
+        with lock:
+            under_way -= 1
+            done += 1
+        return RangeResult((), 0, 1)
+
+    monkeypatch.setattr(SharedClient, "range", answer)
+    count = 3 * AT_ONCE
+    with contextlib.ExitStack() as ends, ThreadPoolExecutor(count) as pool:
+        hosts = [ends.enter_context(Host(EtcdConfig.load("127.0.0.1:1"))) for _ in range(count)]
+        list(pool.map(lambda host: host.range(Get(Span("a"))), hosts))
+    assert (most, done) == (AT_ONCE, count)
 
 
 def test_what_etcd_holds() -> None:

@@ -18,7 +18,7 @@ from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed
 from ftcoord.etcd.api import Span, TxnResult
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.pace import Look, UntilDeadline
-from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, Left
+from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, KEY_CHECKS_PER_SECOND, Left
 from ftcoord.primitives.session import Session
 from ftcoord.testing import LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient, flaky
 
@@ -28,6 +28,10 @@ PROMPT = 2.0
 
 def pace(timeout: float | None = 60.0) -> UntilDeadline[RollRecord, Called]:
     return UntilDeadline(timeout, "the roll")
+
+
+class InACrowd(UntilDeadline[RollRecord, Called]):
+    crowd = 1500
 
 
 class Asking:
@@ -177,6 +181,29 @@ def test_a_key_that_is_deleted_while_it_waits_is_put_back(world: World) -> None:
     waiting.append(Asking(caller(world, "third", enough=3)))
     for asking in waiting:
         assert asking.end().error is None
+
+
+@simulated
+def test_of_many_that_wait_each_looks_at_its_key_more_seldom(world: World) -> None:
+    """Ten thousand that look every ten seconds would keep etcd busy with nothing else."""
+    waits = caller(world, "waits", enough=3)
+    asking = concurrency.thread(
+        lambda: waits.participant.ask(Called("here"), InACrowd(None, "the roll")), "asking in a crowd"
+    )
+    other = Asking(caller(world, "other", enough=3))
+    world.until(lambda: len(members(world)) == 1, "somebody decides")
+    asking.start()
+    world.until(lambda: len(members(world)) == 2, "it waits")
+    member = waits.participant.member
+    assert member is not None
+    world.observer.delete(Span(member.group.key))
+    seldom = InACrowd.crowd / KEY_CHECKS_PER_SECOND
+    world.sleep(seldom - PROMPT)
+    assert member.group.key not in members(world)
+    world.until(lambda: member.group.key in members(world), "it is back", 2 * PROMPT)
+    assert Asking(caller(world, "third", enough=3)).end().error is None
+    assert other.end().error is None
+    asking.join()
 
 
 # -- several calls ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ftcoord.core.rendezvous import (
     FRESH,
     MOMENT,
     RULES,
+    SAY_AGAIN,
     SEATING,
     RoundCandidate,
     RoundOptions,
@@ -29,6 +30,8 @@ from ftcoord.core.rendezvous import (
     limits_of,
     may_reopen,
     outlook,
+    seating_time,
+    unhurried,
     vacant,
 )
 from ftcoord.core.rendezvous_records import CLOSED, FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
@@ -428,6 +431,31 @@ def test_a_short_last_call_leaves_time_to_take_seats() -> None:
     """Else a large round would be recalled and decided again and again."""
     one = [asks("A", seated=1), asks("B")]
     assert waits(judge(one, DECIDED, (2, 2), previous_at=-1.0, last_call_timeout=0.001), SEATING - 1.0)
+
+
+@pytest.mark.parametrize("last_call", [LAST_CALL, 0.001])
+@pytest.mark.parametrize(("size", "seconds"), [(2, 0.0), (64, 0.0), (500, 10.0), (4000, 80.0)])
+def test_a_large_round_has_longer_to_take_its_seats(size: int, seconds: float, last_call: float) -> None:
+    """Where etcd and the nodes share two cores, 4,000 take longer than any constant, and then would again and again."""
+    assert seating_time(size, last_call) == max(last_call, SEATING, seconds)
+    names = [f"m{number}" for number in range(size)]
+    there = [replace(asks("A", seated=number > 0, node=name), id=name) for number, name in enumerate(names)]
+    decided = replace(DECIDED, seats=tuple(Seat(name, name, "hostA") for name in names))
+    limits, until = (size, size), seating_time(size, last_call)
+    early = judge(there, decided, limits, previous_at=0.1 - until, last_call_timeout=last_call)
+    assert isinstance(early, Wait)
+    assert early.until == pytest.approx(0.1)
+    late = judge(there, decided, limits, previous_at=-until, last_call_timeout=last_call)
+    assert isinstance(late, Publish)
+    assert late.record.recalled
+
+
+@pytest.mark.parametrize("size", [1, 64, 125, 126, 1000, 4000, 10_000])
+def test_however_large_a_round_its_seats_are_said_again_125_times_a_second(size: int) -> None:
+    again = SAY_AGAIN * unhurried(size, 0.0)
+    assert size / again <= 125.0
+    assert (again == SAY_AGAIN) == (size <= 125), "of small rounds nothing changes"
+    assert unhurried(size, 60.0) >= 10.0, "slow, whatever the size"
 
 
 def test_who_took_its_seat_a_while_ago_may_be_dead() -> None:

@@ -173,7 +173,6 @@ def test_embedded_etcds_are_for_facades_only(module: str) -> None:
 
 OWN_THREADS = {
     "ftcoord.concurrency": "it is the seam",
-    "ftcoord.rendezvous.signals": "asks for Python's main thread, which runs signal handlers",
 }
 """Modules that may name Python's threads, locks and clocks, and why."""
 SEAM = {"threading", "queue", "time", "_thread", "sched"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from ftcoord import concurrency
-from ftcoord.primitives.group.pace import Standby, TakeoverToken
+from ftcoord.core.outlook import Standing
+from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Standby, TakeoverToken, UntilDeadline
 from ftcoord.primitives.group.succession import Judged
 from ftcoord.testing import Scheduler
 
@@ -58,5 +59,20 @@ def test_a_call_that_ends_takes_its_own_look_back() -> None:
         call.end()
         assert participant.judged is None
         assert token.take("anybody")
+
+    Scheduler(0).run(scenario)
+
+
+def test_only_the_main_thread_wakes_up_for_signals() -> None:
+    """Python runs their handlers on no other: a thousand nodes that wait on threads of their own sleep on."""
+
+    def scenario() -> None:
+        pace: UntilDeadline[object, object] = UntilDeadline(60.0, "a record")
+        woken: list[float] = []
+        other = concurrency.thread(lambda: woken.append(pace.wake_at(Standing.PENDING)), "other")
+        other.start()
+        other.join()
+        assert woken == [pace.deadline]
+        assert pace.wake_at(Standing.PENDING) <= concurrency.now() + SIGNAL_LATENCY
 
     Scheduler(0).run(scenario)

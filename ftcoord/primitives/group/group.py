@@ -43,6 +43,9 @@ STEP_RETRY_PAUSE: Final = 0.5
 REST: Final = 5e-6
 """Seconds, for each member, for which a decider takes in what happens before it decides again: several times as long as
 deciding takes. So events that come one by one are decided on together. With 64 members it waits for 0.3 ms at most."""
+RESTS_MORE_AT: Final = 1000
+"""Members from which on each of them adds more than that: so many come one by one for seconds, on the processor that
+also decides. Then the part of the time that deciding takes becomes smaller, the more they are."""
 CHANGES_PER_STEP: Final = 1000
 """Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
 
@@ -365,7 +368,7 @@ class Group:
             self._member_key.doubted = True  # the next step puts it back, if it is gone
             return concurrency.now() + STEP_RETRY_PAUSE
         verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())
-        self._calm_until = concurrency.now() + REST * len(in_order)  # not as long as it took: others use the processor
+        self._calm_until = concurrency.now() + rest(len(in_order))
         if isinstance(verdict, Wait):
             self._say(_with_rule(verdict))
             self._rests = basis, verdict.until
@@ -432,6 +435,12 @@ class Group:
         if reason != self._said:
             self._said = reason
             log.log(level, "member %s of %s: %s", self.id, self._prefix, reason)
+
+
+def rest(members: int) -> float:
+    """Seconds for which a decider takes in what happens before it decides again. By the number of members, not by how
+    long it took to decide: others use the processor."""
+    return REST * members * max(1.0, members / RESTS_MORE_AT)
 
 
 def _wake() -> None:

@@ -16,7 +16,16 @@ R = TypeVar("R")
 A = TypeVar("A")
 
 SIGNAL_LATENCY: Final = 1.0
-"""Seconds until a call that waits heeds a signal at the latest."""
+"""Seconds until a call that waits on the main thread heeds a signal at the latest."""
+
+
+def signals_at() -> float:
+    """The monotonic time at which a call that waits must wake up for signals; infinity where it need not.
+
+    A signal may come in the moment before a wait, and Python looks for it when the wait ends. It runs handlers on the
+    main thread only, so calls on other threads sleep on.
+    """
+    return concurrency.now() + SIGNAL_LATENCY if concurrency.is_main_thread() else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,10 @@ class Pace(Protocol[R, A]):
     def gone(self) -> concurrency.Event:
         """Set when the caller has gone away: writing is given up at once."""
 
+    @property
+    def crowd(self) -> int:
+        """How many members may wait together with this one, as far as it can tell: the more, the less each repeats."""
+
     def see(self, look: Look[R, A]) -> Standing:
         """Take note of where the member stands, before anything is done about it. Called with a lock held: must not
         block. Returns PENDING for what this call chooses to wait through, else the same."""
@@ -58,6 +71,8 @@ class UntilDeadline(Generic[R, A]):
         what: what is waited for, for the error.
     """
 
+    crowd = 1
+
     def __init__(self, timeout: float | None, what: str) -> None:
         self.deadline = math.inf if timeout is None else concurrency.now() + timeout
         self.gone = concurrency.event()
@@ -67,8 +82,7 @@ class UntilDeadline(Generic[R, A]):
         return look.standing
 
     def wake_at(self, standing: Standing) -> float:
-        # A signal may come in the moment before a wait: Python looks for those when a wait ends.
-        return min(self.deadline, concurrency.now() + SIGNAL_LATENCY)
+        return min(self.deadline, signals_at())
 
     def tick(self, look: Look[R, A]) -> None:
         """Raises TimeoutError."""

@@ -32,6 +32,8 @@ SHORTEST_WRITE: Final = 0.05
 """Seconds that a write may take in any case, however little time is left."""
 KEY_CHECK_INTERVAL: Final = 10.0
 """Seconds between two looks of a member that waits at whether its key is still there."""
+KEY_CHECKS_PER_SECOND: Final = 50
+"""Such looks that all members that wait together have in a second: of a large crowd each looks less often."""
 MOURNED_AS: Final = 20
 """Incarnations under whose ids the cause of a death is written, the last ones: others may know it by the seat that it
 took as one of them."""
@@ -152,7 +154,7 @@ class Participant(Generic[R, A]):
         """
         with self._counted():
             asked = self.say(ask, pace.deadline, pace.gone)
-            check_at = self._next_check()
+            check_at = self._next_check(pace)
             while True:
                 outlook, look, is_written = self._await(asked, pace, check_at)
                 if not is_written or (look.standing is Standing.LOST and self._options.renews):
@@ -168,7 +170,7 @@ class Participant(Generic[R, A]):
                     pace.tick(look)
                     if concurrency.now() >= check_at:
                         self._check()
-                        check_at = self._next_check()
+                        check_at = self._next_check(pace)
 
     def reaffirm(self, ask: A, pace: Pace[R, A]) -> None:
         """Write `ask`, which was said before, once more: for a `pace`'s tick. Not through another lease: whoever asks
@@ -398,9 +400,11 @@ class Participant(Generic[R, A]):
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _next_check(self) -> float:
+    def _next_check(self, pace: Pace[R, A]) -> float:
         """When to look at the member's key. Members that `batches` write often, and take over when nothing happens."""
-        return math.inf if self._options.batches else concurrency.now() + KEY_CHECK_INTERVAL
+        if self._options.batches:
+            return math.inf
+        return concurrency.now() + max(KEY_CHECK_INTERVAL, pace.crowd / KEY_CHECKS_PER_SECOND)
 
     def _check(self) -> None:
         """Have this member's key put back if it is gone, though its lease is not. Also tells a closed client."""

@@ -1,0 +1,113 @@
+"""What a node that waits for its round does meanwhile, and how often thousands of them do it."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import pytest
+
+from ftcoord import concurrency
+from ftcoord.core.outlook import Standing
+from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.primitives.group.pace import Look
+from ftcoord.rendezvous import pace
+from ftcoord.rendezvous.pace import FIRST_LINE, LINE_INTERVAL, LINES_PER_SECOND, RoundPace
+from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.testing import Scheduler
+
+ASK: Final = JoinRequest("node", "host", 1, 0, "host", "", 1, 1)
+WAITS: Final[Look[Any, JoinRequest]] = Look(Standing.PENDING, None, ASK)
+
+
+@dataclass
+class Place:
+    place: int
+
+
+@dataclass
+class Member:
+    group: Place
+
+
+@dataclass
+class InLine:
+    """A participant that waits, and looks for nobody."""
+
+    member: Member
+    record: None = None
+
+    def take_over(self, judged: object) -> None: ...
+    def step_back(self) -> None: ...
+
+
+@dataclass
+class Attendance:
+    """When who is there was asked for."""
+
+    asked: list[float] = field(default_factory=list)
+
+    def members(self, limit: int, timeout: float) -> tuple[list[JoinRequest], int]:
+        self.asked.append(concurrency.now())
+        return [ASK][:limit], 1
+
+
+def lines(count: int, nnodes: tuple[int, int], seconds: float) -> list[float]:
+    """When nodes that begin to wait together, for so many seconds, ask who is there, from then on."""
+    settings = RendezvousSettings("etcd-v3", "run", *nnodes, None, None, join_timeout=10_000.0)
+    found = Attendance()
+
+    def scenario() -> None:
+        began = concurrency.now()
+        due: list[tuple[float, int, RoundPace]] = []
+        for place in range(1, count + 1):
+            one = RoundPace(cast(Any, InLine(Member(Place(place)))), settings, cast(Any, found), "host")
+            one.see(WAITS)
+            due.append((one.wake_at(Standing.PENDING), place, one))
+        heapq.heapify(due)
+        while due[0][0] < began + seconds:
+            at, place, one = heapq.heappop(due)
+            concurrency.sleep(max(at - concurrency.now(), 0))
+            one.tick(WAITS)
+            heapq.heappush(due, (one.wake_at(Standing.PENDING), place, one))
+        found.asked[:] = [at - began for at in found.asked]
+
+    # Not on the main thread: nobody wakes up for signals.
+    def elsewhere() -> None:
+        thread = concurrency.thread(scenario, "nodes")
+        thread.start()
+        thread.join()
+
+    Scheduler(0, steps=50_000_000).run(elsewhere)
+    return found.asked
+
+
+@pytest.fixture
+def read(caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody reads the lines."""
+    caplog.set_level(logging.INFO, logger=pace.__name__)
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("count", [64, 1000, 4000])
+def test_however_many_nodes_wait_a_run_logs_a_hundred_lines_a_second(count: int) -> None:
+    said = lines(count, (count, count), 200.0)
+    a_second = collections.Counter(int(at) for at in said)
+    assert max(a_second.values()) <= LINES_PER_SECOND + 1
+    interval = max(LINE_INTERVAL, count / LINES_PER_SECOND)
+    each = len(said) / count
+    assert (200.0 - FIRST_LINE) / interval - 1 <= each <= (200.0 - FIRST_LINE) / interval + 1, "and none is forgotten"
+
+
+@pytest.mark.usefixtures("read")
+def test_two_of_many_that_may_come_say_it_as_soon_as_ever() -> None:
+    said = lines(2, (3, 10_000), 2 * FIRST_LINE)
+    assert [round(at, 1) for at in said] == [FIRST_LINE, FIRST_LINE]
+
+
+def test_what_nobody_reads_is_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger=pace.__name__)
+    assert lines(3, (4, 4), 100.0) == []
