@@ -138,7 +138,7 @@ def _mutants(options: argparse.Namespace) -> int:
     tasks = [(one, options.seeds) for one in MUTANTS if options.only in one.name]
     missed = 0
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
-        for mutant, report in pool.imap(_hunt, tasks):
+        for mutant, report in pool.imap_unordered(_hunt, tasks):
             missed += report is None
             where = (
                 "**not found**" if report is None else f"{report.plan.seed} of {report.plan.profile} | {report.oracle}"
