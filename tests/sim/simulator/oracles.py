@@ -126,6 +126,8 @@ class QuorumOracle:
         self._by_number: dict[int, QuorumRecord] = {}
         self._by_id: dict[int, frozenset[str]] = {}
         self._told: dict[str, QuorumRecord] = {}
+        self._asked_since: dict[tuple[str, int], float] = {}
+        self._decided_at: dict[object, float] = {}
         self._garbled = False
 
     def member(self, event: Event, now: float) -> None:
@@ -139,7 +141,9 @@ class QuorumOracle:
         if record is not None:
             request = record.request
             before = known[0] if known and known[1].asked == record.asked else None
-            since, said = (before.since, before.said) if before else (now, kv.mod_revision)
+            said = before.said if before else kv.mod_revision
+            # Also through a restore: who decides has seen it since then.
+            since = self._asked_since.setdefault((id_, record.asked), now)
             one = Member(
                 id_,
                 request.replica_id,
@@ -166,7 +170,8 @@ class QuorumOracle:
         before, self.last = self._last, new
         answered = {one.member: one.asked for one in (*new.idle, *new.seats)}
         names_now = frozenset(one.request.replica_id for one in new.seats)
-        self._last = Last(names_now, frozenset(new.profiles), answered, now)
+        at = self._decided_at.setdefault((new.number, new.id, new.created, new.by), now)
+        self._last = Last(names_now, frozenset(new.profiles), answered, at)
         garbled, self._garbled = self._garbled, False
         names = [one.request.replica_id for one in new.seats]
         require("S5 no quorum is empty", names, f"quorum {new.number}")
