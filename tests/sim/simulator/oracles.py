@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ftcoord.coordination.address import Job
@@ -128,6 +128,7 @@ class QuorumOracle:
         self._told: dict[str, QuorumRecord] = {}
         self._asked_since: dict[tuple[str, int], float] = {}
         self._decided_at: dict[object, float] = {}
+        self._profiles: set[str] = set()
         self._garbled = False
 
     def member(self, event: Event, now: float) -> None:
@@ -181,7 +182,10 @@ class QuorumOracle:
         wait = self._job.join_timeout_ms / 1000 / FASTEST - 0.01
         own = {id_: self._members[id_][0] for id_ in with_ if id_ in self._members}
         seen = [[*one.values()] for view in views for one in ((view, view | own) if own else (view,))]
-        allowed = {may_decide(view, before, self._job.min_replicas, wait, now) for view in seen}
+        # Who decides may have read a request when an earlier quorum had its profile.
+        lasts = before, replace(before, profiles=frozenset(self._profiles))
+        allowed = {may_decide(view, last, self._job.min_replicas, wait, now) for view in seen for last in lasts}
+        self._profiles.update(new.profiles)
         texts = sorted(str(sorted(one)) for one in allowed if one)
         require(
             "torchft's rules",
