@@ -142,11 +142,12 @@ class _Reasons(logging.Handler):
     """Keeps what is logged when an agent is called back."""
 
     def __init__(self, count: Count) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._count = count
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._count.reasons[record.getMessage()] += 1
+        if "the workers are stopped" in record.getMessage():
+            self._count.reasons[vars(record)["reason"]] += 1
 
 
 def _serve(pipe: Connection, numbers: Sequence[int], endpoints: str, ttls: Sequence[int], agents: int) -> None:
@@ -181,7 +182,9 @@ def _log_only(handler: logging.Handler) -> None:
     """Nothing is printed, but what stops workers goes to the handler."""
     root = logging.getLogger()
     root.handlers = [logging.NullHandler()]
-    logging.getLogger(SAYS_WHY).addHandler(handler)
+    log = logging.getLogger(SAYS_WHY)
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
 
 
 def _burn(pipe: Connection, _numbers: Sequence[int]) -> None:

@@ -22,6 +22,8 @@ from ftcoord.coordination.quorum_watch import QuorumWatch
 from ftcoord.errors import ConfigError, FtcoordError
 
 log = logging.getLogger(__name__)
+errors_log: Final = logging.getLogger("torchft_errors")
+"""torchft's: with TORCHFT_USE_OTEL, its records go to OpenTelemetry."""
 
 LIGHTHOUSE: Final = "TORCHFT_LIGHTHOUSE"
 
@@ -65,6 +67,8 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         """The quorum that it is configured for, until it is aborted. Guarded by _turn."""
         self._abortable: ProcessGroup = pg
         """What has the communicator. Guarded by _turn."""
+        self._place: tuple[str, int] | None = None
+        """The replica and the rank that it is configured for. Guarded by _turn."""
         self.failure: BaseException | None = None
         """Why nobody watches over the quorum that this is configured for; None if it is watched. Written by the watch's
         thread, and by `configure`."""
@@ -91,6 +95,7 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
             super().configure(store_addr, replica_id, rank, world_size, quorum_id, *more, **named)
             self._abortable = _abortable(self.parent)
             self._quorum_id, self.failure = quorum_id, None
+            self._place = replica_id, rank
         if quorum_id is not None:
             self._watch.follow(quorum_id)  # which tells also of those that were lost while it was configured
 
@@ -134,8 +139,15 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
             self._quorum_id = None
             error = PeerLost(quorum_id, replica_id, cause)
             log.warning("%s", error)
+            self._tell_of_error(quorum_id, error)
             self.report_error(error)  # first: whoever wakes up by the abort finds it
             self._abortable.abort()
+
+    def _tell_of_error(self, quorum_id: int, error: PeerLost) -> None:
+        """With the fields that torchft gives its own record of the abort, which does not say why."""
+        replica_id, rank = self._place or (None, None)
+        facts = {"replica_id": replica_id, "rank": rank, "quorum_id": quorum_id, "error": str(error)}
+        errors_log.info("", extra={"job_id": os.environ.get("JOB_ID", "unknown"), **facts})
 
     def _note_failure(self, quorum_id: int, error: BaseException) -> None:
         """On the watch's thread. The training goes on: without a watch it waits as torchft does by itself."""

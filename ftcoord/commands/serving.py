@@ -1,4 +1,4 @@
-"""`ftcoord demo`, `ftcoord server` and `ftcoord gateway`: what runs until it is told to end."""
+"""`ftcoord demo`, `server`, `gateway` and `metrics`: what runs until it is told to end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import concurrency
-from ftcoord.commands.flags import Flag, add
+from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.config import text, whole
 from ftcoord.errors import EtcdError
+from ftcoord.logs import show_if_asked, show_log_lines
+from ftcoord.metrics.exporter import (
+    LOOPBACK,
+    Exporting,
+    MetricsAddress,
+    MetricsServer,
+    ServingTls,
+    listening_host,
+    port_number,
+    prometheus,
+)
 
 if TYPE_CHECKING:
     from ftcoord.embedded.server import EtcdServer
@@ -36,9 +47,18 @@ _SERVER_FLAGS: Final = (
         "--data-dir", "FTCOORD_SERVER_DATA_DIR", "keep the data here, not in a temporary folder", text, None, "FOLDER"
     ),
 )
+_METRICS_FLAGS: Final = (
+    Flag("--metrics-host", "FTCOORD_METRICS_HOST", "the address for Prometheus", listening_host, LOOPBACK, "HOST"),
+    Flag("--metrics-cert", "FTCOORD_METRICS_CERT", "serve Prometheus by TLS, with this", metavar="FILE"),
+    Flag("--metrics-key", "FTCOORD_METRICS_KEY", "the private key of that certificate", metavar="FILE"),
+    Flag("--metrics-client-ca", "FTCOORD_METRICS_CLIENT_CA", "serve only clients of this authority", metavar="FILE"),
+)
+_METRICS_PORT_HELP: Final = "the port for Prometheus; 0 for a free one"
 _GATEWAY_FLAGS: Final = (
     Flag("--etcd", "FTCOORD_GATEWAY_ETCD", "the job: etcd://h1:2379/job?min_replicas=2", text, None, "ADDRESS"),
     Flag("--listen", "FTCOORD_GATEWAY_LISTEN", "where to serve", text, "127.0.0.1:29510", "ADDRESS"),
+    Flag("--metrics-port", "FTCOORD_METRICS_PORT", _METRICS_PORT_HELP, port_number, None, "PORT"),
+    *_METRICS_FLAGS,
 )
 
 
@@ -56,6 +76,11 @@ def add_commands(commands: Any) -> None:
     add(gateway, _GATEWAY_FLAGS)
     gateway.set_defaults(run=_gateway)
 
+    metrics = commands.add_parser("metrics", help="tell Prometheus of all runs on an etcd until Ctrl-C")
+    port = Flag("--metrics-port", "FTCOORD_METRICS_PORT", _METRICS_PORT_HELP, port_number, 29511, "PORT")
+    add(metrics, (*ETCD_FLAGS, KEYS_FLAG, port, *_METRICS_FLAGS))
+    metrics.set_defaults(run=_metrics)
+
 
 def _demo(options: argparse.Namespace) -> int:
     from ftcoord.demo.run import run_demo
@@ -69,9 +94,7 @@ def _demo(options: argparse.Namespace) -> int:
 def _server(options: argparse.Namespace) -> int:
     from ftcoord.embedded.server import EtcdServer
 
-    ended = concurrency.event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+    ended = _event_of_the_end()
     with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir) as etcd:
         endpoint = etcd.get_endpoint()
         print(f"etcd serves on {endpoint}; Ctrl-C ends it", flush=True)
@@ -101,12 +124,14 @@ def _gateway(options: argparse.Namespace) -> int:
     from ftcoord.coordination import Gateway
 
     text("--etcd", options.etcd)  # it has no default
-    ended = concurrency.event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    with Gateway(options.etcd, options.listen) as gateway:
+    show_if_asked()  # it speaks for many replicas: a line for each of them is for who asks for it
+    metrics_at = _metrics_address(options) if options.metrics_port is not None else None
+    ended = _event_of_the_end()
+    with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting:
         print(f"gateway serves on {gateway.address()}; Ctrl-C ends it", flush=True)
         print(f"TORCHFT_LIGHTHOUSE={gateway.address()}", flush=True)
+        if exporting.url is not None:
+            print(f"metrics are at {exporting.url}", flush=True)
         try:
             gateway.check(timeout=5)
         except EtcdError as error:
@@ -116,6 +141,34 @@ def _gateway(options: argparse.Namespace) -> int:
                 print("ftcoord: the gateway has failed, see its log; start it again", file=sys.stderr)
                 return 1
     return 0
+
+
+def _metrics(options: argparse.Namespace) -> int:
+    config, address = etcd_config(options), _metrics_address(options)
+    prometheus()  # before the next line needs it
+    from ftcoord.metrics.runs import RunsCollector
+
+    show_log_lines()
+    ended = _event_of_the_end()
+    with MetricsServer(address, RunsCollector(config, options.key_prefix).collect) as server:
+        print(f"the metrics of all runs are at {server.url}; Ctrl-C ends it", flush=True)
+        while not ended.wait(SIGNAL_INTERVAL):
+            pass
+    return 0
+
+
+def _metrics_address(options: argparse.Namespace) -> MetricsAddress:
+    """Raises ConfigError."""
+    tls = ServingTls.load(options.metrics_cert, options.metrics_key, options.metrics_client_ca)
+    return MetricsAddress(options.metrics_host, options.metrics_port, tls)
+
+
+def _event_of_the_end() -> concurrency.Event:
+    """What is set when somebody asks this process to end."""
+    ended = concurrency.event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    return ended
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -15,6 +15,7 @@ from ftcoord.coordination.replica import BEAT_FRACTION, Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import ServerError
 from ftcoord.etcd.api import Etcd
+from ftcoord.metrics import process as metrics
 from ftcoord.pool import DaemonPool
 from ftcoord.primitives.group.pace import TakeoverToken
 
@@ -108,6 +109,7 @@ class GatewaySessions:
             session = self._sessions.get(replica_id)
             if session is None:
                 session = self._sessions[replica_id] = _GatewaySession(self._new_replica(replica_id))
+                metrics.GATEWAY_REPLICAS.set(len(self._sessions), self._job.name)
             session.calls += 1
             session.last_sign_at = concurrency.now()
         answered = False
@@ -155,11 +157,14 @@ class GatewaySessions:
                 return []
             since = concurrency.now() - self._silent_after
             silent = [one for one, kept in self._sessions.items() if not kept.calls and kept.last_sign_at < since]
-            return [self._sessions.pop(one) for one in silent]
+            gone = [self._sessions.pop(one) for one in silent]
+            metrics.GATEWAY_REPLICAS.set(len(self._sessions), self._job.name)
+            return gone
 
     def _orphan_all(self) -> None:
         with self._lock:
             sessions, self._sessions = list(self._sessions.values()), {}
+            metrics.GATEWAY_REPLICAS.drop(self._job.name)
         for session in sessions:
             session.replica.orphan()
 

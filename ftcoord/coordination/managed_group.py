@@ -21,6 +21,8 @@ from ftcoord.coordination.ranks import RankRequest
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import EtcdError, ServerError
+from ftcoord.logs import show_if_asked
+from ftcoord.metrics.exporter import Exporting
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class ManagedGroup:
         heartbeat_interval: seconds between beats, if these are judged.
         connect_timeout: seconds to look for etcd.
 
-    Raises RuntimeError. Whatever it has made by then is gone.
+    Raises RuntimeError, and ConfigError for what the environment says of metrics. Whatever it has made is then gone.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ManagedGroup:
         heartbeat_interval: float,
         connect_timeout: float,
     ) -> None:
+        show_if_asked()
         self._identity, self._pid = identity, os.getpid()
         self._closed = concurrency.event()
         self._made = concurrency.event()
@@ -72,6 +75,7 @@ class ManagedGroup:
         """How to end it; taken by the one call of `close` that does. Any thread, one step of a list at a time."""
         with ExitStack() as ends:
             try:
+                ends.callback(Exporting.of_environment().close)
                 listener = listen(bind)
                 ends.callback(stop_listening, listener)
                 job, etcd = connect(lighthouse_addr, connect_timeout)

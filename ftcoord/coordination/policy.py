@@ -199,7 +199,7 @@ class QuorumPolicy:
     def _say(self, reason: str) -> None:
         if reason != self._said:
             self._said = reason
-            log.info("%s", reason)
+            log.debug("%s", reason)
 
 
 def _candidate(

@@ -15,6 +15,7 @@ from ftcoord import concurrency
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.core.vote import Vote, different_steps, tally
 from ftcoord.errors import FtcoordError
+from ftcoord.metrics import process as metrics
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ class VoteCounter:
                 " the same step: check that all of them load the same checkpoint",
                 steps,
             )
+        metrics.VOTES.add("commit" if outcome else "abort")
         # Without the lock: callbacks of a future run in `set_result`. `leave` finds these calls gone already.
         for one in answered:
             one.set_result(outcome)

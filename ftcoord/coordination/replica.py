@@ -17,6 +17,8 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
 from ftcoord.etcd.api import Etcd, Get
+from ftcoord.logs import log_change, named
+from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
@@ -103,17 +105,20 @@ class Replica:
         """
         beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, request)
         pace = _QuorumPace(self._participant, self._job, self._takeover, beats, deadline, gone or concurrency.event())
-        answered = False
+        answered, began = False, concurrency.now()
         try:
             with _in_time(self.replica_id):
                 quorum = self._participant.ask(asking(request), pace).record
             assert quorum is not None
             answered = self._is_answered(quorum)
-            self._say_who_died(quorum)
+            seconds = concurrency.now() - began
+            metrics.note_quorum(self._job.name, quorum.id, len(quorum.seats), request.step, seconds)
+            self._log_quorum(quorum)
             return quorum
         finally:
             pace.end()
             if not answered:
+                metrics.QUORUM_FAILURES.add(self._job.name)
                 self._participant.withdraw(idle(request))
 
     def beat(self, deadline: float) -> None:
@@ -154,9 +159,12 @@ class Replica:
         self._participant.stop()
         self._participant.orphan()
 
-    def _say_who_died(self, quorum: QuorumRecord) -> None:
-        """In the log, once for each quorum that goes on without some of the last one's. Costs a read then."""
+    def _log_quorum(self, quorum: QuorumRecord) -> None:
+        """One line for each quorum with other members than the last one, and one for each of them that died. Costs a
+        read then."""
         last, self._last = self._last, quorum
+        if last is None or last.id != quorum.id:
+            self._log_members(quorum)
         gone = last.seated.keys() - quorum.seated.keys() if last is not None else set()
         if not gone:
             return
@@ -167,8 +175,21 @@ class Replica:
         except EtcdError as error:
             log.debug("why members are gone cannot be told: %s", error)
             return
+        run = self._job.name
         for member, cause in causes.items():
-            log.warning("quorum %d goes on without replica %s: %s", quorum.id, names[member], cause)
+            text = f"job {run!r}: quorum {quorum.id} goes on without replica {names[member]}: {cause}"
+            log_change(log, text, logging.WARNING, run=run, quorum=quorum.id, replica=names[member], reason=cause)
+
+    def _log_members(self, quorum: QuorumRecord) -> None:
+        if not log.isEnabledFor(logging.INFO):
+            return
+        run, me, member = self._job.name, self.replica_id, self._participant.member
+        names = [seat.request.replica_id for seat in quorum.seats]
+        rank = names.index(me) if me in names else None
+        place = f"is rank {rank} of {len(names)}" if rank is not None else f"is not among the {len(names)}"
+        text = f"job {run!r}, quorum {quorum.id}: replica {me} {place}: {named(names)}"
+        id_, revision = (member.id, member.record_revision or None) if member else (None, None)
+        log_change(log, text, run=run, quorum=quorum.id, rank=rank, replica=me, member=id_, revision=revision)
 
     def _is_answered(self, quorum: QuorumRecord) -> bool:
         """Whether the member that it is now was answered: an older one's seat may leave this one's request open."""

@@ -7,7 +7,7 @@ import itertools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -18,6 +18,7 @@ from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
 from ftcoord.errors import ClientClosed, EtcdError, LeaseLost, ThreadNotStarted
 from ftcoord.etcd.api import Etcd, Lease, Renews
 from ftcoord.fork import OwnerProcess
+from ftcoord.metrics import process as metrics
 from ftcoord.primitives.sentinel import SentinelFor
 
 log = logging.getLogger(__name__)
@@ -63,11 +64,19 @@ class Renewer:
         self._ttls: Counter[float] = Counter()  # of the entries that count
         self._order = itertools.count()  # makes entries comparable: leases are not
         self._thread: concurrency.Thread | None = None
+        self._renewing: KeptLease | None = None
 
     @classmethod
     def of_process(cls) -> Renewer:
         """The renewer of this process; a forked child gets its own, since it has none of the parent's threads."""
         return concurrency.of_process(cls)
+
+    def times_left(self) -> list[float]:
+        """Seconds that each lease has left which is kept alive here, as far as is known."""
+        with self._wake:
+            leases = [lease for entry in self._due if (lease := entry.lease) is not None]
+            leases += [self._renewing] if self._renewing is not None else []
+        return [lease.time_left for lease in leases]
 
     def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
         """Have `lease` renewed at `due`, unless it was stopped. A lease that is scheduled already keeps its time,
@@ -127,7 +136,7 @@ class Renewer:
         finally:
             failure = sys.exc_info()[1]
             with self._wake:
-                self._thread = None
+                self._thread = self._renewing = None
                 # For what was scheduled since `_next` found nothing; and a failure must not cost others theirs.
                 self._start()
             if lease is not None and failure is not None:
@@ -136,6 +145,7 @@ class Renewer:
     def _next(self) -> KeptLease | None:
         """Wait for the next lease that is due; None when there are none left."""
         with self._wake:
+            self._renewing = None
             while self._due:
                 lease, wait = self._due[0].lease, self._due[0].due - self.clock()
                 if lease is not None and wait > 0:
@@ -145,6 +155,7 @@ class Renewer:
                 heapq.heappop(self._due)
                 if lease is not None:
                     self._remove(lease)
+                    self._renewing = lease
                     return lease
             return None
 
@@ -235,6 +246,12 @@ class KeptLease:
         """The TTL that was granted last, in seconds."""
         return self._times.ttl
 
+    @property
+    def time_left(self) -> float:
+        """Seconds that it lives at the least, if it was not revoked."""
+        times = self._times
+        return max(times.sent_at + times.ttl - self._renewer.clock(), 0.0)
+
     def rest(self) -> None:
         """Stop renewing until `resume()`; costs nothing if that follows soon."""
         self._resting = True
@@ -313,6 +330,8 @@ class KeptLease:
         except LeaseLost as error:
             log.debug("lease %x: %s", self.id, error)
             self._lost = True
+            if self.kept:
+                metrics.LEASES_LOST.add()
         except EtcdError as error:
             log.debug("lease %x was not renewed: %s", self.id, error)
             due = self._times.renew_at(self._renewer.clock())
@@ -337,6 +356,7 @@ class KeptLease:
             return
         log.error("lease %x is not renewed any longer, and counts as lost: %r", self.id, failure)
         self.kept, self._lost = False, True
+        metrics.LEASES_LOST.add()
         self._drop()
         self._report()
 
@@ -472,3 +492,16 @@ def _give_back(etcd: Etcd, lease_id: int) -> None:
         etcd.revoke(lease_id, timeout=GIVE_BACK_TIMEOUT)
     except EtcdError as error:
         log.debug("lease %x was not revoked, it expires by itself: %s", lease_id, error)
+
+
+def _look_at_leases() -> Mapping[tuple[str, ...], float]:
+    return {(): len(Renewer.of_process().times_left())}
+
+
+def _look_at_the_first_end() -> Mapping[tuple[str, ...], float]:
+    left = Renewer.of_process().times_left()
+    return {(): min(left)} if left else {}
+
+
+metrics.LEASES_KEPT.look_with(_look_at_leases)
+metrics.LEASE_LEFT.look_with(_look_at_the_first_end)

@@ -12,8 +12,9 @@ from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.shared import SharedClient
+from ftcoord.logs import show_log_lines
+from ftcoord.metrics.exporter import MetricsAddress
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
-from ftcoord.rendezvous.logs import show_log_lines
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,9 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     etcd does not answer within `read_timeout` seconds (default 5).
     """
     show_log_lines()
+    metrics_at = MetricsAddress.of_environment()
     handler = EtcdRendezvousHandler(*open_run(params))
-    handler.prepare()
+    handler.prepare(metrics_at)
     return handler
 
 

@@ -34,6 +34,9 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ThreadNotStarted
 from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.etcd.shared import SharedClient
+from ftcoord.logs import log_change
+from ftcoord.metrics import process as metrics
+from ftcoord.metrics.exporter import Exporting, MetricsAddress
 from ftcoord.rendezvous.bootstrap import Reservation, own_address
 from ftcoord.rendezvous.logs import round_line
 from ftcoord.rendezvous.node import SHUT_DOWN, Node
@@ -165,9 +168,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 limits (--nnodes) than this node.
         """
         self._users_error = sys.exc_info()[1]  # of whoever calls from an except block: no reason of ours to end
+        began = concurrency.now()
         with self._recorded("next_rendezvous"), raised_as_exceptions():
             round_, rank = self._join()
-        log.info("%s", round_line(self._settings.run_id, round_, rank))
+        metrics.note_round(self._settings.run_id, round_.number, rank, round_.size, concurrency.now() - began)
+        self._log(round_line(self._settings.run_id, round_, rank), round_, round_.before, rank)
         self._record("next_rendezvous", f"{self.host} is rank {rank} of {round_.size} in round {round_.number}", rank)
         assert self._resources.store is not None
         bootstrap = RendezvousStoreInfo(round_.address, round_.port)
@@ -185,7 +190,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._resources.watch_workers(mine, self._children)
         if count and mine is not None and self._called_back != mine.number:
             self._called_back = mine.number
-            log.warning("run %r, round %d: the workers are stopped: %s", self._settings.run_id, mine.number, reason)
+            metrics.RECALLS.add(self._settings.run_id)
+            run = self._settings.run_id
+            self._log(f"run {run!r}, round {mine.number}: the workers are stopped: {reason}", mine, reason)
         return count
 
     def is_closed(self) -> bool:
@@ -223,14 +230,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     # -- joining ------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self, metrics_at: MetricsAddress | None = None) -> None:
         """Take the lease and begin the watch that the first round needs; if etcd is away for now, that does so itself.
 
-        Serves timers from now on, if that is asked for. Raises RendezvousConnectionError when etcd refuses, and
-        ThreadNotStarted; the handler has then left.
+        Serves timers from now on, if that is asked for, and the numbers of this process at `metrics_at`.
+
+        Raises RendezvousConnectionError when etcd refuses, and ThreadNotStarted; the handler has then left.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave, "it could not prepare")
+            self._resources.ends.callback(Exporting(metrics_at).close)
             if self._settings.timers:
                 self._resources.ends.callback(serve_timers(self._settings.prefix, self._etcd))
             children = self._children = MarkedChildren()
@@ -285,9 +294,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
         in a forked child."""
         if os.getpid() == self._pid:
             self._cancel_finalizer()
+            mine = self._node.round
+            if mine is not None and not self._resources.left:
+                run = self._settings.run_id
+                self._log(f"run {run!r}, round {mine.number}: this node leaves: {why}", mine, why)
             self._resources.leave(why)
 
     # -- events -------------------------------------------------------------------------------------------------
+
+    def _log(self, text: str, round_: AnyRound, reason: str, rank: int | None = None) -> None:
+        """Of a change of this node's state; `round_` is the last one that it took part in."""
+        member, run = self._node.participant.member, self._settings.run_id
+        id_, revision = (member.id, member.record_revision or None) if member else (None, None)
+        at = {"run": run, "round": round_.number, "host": self.host, "member": id_, "revision": revision}
+        log_change(log, text, rank=rank, reason=reason, **at)
 
     @contextlib.contextmanager
     def _recorded(self, action: str) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from ftcoord.logs import show_log_lines
 from ftcoord.rendezvous.settings import is_known
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ def install_legacy_names() -> None:
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
     from ftcoord.rendezvous.create import create_handler, with_conf
-    from ftcoord.rendezvous.logs import show_log_lines
 
     show_log_lines()
     log.warning("--rdzv-backend=%s runs on ftcoord's etcd-v3, through etcd's v3 API", params.backend)

@@ -25,6 +25,8 @@ from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSi
 from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.logs import log_change
+from ftcoord.metrics import process as metrics
 from ftcoord.primitives.group.pace import Look
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
@@ -191,6 +193,10 @@ class Node:
         """Have the others know at once that a worker of that round failed: this node's agent comes back later, when it
         has stopped the others. From any thread."""
         if self.round is mine and not self.waiting()[0]:
+            run = self._settings.run_id
+            metrics.WORKER_FAILURES.add(run)
+            text = f"run {run!r}, round {mine.number}: {fate}; the other nodes are told"
+            log_change(log, text, logging.WARNING, run=run, round=mine.number, reason=fate, host=self.host)
             with contextlib.suppress(ThreadNotStarted):  # they hear of it later
                 self._holder.begin(replace(self._hold(mine), failed=fate))
 
@@ -224,7 +230,8 @@ class Node:
         """Of a run that is over: go on from it, or raise what ends this node."""
         settings = self._settings
         if not pace.has_waited and self.round is None and may_reopen(now, settings.restart):
-            log.info("run %r is started again; it had ended: %s", settings.run_id, now.closed)
+            text = f"run {settings.run_id!r} is started again; it had ended: {now.closed}"
+            log_change(log, text, run=settings.run_id, round=now.number, reason=now.closed, host=self.host)
             self._reopens = now.number
             return
         if pace.limits.refusal:  # it was never of this run, so it is no spare of it either
@@ -238,7 +245,8 @@ class Node:
             raise RendezvousClosedError(f"{text}; {advice} a new run under another --rdzv-id")
         if settings.on_spare_close == "raise":
             raise RendezvousGracefulExitError(text)
-        log.info("%s; this node was a spare and is not needed any more", text)
+        text += "; this node was a spare and is not needed any more"
+        log_change(log, text, run=settings.run_id, round=now.number, reason=now.closed, host=self.host)
         raise SystemExit(0)
 
     def _await_farewell(self) -> None:

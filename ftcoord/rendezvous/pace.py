@@ -14,10 +14,11 @@ from ftcoord.core.rendezvous import SAY_AGAIN, seating_time, unhurried
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
 from ftcoord.core.standby import rare_slot
 from ftcoord.errors import EtcdError
+from ftcoord.logs import SHOWN, log_change, named
 from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken, signals_at
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.rendezvous.limits import OtherLimits
-from ftcoord.rendezvous.logs import SHOWN, attendance, named
+from ftcoord.rendezvous.logs import attendance
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -58,6 +59,8 @@ class RoundPace:
         self.has_waited = False
         """Whether this node has waited for others: it then may be a spare of theirs."""
         self.limits = OtherLimits(settings, run)
+        self._spare_of = 0
+        """The last round that has no seat for this node, as the log says."""
         self._check_at = math.inf
         """When to say again that this node takes its seat, or to judge again whether other limits are in its way."""
         self._line_at = now + FIRST_LINE
@@ -103,13 +106,25 @@ class RoundPace:
             return
         if now >= self.deadline:
             raise RendezvousTimeoutError(self._why_no_round())
+        if look.standing is Standing.SPARE and look.record is not None:
+            self._log_spare(look.record)
         self._standby.tick()
         if now >= self._check_at:
             self._check(look, now)
         if now >= self._line_at + self._turn:
             self._line_at = now - self._turn + max(LINE_INTERVAL, self.crowd / LINES_PER_SECOND)
             if look.standing is Standing.PENDING and log.isEnabledFor(logging.INFO):  # else nobody reads who is there
-                log.info("run %r: waiting for a round: %s", self._settings.run_id, self._attendance())
+                run, there = self._settings.run_id, self._attendance()
+                log_change(log, f"run {run!r}: waiting for a round: {there}", run=run, reason=there, host=self._host)
+
+    def _log_spare(self, full: AnyRound) -> None:
+        """Once for each round."""
+        if self._spare_of == full.number:
+            return
+        self._spare_of, run = full.number, self._settings.run_id
+        text = f"run {run!r}, round {full.number} is full ({full.size} nodes): this node waits as a spare"
+        member = self._participant.member
+        log_change(log, text, run=run, round=full.number, host=self._host, member=member.id if member else None)
 
     def rest(self) -> None:
         """This node waits no longer, for now."""

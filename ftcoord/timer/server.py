@@ -22,6 +22,7 @@ from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, Put
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.log_once import LogOnce
+from ftcoord.metrics import process as metrics
 from ftcoord.primitives.session import Clock
 from ftcoord.primitives.write_once import write_attempt_timeout, write_once
 from ftcoord.timer.ledger import holds
@@ -192,6 +193,7 @@ class EtcdTimerServer(TimerServer):
         self._notice_gaps(self._planned)
         self.register_timers(requests)
         self._leases.keep(self._book.entries.values(), self._clock())
+        metrics.TIMERS.set(len(self._book.entries))
         for key, entry in self._book.expired(self._clock()):
             if self._stopping.is_set() or not self._see_to(key, entry):
                 break
@@ -245,6 +247,7 @@ class EtcdTimerServer(TimerServer):
         if claimed is None:
             self._book.drop(key)  # the watch will bring what it is now
             return
+        metrics.TIMERS_EXPIRED.add()
         info = inform(claimed.timer, self._host, self._clock(), concurrency.wall())
         log.warning(
             "worker %d (rank %s) has been in %r for %.1f s: reaping it", info.pid, info.rank, info.scope, info.age

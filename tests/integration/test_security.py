@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import threading
 import time
+import urllib.request
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Compare, Get, Put, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls, collect_process
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
@@ -627,3 +629,19 @@ def test_commands_take_tls_and_a_login_as_all_else_does(
     clean_environment.setenv("FTCOORD_PASSWORD", "wrong")
     assert cli.main(["ls", *flags, "--key-prefix", "/job"]) == 1
     assert "FTCOORD_PASSWORD" in capsys.readouterr().err
+
+
+# -- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority, node: Issued) -> None:
+    served = authority.issue("metrics", "IP:127.0.0.1")
+    tls = ServingTls.load(served.cert, served.key, authority.cert)
+    context = ssl.create_default_context(cafile=authority.cert)
+    with MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process) as server:
+        assert server.url.startswith("https://")
+        with pytest.raises(OSError, match=r"(?i)certificate|reset|broken|closed"):
+            urllib.request.urlopen(server.url, timeout=DEADLINE, context=context)
+        context.load_cert_chain(node.cert, node.key)
+        with urllib.request.urlopen(server.url, timeout=DEADLINE, context=context) as answer:
+            assert b"ftcoord_info" in answer.read()

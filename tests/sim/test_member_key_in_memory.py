@@ -10,7 +10,7 @@ from ftcoord import concurrency
 from ftcoord.core.layout import tail_key
 from ftcoord.errors import LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import KeyValue, Put, Span
-from ftcoord.primitives.group.member_key import MemberKey
+from ftcoord.primitives.group.member_key import MemberKey, MemberLost
 from ftcoord.primitives.session import Session
 from ftcoord.testing import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient
 from ftcoord.testing.keyspace import Transaction
@@ -174,3 +174,34 @@ def test_a_member_of_a_group_stays_the_same_when_answers_to_its_ask_are_lost(wor
         lambda: other.node.rolls[-1]["members"].get(member.node.id) == "again/2", "the others hear of the second ask"
     )
     world.agree(member, other)
+
+
+def test_a_key_that_went_with_its_lease_alarms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """A member that leaves finds its key gone too; only one that etcd lost is worth a warning."""
+
+    @simulated
+    def scenario(world: World) -> None:
+        member = joined(world)
+        world.observer.revoke(member.lease)
+        with pytest.raises(MemberLost):
+            member.key.restore()
+        assert caplog.messages == []
+        member.leave()
+
+    scenario()
+
+
+def test_a_key_that_etcd_lost_is_put_back_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    @simulated
+    def scenario(world: World) -> None:
+        caplog.clear()
+        member = joined(world)
+        world.observer.delete(Span(member.key.key))
+        member.key.restore()
+        holds(member, b"first", 1)
+        assert [message.partition(":")[0] for message in caplog.messages] == [
+            f"etcd had lost what member {member.key.id} asked for"
+        ]
+        member.leave()
+
+    scenario()

@@ -91,6 +91,7 @@ class Method:
 
     def __init__(self, path: str, request: str, response: str) -> None:
         self.path = f"/etcdserverpb.{path}"
+        self.name = path.rpartition("/")[2]
         self.serialize: Callable[[Any], bytes] = _CLASSES[request].SerializeToString
         self.parse: Callable[[bytes], Any] = _CLASSES[response].FromString
 

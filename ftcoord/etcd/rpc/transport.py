@@ -17,6 +17,7 @@ from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.etcd.rpc.rollback import RollbackDetector
 from ftcoord.etcd.rpc.threads import GrpcThreads
 from ftcoord.fork import OwnerProcess
+from ftcoord.metrics import process as metrics
 
 log = logging.getLogger(__name__)
 
@@ -196,10 +197,16 @@ class Transport:
         member = self.member()
         token = self.token(deadline)
         known = self._rollback.revision if method in _LINEARIZABLE else None
-        with self._judged(member, write=write, token=token):
-            timeout = self._attempt_timeout(deadline, write)
-            response = member.unary(method)(request, timeout=timeout, metadata=_metadata(token))
+        began = concurrency.now()
+        try:
+            with self._judged(member, write=write, token=token):
+                timeout = self._attempt_timeout(deadline, write)
+                response = member.unary(method)(request, timeout=timeout, metadata=_metadata(token))
+        except EtcdError as error:
+            metrics.REQUEST_FAILURES.add(method.name, type(error).__name__)
+            raise
         member.seen()
+        metrics.REQUEST_SECONDS.observe(member.alive_at - began, method.name)
         self._rollback.note(response.header, known, member.name)
         return response
 

@@ -171,12 +171,13 @@ class MemberKey:
             elif now is None or now.mod_revision != mine.mod_revision:
                 if self._session.rests:
                     raise MemberLost(f"the key {self.key} is gone, and its member rests")
-                log.warning("etcd lost what member %x asked for: asking again", self._session.lease_id)
                 put = Put(self.key, mine.value, self._session.lease_id)
                 try:
                     self.kv = write_once(self._etcd, put, now.mod_revision if now else 0).kv or mine
-                except LeaseLost as error:
+                except LeaseLost as error:  # the key went with it, as it should
                     raise MemberLost(str(error)) from None
+                # Only now: most keys that are gone are those of members that leave just then.
+                log.warning("etcd had lost what member %x asked for: it has it again", self._session.lease_id)
 
     @contextmanager
     def _turn(self, timeout: float) -> Iterator[None]:

@@ -1,0 +1,97 @@
+"""Log lines: one for each change of state, with what it is about as fields; and how they are shown, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from typing import Final
+
+from ftcoord.config import choice
+
+FORMAT_VARIABLE: Final = "FTCOORD_LOG_FORMAT"
+FACTS: Final = ("run", "round", "quorum", "member", "revision", "reason", "rank", "host", "replica")
+"""What a record about a change of state may have as attributes of its own, and JSON as fields."""
+SHOWN_BY_DEFAULT: Final = ("rendezvous", "coordination", "metrics")
+"""The parts of ftcoord whose lines about changes of state are shown where nobody sets a level."""
+SHOWN: Final = 8
+"""Hosts or replicas that a line names; it counts the others."""
+_TEXT: Final = "%(levelname).1s%(asctime)s %(process)d %(name)s] %(message)s"
+_TIME: Final = "%m%d %H:%M:%S"
+_parse_format = choice("text", "json")
+
+
+def log_change(log: logging.Logger, text: str, level: int = logging.INFO, /, **facts: object) -> None:
+    """Log one change of state.
+
+    Args:
+        text: what has happened, for people; it names the run, and why.
+        level: INFO, unless somebody should look.
+        facts: by the names in `FACTS`, for programs. What is None or empty is left out. Member and revision are shown
+            behind the text too.
+    """
+    known = {name: value for name, value in facts.items() if value not in (None, "")}
+    shown = ", ".join(f"{name} {known[name]}" for name in ("member", "revision") if name in known)
+    log.log(level, "%s%s", text, f" [{shown}]" if shown else "", extra=known, stacklevel=2)
+
+
+def named(names: Iterable[str], count: int | None = None) -> str:
+    """The first of them, and how many more there are."""
+    known = list(names)
+    more = max(len(known) if count is None else count, len(known)) - SHOWN
+    shown = ", ".join(known[:SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object in a line for each record. docs/running.md describes its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, timezone.utc)
+        told: dict[str, object] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        told |= {name: vars(record)[name] for name in FACTS if name in vars(record)}
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told, default=str)
+
+
+def show_if_asked(env: Mapping[str, str] | None = None) -> None:
+    """`show_log_lines` in a program of the user's own, which may not want them: only if FTCOORD_LOG_FORMAT is set."""
+    if (os.environ if env is None else env).get(FORMAT_VARIABLE, "").strip():
+        show_log_lines(env)
+
+
+def show_log_lines(env: Mapping[str, str] | None = None) -> None:
+    """Print ftcoord's log lines on stderr, if the process has set up no logging of its own. Idempotent.
+
+    LOGLEVEL, torch's variable (https://docs.pytorch.org/docs/stable/elastic/run.html), sets the lowest level. Without
+    it, warnings are printed, and changes of state of the parts in `SHOWN_BY_DEFAULT`. FTCOORD_LOG_FORMAT is ``text`` or
+    ``json``.
+
+    Raises ConfigError for another format.
+    """
+    variables = os.environ if env is None else env
+    form = variables.get(FORMAT_VARIABLE, "").strip()
+    is_json = bool(form) and _parse_format(FORMAT_VARIABLE, form) == "json"
+    package = logging.getLogger("ftcoord")
+    if package.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(_TEXT, _TIME))
+    package.addHandler(handler)
+    level = variables.get("LOGLEVEL", "").strip().upper()
+    if isinstance(logging.getLevelName(level), int):
+        package.setLevel(level)
+        return
+    package.setLevel(logging.WARNING)
+    for name in SHOWN_BY_DEFAULT:
+        logging.getLogger(f"ftcoord.{name}").setLevel(logging.INFO)

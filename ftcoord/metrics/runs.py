@@ -1,0 +1,126 @@
+"""The numbers of all runs on an etcd, as `ftcoord ls` and `ftcoord status` read them: nothing of a run is needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import Final
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
+from ftcoord.errors import EtcdError
+from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.log_once import LogOnce
+from ftcoord.operator.reading import job_ids, read_job
+from ftcoord.operator.status import Rules, tell_job
+from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
+
+log = logging.getLogger(__name__)
+
+MOST_RUNS: Final = 200
+"""Runs that are told of one by one. Of those beyond it is only told how many they are."""
+WAITING: Final = ("waiting", "spare")
+"""The standings of nodes that have no seat and want one."""
+
+ONE_ETCD: Final = (
+    ("ftcoord_etcd_up", "Whether etcd answered this scrape. If not, nothing is told of runs."),
+    ("ftcoord_runs", "Runs and jobs that have keys in etcd."),
+    ("ftcoord_runs_untold", f"Those beyond the first {MOST_RUNS}, of which nothing else is told."),
+)
+OF_RUN: Final = (
+    ("ftcoord_run_healthy", "Whether nothing of the run needs anybody, as `ftcoord status` says."),
+    ("ftcoord_run_unreadable_keys", "Keys of the run that hold what this ftcoord cannot read."),
+)
+OF_ROUNDS: Final = (
+    ("ftcoord_run_round", "The number of the last round."),
+    ("ftcoord_run_round_seats", "How many nodes the last round has."),
+    ("ftcoord_run_round_ready", "Whether all of them took their seats, and the round was not recalled."),
+    ("ftcoord_run_nodes", "Nodes that live."),
+    ("ftcoord_run_nodes_waiting", "Nodes that live and wait for a seat, spares among them."),
+    ("ftcoord_run_nodes_missing", "Nodes that have a seat in the last round and are gone."),
+)
+OF_QUORUM: Final = (
+    ("ftcoord_run_quorum_id", "The id of the last quorum."),
+    ("ftcoord_run_quorum_replicas", "How many replicas the last quorum has."),
+    ("ftcoord_run_quorum_timestamp_seconds", "When it was decided, by the decider's clock, in seconds since 1970."),
+    ("ftcoord_run_max_step", "The highest step in the last quorum."),
+    ("ftcoord_run_replicas", "Replicas that live."),
+    ("ftcoord_run_replicas_behind", "Replicas of the last quorum that are behind its highest step."),
+    ("ftcoord_run_replicas_missing", "Replicas that have a seat in the last quorum and are gone."),
+)
+STATE: Final = ("ftcoord_run_state", "1 for the state of the run's rounds and of its quorums; empty for none.")
+
+
+class RunsCollector:
+    """Reads an etcd at each scrape, and tells what it is like then. Thread-safe: each scrape has a client of its own.
+
+    Args:
+        config: how to reach etcd.
+        key_prefix: where the keys of runs lie.
+    """
+
+    def __init__(self, config: EtcdConfig, key_prefix: str) -> None:
+        self._config, self._key_prefix = config, key_prefix
+        self._lock = concurrency.lock("RunsCollector._lock")  # guards `_problem`
+        self._problem = LogOnce(log)
+
+    def collect(self) -> Iterable[Metric]:
+        """All numbers; of an etcd that does not answer only that. Ends within some request time-outs."""
+        try:
+            with closing(LeanClient(self._config)) as etcd:
+                ids = list(job_ids(etcd, self._key_prefix))
+                told = [tell_job(read_job(etcd, self._key_prefix, id_), Rules()) for id_ in ids[:MOST_RUNS]]
+        except EtcdError as error:
+            with self._lock:
+                self._problem.say(f"etcd cannot be read, so nothing is told of runs: {error}")
+            return [_single(ONE_ETCD[0], 0)]
+        with self._lock:
+            self._problem.forget()
+        singles = zip(ONE_ETCD, (1, len(ids), len(ids) - len(told)), strict=True)
+        return [*(_single(what, value) for what, value in singles), *families_of(told)]
+
+
+def families_of(runs: Iterable[JobStatus]) -> Iterator[Metric]:
+    """The numbers of runs."""
+    found = [status for status in runs if status.exists]
+    rounds = [(one.job, one.rounds) for one in found if one.rounds is not None]
+    quorums = [(one.job, one.quorum) for one in found if one.quorum is not None]
+    yield _states(found)
+    yield from _families(OF_RUN, [(one.job, (one.healthy, len(one.unreadable))) for one in found])
+    yield from _families(OF_ROUNDS, [(run, _of_rounds(status)) for run, status in rounds])
+    yield from _families(OF_QUORUM, [(run, _of_quorum(status)) for run, status in quorums])
+
+
+def _of_rounds(status: RoundsStatus) -> tuple[float, ...]:
+    ready = status.ready and not status.recalled and not status.closed
+    waiting = sum(one.standing in WAITING for one in status.members)
+    return status.number, status.size, ready, len(status.members), waiting, len(status.missing)
+
+
+def _of_quorum(status: QuorumStatus) -> tuple[float, ...]:
+    behind = sum(one.behind > 0 for one in status.replicas)
+    live = len(status.replicas)
+    return status.id, status.size, status.created, status.max_step, live, behind, len(status.missing)
+
+
+def _states(found: Iterable[JobStatus]) -> Metric:
+    family = GaugeMetricFamily(*STATE, labels=("run", "rounds", "quorum"))
+    for one in found:
+        states = (part.state if part is not None else "" for part in (one.rounds, one.quorum))
+        family.add_metric((one.job, *states), 1)
+    return family
+
+
+def _families(what: tuple[tuple[str, str], ...], values: list[tuple[str, tuple[float, ...]]]) -> Iterator[Metric]:
+    for place, (name, about) in enumerate(what):
+        family = GaugeMetricFamily(name, about, labels=("run",))
+        for run, numbers in values:
+            family.add_metric((run,), float(numbers[place]))
+        yield family
+
+
+def _single(what: tuple[str, str], value: float) -> Metric:
+    return GaugeMetricFamily(*what, value=value)

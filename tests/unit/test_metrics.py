@@ -1,0 +1,220 @@
+"""Numbers for Prometheus: how they are counted, and how they are told."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from monitored import DOCS, dashboard, named_in, rules
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+
+from ftcoord.errors import ConfigError
+from ftcoord.metrics import process, runs, series
+from ftcoord.metrics.exporter import MetricsAddress, collect_process
+from ftcoord.metrics.series import MOST_LABELS, SECONDS, Counter, Gauge, Histogram
+from ftcoord.operator.told import JobStatus, NextDecision, NodeStatus, QuorumStatus, ReplicaStatus, RoundsStatus
+
+LABELS = {"run", "method", "code", "outcome", "rounds", "quorum", "version", "le"}
+"""All that a number may be kept apart by: none of them grows with the members, or the restarts, of a run."""
+
+
+@pytest.fixture(autouse=True)
+def own_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a test are of nobody else's concern."""
+    monkeypatch.setattr(series, "_all", [])
+
+
+def test_a_histogram_counts_each_value_in_the_first_bucket_that_has_room_for_it() -> None:
+    times = Histogram("t_seconds", "")
+    for seconds in (0.0, SECONDS[0], SECONDS[0] * 1.01, SECONDS[-1], SECONDS[-1] + 1):
+        times.observe(seconds)
+    found = times.read()[()]
+    assert (found.counts[0], found.counts[1], found.counts[-2], found.counts[-1]) == (2, 1, 1, 1)
+    assert found.cumulative()[-1] == 5
+    times.observe(1)
+    assert sum(found.counts) == 5  # what was read is not what goes on
+
+
+def test_a_series_keeps_no_more_than_so_many_values_of_its_labels() -> None:
+    rounds = Counter("rounds", "", ("run",))
+    for number in range(MOST_LABELS + 5):
+        rounds.add(f"run {number}")
+    rounds.add("run 7")
+    assert len(rounds.read()) == MOST_LABELS
+    assert ("run 4",) not in rounds.read()
+    assert rounds.read()["run 7",] == 2
+
+
+def test_what_may_happen_begins_at_0() -> None:
+    """Prometheus takes a first value of 1 for no increase."""
+    failures, lost = Counter("failures", "", ("run",)), Counter("lost", "")
+    failures.begin("a")
+    assert (failures.read(), lost.read()) == ({("a",): 0}, {(): 0})
+    failures.add("a")
+    failures.begin("a")
+    assert failures.read() == {("a",): 1}
+
+
+def test_a_gauge_forgets_what_is_gone() -> None:
+    replicas = Gauge("replicas", "", ("run",))
+    replicas.set(2, "a")
+    replicas.set(1, "b")
+    replicas.drop("a")
+    assert replicas.read() == {("b",): 1}
+
+
+def test_a_forked_child_begins_with_nothing() -> None:
+    """Also if another thread was counting at that moment."""
+    counter = Counter("parent", "")
+    counter.add()
+    with counter._lock:
+        pid = os.fork()
+        if not pid:
+            counter.add()
+            os._exit(counter.read() != {(): 1})
+    assert os.waitpid(pid, 0)[1] == 0
+    assert counter.read() == {(): 1}
+
+
+def test_prometheus_is_loaded_by_nobody_who_did_not_ask() -> None:
+    code = (
+        "import sys, ftcoord.cli, ftcoord.rendezvous.create, ftcoord.coordination\n"
+        "sys.exit('prometheus_client' in sys.modules)"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOORD_METRICS")}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        ({"FTCOORD_METRICS_PORT": "70000"}, "FTCOORD_METRICS_PORT"),
+        ({"FTCOORD_METRICS_PORT": "http"}, "FTCOORD_METRICS_PORT"),
+        ({"FTCOORD_METRICS_PORT": "0", "FTCOORD_METRICS_HOST": "a b"}, "FTCOORD_METRICS_HOST"),
+        ({"FTCOORD_METRICS_PORT": "0", "FTCOORD_METRICS_CERT": "/c"}, "FTCOORD_METRICS_KEY"),
+        ({"FTCOORD_METRICS_PORT": "0", "FTCOORD_METRICS_KEY": "/k"}, "FTCOORD_METRICS_CERT"),
+        ({"FTCOORD_METRICS_PORT": "0", "FTCOORD_METRICS_CERT": "/nc", "FTCOORD_METRICS_KEY": "/nk"}, "readable"),
+    ],
+)
+def test_a_wrong_address_is_refused_by_name(env: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        MetricsAddress.of_environment(env)
+
+
+def test_nobody_who_gives_no_port_is_served() -> None:
+    assert MetricsAddress.of_environment({"FTCOORD_METRICS_HOST": "0.0.0.0", "FTCOORD_METRICS_PORT": " "}) is None
+    assert MetricsAddress.of_environment({"FTCOORD_METRICS_PORT": "9"}) == MetricsAddress("127.0.0.1", 9)
+
+
+WAIT = NextDecision("wait", "")
+NODES = (
+    NodeStatus(0, "n0", "h0", "1", "running", "", 1),
+    NodeStatus(None, "n1", "h1", "2", "spare", "", 2),
+    NodeStatus(None, "n2", "h2", "3", "waiting", "", 3),
+)
+REPLICAS = (
+    ReplicaStatus(0, "r0", "1", "training", 9, 0, 0, False, 1, "", 1),
+    ReplicaStatus(1, "r1", "2", "training", 7, 2, 0, False, 1, "", 2),
+)
+ROUNDS = RoundsStatus("running", True, 7, 1, True, 1, 2, "h0", 1, "", "", "", "", WAIT, NODES, ())
+QUORUM = QuorumStatus("training", True, 5, 4, 2, 9, 1e9, 1, WAIT, REPLICAS, ())
+
+
+class Fixed:
+    """A collector of what is given."""
+
+    def __init__(self, *metrics: Metric) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics
+
+
+def told(*metrics: Metric) -> dict[str, float]:
+    """What Prometheus reads, by name and labels."""
+    registry = CollectorRegistry()
+    registry.register(Fixed(*metrics))
+    lines = generate_latest(registry).decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_the_numbers_of_a_run_are_those_of_its_status() -> None:
+    status = JobStatus(1, 'a "b"\n', 3, True, True, ROUNDS, QUORUM, ())
+    gone = JobStatus(1, "gone", 3, False, False, None, None, ())
+    found = told(*runs.families_of([status, gone]))
+    assert {name.partition("{")[0]: value for name, value in found.items()} == {
+        "ftcoord_run_state": 1,
+        "ftcoord_run_healthy": 1,
+        "ftcoord_run_unreadable_keys": 0,
+        "ftcoord_run_round": 7,
+        "ftcoord_run_round_seats": 1,
+        "ftcoord_run_round_ready": 1,
+        "ftcoord_run_nodes": 3,
+        "ftcoord_run_nodes_waiting": 2,
+        "ftcoord_run_nodes_missing": 0,
+        "ftcoord_run_quorum_id": 4,
+        "ftcoord_run_quorum_replicas": 2,
+        "ftcoord_run_quorum_timestamp_seconds": 1e9,
+        "ftcoord_run_max_step": 9,
+        "ftcoord_run_replicas": 2,
+        "ftcoord_run_replicas_behind": 1,
+        "ftcoord_run_replicas_missing": 0,
+    }
+    assert all('run="a \\"b\\"\\n"' in name for name in found)
+
+
+def families() -> list[Metric]:
+    """All that there are."""
+    of_etcd = [runs._single(what, 0) for what in runs.ONE_ETCD]
+    return [*collect_process(), *of_etcd, *runs.families_of([])]
+
+
+def names_of(family: Metric) -> set[str]:
+    suffixes = {
+        "counter": ("_total",),
+        "histogram": ("_bucket", "_sum", "_count"),
+        "info": ("_info",),
+    }
+    return {family.name + suffix for suffix in suffixes.get(family.type, ("",))}
+
+
+def test_names_follow_the_rules_of_prometheus() -> None:
+    """https://prometheus.io/docs/practices/naming/: base units, no unit twice, and no label without bound."""
+    for family in families():
+        assert re.fullmatch(r"ftcoord(_[a-z]+)*", family.name)
+        assert not re.search("_(ms|millis|minutes|bytes_seconds)|_total", family.name), family.name
+        assert family.documentation.endswith("."), family.name
+        if family.type == "histogram":
+            assert family.name.endswith("_seconds")
+    assert {label for one in process.SERIES for label in one.labels} <= LABELS
+    assert len({one.name for one in process.SERIES}) == len(process.SERIES)
+
+
+def test_all_numbers_are_described_and_no_others() -> None:
+    page = (DOCS / "monitoring.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^\| `(ftcoord_\w+)", page, re.MULTILINE))
+    known = {name for one in families() for name in ({one.name} if one.type == "histogram" else names_of(one))}
+    assert described == known
+
+
+@pytest.mark.parametrize("document", [dashboard, rules], ids=["dashboard", "alerts"])
+def test_what_the_dashboard_and_the_alerts_ask_for_exists(document: Any) -> None:
+    named = named_in(document())
+    assert len(named) > 10
+    assert not named - {name for family in families() for name in names_of(family)}
+
+
+def test_panels_and_alerts_are_whole() -> None:
+    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    assert all(panel["targets"] and panel["title"] for panel in panels)
+    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
+    alerts = [rule for group in rules()["groups"] for rule in group["rules"]]
+    assert all({"alert", "expr", "labels", "annotations"} <= rule.keys() for rule in alerts)
+    assert all({"summary", "description"} == rule["annotations"].keys() for rule in alerts)
+    assert len({rule["alert"] for rule in alerts}) == len(alerts)
