@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-torchft test test-browser test-cluster soak etcd-image lint benchmark docs clean
+.PHONY: demo demo-torchft test test-browser test-cluster sim sim-shrink sim-mutants soak etcd-image lint benchmark docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/ftcoord demo
@@ -33,6 +33,16 @@ test-cluster: $(VENV)/.ready
 # The image that docker-compose.yml can use where none can be pulled: FTCOORD_ETCD_IMAGE=ftcoord-etcd
 etcd-image: $(VENV)/.ready
 	$(BIN)/python docker/image.py
+
+# Whole jobs under faults, in virtual time: `make sim SEEDS=10000`, and what to do with one that fails.
+sim: $(VENV)/.ready
+	PYTHONPATH=tests/sim $(BIN)/python -m simulator run --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)
+
+sim-shrink: $(VENV)/.ready
+	PYTHONPATH=tests/sim $(BIN)/python -m simulator shrink $(SEED)
+
+sim-mutants: $(VENV)/.ready
+	PYTHONPATH=tests/sim $(BIN)/python -m simulator mutants
 
 soak: $(VENV)/.ready
 	$(BIN)/python tests/soak.py $(or $(MINUTES),30)

@@ -70,17 +70,19 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         if ask.asked == UNNUMBERED:
             self._asked += 1
             profile = digest_of(ask.request.profile) if self._seen.has_profile_of(ask.request) else ""
-            self._last = ReplicaRecord(ask.request, self._asked, self._seen.highest.id, self._writes, profile)
+            now = self._seen.highest
+            self._last = ReplicaRecord(ask.request, self._asked, now.id, self._writes, profile, now.number)
             return self._last
         if self._last is not None and 0 < ask.asked < self._asked:
             ask = replace(self._last, profile="")  # else nobody would know of the last request any longer
-        return ReplicaRecord(ask.request, ask.asked, self._seen.highest.id, self._writes, ask.profile)
+        now = self._seen.highest
+        return ReplicaRecord(ask.request, ask.asked, now.id, self._writes, ask.profile, now.number)
 
     def encode(self, ask: ReplicaRecord) -> bytes:
         """A request that needs no answer any more is none, also when a new member repeats it."""
-        asked, after = ask.asked if ask.asked > self._closed else 0, self._seen.highest.id
-        if (asked, after) != (ask.asked, ask.after):  # a record that is written again, later
-            ask = ReplicaRecord(ask.request, asked, after, ask.beat, ask.profile)
+        asked, now = ask.asked if ask.asked > self._closed else 0, self._seen.highest
+        if (asked, now.id, now.number) != (ask.asked, ask.after, ask.heard):  # a record that is written again, later
+            ask = ReplicaRecord(ask.request, asked, now.id, ask.beat, ask.profile, now.number)
         return encode(ask)
 
     def nobody_asks(self) -> None:

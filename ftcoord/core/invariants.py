@@ -170,7 +170,9 @@ def check_quorum(situation: QuorumSituation, options: QuorumOptions, new: Quorum
     old = situation.previous
     answered: Mapping[str, int] = old.answered if old else {}
     _check_seats(situation, answered, new)
-    require("S2 quorums only grow", new.number > max(old.number if old else 0, situation.highest.number))
+    heard = max((one.heard for one in (*situation.silent, *situation.members)), default=0)
+    known = max(old.number if old else 0, situation.highest.number, heard)
+    require("S2 quorums only grow", new.number > known)
     _check_id(situation, new)
     _check_majority(situation, options, answered, new)
 

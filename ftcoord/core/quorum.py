@@ -56,7 +56,7 @@ class QuorumCandidate:
         member: the member id, which is its lease.
         request: what it asks, or asked last.
         asked: which of the member's requests that is, 1, 2, ...; 0 while it does not ask.
-        after: the highest quorum id that it knows of; 0 for none.
+        after, heard: the highest quorum id, and the highest number of a quorum, that it knows of; 0 for none.
         joined: when it was first seen asking that; means nothing while it does not ask.
         came_at, asked_at: etcd's revisions at which it became a member, and at which it said what it asks.
         wrote_at: the revision at which it last wrote that, or wrote it again.
@@ -73,6 +73,7 @@ class QuorumCandidate:
     asked_at: int = 0
     wrote_at: int = 0
     is_whole: bool = True
+    heard: int = 0
 
     @classmethod
     def of(
@@ -89,7 +90,8 @@ class QuorumCandidate:
         request = record.completed(profiles)
         known = record.request if request is None else request
         is_whole = request is not None
-        return cls(member, known, record.asked, record.after, joined, came_at, asked_at, wrote_at, is_whole)
+        of = (member, known, record.asked, record.after)
+        return cls(*of, joined, came_at, asked_at, wrote_at, is_whole, record.heard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +232,8 @@ def _conclude(chosen: Iterable[QuorumCandidate], situation: QuorumSituation) -> 
     ordered = sorted(chosen, key=lambda one: one.request.replica_id)
     seats = tuple(QuorumSeat(one.member, one.asked, one.request) for one in ordered)
     idle = tuple(_idle(members, seats, previous.answered if previous else {}))
-    number = max(previous.number if previous else 0, situation.highest.number) + 1
+    heard = max((one.heard for one in members), default=0)
+    number = max(previous.number if previous else 0, situation.highest.number, heard) + 1
     id_ = _id_of(seats, members, previous, situation.highest.id)
     return QuorumRecord(number, id_, seats, idle, situation.created, situation.decider)
 

@@ -101,6 +101,7 @@ class ReplicaRecord:
         request: what it asks; while it does not ask, what it asked last, or would.
         asked: which of its requests that is, never 0 and never the same twice; 0 while it does not ask.
         after: the highest quorum id that it knows of; 0 for none.
+        heard: the highest number of a quorum that it knows of; 0 for none.
         beat: means nothing, but that a record with another one is a sign of life.
         profile: if the request is written without its profile, the digest of that; empty if it is written whole. A
             record that is read without its profile has empty texts and a world size of 0 in its place.
@@ -111,6 +112,7 @@ class ReplicaRecord:
     after: int
     beat: int
     profile: str = ""
+    heard: int = 0
 
     def completed(self, profiles: Mapping[str, Profile]) -> QuorumRequest | None:
         """The whole request, with the profile that is known by its digest; None if it is not among them."""
@@ -272,6 +274,7 @@ class _ShortReplicaRecord:
     after: int
     beat: int
     profile: str
+    heard: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +308,8 @@ def encode(record: ReplicaRecord) -> bytes:
     """The record as JSON, with the layout's version."""
     if not record.profile:
         return dump(record, V2)
-    progress = _progress(record.request)
-    return dump(_ShortReplicaRecord(progress, record.asked, record.after, record.beat, record.profile), V2)
+    said = (record.asked, record.after, record.beat, record.profile, record.heard)
+    return dump(_ShortReplicaRecord(_progress(record.request), *said), V2)
 
 
 def encode_quorum(quorum: QuorumRecord, known: Roster | None = None) -> tuple[bytes, bytes | None]:
@@ -324,6 +327,7 @@ def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     raw = load(key, value, V2)
     record = build(ReplicaRecord, key, {**raw, "request": _parse_request(key, raw)})
     check_number(key, record.after)
+    check_number(key, record.heard)
     return record
 
 

@@ -31,7 +31,8 @@ Rules
      that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
      are gone in one moment, those that are gone without a word have a lease's time to come back before the round is
      recalled for them, or for a newcomer. Where etcd has lost the record too, the round runs on until somebody asks for
-     another one. Then a record without seats recalls it. Who was still taking its seat there asks again.
+     another one, or works in an earlier one. Then a record without seats recalls it. Who was still taking its seat
+     there asks again.
 
 Times are the decider's own monotonic seconds, from when it saw the event.
 """
@@ -206,8 +207,10 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
     if previous is not None and previous.closed:
         return _judge_closed(previous, poll, options, now)
     lost = max((member.ask.seated for member in situation.members), default=0)
-    if poll.asking and lost > (previous or NO_ROUND).number:
-        return _recall_lost(lost, poll)
+    # Who works in a round before that one waits for nodes that have left it, and would never hear so.
+    wanting = [*poll.asking, *(member for member in poll.busy if member.ask.seated < lost)]
+    if wanting and lost > (previous or NO_ROUND).number:
+        return _recall_lost(lost, wanting, poll)
     if previous is not None and previous.seats and not previous.recalled:
         return _judge_running(previous, poll, options, now)
     return _form(poll, options, now)
@@ -407,10 +410,10 @@ def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
     return Publish(recalled, f"round {previous.number} recalled: {reason}", RECALL)
 
 
-def _recall_lost(number: int, poll: _RoundPoll) -> Publish[Round]:
+def _recall_lost(number: int, wanting: Iterable[RoundCandidate], poll: _RoundPoll) -> Publish[Round]:
     """R9. Nobody knows the seats of this round, but those that hold one know its number."""
-    hosts = _names(member.ask.host for member in poll.asking)
-    reason = f"{hosts} asks for a round, and etcd has lost the record of round {number}"
+    hosts = _names(member.ask.host for member in wanting)
+    reason = f"{hosts} needs another round, and etcd has lost the record of round {number}"
     record = Round(number, (), "", 0, (), *poll.limits, recalled=reason, waiting=len(poll.asking))
     return Publish(record, f"round {number} recalled: {reason}", REATTACHING)
 

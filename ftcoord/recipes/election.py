@@ -13,7 +13,7 @@ from ftcoord.core import election
 from ftcoord.core.election_records import Candidacy, Term, encode, parse_candidacy, parse_term
 from ftcoord.core.invariants import check_term
 from ftcoord.core.layout import KEY_PREFIX, Span, decided_key, election_prefix, term_key
-from ftcoord.etcd.api import Get, exists
+from ftcoord.etcd.api import Compare, Get
 from ftcoord.primitives.group.pace import UntilDeadline
 from ftcoord.primitives.group.plain_policy import PlainRules, Writes
 from ftcoord.primitives.group.plain_use import PlainUse
@@ -38,10 +38,11 @@ class ElectionUse(PlainUse[Term, Candidacy]):
 
     def writes(self, before: Term | None, now: Term) -> Writes:
         """The fence of a term goes with the transaction that begins the next one. Numbers are left out only where etcd
-        lost a record: the terms in between may have left theirs."""
+        lost a record: the terms in between may have left theirs. It names its leader: where etcd lost a term that only
+        a leader which was cut off remembers, its number is given again, and its fence must not hold for that one."""
         first = max(before.number if before else 1, now.number - MOST_FENCES)
         old = [Span(term_key(self.prefix, number)) for number in range(first, now.number)]
-        return Writes(((term_key(self.prefix, now.number), b""),), old)
+        return Writes(((term_key(self.prefix, now.number), now.member.encode()),), old)
 
 
 class Election(RecipeMember[Term, Candidacy]):
@@ -95,7 +96,7 @@ class Election(RecipeMember[Term, Candidacy]):
                 look = self.participant.ask(Candidacy(self._name), pace)
                 term = look.record
                 assert term is not None
-                fence = exists(term_key(self._prefix, term.number))
+                fence = Compare(term_key(self._prefix, term.number), "value", "=", term.member.encode())
                 leadership = Leadership(term.number, fence, term.member, self)
                 if not leadership.lost:
                     return leadership

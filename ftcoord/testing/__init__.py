@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ftcoord.testing.etcd import MemoryClient, MemoryEtcd
     from ftcoord.testing.expiry import expire_lease
     from ftcoord.testing.fate import DELIVERED, LOST_ANSWER, LOST_REQUEST, NEVER, REFUSED, Call, Fate, flaky
-    from ftcoord.testing.scheduler import Scheduler, Stuck
+    from ftcoord.testing.scheduler import Clock, Scheduler, Stuck
 
 _HOMES = {
     **dict.fromkeys(("MemoryClient", "MemoryEtcd"), "ftcoord.testing.etcd"),
@@ -21,7 +21,7 @@ _HOMES = {
         "ftcoord.testing.fate",
     ),
     "expire_lease": "ftcoord.testing.expiry",
-    **dict.fromkeys(("Scheduler", "Stuck"), "ftcoord.testing.scheduler"),
+    **dict.fromkeys(("Clock", "Scheduler", "Stuck"), "ftcoord.testing.scheduler"),
 }
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "NEVER",
     "REFUSED",
     "Call",
+    "Clock",
     "Fate",
     "MemoryClient",
     "MemoryEtcd",

@@ -45,6 +45,7 @@ class Backend:
         self._keys = KeySpace()  # guarded by _changed, as all below
         self._leases = Leases(min_ttl, concurrency.now())
         self._subscriptions: dict[Subscription, None] = {}
+        self._listeners: list[Callable[[Sequence[Event]], object]] = []
         self._late: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._full = self._down = self._closed = False
@@ -89,15 +90,15 @@ class Backend:
         with self._changed:
             self._keys.compact(revision)
 
-    def later(self, at: float, request: Callable[[], object]) -> None:
-        """Have a request arrive after its caller has given it up; nobody hears what becomes of it."""
+    def later(self, seconds: float, request: Callable[[], object]) -> None:
+        """Have a request arrive in so many seconds; nobody hears what becomes of it."""
 
         def arrive() -> None:
             with contextlib.suppress(EtcdError):
                 request()
 
         with self._changed:
-            heapq.heappush(self._late, (at, next(self._order), arrive))
+            heapq.heappush(self._late, (concurrency.now() + seconds, next(self._order), arrive))
             self._start()
             self._changed.notify_all()
 
@@ -121,6 +122,23 @@ class Backend:
     def unsubscribe(self, subscription: Subscription) -> None:
         with self._changed:
             self._subscriptions.pop(subscription, None)
+
+    # -- what a test sees of it ---------------------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[Sequence[Event]], object]) -> None:
+        """Have what each revision changes told at once, under this backend's lock."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    @property
+    def watches(self) -> int:
+        """How many watches stand."""
+        return len(self._subscriptions)
+
+    @property
+    def leases(self) -> dict[int, int]:
+        """The leases that there are, and the TTL of each."""
+        return self._leases.ttls
 
     # -- what a test does to it ---------------------------------------------------------------------------------------
 
@@ -179,6 +197,8 @@ class Backend:
     def _tell(self, events: Sequence[Event]) -> None:
         """Every watch hears of what one revision changed."""
         if events:
+            for listener in self._listeners:
+                listener(events)
             for subscription in self._subscriptions:
                 concerned = concerning(events, subscription.span, subscription.deletes_only)
                 if concerned:

@@ -73,6 +73,23 @@ class MemoryEtcd:
         """Where etcd is."""
         return self._backend.revision
 
+    @property
+    def leases(self) -> dict[int, int]:
+        """The leases that there are, and the TTL of each in seconds."""
+        return self._backend.leases
+
+    @property
+    def watches(self) -> int:
+        """How many watches stand, of all clients together."""
+        return self._backend.watches
+
+    def listen(self, listener: Callable[[Sequence[Event]], object]) -> None:
+        """Have a test told of all that changes: of each revision's changes at once, before anybody else hears of it.
+
+        It is called on the thread that makes the change, and must not call etcd.
+        """
+        self._backend.listen(listener)
+
     def expire(self, lease_id: int) -> None:
         """End a lease at once, and its keys with it. Its holder hears of it when it renews it next."""
         self._backend.revoke(lease_id)
@@ -271,8 +288,10 @@ class MemoryClient:
             if self._closed:
                 raise ClientClosed(MEMORY_CLIENT_CLOSED)
             if fate.arrives != NEVER:
-                self._backend.later(begun + fate.arrives, request)
+                self._backend.later(begun + fate.arrives - concurrency.now(), request)
             raise lost
+        if fate.again != NEVER:
+            self._backend.later(fate.again, request)
         answer = request()
         if not self._pass(fate.answers, told_at):
             raise lost
@@ -280,8 +299,8 @@ class MemoryClient:
 
     def _reach(self, deadline: float, lost: EtcdError) -> None:
         """Wait for as long as this client is cut off."""
+        left = max(deadline - concurrency.now(), 0)
         with self._link:
-            left = max(deadline - concurrency.now(), 0)
             self._link.wait_for(lambda: self._connected or self._closed, left)
             if self._closed:
                 raise ClientClosed(MEMORY_CLIENT_CLOSED)
@@ -292,7 +311,8 @@ class MemoryClient:
         """Let time pass, but not beyond `until`; whether that was enough, and this client was not closed meanwhile."""
         if not seconds:
             return True
-        end = concurrency.now() + seconds
+        now = concurrency.now()
+        end = now + seconds
         with self._link:
-            closed = self._link.wait_for(lambda: self._closed, max(min(end, until) - concurrency.now(), 0))
+            closed = self._link.wait_for(lambda: self._closed, max(min(end, until) - now, 0))
         return end <= until and not closed

@@ -39,12 +39,14 @@ class Fate:
         answers: how long the answer is under way. NEVER: it is lost.
         breaks: when the connection breaks, which tells the caller; NEVER: it waits until its time-out.
         refused: the client knows that the request never left: EtcdUnavailable is raised at once.
+        again: how long after it arrived the request arrives once more, as where a proxy repeats it. NEVER: it does not.
     """
 
     arrives: float = 0.0
     answers: float = 0.0
     breaks: float = NEVER
     refused: bool = False
+    again: float = NEVER
 
 
 DELIVERED: Final = Fate()

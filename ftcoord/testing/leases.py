@@ -40,6 +40,11 @@ class Leases:
     def __contains__(self, lease_id: int) -> bool:
         return lease_id in self._granted
 
+    @property
+    def ttls(self) -> dict[int, int]:
+        """The TTL of each, in seconds."""
+        return {lease_id: lease.ttl for lease_id, lease in self._granted.items()}
+
     def grant(self, ttl: int, now: float) -> Lease:
         """A new lease. Raises RequestRefused for one that is too long."""
         if ttl > MAX_TTL:

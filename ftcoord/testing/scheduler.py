@@ -17,7 +17,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -34,6 +34,23 @@ EPOCH: Final = 1_800_000_000.0
 
 class Stuck(AssertionError):
     """Nobody can go on, or not within the limits. The message says who waits for what, and where."""
+
+
+class Clock(NamedTuple):
+    """How the clocks of a process differ from the world's.
+
+    Args:
+        rate: seconds that its monotonic clock counts in one of the world's: 1.01 is one that is 1 % fast.
+        wall: seconds that its wall clock is ahead.
+    """
+
+    rate: float = 1.0
+    wall: float = 0.0
+
+
+_TRUE: Final = Clock()
+_LAST_STEPS: Final = 1000
+"""Locks that a task may take when it is ended."""
 
 
 class Scheduler:
@@ -60,12 +77,14 @@ class Scheduler:
         self._order = itertools.count(1)
         self._tasks: dict[Task, None] = {}
         self._paused: dict[str, list[Task]] = {}
+        self._clocks: dict[str, Clock] = {}
         self._own: dict[tuple[str, Callable[[], Any]], Any] = {}
         self._current: Task | None = None
         self._main: Task | None = None
         self._hub: Any = None
         self._failure: BaseException | None = None
         self.ending = False
+        self._taken_at_the_end = 0
 
     # -- for tests ----------------------------------------------------------------------------------------------------
 
@@ -119,13 +138,38 @@ class Scheduler:
         """End of `pause()`."""
         self._ready.extend(self._paused.pop(process, ()))
 
+    def set_clock(self, process: str, clock: Clock) -> None:
+        """Give a process clocks of its own. Its wall clock may be set at any time; the rate only before it begins, or
+        its monotonic clock would jump."""
+        self._clocks[process] = clock
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End the run: it raises this error. May be called wherever a task runs, also below code that catches errors;
+        nothing of that code is run any more but what ends it."""
+        if self.ending:
+            raise GreenletExit
+        self._failure = self._failure or error
+        if getcurrent() is self._hub:
+            raise self._failure
+        self._hub.switch()  # for good: raised here, somebody might catch it
+        raise AssertionError("a task that has failed the run goes on")
+
+    def alive(self) -> list[tuple[str, str]]:
+        """The threads that have not ended: of each its process, and a line that says what it waits for."""
+        return [(task.process, self._describe(task)) for task in self._tasks]
+
     # -- Runtime ------------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        return self.time
+        if not self._clocks:
+            return self.time
+        task = self._current
+        if task is None or task.abroad:  # in a server, whose clock is the world's
+            return self.time
+        return self.time * self._clocks.get(task.process, _TRUE).rate
 
     def wall(self) -> float:
-        return EPOCH + self.time
+        return EPOCH + self.time + self._clocks.get(self.process_now, _TRUE).wall
 
     def lock(self, name: str) -> TaskLock:
         return TaskLock(self, name)
@@ -198,6 +242,8 @@ class Scheduler:
         task.waits_for, task.woken = what, False
         task.parked += 1
         if timeout is not None:
+            if self._clocks and not task.abroad:
+                timeout /= self._clocks.get(task.process, _TRUE).rate
             heapq.heappush(self._timers, (self.time + max(timeout, 0), next(self._order), task, task.parked))
         self._tick()
         self._switch()
@@ -290,10 +336,7 @@ class Scheduler:
 
     def _fail(self, problem: str) -> None:
         lines = [f"{problem} (seed {self.seed})", *(self._describe(task) for task in self._tasks)]
-        self._failure = Stuck("\n".join(lines))
-        if getcurrent() is self._hub:
-            raise self._failure
-        self._hub.switch()  # for good: raised here, somebody might catch it
+        self.fail(Stuck("\n".join(lines)))
 
     def _describe(self, task: Task) -> str:
         state = "can go on" if task.waits_for is None else f"waits for {task.waits_for}"
@@ -305,13 +348,19 @@ class Scheduler:
         where = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
         return f"- {task.name} of {task.process} {state}{where}"
 
+    def go_on_at_the_end(self) -> None:
+        """Who is being ended takes a lock. It may do so to clean up, but not for ever: time stands still by now."""
+        self._taken_at_the_end += 1
+        if self._taken_at_the_end > _LAST_STEPS:
+            raise GreenletExit
+
     def _end(self) -> None:
         """End who is left, one by one: each raises GreenletExit where it waits, and waits no more."""
         self.ending = True
         disabled = logging.root.manager.disable
         logging.disable()  # or each would log that its thread failed
         for task in list(self._tasks):
-            self._current = task
+            self._current, self._taken_at_the_end = task, 0
             if not task.greenlet.dead:
                 task.greenlet.throw(GreenletExit)
         self._current = None

@@ -94,6 +94,7 @@ class TaskLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         world = self._world
         if world.ending:
+            world.go_on_at_the_end()
             return True  # nobody else goes on
         world.preempt()
         deadline = None if timeout < 0 else world.time + timeout

@@ -397,6 +397,14 @@ def test_what_the_decider_ever_heard_of_does_not_come_again(previous: QuorumReco
     assert (third.number, third.id) == (10, 8)
 
 
+def test_a_number_that_only_a_member_has_heard_of_does_not_come_again() -> None:
+    """etcd was restored, and who decides never heard of what others know."""
+    knows = replace(asks("b"), heard=9)
+    assert decided(judge([asks("a"), knows], quorum("a b", 4, 6))).number == 10
+    silent = replace(beats("c"), heard=12)
+    assert decided(judge(all_ask("a b"), quorum("a b", 4, 6), silent=[silent])).number == 13
+
+
 def test_commit_failures_of_one_that_is_left_out_change_nothing() -> None:
     replicas = [asks("a", shrink_only=True), asks("c", commit_failures=3)]
     assert decided(judge(replicas, quorum("a", 4, 6))).id == 6

@@ -35,7 +35,7 @@ from ftcoord.errors import StateError
 
 KEY = "/ftcoord/v1/job/decided"
 REQUEST = QuorumRequest("rep_0:4f1c", "http://host0:1234", "host0:29500", 7, 8, False, '{"a": 1}', 2, ("h0", "h1"))
-PETITION = ReplicaRecord(REQUEST, 3, 12, 99)
+PETITION = ReplicaRecord(REQUEST, 3, 12, 99, heard=40)
 QUORUM = QuorumRecord(5, 4, (QuorumSeat("694d", 3, REQUEST),), (IdleMember("694e", 2),), 1_700_000_000.25, "694d")
 
 SHORT = replace(PETITION, profile=digest_of(REQUEST.profile))
@@ -162,7 +162,7 @@ def test_the_form_of_the_records() -> None:
         "handles": ["h0", "h1"],
     }
     progress = {"replica_id": "rep_0:4f1c", "step": 7, "shrink_only": False, "commit_failures": 2}
-    asked = {"v": 2, "asked": 3, "after": 12, "beat": 99}
+    asked = {"v": 2, "asked": 3, "after": 12, "beat": 99, "heard": 40}
     assert fields(encode(PETITION)) == {**asked, "request": profile | progress, "profile": ""}
     assert fields(encode(SHORT)) == {**asked, "request": progress, "profile": digest_of(SEATED)}
     assert fields(ROSTER) == {"v": 2, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}

@@ -689,7 +689,18 @@ def test_of_a_round_whose_record_is_lost_it_is_only_said_that_it_is_recalled(cas
     asks = [member.ask for member in case.situation.members]
     assert record.number == max(ask.seated for ask in asks)
     assert (record.seats, record.ready, record.away, record.closed) == ((), False, (), "")
-    assert any(ask.after >= ask.seated for ask in asks), "somebody asks for another round"
+    needed = any(ask.after >= ask.seated or ask.seated < record.number for ask in asks)
+    assert needed, "somebody asks for another round, or works in an earlier one"
+
+
+def test_who_works_in_a_round_before_the_one_that_etcd_lost_has_that_recalled() -> None:
+    """Its peers are in the lost one, and it would wait for them for ever: etcd shows its own round as it was."""
+    before = a_round("A B C")
+    verdict = judge([asks("A", 0, seated=1), asks("B", 1, seated=2), asks("C", 1, seated=2)], before)
+    assert isinstance(verdict, Publish)
+    assert (verdict.record.number, verdict.record.seats) == (2, ())
+    assert verdict.record.recalled == "hostA needs another round, and etcd has lost the record of round 2"
+    assert call_back(verdict.record, before)[0]
 
 
 def of_the_same_round(case: Case, *fields: str) -> Round | None:
@@ -911,14 +922,14 @@ def test_who_asks_for_another_round_through_another_lease_recalls_its_own_at_onc
 @pytest.mark.parametrize(
     "pretender",
     [
-        back_in_seat("B'", number=2),  # of another round
-        asks("D", seated=1, holds="B"),  # another node
-        asks("B'", seated=1, holds="X"),  # no such seat
+        back_in_seat("B'", number=1),  # of another round
+        asks("D", seated=2, holds="B"),  # another node
+        asks("B'", seated=2, holds="X"),  # no such seat
     ],
 )
 def test_a_seat_is_held_by_its_own_node_in_its_own_round_only(pretender: RoundCandidate) -> None:
-    previous = a_round("A B C")
-    alive = [asks("A", seated=1), asks("C", seated=1), pretender]
+    previous = a_round("A B C", 2)
+    alive = [asks("A", seated=2), asks("C", seated=2), pretender]
     assert is_recall(judge_lost(alive, previous), previous, "hostB is gone (its lease ended)")
 
 

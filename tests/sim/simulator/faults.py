@@ -1,0 +1,272 @@
+"""What befalls a history: each kind of fault of a plan, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from ftcoord import errors as ftcoord_errors
+from ftcoord.core.layout import decided_key, member_id, member_key, roster_key, tail_key
+from ftcoord.etcd.api import Get, Put, Span
+from ftcoord.testing.backend import Snapshot
+from simulator.plan import PlannedFault
+from simulator.roles import ROLES, Agent
+from simulator.world import LEASE_TTL, Process, World
+
+GARBAGE: Final = (b"", b"garbage", b"{}", b'{"v":1}', b'{"v":9,"number":3}', b"\xff\xfe")
+
+
+class Faults:
+    """Makes the faults of a plan happen, each at its time, and ends them.
+
+    Args:
+        snapshot: what etcd held at the beginning.
+    """
+
+    def __init__(self, world: World, snapshot: Snapshot) -> None:
+        self._world = world
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._snapshots = [snapshot]
+        self._etcd_is_away = False
+        self._lives: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
+        for fault in world.plan.faults:
+            self._later(fault.at, lambda fault=fault: self._begin(fault))
+
+    def run(self, until: float) -> None:
+        """Let time pass, with all faults that are due by then."""
+        while self._due and self._due[0][0] <= until:
+            at, _, act = heapq.heappop(self._due)
+            self._sleep_until(at)
+            act()
+        self._sleep_until(until)
+
+    def stop(self) -> None:
+        """No further faults: all that are to end do so now. Who was to start again starts."""
+        while self._due:
+            heapq.heappop(self._due)[2]()
+
+    def _sleep_until(self, at: float) -> None:
+        if at > self._world.scheduler.time:
+            self._world.scheduler.sleep(at - self._world.scheduler.time)
+
+    def _later(self, at: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (at, next(self._order), act))
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        self._later(self._world.scheduler.time + seconds, act)
+
+    def _begin(self, fault: PlannedFault) -> None:
+        draw = random.Random(fault.draw)
+        what = getattr(self, f"_{fault.kind}")(draw)
+        if what:
+            self.injected[fault.kind] += 1
+            self._world.note(what)
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def _kill(self, draw: random.Random) -> str:
+        victim, with_host = self._world.victim(draw), draw.random() < 0.5
+        if victim is None:
+            return ""
+        victim.kill(with_host=with_host)
+        if draw.random() < 0.8:
+            self._after(draw.choice((0.0, 0.5, LEASE_TTL, 2 * LEASE_TTL)), lambda: self._restart(victim, draw))
+        return f"{victim.name} is killed{', and its host with it' if with_host else ''}"
+
+    def _restart(self, victim: Process, draw: random.Random) -> None:
+        slot = victim.name.partition(".")[0]
+        self._lives[slot] += 1
+        name = f"{slot}.{self._lives[slot]}"
+        self._world.start(type(victim.role)(self._world, draw), name)
+        self._world.note(f"{name} is started in place of {victim.name}")
+
+    def _stop(self, draw: random.Random) -> str:
+        return self._pause(draw, draw.choice((1.0, LEASE_TTL - 1, LEASE_TTL + 2, 3 * LEASE_TTL)))
+
+    def _slow(self, draw: random.Random) -> str:
+        return self._pause(draw, draw.uniform(0.01, 0.5))
+
+    def _pause(self, draw: random.Random, seconds: float) -> str:
+        victim = self._world.victim(draw)
+        if victim is None:
+            return ""
+        victim.stop()
+        self._after(seconds, victim.resume)
+        return f"{victim.name} is stopped for {seconds:.3f} s"
+
+    def _clock(self, draw: random.Random) -> str:
+        victim, seconds = self._world.victim(draw), draw.choice((-3600.0, -10.0, 10.0, 86400.0))
+        if victim is None:
+            return ""
+        victim.jump(seconds)
+        return f"the wall clock of {victim.name} jumps by {seconds:g} s"
+
+    def _worker_fails(self, draw: random.Random) -> str:
+        agents = [(process, role) for process, role in self._world.of(Agent) if role.now is not None]
+        if not agents:
+            return ""
+        process, role = draw.choice(agents)
+        watch = role.handler._resources.watch
+        if watch is None or not watch.watches:
+            return ""
+        process.begin(lambda: watch.failed("worker 4711 was killed by signal 9 (SIGKILL)"), "workers")
+        if draw.random() < 0.7:  # else the agent takes long to stop the others
+            watch.watches = False
+        else:
+            self._after(draw.uniform(1, 10), lambda: setattr(watch, "watches", False))
+        return f"a worker of {process.name} fails"
+
+    # -- the network --------------------------------------------------------------------------------------------------
+
+    def _cut(self, draw: random.Random) -> str:
+        return self._cut_off(draw, "both")
+
+    def _cut_requests(self, draw: random.Random) -> str:
+        return self._cut_off(draw, "requests")
+
+    def _cut_answers(self, draw: random.Random) -> str:
+        return self._cut_off(draw, "answers")
+
+    def _cut_off(self, draw: random.Random, direction: str) -> str:
+        victim = self._world.victim(draw)
+        if victim is None:
+            return ""
+        seconds = draw.choice((0.2, 2.0, LEASE_TTL + 1.0, 3.0 * LEASE_TTL))
+        victim.cut(direction)
+        self._after(seconds, victim.mend)
+        return f"{victim.name} is cut off ({direction}) for {seconds:g} s"
+
+    # -- etcd ---------------------------------------------------------------------------------------------------------
+
+    def _leader(self, _draw: random.Random) -> str:
+        self._world.etcd.change_leader()
+        return "etcd has another leader"
+
+    def _compact(self, draw: random.Random) -> str:
+        revision = self._world.etcd.revision - draw.choice((0, 0, 1, 5))
+        with contextlib.suppress(ftcoord_errors.RequestRefused):
+            self._world.etcd.compact(max(revision, 1))
+        return f"etcd forgets what was before revision {revision}"
+
+    def _outage(self, draw: random.Random) -> str:
+        return self._away(draw, hangs=False)
+
+    def _hang(self, draw: random.Random) -> str:
+        return self._away(draw, hangs=True)
+
+    def _away(self, draw: random.Random, *, hangs: bool) -> str:
+        if self._etcd_is_away:
+            return ""
+        outage = self._world.etcd.outage(hangs=hangs)
+        outage.__enter__()
+        self._etcd_is_away = True
+
+        def end() -> None:
+            self._etcd_is_away = False
+            outage.__exit__(None, None, None)
+            self._world.note("etcd is back")
+
+        seconds = draw.choice((0.5, 3.0, 2.0 * LEASE_TTL))
+        self._after(seconds, end)
+        return f"etcd {'hangs' if hangs else 'is down'} for {seconds:g} s"
+
+    def _no_space(self, draw: random.Random) -> str:
+        seconds = draw.choice((0.5, 3.0, 2.0 * LEASE_TTL))
+        self._world.etcd.set_no_space(True)
+        self._after(seconds, lambda: self._world.etcd.set_no_space(False))
+        return f"etcd has no space for {seconds:g} s"
+
+    def _expire(self, draw: random.Random) -> str:
+        victim = self._world.victim(draw)
+        leases = [lease for lease, owner in self._world.owners.items() if owner is victim]
+        short = [one for one in leases if self._world.etcd.leases.get(one) == LEASE_TTL]
+        if victim is None or not short:
+            return ""
+        self._world.etcd.expire(short[-1])
+        return f"the lease {member_id(short[-1])} of {victim.name} ends early"
+
+    def _lost_event(self, draw: random.Random) -> str:
+        """Of a watch, as around `fork()`: of a key that is written again."""
+        victim = self._world.victim(draw)
+        if victim is None:
+            return ""
+        decided = [decided_key(prefix) for prefix in self._world.groups[1:2]]
+        lost: list[object] = []
+
+        def loses(event: object) -> bool:
+            if not lost and event.kv.key in decided and event.kind == "put":
+                lost.append(event)
+            return event in lost
+
+        victim.client.loses = loses
+        return f"a watch of {victim.name} will miss the next quorum"
+
+    def _restore(self, draw: random.Random) -> str:
+        """From a backup, which is taken now and then."""
+        self._world.etcd.rewind(self._snapshots[draw.randrange(len(self._snapshots))])
+        self._world.restored()
+        return "etcd is restored from a backup"
+
+    def _wipe(self, _draw: random.Random) -> str:
+        self._world.etcd.rewind(self._snapshots[0])
+        self._world.restored()
+        return "another etcd answers, which is empty"
+
+    def back_up(self) -> None:
+        """A backup for `restore`."""
+        self._snapshots.append(self._world.etcd.snapshot())
+
+    # -- keys ---------------------------------------------------------------------------------------------------------
+
+    def _delete_key(self, draw: random.Random) -> str:
+        key = self._key(draw)
+        if self._etcd_is_away or not self._world.observer.delete(Span(key)):
+            return ""
+        if key.endswith("/decided"):  # a roster alone could be no other's
+            self._world.observer.delete(Span(roster_key(key)))
+        return f"somebody deletes {key}"
+
+    def _garbage(self, draw: random.Random) -> str:
+        key, value = self._key(draw), draw.choice(GARBAGE)
+        if self._etcd_is_away:
+            return ""
+        with contextlib.suppress(ftcoord_errors.EtcdNoSpace):
+            self._world.observer.txn((), [Put(key, value)])
+            self._after(draw.choice((0.0, 1.0, 5.0)), lambda: self._clean(key, value))
+            return f"somebody writes {value!r} to {key}"
+        return ""
+
+    def _clean(self, key: str, value: bytes) -> None:
+        if self._etcd_is_away:
+            self._after(1.0, lambda: self._clean(key, value))
+            return
+        kv = self._world.observer.range(Get(Span(key))).one
+        if kv is not None and kv.value == value:
+            self._world.observer.delete(Span(key))
+            self._world.observer.delete(Span(roster_key(key)))
+            self._world.note(f"somebody deletes the garbage in {key}")
+
+    def _key(self, draw: random.Random) -> str:
+        """One that a group may have; a member's own is its last."""
+        prefix = draw.choice(self._world.groups)
+        decider = self._world.decider(prefix)
+        leases = [lease for lease, owner in self._world.owners.items() if owner is (decider or owner)]
+        member = member_key(prefix, member_id(leases[-1]) if leases else "0123456789abcdef")
+        return draw.choice((decided_key(prefix), member, member, member_key(prefix, "stranger"), tail_key(prefix)))
+
+
+def cast(world: World, draw: random.Random) -> None:
+    """Start all processes of the plan, in an order and after pauses that are drawn."""
+    names = [f"{role}{number}" for role, count in world.plan.cast.items() for number in range(count)]
+    draw.shuffle(names)
+    for name in names:
+        kind = ROLES[name.rstrip("0123456789")]
+        world.start(kind(world, random.Random(f"{world.plan.seed} role {name}")), name)
+        world.scheduler.sleep(draw.choice((0.0, 0.0, 0.3, 2.0)))

@@ -1,0 +1,151 @@
+"""One history from its plan: cast, faults, calm, liveness, the end, and what is left behind."""
+
+from __future__ import annotations
+
+import logging
+import random
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final
+
+from ftcoord.core.layout import is_member_key
+from ftcoord.etcd.api import KeyValue
+from ftcoord.testing import MemoryEtcd, Scheduler
+from simulator.faults import Faults, cast
+from simulator.oracles import Violation, require
+from simulator.plan import Network, Plan
+from simulator.roles import ROLES
+from simulator.stubs import installed
+from simulator.trace import Trace
+from simulator.world import LEASE_TTL, World
+
+BACKUP_EVERY: Final = 5.0
+"""Seconds between two backups of etcd."""
+L1_BOUND: Final = LEASE_TTL + 1.0 + 5.0
+"""Seconds within which rounds come about when faults have stopped: a lease's time, the settle time-out, and 5 s."""
+BOUND: Final = 6.0 * LEASE_TTL + L1_BOUND
+"""Seconds within which everything is as it should be."""
+LEAVE_BOUND: Final = 60.0
+CALM_TTL: Final = 60
+"""Seconds; leases with a shorter TTL are members', and must be gone at the end."""
+
+
+@dataclass
+class Report:
+    """What became of one history."""
+
+    plan: Plan
+    trace: Trace
+    problem: str = ""
+    oracle: str = ""
+    place: str = ""
+    """Where an error came from."""
+    steps: int = 0
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.problem)
+
+
+def play(plan: Plan) -> Report:
+    """One history. What is wrong with it is in the report: nothing is raised but by an error of the simulator's."""
+    scheduler = Scheduler(plan.seed, horizon=1000.0, steps=400_000)
+    trace = Trace(["operator", "etcd"])
+    report = Report(plan, trace)
+
+    def main() -> None:
+        with MemoryEtcd() as etcd:
+            world = World(scheduler, etcd, plan, trace)
+            with installed(plan.seed, world.sentinel):
+                faults = Faults(world, etcd.snapshot())
+                report.faults, report.counts = faults.injected, world.oracles.counts
+                _play(world, faults)
+
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        scheduler.run(main)
+    except Violation as error:
+        report.problem, report.oracle = str(error), error.oracle
+    except Exception as error:  # whatever ended a thread of the code under test, or the deadlock of all
+        report.problem, report.oracle = f"{type(error).__name__}: {error}", type(error).__name__
+        report.place = "".join(traceback.format_exception(error))
+    finally:
+        logging.disable(disabled)
+    report.steps, report.seconds = scheduler.taken, scheduler.time
+    return report
+
+
+def _play(world: World, faults: Faults) -> None:
+    cast(world, random.Random(f"{world.plan.seed} cast"))
+    takes_backups = any(one.kind == "restore" for one in world.plan.faults)
+    while world.scheduler.time < world.plan.seconds:
+        faults.run(min(world.scheduler.time + BACKUP_EVERY, world.plan.seconds))
+        if takes_backups:
+            faults.back_up()
+    faults.stop()
+    world.note("faults stop")
+    for process in world.live:
+        process.resume()
+        process.mend()
+        process.client.loses = lambda _event: False
+    _come_about(world)
+    _end(world)
+    world.oracles.finish()
+
+
+def _come_about(world: World) -> None:
+    """L1 and L2: all that is to be is there within its bound."""
+    since = world.scheduler.time
+    for role in ROLES.values():
+        while missing := role.missing(world, since):
+            late = world.scheduler.time - since
+            require(
+                "L1 what is due comes about", late < BOUND, f"not within {BOUND:g} s after the last fault: {missing}"
+            )
+            world.scheduler.sleep(0.25)
+
+
+def _end(world: World) -> None:
+    """All leave, and nothing is left of them but what is to be remembered."""
+    world.note("all are told to leave")
+    since = world.scheduler.time
+    for process in world.live:
+        process.leaves.set()
+        process.begin(process.role.interrupt, "signal")
+    while left := [one.name for one in world.live]:
+        late = world.scheduler.time - since
+        require("who leaves ends", late < LEAVE_BOUND, f"{left} have not ended: {_threads(world)}")
+        world.scheduler.sleep(0.25)
+    if world.plan.network == Network():
+        world.scheduler.sleep(1.0)
+        left = [key for key, kv in world.oracles.kvs.items() if _was_given_up(world, key, kv)]
+        require("who leaves gives its lease up", not left, str(left))
+    world.scheduler.sleep(3.0 * LEASE_TTL)
+    _check_nothing_is_left(world)
+
+
+def _was_given_up(world: World, key: str, kv: KeyValue) -> bool:
+    """Whether that is the key of a member that has left, though nothing kept it from revoking its lease."""
+    owner = world.owners.get(kv.lease)
+    return is_member_key(key) and owner is not None and not owner.is_killed
+
+
+def _check_nothing_is_left(world: World) -> None:
+    threads = _threads(world)
+    require("no thread is left", not threads, "\n".join(threads))
+    keys = [key for key, kv in world.oracles.kvs.items() if (is_member_key(key) or key.endswith("/tail")) and kv.lease]
+    require("no key is left", not keys, str(keys))
+    leases = {f"{lease:x}": ttl for lease, ttl in world.etcd.leases.items() if ttl < CALM_TTL}
+    require("no lease is left", not leases, str(leases))
+    require("no watch is left", world.etcd.watches == 0, f"{world.etcd.watches} watches")
+
+
+def _threads(world: World) -> list[str]:
+    """Those of the processes that were not killed."""
+    dead = {name for one in world.processes.values() if one.is_killed for name in (one.name, one.sentinels_name)}
+    return [line for process, line in world.scheduler.alive() if process not in dead and process != "main"]

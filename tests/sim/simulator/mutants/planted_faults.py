@@ -1,0 +1,198 @@
+"""The planted faults: one line each, over all layers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from simulator.mutants.planting import Mutant
+
+ROUNDS: Final = ("rounds", "restores")
+QUORUMS: Final = ("quorums", "lost quorums")
+RECIPES: Final = ("recipes",)
+RESTORES: Final = ("restores",)
+STORES: Final = ("stores",)
+ALL: Final = ("rounds", "quorums", "recipes", "stores")
+
+MUTANTS: Final = (
+    # -- writes -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "a record is replaced without its guard", "ftcoord.primitives.write_once",
+        "compares = [unchanged(put.key, expected), *guards]", "compares = [*guards]", ALL,
+    ),
+    Mutant(
+        "an earlier attempt that wrote is not recognised", "ftcoord.primitives.write_once",
+        "done = kv is not None and kv.value == put.value", "done = result.succeeded", ALL,
+    ),
+    Mutant(
+        "who lost its membership still decides", "ftcoord.primitives.group.group",
+        "own = OwnWrite((exists(self.key),))", "own = OwnWrite(())", ALL,
+    ),
+    Mutant(
+        "a quorum's roster is written without its guard", "ftcoord.primitives.group.decided_record",
+        "return [unchanged(self._roster_key, self._roster.mod_revision if self._roster else 0)]", "return []", QUORUMS,
+    ),
+    Mutant(
+        "a roster that is deleted is not put back", "ftcoord.primitives.group.decided_record",
+        "if known is None or any(put.key == known.key for put in puts):", "if True:", QUORUMS,
+    ),
+    # -- the store ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "a store's change does not count", "ftcoord.primitives.exactly_once",
+        'compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]',
+        "compares = [*guards, *fences]", STORES,
+    ),
+    Mutant(
+        "a store's change is not fenced", "ftcoord.primitives.exactly_once",
+        "fences = [] if self._fence is None else [exists(self._fence)]", "fences = []", ROUNDS,
+    ),
+    Mutant(
+        "a change whose answer was lost is made again", "ftcoord.primitives.exactly_once",
+        "if count and made == self._made + 1:  # an earlier answer was lost", "if False:", STORES,
+    ),
+    Mutant(
+        "a count that may be under way is used again", "ftcoord.primitives.exactly_once",
+        "if judged is None or judged.done or not self._unanswered:", "if True:", STORES,
+    ),
+    Mutant(
+        "compare_set does not compare", "ftcoord.store.store",
+        'guard = Compare(name, "value", "=", stored(wanted)) if wanted else absent(name)',
+        'guard = Compare(name, "version", ">", 0) if wanted else absent(name)', STORES,
+    ),
+    # -- mirrors and members ------------------------------------------------------------------------------------------
+    Mutant(
+        "a change that a watch missed is not noticed", "ftcoord.primitives.mirror",
+        "return (now.create_revision, now.version) == (was.create_revision, was.version + 1)", "return True", QUORUMS,
+    ),
+    Mutant(
+        "one watch event is dropped after a read", "ftcoord.primitives.mirror",
+        "if event.kv.mod_revision <= known:", "if event.kv.mod_revision <= known + 1:", ALL,
+    ),
+    Mutant(
+        "a copy is not doubted when its watch began again", "ftcoord.primitives.mirror",
+        "if self._began is not None and item is not self._began:", "if False:", ("restores", "lost quorums"),
+    ),
+    Mutant(
+        "a member's key that is gone is not put back", "ftcoord.primitives.group.group",
+        "self._member_key.restore()", "pass", ALL,
+    ),
+    Mutant(
+        "the oldest member does not know that it is", "ftcoord.primitives.group.succession",
+        "self._ahead, self.is_first = None, True", "self._ahead = None", ALL,
+    ),
+    Mutant(
+        "a member that is gone is still followed", "ftcoord.primitives.group.succession",
+        "return kv is not None and is_member(kv) and kv.create_revision < self._mine.kv.create_revision",
+        "return True", ALL,
+    ),
+    Mutant(
+        "a decider decides by the wall clock", "ftcoord.primitives.group.group",
+        "verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())",
+        "verdict = self._policy.decide(self._view(in_order), self.id, concurrency.wall())", QUORUMS,
+    ),
+    # -- leases -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "a lease is renewed when its time is over", "ftcoord.core.lease",
+        "return self.sent_at + self.ttl * RENEW_AFTER", "return self.sent_at + self.ttl * 1.5", ALL,
+    ),
+    Mutant(
+        "who leaves does not revoke its lease", "ftcoord.primitives.session",
+        "if kept.state is not SessionState.LOST:", "if False:", ALL,
+    ),
+    Mutant(
+        "a lease is renewed after its owner has gone", "ftcoord.primitives.session",
+        "self.kept = False\n        self._renewer.cancel(self)\n        self._drop()",
+        "pass\n        pass\n        self._drop()", ALL,
+    ),
+    Mutant(
+        "keys are not written again under a new lease", "ftcoord.primitives.leased_keys",
+        "self._dirty = dict.fromkeys(self._wanted)", "self._dirty = {}", RECIPES,
+    ),
+    Mutant(
+        "a sentinel does not give up leases", "ftcoord.primitives.sentinel_main",
+        "etcd.revoke(one.id, timeout=CALL_TIMEOUT)", "pass", ALL,
+    ),
+    # -- rounds -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "a round starts before all have taken their seats", "ftcoord.core.rendezvous",
+        "    if now.ready:\n        return Outlook(Standing.ANSWERED",
+        "    if True:\n        return Outlook(Standing.ANSWERED", ROUNDS,
+    ),
+    Mutant(
+        "nobody hears of a recall", "ftcoord.core.rendezvous",
+        'return (max(1, now.waiting), now.recalled) if now.recalled else (0, "")', 'return 0, ""', ROUNDS,
+    ),
+    Mutant(
+        "a participant that is gone is not noticed", "ftcoord.core.rendezvous",
+        "if gone and (options.recall_on_loss or not running or not previous.ready):", "if False:", ROUNDS,
+    ),
+    Mutant(
+        "a round's number is given again", "ftcoord.core.rendezvous",
+        "number = max([*known, previous.number, situation.highest]) + 1", "number = previous.number or 1", ROUNDS,
+    ),
+    Mutant(
+        "of a round that etcd lost nobody in an earlier one hears", "ftcoord.core.rendezvous",
+        "wanting = [*poll.asking, *(member for member in poll.busy if member.ask.seated < lost)]",
+        "wanting = [*poll.asking]", RESTORES,
+    ),
+    Mutant(
+        "a new node does not look which rounds there were", "ftcoord.rendezvous.node",
+        "self._after, self._numbers_known = max(self._after, highest), True", "self._numbers_known = True", ("rounds",),
+    ),
+    Mutant(
+        "the last round's store stays open", "ftcoord.rendezvous.policy",
+        "fences = [Span(round_key(self._prefix, before)) for before in over]", "fences = []", ROUNDS,
+    ),
+    # -- quorums ------------------------------------------------------------------------------------------------------
+    Mutant(
+        "a quorum needs no majority", "ftcoord.core.quorum",
+        "if count <= poll.alive // 2:", "if False:", QUORUMS,
+    ),
+    Mutant(
+        "nobody waits until the join time-out", "ftcoord.core.quorum",
+        "if count != poll.alive and now < until:", "if False:", QUORUMS,
+    ),
+    Mutant(
+        "shrink_only is not heard", "ftcoord.core.quorum",
+        "if not (shrink_only and before) or name in before]", "if True]", QUORUMS,
+    ),
+    Mutant(
+        "some of the last quorum make a fast one", "ftcoord.core.quorum",
+        "if before and before <= poll.asking.keys():", "if before and before & poll.asking.keys():", QUORUMS,
+    ),
+    Mutant(
+        "a quorum's id stays when its members change", "ftcoord.core.quorum",
+        "if same and not any(seat.request.commit_failures > 0 for seat in seats):", "if True:", QUORUMS,
+    ),
+    Mutant(
+        "a replica takes a quorum without it for its own", "ftcoord.core.quorum",
+        "return _ANSWERED if replica_id in now.names else _MISSED", "return _ANSWERED", QUORUMS,
+    ),
+    Mutant(
+        "a member's number of quorums is not heard", "ftcoord.core.quorum",
+        "return cls(*of, joined, came_at, asked_at, wrote_at, is_whole, record.heard)",
+        "return cls(*of, joined, came_at, asked_at, wrote_at, is_whole, 0)", ("lost quorums",),
+    ),
+    # -- elections and barriers ---------------------------------------------------------------------------------------
+    Mutant(
+        "a leader's fence names no leader", "ftcoord.recipes.election",
+        'fence = Compare(term_key(self._prefix, term.number), "value", "=", term.member.encode())',
+        'fence = Compare(term_key(self._prefix, term.number), "version", ">", 0)', RESTORES,
+    ),
+    Mutant(
+        "a leader that is gone leads on", "ftcoord.core.election",
+        "any(one.member == last.member for one in situation.members)", "situation.members", RECIPES,
+    ),
+    Mutant(
+        "a term's fence stays when the next one begins", "ftcoord.recipes.election",
+        "for number in range(first, now.number)]", "for number in range(0)]", RECIPES,
+    ),
+    Mutant(
+        "a party that has passed has arrived again", "ftcoord.core.barrier",
+        "if ask.parties == parties and (party not in before or ask.after >= before[party].number)",
+        "if ask.parties == parties", RECIPES,
+    ),
+    Mutant(
+        "a barrier opens for one less", "ftcoord.core.barrier",
+        "if len(arrived) < parties:", "if len(arrived) < parties - 1:", RECIPES,
+    ),
+)  # fmt: skip

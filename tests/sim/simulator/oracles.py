@@ -1,0 +1,386 @@
+"""What must hold in every history, judged at every revision of etcd, and at everything that a user is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ftcoord.coordination.address import Job
+from ftcoord.core import store_history
+from ftcoord.core.barrier_records import Generation, parse_generation
+from ftcoord.core.election_records import Term, parse_term
+from ftcoord.core.layout import (
+    barrier_prefix,
+    decided_key,
+    election_prefix,
+    member_of,
+    members_span,
+    number_of,
+    roster_key,
+    rounds_span,
+    run_prefix,
+    store_values_span,
+)
+from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_quorum, parse_replica
+from ftcoord.core.rendezvous_records import AnyRound, parse_decided
+from ftcoord.core.store_history import Operation
+from ftcoord.core.store_values import plain
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import Event, KeyValue
+from simulator.quorum_rules import Last, Member, may_decide
+
+RUN: Final = run_prefix("/ftcoord/v1", "run")
+ELECTION: Final = election_prefix(RUN, "lead")
+BARRIER: Final = barrier_prefix(RUN, "gate")
+STORE: Final = "/ftcoord/v1/@store/shared/"
+WRITTEN: Final = "/written"
+"""What leaders write: the number of their term, and their name."""
+FASTEST: Final = 1.011
+"""How fast the fastest clock of a process is."""
+
+
+class Violation(AssertionError):
+    """A history that must not be. The text begins with the oracle that says so."""
+
+    def __init__(self, oracle: str, text: str) -> None:
+        super().__init__(f"{oracle}: {text}")
+        self.oracle = oracle
+
+
+def require(oracle: str, holds: object, text: str) -> None:
+    """Raises Violation unless it holds."""
+    if not holds:
+        raise Violation(oracle, text)
+
+
+@dataclass(frozen=True)
+class StartedRound:
+    """What a handler told its agent."""
+
+    number: int
+    roll: str
+    rank: int
+    size: int
+    address: str
+    port: int
+
+
+class RoundOracle:
+    """S1, S2 and S3 of the rounds, as etcd holds them and as handlers tell them."""
+
+    def __init__(self) -> None:
+        self.record: AnyRound | None = None
+        self._was_restored = False
+        self._ready: set[tuple[int, str]] = set()
+        self._starts: dict[object, tuple[int, str, int]] = {}
+        self._ranks: dict[tuple[int, str, int], str] = {}
+        self._numbers: dict[str, int] = {}
+
+    def decided(self, kv: KeyValue) -> None:
+        """Somebody has written the record. What is none is the operator's garbage."""
+        try:
+            new = parse_decided(kv.key, kv.value)
+        except StateError:
+            return
+        old, self.record = self.record, new
+        require("L2 nobody ends the run", not new.closed, f"round {new.number} is closed: {new.closed}")
+        if new.ready:
+            self._ready.add((new.number, new.roll))
+        if old is None:
+            return
+        require("S2 rounds only grow", new.number >= old.number, f"{new.number} after {old.number}")
+        is_lost = new.recalled and not new.size  # the operator has deleted the record, and nobody knows its seats
+        if new.number == old.number and old.size and not is_lost:
+            same = (new.roll, new.size, new.address, new.port) == (old.roll, old.size, old.address, old.port)
+            require("S1 one membership a round", same, f"round {new.number} has other seats")
+            require("S1 a recall is not taken back", new.recalled or not old.recalled, f"round {new.number}")
+            require("S1 a round stays ready", new.ready or not old.ready, f"round {new.number}")
+
+    def restored(self) -> None:
+        self.record, self._was_restored = None, True
+
+    def started(self, process: str, now: StartedRound) -> None:
+        """A handler has told its agent of a round."""
+        require("S1 a round starts when it is ready", (now.number, now.roll) in self._ready, f"{process}: {now}")
+        require("S2 rounds only grow", now.number > self._numbers.get(process, 0), f"{process} starts {now} again")
+        self._numbers[process] = now.number
+        round_ = (now.number, now.roll) if self._was_restored else now.number
+        told = (now.size, now.address, now.port)
+        require("S1 one membership a round", self._starts.setdefault(round_, told) == told, f"{process}: {now}")
+        holder = self._ranks.setdefault((now.number, now.roll, now.rank), process)
+        require("S1 a rank has one holder", holder == process, f"{process} and {holder}: {now}")
+        require("S1 ranks are 0 to n-1", 0 <= now.rank < now.size, f"{process}: {now}")
+
+
+class QuorumOracle:
+    """torchft's rules, S2 and S5 of the quorums."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._members: dict[str, tuple[Member, ReplicaRecord]] = {}
+        self._views: list[dict[str, Member]] = [{}]
+        self.last: QuorumRecord | None = None
+        self._last = Last(frozenset(), frozenset(), {}, -1e9)
+        self._by_number: dict[int, QuorumRecord] = {}
+        self._by_id: dict[int, frozenset[str]] = {}
+        self._told: dict[str, QuorumRecord] = {}
+        self._asked_since: dict[tuple[str, int], float] = {}
+        self._decided_at: dict[object, float] = {}
+        self._profiles: set[str] = set()
+        self._garbled = False
+
+    def member(self, event: Event, now: float) -> None:
+        """A member has written its record, or is gone."""
+        kv, id_ = event.kv, member_of(event.kv.key)
+        known = self._members.pop(id_, None)
+        try:
+            record = parse_replica(kv.key, kv.value) if event.kind == "put" and kv.lease else None
+        except StateError:
+            record = None
+        if record is not None:
+            request = record.request
+            before = known[0] if known and known[1].asked == record.asked else None
+            said = before.said if before else kv.mod_revision
+            # Also through a restore: who decides has seen it since then.
+            since = self._asked_since.setdefault((id_, record.asked), now)
+            one = Member(
+                id_,
+                request.replica_id,
+                record.asked,
+                record.profile,
+                request.shrink_only,
+                since,
+                kv.create_revision,
+                said,
+                kv.mod_revision,
+            )
+            self._members[id_] = one, record
+        self._views.append({id_: one for id_, (one, _) in self._members.items()})
+
+    def decided(self, head: KeyValue, roster: KeyValue | None, with_: Sequence[str], now: float) -> None:
+        """A quorum was decided: of what etcd held at some revision since the last one, and of what these members have
+        written in the same transaction."""
+        try:
+            new = parse_quorum(head.key, head.value, roster.value if roster else None)
+        except StateError:
+            self._garbled = True
+            return
+        old, views, self._views = self.last, self._views, self._views[-1:]
+        before, self.last = self._last, new
+        answered = {one.member: one.asked for one in (*new.idle, *new.seats)}
+        names_now = frozenset(one.request.replica_id for one in new.seats)
+        at = self._decided_at.setdefault((new.number, new.id, new.created, new.by), now)
+        self._last = Last(names_now, frozenset(new.profiles), answered, at)
+        garbled, self._garbled = self._garbled, False
+        names = [one.request.replica_id for one in new.seats]
+        require("S5 no quorum is empty", names, f"quorum {new.number}")
+        require("S1 one seat for each", len(set(names)) == len(names), f"quorum {new.number}: {names}")
+        if old is not None:
+            self._check_numbers(old, new)
+        wait = self._job.join_timeout_ms / 1000 / FASTEST - 0.01
+        own = {id_: self._members[id_][0] for id_ in with_ if id_ in self._members}
+        seen = [[*one.values()] for view in views for one in ((view, view | own) if own else (view,))]
+        # Who decides may have read a request when an earlier quorum had its profile.
+        lasts = before, replace(before, profiles=frozenset(self._profiles))
+        allowed = {may_decide(view, last, self._job.min_replicas, wait, now) for view in seen for last in lasts}
+        self._profiles.update(new.profiles)
+        texts = sorted(str(sorted(one)) for one in allowed if one)
+        require(
+            "torchft's rules",
+            garbled or self._last.names in allowed,
+            f"quorum {new.number} of {sorted(names)} after {sorted(before.names)}; allowed were {texts}",
+        )
+
+    def _check_numbers(self, old: QuorumRecord, new: QuorumRecord) -> None:
+        require("S2 quorums only grow", new.number > old.number, f"{new.number} after {old.number}")
+        require("S2 ids only grow", new.id >= old.id, f"id {new.id} after {old.id}")
+        failed = any(one.request.commit_failures > 0 for one in new.seats)
+        if new.id == old.id:
+            require("S2 an id is of one membership", new.names == old.names and not failed, f"id {new.id}")
+
+    def vanished(self) -> None:
+        """The operator has deleted the record, or garbled it."""
+        self._garbled = True
+
+    def restored(self, events: Iterable[Event], now: float) -> None:
+        self._members, self._views, self.last, self._garbled = {}, [{}], None, True
+        # Who is not back yet may know a number that its decider does not: it must not hear another one by it.
+        self._by_number, self._by_id = {}, {}
+        for event in events:
+            self.member(event, now)
+
+    def told(self, process: str, name: str, quorum: QuorumRecord) -> None:
+        """A replica was told of a quorum."""
+        before = self._told.get(process)
+        require("a replica is in its quorum", name in quorum.names, f"{process}: {quorum.number}")
+        if before is not None:
+            require("S2 quorums only grow", quorum.number > before.number, f"{process}: {quorum.number} again")
+            require("S2 ids only grow", quorum.id >= before.id, f"{process}: id {quorum.id} after {before.id}")
+            known = quorum.id != before.id or quorum.names == before.names
+            require("S2 an id is of one membership", known, f"{process}: {quorum.id} is {sorted(quorum.names)} now")
+        self._told[process] = quorum
+        same = self._by_number.setdefault(quorum.number, quorum)
+        require("S1 one quorum a number", same == quorum, f"two quorums have the number {quorum.number}")
+        names = self._by_id.setdefault(quorum.id, quorum.names)
+        require("S2 an id is of one membership", names == quorum.names, f"id {quorum.id}: {sorted(names)}")
+
+
+class ElectionOracle:
+    """One leader a term, and no write of one whose term is over."""
+
+    def __init__(self) -> None:
+        self.term: Term | None = None
+        self._numbers: dict[str, int] = {}
+        self.leading: dict[str, int] = {}
+
+    def decided(self, kv: KeyValue) -> None:
+        try:
+            new = parse_term(kv.key, kv.value)
+        except StateError:
+            return
+        old, self.term = self.term, new
+        if old is not None:
+            require("S2 terms only grow", new.number >= old.number, f"{new.number} after {old.number}")
+            same = new.number > old.number or new.member == old.member
+            require("S1 one leader a term", same, f"term {new.number}: {old.name} and {new.name}")
+
+    def restored(self) -> None:
+        self.term = None
+
+    def written(self, value: bytes) -> None:
+        """A leader's write with its fence was accepted."""
+        number, name = value.decode().split(" ", 1)
+        now = self.term
+        leads = now is not None and (now.number, now.name) == (int(number), name)
+        require("no write of a leader that was replaced", leads, f"{name} writes in term {number}, and {now} leads")
+
+    def elected(self, process: str, number: int) -> None:
+        last = self._numbers.get(process, 0)
+        require("S2 terms only grow", number >= last, f"{process}: {number} after {last}")
+        self._numbers[process] = number
+
+
+class BarrierOracle:
+    """As many pass together as were agreed, each once."""
+
+    def __init__(self) -> None:
+        self.record: Generation | None = None
+        self._passed: dict[tuple[int, int], str] = {}
+        self._last: dict[str, int] = {}
+
+    def decided(self, kv: KeyValue) -> None:
+        try:
+            new = parse_generation(kv.key, kv.value)
+        except StateError:
+            return
+        old, self.record = self.record, new
+        if old is not None:
+            require("S2 generations only grow", new.number >= old.number, f"{new.number} after {old.number}")
+        together = sorted(one.index for one in new.passed if one.number == new.number)
+        whole = new.number == 0 or together == [*range(new.parties)] or (old is not None and old.number == new.number)
+        require("S1 as many pass as agreed", whole, f"generation {new.number}: {together}")
+
+    def passed(self, process: str, number: int, index: int) -> None:
+        require("a party passes once", number > self._last.get(process, 0), f"{process}: generation {number}")
+        self._last[process] = number
+        other = self._passed.setdefault((number, index), process)
+        require("S1 one place for each", other == process, f"{process} and {other} in generation {number}: {index}")
+
+
+@dataclass
+class Oracles:
+    """All of them, fed with every change of etcd."""
+
+    job: Job
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.rounds, self.quorums = RoundOracle(), QuorumOracle(self.job)
+        self.election, self.barrier = ElectionOracle(), BarrierOracle()
+        self.was_restored = False
+        self.operations: list[Operation] = []
+        self.kvs: dict[str, KeyValue] = {}
+        self._store: dict[str, list[tuple[int, bytes | None]]] = {}
+        self._fences = rounds_span(RUN)
+        self._round_stores = f"{RUN}/store/"
+        self._data = store_values_span(STORE).start
+        self._members = members_span(self.job.prefix)
+        self._head = decided_key(self.job.prefix)
+        self._roster = roster_key(self._head)
+        self._decided: dict[str, Callable[[KeyValue], None]] = {
+            decided_key(RUN): self.rounds.decided,
+            decided_key(ELECTION): self.election.decided,
+            decided_key(BARRIER): self.barrier.decided,
+        }
+
+    def committed(self, events: Sequence[Event], now: float) -> None:
+        """etcd has done this, in one revision. Raises Violation."""
+        self.counts["changes"] += len(events)
+        is_quorum = False
+        for event in events:
+            key = event.kv.key
+            if event.kind == "put":
+                self.kvs[key] = event.kv
+            else:
+                self.kvs.pop(key, None)
+            is_quorum |= key in (self._head, self._roster)
+        for event in events:
+            self._judge(event, now)
+        if is_quorum:
+            self._judge_quorum(now, [member_of(event.kv.key) for event in events if event.kv.key in self._members])
+
+    def restored(self, kvs: Iterable[KeyValue], now: float) -> None:
+        """etcd holds this now, whatever it held before."""
+        self.was_restored = True
+        self.kvs = {kv.key: kv for kv in kvs}
+        self.rounds.restored()
+        self.election.restored()
+        self.quorums.restored([Event("put", kv) for kv in self.kvs.values() if kv.key in self._members], now)
+        for key, kv in self.kvs.items():
+            if key in self._decided:
+                self._decided[key](kv)
+        self._judge_quorum(now)
+
+    def finish(self) -> None:
+        """S4, when nothing is under way any longer."""
+        states = {key.removeprefix(self._data): history for key, history in self._store.items()}
+        findings = store_history.check(self.operations, states)
+        require("S4 a store operation happens once", not findings, repr(findings)[:2000])
+
+    def _judge(self, event: Event, now: float) -> None:
+        kv = event.kv
+        if kv.key in self._decided:
+            if event.kind == "put":
+                self.counts["decisions"] += 1
+                self._decided[kv.key](kv)
+        elif kv.key in self._members:
+            self.quorums.member(event, now)
+        elif kv.key in self._fences:
+            self._judge_fences(event)
+        elif kv.key.startswith(self._round_stores):
+            number = int(kv.key.removeprefix(self._round_stores).partition("/")[0])
+            open_ = event.kind == "delete" or f"{self._fences.start}{number}" in self.kvs
+            require("S3 no late writes", open_, f"{kv.key} is written, and round {number} is over")
+        elif kv.key.startswith(self._data):
+            value = plain(kv.value, kv.version) if event.kind == "put" else None
+            self._store.setdefault(kv.key, []).append((kv.mod_revision, value))
+        elif kv.key == WRITTEN:
+            self.election.written(kv.value)
+
+    def _judge_fences(self, event: Event) -> None:
+        if event.kind == "put":
+            now, number = self.rounds.record, number_of(event.kv.key)
+            others = [key for key in self.kvs if key in self._fences and number_of(key) != number]
+            require("S3 one round may be written to", not others, f"{event.kv.key} begins, and {others} are there")
+            # The record is written in the same revision, and its event may come first or last.
+            require("S2 rounds only grow", now is None or number >= now.number, f"the fence of {number} in {now}")
+
+    def _judge_quorum(self, now: float, with_: Sequence[str] = ()) -> None:
+        head = self.kvs.get(self._head)
+        if head is None:
+            self.quorums.vanished()
+        else:
+            self.counts["decisions"] += 1
+            self.quorums.decided(head, self.kvs.get(self._roster), with_, now)

@@ -1,0 +1,144 @@
+"""What one seed brings: which processes there are, what befalls them and when, and how bad their network is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Network:
+    """How likely it is, from 0 to 1, that a call is refused, loses its request or its answer, has its request arrive
+    late or twice; and the seconds that a request, and an answer, takes at the most."""
+
+    refused: float = 0.0
+    lost_requests: float = 0.0
+    lost_answers: float = 0.0
+    late: float = 0.0
+    twice: float = 0.0
+    delay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the seeds of one kind have in common.
+
+    Args:
+        cast: how many processes of each role there are: the fewest and the most.
+        faults: how often each kind of fault is drawn, next to the others.
+        mean_pause: seconds between two faults, on average.
+        seconds: how long faults go on.
+    """
+
+    cast: Mapping[str, tuple[int, int]]
+    faults: Mapping[str, float]
+    mean_pause: float = 4.0
+    seconds: tuple[float, float] = (15.0, 45.0)
+
+
+PROCESSES: Final = {"kill": 4.0, "stop": 2.0, "slow": 2.0, "clock": 1.0}
+NETWORK: Final = {"cut": 2.0, "cut_requests": 1.0, "cut_answers": 1.0}
+ETCD: Final = {
+    "leader": 1.0,
+    "compact": 2.0,
+    "outage": 1.0,
+    "hang": 0.5,
+    "no_space": 0.7,
+    "expire": 2.0,
+    "lost_event": 1.0,
+}
+KEYS: Final = {"delete_key": 1.5, "garbage": 1.5}
+RESTORES: Final = {"restore": 2.0, "wipe": 1.0}
+ALL: Final = {**PROCESSES, **NETWORK, **ETCD, **KEYS}
+
+PROFILES: Final[Mapping[str, Profile]] = {
+    "rounds": Profile({"agent": (2, 5)}, {**ALL, "worker_fails": 3.0}),
+    "restores": Profile(
+        {"agent": (2, 4), "candidate": (0, 3)}, {**PROCESSES, **NETWORK, **RESTORES, "leader": 1.0, "worker_fails": 2.0}
+    ),
+    "quorums": Profile({"trainer": (2, 5)}, ALL),
+    "lost quorums": Profile({"trainer": (2, 4)}, {**PROCESSES, **NETWORK, **RESTORES}),
+    "recipes": Profile({"candidate": (2, 4), "party": (2, 3), "beater": (0, 2)}, ALL),
+    "stores": Profile({"store": (2, 4), "agent": (0, 2)}, {**PROCESSES, **NETWORK, **ETCD}),
+    "whole jobs": Profile(
+        {"agent": (2, 3), "trainer": (1, 3), "store": (1, 2), "candidate": (1, 2), "beater": (0, 1)},
+        {**ALL, "worker_fails": 1.0},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class PlannedFault:
+    """One fault: `at` virtual seconds after the beginning, of this kind. `draw` decides whom it hits."""
+
+    at: float
+    kind: str
+    draw: int
+
+    def __str__(self) -> str:
+        return f"{self.at:.3f}:{self.kind}:{self.draw}"
+
+    @classmethod
+    def parse(cls, text: str) -> PlannedFault:
+        """What `str` made. Raises ValueError."""
+        at, kind, draw = text.split(":")
+        return cls(float(at), kind, int(draw))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One history, but for the order in which threads take turns: that is the scheduler's, which has the same seed."""
+
+    seed: int
+    profile: str
+    cast: Mapping[str, int]
+    faults: tuple[PlannedFault, ...]
+    network: Network
+    seconds: float
+    nnodes: tuple[int, int] = (1, 1)
+    rolls_in_twos: bool = False
+    drifts: bool = False
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    def without(self, *faults: PlannedFault) -> Plan:
+        """The same with fewer faults."""
+        return replace(self, faults=tuple(one for one in self.faults if one not in faults))
+
+
+def plan_of(seed: int, profile: str | None = None) -> Plan:
+    """The plan of a seed; of one profile, or of the one that the seed chooses."""
+    draw = random.Random(f"plan {seed}")
+    chosen = draw.choice(list(PROFILES))
+    name = profile or chosen
+    of = PROFILES[name]
+    cast = {role: draw.randint(*counts) for role, counts in of.cast.items()}
+    seconds = draw.uniform(*of.seconds)
+    faults, at = [], 0.0
+    kinds, weights = list(of.faults), list(of.faults.values())
+    mean_pause = of.mean_pause * draw.choice((0.4, 1.0, 2.0))
+    while (at := at + draw.expovariate(1 / mean_pause)) < seconds:
+        faults.append(PlannedFault(round(at, 3), draw.choices(kinds, weights)[0], draw.randrange(2**16)))
+    agents = max(cast.get("agent", 0), 1)
+    least = draw.randint(1, agents)
+    return Plan(
+        seed,
+        name,
+        cast,
+        tuple(faults),
+        _network(draw),
+        seconds,
+        nnodes=(least, draw.randint(least, agents + 1)),
+        rolls_in_twos=draw.random() < 0.3,
+        drifts=draw.random() < 0.3,
+        options={"join_timeout": draw.choice((1.0, 4.0)), "min_replicas": float(draw.choice((1, 1, 2)))},
+    )
+
+
+def _network(draw: random.Random) -> Network:
+    """Half of the networks are good: a bad one hides what needs luck to be seen."""
+    if draw.random() < 0.5:
+        return Network(delay=draw.choice((0.0, 0.0, 0.002)))
+    bad = draw.choice((0.01, 0.05))
+    return Network(bad, bad, bad, bad, draw.choice((0.0, bad)), draw.choice((0.002, 0.05, 0.3)))

@@ -1,0 +1,387 @@
+"""What processes do: each role is a user of ftcoord as users are, and says what it was told to the oracles."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+import ftcoord
+from ftcoord import concurrency
+from ftcoord.coordination.replica import Replica
+from ftcoord.core.quorum_records import QuorumRequest
+from ftcoord.core.rendezvous_records import ROLLS, RollSizes
+from ftcoord.core.store_history import Operation
+from ftcoord.errors import EtcdError, FtcoordError, StateError
+from ftcoord.etcd.api import Put
+from ftcoord.recipes.leadership import Leadership
+from ftcoord.rendezvous import handler as handlers
+from ftcoord.rendezvous import node as nodes
+from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.store import EtcdStore
+from ftcoord.testing import MemoryClient
+from simulator.oracles import STORE, WRITTEN, StartedRound, Violation
+
+if TYPE_CHECKING:
+    from simulator.world import Process, World
+
+IN_TWOS = RollSizes(inline=0, chunk=2)
+"""Each roll lies beside its head, two seats to a chunk."""
+RESTART_PAUSE = 0.5
+"""Seconds after which a process that was refused begins again."""
+
+
+COLLECTIVE_TIMEOUT = 10.0
+"""Seconds after which workers give up a collective with a peer that is dead."""
+
+
+class Leaves(Exception):
+    """The agent was told to end: no reason to close the run."""
+
+
+class Hold:
+    """A hold on the client of a process, as `SharedClient` is one: it may be closed before the client is."""
+
+    def __init__(self, client: MemoryClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def close(self) -> None:
+        pass
+
+
+class Role:
+    """What one process does, until it is told to leave.
+
+    Args:
+        draw: what it decides by.
+    """
+
+    def __init__(self, world: World, draw: random.Random) -> None:
+        self.world, self.draw = world, draw
+
+    def live(self, process: Process) -> None:
+        """All of its life. Gives up all that it has before it returns."""
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """End a wait without limit: the process is told to leave."""
+
+    @classmethod
+    def missing(cls, world: World, since: float) -> str:
+        """What is still to come of all processes of this role, after faults have stopped; empty if nothing is."""
+        raise NotImplementedError
+
+
+class Agent(Role):
+    """torchrun's agent on one node: it takes part in every round that it is called back to."""
+
+    now: StartedRound | None = None
+    """The round that its workers run in."""
+    handler: handlers.EtcdRendezvousHandler | None = None
+
+    def live(self, process: Process) -> None:
+        least, most = self.world.plan.nnodes
+        settings = RendezvousSettings(
+            "etcd-v3", "run", least, most, process.name, None, last_call_timeout=2.0, lease_ttl=5, close_timeout=1.0
+        )  # fmt: skip
+        while not process.leaves.is_set():
+            handler = handlers.EtcdRendezvousHandler(settings, Hold(process.client))
+            handler._resources.node = nodes.Node(
+                process.client,
+                settings,
+                process.name,
+                process.name,
+                IN_TWOS if self.world.plan.rolls_in_twos else ROLLS,
+            )
+            try:
+                handler.prepare()
+                self.handler = handler
+                while not process.leaves.is_set():
+                    self._round(process, handler)
+                raise Leaves
+            except Leaves:
+                handler.shutdown()
+            except RendezvousError as error:
+                process.note("!", f"ends: {type(error).__name__}: {error}")
+                handler.shutdown()
+                process.rest(RESTART_PAUSE)
+            self.now = None
+
+    def interrupt(self) -> None:
+        if self.handler is not None:
+            self.handler._node.stop()
+
+    def _round(self, process: Process, handler: handlers.EtcdRendezvousHandler) -> None:
+        self.now = None
+        info = handler.next_rendezvous()
+        mine = handler._node.round
+        bootstrap = info.bootstrap_store_info
+        now = StartedRound(
+            mine.number, mine.roll, info.rank, info.world_size, bootstrap.master_addr, bootstrap.master_port
+        )
+        process.note("#", f"starts round {now.number} as rank {now.rank} of {now.size}")
+        process.check(self.world.oracles.rounds.started, now)
+        self.now = now
+        if not self._meets(process, info.store, now):
+            return
+        while not (process.leaves.is_set() or handler.num_nodes_waiting()):
+            process.rest(self.draw.choice((0.2, 1.0)))
+            watch = handler._resources.watch
+            if (watch is not None and not watch.watches) or self._hangs(now):
+                break
+
+    def _hangs(self, now: StartedRound) -> bool:
+        """Whether a collective is given up, since a peer is dead of whose round etcd knows nothing any more."""
+        world = self.world
+        if not world.oracles.was_restored:
+            return False
+        peers = [
+            one
+            for one in world.processes.values()
+            if isinstance(one.role, Agent)
+            and one.role.now == replace(now, rank=one.role.now.rank if one.role.now else 0)
+        ]
+        return any(one.is_killed and one.killed_at + COLLECTIVE_TIMEOUT < world.scheduler.time for one in peers)
+
+    def _meets(self, process: Process, store: EtcdStore, now: StartedRound) -> bool:
+        """Exchange something with all other ranks, as torch's agents do before they start workers; whether all did."""
+        store.set_timeout(timedelta(seconds=10))
+        try:
+            store.set(f"rank{now.rank}", f"{now.number} {now.roll} {now.rank}")
+            told = [store.get(f"rank{rank}").decode() for rank in range(now.size)]
+        except (DistStoreError, RuntimeError) as error:
+            process.note("!", f"cannot exchange ranks: {error}")
+            return False
+        wanted = [f"{now.number} {now.roll} {rank}" for rank in range(now.size)]
+        process.check(_same_store, told, wanted)
+        return True
+
+    @classmethod
+    def missing(cls, world: World, since: float) -> str:
+        agents: list[Agent] = [role for _, role in world.of(cls)]
+        least, most = world.plan.nnodes
+        record = world.oracles.rounds.record
+        if len(agents) < least:
+            return ""
+        last = max((one.now.number for one in agents if one.now is not None), default=0)
+        inside = [one for one in agents if one.now is not None and one.now.number == last]
+        wanted = min(len(agents), most)
+        if any(one.now is not None and one not in inside for one in agents):
+            return f"not all run in round {last}, and the record is {record}"
+        if not len(inside) == wanted == (inside[0].now.size if inside else 0):
+            return f"{len(inside)} of {wanted} run in round {last}, and the record is {record}"
+        # A round that etcd has lost runs on, as long as nobody asks for another one.
+        runs = record is not None and record.number == last and record.ready and not record.recalled
+        return "" if runs or world.oracles.was_restored else f"all run in round {last}, and the record is {record}"
+
+
+def _same_store(process: str, told: Sequence[str], wanted: Sequence[str]) -> None:
+    if told != wanted:
+        raise Violation("S3 a round's store is its own", f"{process} reads {told}, not {wanted}")
+
+
+class Trainer(Role):
+    """A replica of torchft's that asks for a quorum in every step."""
+
+    told: Any = None
+    told_at = -1.0
+
+    def live(self, process: Process) -> None:
+        name = process.name.partition(".")[0]
+        replica = Replica(process.client, self.world.job, name, keeps_lease=True)
+        step, data = 0, self.draw.choice(("", '{"data": 1}'))
+        pause = self.draw.choice((0.2, 1.0))
+        while not process.leaves.is_set():
+            shrinks, failures = self.draw.random() < 0.05, int(self.draw.random() < 0.05)
+            request = QuorumRequest(
+                name, f"{process.name}:1", f"{process.name}:2", step, 1, shrinks, data, failures, ()
+            )
+            try:
+                self.told = replica.ask(request, concurrency.now() + self.draw.choice((3.0, 20.0)))
+            except TimeoutError:
+                continue
+            except (EtcdError, StateError) as error:
+                process.note("!", f"is refused: {type(error).__name__}")
+                process.rest(RESTART_PAUSE)
+                continue
+            self.told_at = self.world.scheduler.time
+            process.note(
+                "#", f"step {step} with quorum {self.told.number}, id {self.told.id}: {sorted(self.told.names)}"
+            )
+            process.check(self.world.oracles.quorums.told, name, self.told)
+            step += 1
+            process.rest(self.draw.uniform(0, pause))
+        replica.leave(1)
+
+    @classmethod
+    def missing(cls, world: World, since: float) -> str:
+        trainers = {process.name.partition(".")[0]: role for process, role in world.of(cls)}
+        if len(trainers) < world.job.min_replicas:
+            return ""
+        late = [name for name, one in trainers.items() if one.told_at < since + 1 or one.told.names != trainers.keys()]
+        return f"{late} are in no quorum of {sorted(trainers)}" if late else ""
+
+
+class StoreUser(Role):
+    """A client of a store that all of its kind share; every value that is written is unlike all others."""
+
+    did_at = -1.0
+
+    def live(self, process: Process) -> None:
+        store = EtcdStore(process.client, STORE, timedelta(seconds=4), ttl=600)
+        number = 0
+        while not process.leaves.is_set():
+            number += 1
+            self._change(process, store, f"{process.name}:{number};")
+            process.rest(self.draw.choice((0.0, 0.1, 1.0)))
+        store.close()
+
+    def _change(self, process: Process, store: EtcdStore, value: str) -> None:
+        kind = self.draw.choice(("get", "set", "add", "append", "compare_set"))
+        key = "count" if kind == "add" else self.draw.choice(("a", "b"))
+        given: tuple[bytes, ...] = {"get": (), "add": (str(self.draw.choice((1, 2))).encode(),)}.get(
+            kind, (value.encode(),)
+        )
+        if kind == "compare_set":
+            given = (b"", value.encode())
+            with contextlib.suppress(DistStoreError, RuntimeError):
+                given = (store.get(key), value.encode()) if store.check([key]) else given
+        if kind == "get" and self.draw.random() < 0.3:
+            key = "count"
+        operation = Operation(kind, key, given, self.world.scheduler.time)
+        self.world.oracles.operations.append(operation)
+        try:
+            told = self._make(store, operation)
+        except (DistStoreError, RuntimeError) as error:
+            process.note("!", f"{kind} {key}: {error}")
+            return
+        operation.told, operation.ended = told, self.world.scheduler.time
+        self.did_at = operation.ended
+
+    def _make(self, store: EtcdStore, one: Operation) -> bytes | None:
+        given = [text.decode() for text in one.given]
+        if one.kind == "get":
+            return store.get(one.key)
+        if one.kind == "add":
+            return b"%d" % store.add(one.key, int(given[0]))
+        if one.kind == "compare_set":
+            return bytes(store.compare_set(one.key, given[0], given[1]))
+        (store.set if one.kind == "set" else store.append)(one.key, given[0])
+        return None
+
+    @classmethod
+    def missing(cls, world: World, since: float) -> str:
+        late = [process.name for process, role in world.of(cls) if role.did_at < since]
+        return f"{late} were answered nothing" if late else ""
+
+
+class Candidate(Role):
+    """Leads when it is elected, writes with its fence, and resigns now and then."""
+
+    leads: Leadership | None = None
+    wrote_at = -1.0
+
+    def live(self, process: Process) -> None:
+        election = ftcoord.Election("run", "lead", process.name, etcd=process.client, lease_ttl=5)
+        with election:
+            while not process.leaves.is_set():
+                try:
+                    leadership = election.campaign(self.draw.choice((2.0, 10.0)))
+                except (TimeoutError, FtcoordError):
+                    process.rest(RESTART_PAUSE)
+                    continue
+                process.note("#", f"leads term {leadership.number}")
+                process.check(self.world.oracles.election.elected, leadership.number)
+                self._lead(process, leadership)
+
+    def _lead(self, process: Process, leadership: Leadership) -> None:
+        value = f"{leadership.number} {process.name}".encode()
+        self.leads = leadership
+        while not leadership.lost and not process.leaves.is_set():
+            with contextlib.suppress(EtcdError):
+                if process.client.txn([leadership.fence], [Put(WRITTEN, value)]).succeeded:
+                    self.wrote_at = self.world.scheduler.time
+            process.rest(self.draw.choice((0.1, 1.0)))
+            if self.draw.random() < 0.05:
+                leadership.resign()
+        with contextlib.suppress(EtcdError):  # as one that has not looked yet
+            process.client.txn([leadership.fence], [Put(WRITTEN, value)])
+        self.leads = None
+
+    @classmethod
+    def missing(cls, world: World, since: float) -> str:
+        candidates = [role for _, role in world.of(cls)]
+        if not candidates or any(one.wrote_at > since for one in candidates):
+            return ""
+        return "nobody leads"
+
+
+class Party(Role):
+    """Waits at a barrier, again and again."""
+
+    passed_at = -1.0
+
+    def live(self, process: Process) -> None:
+        with ftcoord.Barrier("run", "gate", self.world.plan.cast["party"], etcd=process.client, lease_ttl=5) as barrier:
+            while not process.leaves.is_set():
+                try:
+                    index = barrier.wait(self.draw.choice((2.0, 10.0)))
+                except (TimeoutError, FtcoordError):
+                    process.rest(RESTART_PAUSE)
+                    continue
+                self.passed_at = self.world.scheduler.time
+                process.note("#", f"passes in generation {barrier._after} at {index}")
+                process.check(self.world.oracles.barrier.passed, barrier._after, index)
+                process.rest(self.draw.uniform(0, 1))
+
+    @classmethod
+    def missing(cls, world: World, since: float) -> str:
+        parties = [(process, role) for process, role in world.of(cls)]
+        late = [process.name for process, role in parties if role.passed_at < since]
+        return f"{late} have not passed" if late and len(parties) == world.plan.cast["party"] else ""
+
+
+class Beater(Role):
+    """A heartbeat with data that changes."""
+
+    data = 0
+
+    def live(self, process: Process) -> None:
+        while not process.leaves.is_set():
+            with (
+                contextlib.suppress(EtcdError),
+                ftcoord.Heartbeat("run", process.name, 5, 0, etcd=process.client) as beat,
+            ):
+                while not process.rest(self.draw.choice((0.5, 3.0))):
+                    self.data += 1
+                    with contextlib.suppress(EtcdError):
+                        beat.update(self.data)
+            process.rest(RESTART_PAUSE)
+
+    @classmethod
+    def missing(cls, world: World, since: float) -> str:
+        for process, role in world.of(cls):
+            start = f"/ftcoord/v1/run/heartbeats/{process.name}/"
+            said = [kv.value for key, kv in world.oracles.kvs.items() if key.startswith(start)]
+            if not any(f'"{role.data}"'.encode() in one or f'"{role.data - 1}"'.encode() in one for one in said):
+                return f"{process.name} does not beat: {said}"
+        return ""
+
+
+ROLES: dict[str, type[Role]] = {
+    "agent": Agent,
+    "trainer": Trainer,
+    "store": StoreUser,
+    "candidate": Candidate,
+    "party": Party,
+    "beater": Beater,
+}

@@ -1,0 +1,174 @@
+"""What stands in for sockets, torch's server and the operating system, as thinly as can be."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
+from ftcoord.etcd.api import Lease, Put, TxnResult
+from ftcoord.primitives import sentinel, sentinel_main
+from ftcoord.primitives.sentinel_orders import Order
+from ftcoord.rendezvous import handler
+from ftcoord.testing import MemoryClient
+
+CONFIG = EtcdConfig.load("etcd:2379", env={})
+"""Of every client: without one, leases have no sentinel."""
+
+
+class Ports:
+    """The ports that rounds are served at: each is given once."""
+
+    def __init__(self) -> None:
+        self._last = 10_000
+
+    def next(self) -> int:
+        self._last += 1
+        return self._last
+
+
+class WorkerStub:
+    """In place of `WorkerWatch`: a worker fails when the simulation says so."""
+
+    def __init__(self, _mark: str, failed: Callable[[str], None], _broken: object) -> None:
+        self.failed, self.watches = failed, True
+
+    def end(self) -> None:
+        self.watches = False
+
+
+class MarkStub:
+    """In place of `MarkedChildren`."""
+
+    mark = "simulated"
+
+    def end_with_this_process(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _LeanClient:
+    """A client as a sentinel has it."""
+
+    def __init__(self, client: MemoryClient) -> None:
+        self._client = client
+
+    def grant(self, ttl: int, *, timeout: float) -> Lease:
+        return self._client.grant(ttl)
+
+    def txn(self, compares: Sequence[Any], puts: Sequence[Put], *, timeout: float) -> TxnResult:
+        return self._client.txn(compares, puts, timeout=timeout)
+
+    def renew(self, lease_id: int, *, timeout: float) -> int:
+        return self._client.renew(lease_id, timeout=timeout)
+
+    def revoke(self, lease_id: int, *, timeout: float) -> None:
+        self._client.revoke(lease_id, timeout=timeout)
+
+
+class SentinelStub:
+    """The sentinel of one process: the program's own class, without its pipe and `/proc`. It runs in a process of its
+    own while there is a lease to stand by.
+
+    Args:
+        begin: starts a thread of the sentinel's process.
+    """
+
+    def __init__(self, name: str, client: MemoryClient, begin: Callable[[Callable[[], None]], None]) -> None:
+        self._name, self._begin = name, begin
+        self._real = sentinel_main.Sentinel(self)  # type: ignore[arg-type]
+        self._real._etcds[0] = _LeanClient(client)  # type: ignore[assignment]
+        self._told = concurrency.event()
+        self._orders: deque[Order] = deque()  # the pipe
+        self._kept: dict[int, Order] = {}
+        self.is_running = self.stopped = self.dead = False
+
+    # -- as the process knows it --------------------------------------------------------------------------------------
+
+    def keep(self, _config: EtcdConfig, lease_id: int, ttl: float, deaths: str, was: Sequence[str] = ()) -> None:
+        at = concurrency.now()
+        order = self._kept[lease_id] = Order(etcd=0, keep=lease_id, at=at, ttl=ttl, deaths=deaths, was=was, rests=False)
+        self._tell(order)
+
+    def rest(self, lease_id: int) -> None:
+        if lease_id in self._kept:
+            order = self._kept[lease_id] = {**self._kept[lease_id], "rests": True}
+            self._tell(order)
+
+    def drop(self, lease_id: int) -> None:
+        if self._kept.pop(lease_id, None) is not None:
+            self._tell(Order(drop=lease_id))
+
+    def end_orphans(self, mark: str) -> None:
+        pass
+
+    def _tell(self, order: Order) -> None:
+        self._orders.append(order)
+        self._told.set()
+        if not self.is_running and self._kept:
+            self.is_running = True
+            self._begin(self._run)
+
+    # -- as the sentinel knows the process ----------------------------------------------------------------------------
+
+    def runs(self) -> bool:
+        return not (self.stopped or self.dead)
+
+    def cause(self, _fate: str) -> str:
+        return f"{self._name} was killed by signal 9 (SIGKILL)"
+
+    def process_died(self) -> None:
+        self.dead = True
+        self._told.set()
+
+    def _run(self) -> None:
+        while self._kept or self.dead:
+            self._told.clear()
+            while self._orders:
+                self._real.obey(self._orders.popleft())
+            if self.dead:
+                self._real.bury()
+                break
+            self._real.renew()
+            left = self._real.next_due() - concurrency.now()
+            self._told.wait(None if math.isinf(left) else max(left, 0))
+        self.is_running = False
+
+
+@contextlib.contextmanager
+def installed(seed: int, sentinel_of: Callable[[], Any]) -> Iterator[None]:
+    """All of this in place of the real ones; names and numbers come from the seed."""
+    ports, draw = Ports(), random.Random(f"names {seed}")
+
+    class Reservation:
+        def __init__(self, _address: str) -> None:
+            self.port = ports.next()
+
+        def serve(self) -> None:
+            return None
+
+        def release(self) -> None:
+            pass
+
+    with contextlib.ExitStack() as undo:
+
+        def put(module: Any, name: str, value: object) -> None:
+            undo.callback(setattr, module, name, module.__dict__[name])
+            setattr(module, name, value)
+
+        put(handler, "Reservation", Reservation)
+        put(handler, "WorkerWatch", WorkerStub)
+        put(handler, "MarkedChildren", MarkStub)
+        put(handler, "raised_as_exceptions", contextlib.nullcontext)
+        put(handler, "construct_and_record_rdzv_event", lambda **_: None)
+        put(sentinel.Sentinel, "of_process", staticmethod(sentinel_of))
+        put(uuid, "uuid4", lambda: uuid.UUID(int=draw.getrandbits(128), version=4))
+        yield

@@ -1,0 +1,256 @@
+"""The processes of one history, what they reach etcd by, and what may be done to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from ftcoord import concurrency
+from ftcoord.coordination.address import Job
+from ftcoord.core.layout import member_id, members_span
+from ftcoord.etcd.api import Event, Get, Span
+from ftcoord.testing import NEVER, Call, Fate, MemoryClient, MemoryEtcd, Scheduler
+from ftcoord.testing.scheduler import Clock
+from simulator.oracles import BARRIER, ELECTION, RUN, Oracles, Violation
+from simulator.plan import Network, Plan
+from simulator.stubs import CONFIG, SentinelStub
+from simulator.trace import Trace
+
+if TYPE_CHECKING:
+    from simulator.roles import Role
+
+LEASE_TTL: Final = 5
+"""Seconds, of all members."""
+MAIN: Final = "operator"
+"""The lane of the diagram in which faults stand."""
+
+
+class Link:
+    """How a process reaches etcd: the fate of its calls."""
+
+    def __init__(self, network: Network, draw: random.Random, note: Callable[[str, object], None]) -> None:
+        self._network, self._draw, self._note = network, draw, note
+        self.cut = ""
+        """Which direction nothing gets through: requests, answers or neither."""
+
+    def __call__(self, call: Call) -> Fate:
+        fate = self._fate()
+        if call.method in ("txn", "grant", "revoke"):
+            lost = " (refused)" if fate.refused else " (lost)" if NEVER in (fate.arrives, fate.answers) else ""
+            self._note(
+                ">" if not lost else "!", call.asked if call.method == "txn" else f"{call.method}s a lease{lost}"
+            )
+        return fate
+
+    def _fate(self) -> Fate:
+        if self.cut:
+            return Fate(arrives=NEVER) if self.cut == "requests" else Fate(answers=NEVER)
+        net, chance = self._network, self._draw.random()
+        for likely, fate in (
+            (net.refused, Fate(refused=True)),
+            (net.lost_requests, Fate(arrives=NEVER, breaks=0)),
+            (net.lost_answers, Fate(answers=NEVER, breaks=0)),
+            (net.late, Fate(arrives=self._draw.uniform(0, 3.0), breaks=0)),
+            (net.twice, Fate(again=self._draw.uniform(0, 3.0))),
+        ):
+            if chance < likely:
+                return fate
+            chance -= likely
+        return Fate(self._draw.uniform(0, net.delay), self._draw.uniform(0, net.delay)) if net.delay else Fate()
+
+
+class Process:
+    """One life of a process: it runs its role until it is told to leave, or is killed."""
+
+    def __init__(self, world: World, role: Role, name: str) -> None:
+        self.world, self.role, self.name = world, role, name
+        draw = random.Random(f"{world.plan.seed} {name}")
+        self.link = Link(world.plan.network, draw, self.note)
+        self.client = self._client()
+        self.leaves = concurrency.event()
+        self.is_killed = self.is_stopped = self.is_done = False
+        self.killed_at = 0.0
+        self._sentinels_client = self._client(sentinel=True)
+        self.sentinel = SentinelStub(name, self._sentinels_client, self._begin_sentinel)
+        clock = Clock(1 + draw.uniform(-0.01, 0.01) if world.plan.drifts else 1.0)
+        world.scheduler.set_clock(name, clock)
+        world.scheduler.set_clock(self.sentinels_name, clock)
+        self._clock = clock
+        self.begin(self._run, name)
+
+    @property
+    def sentinels_name(self) -> str:
+        return f"{self.name}'s sentinel"
+
+    @property
+    def lives(self) -> bool:
+        return not (self.is_killed or self.is_done)
+
+    def note(self, mark: str, what: object) -> None:
+        """Something that it does, for the trace."""
+        self.world.trace.note(self.world.scheduler.time, self.name, mark, what)
+
+    def begin(self, work: Callable[[], None], name: str) -> None:
+        """Start one more thread of it."""
+        with self.world.scheduler.process(self.name):
+            thread = concurrency.thread(work, name)
+        thread.start()
+
+    def rest(self, seconds: float) -> bool:
+        """Let time pass; whether it is to leave."""
+        return self.leaves.wait(seconds)
+
+    def check(self, told: Callable[..., None], *what: object) -> None:
+        """Have an oracle judge what this process was told: it may not be heard by who catches errors."""
+        try:
+            told(self.name, *what)
+        except Violation as violation:
+            self.world.scheduler.fail(violation)
+
+    # -- what befalls it ----------------------------------------------------------------------------------------------
+
+    def kill(self, *, with_host: bool) -> None:
+        """SIGKILL; or its host is lost, and its sentinel with it."""
+        self.is_killed, self.killed_at = True, self.world.scheduler.time
+        self.link.cut = ""
+        self.client.cut_off()
+        self.world.scheduler.pause(self.name)
+        if with_host:
+            self._sentinels_client.cut_off()
+            self.world.scheduler.pause(self.sentinels_name)
+        else:
+            self.sentinel.process_died()
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.is_stopped = self.sentinel.stopped = True
+        self.world.scheduler.pause(self.name)
+
+    def resume(self) -> None:
+        if self.is_stopped and not self.is_killed:
+            self.is_stopped = self.sentinel.stopped = False
+            self.world.scheduler.resume(self.name)
+
+    def cut(self, direction: str) -> None:
+        """Nothing gets through any longer in this direction: requests, answers, or both."""
+        if direction == "requests":
+            self.link.cut = direction
+        elif direction == "answers":
+            self.link.cut = direction
+            self.client._watches.disconnect()
+        else:
+            self.client.cut_off()
+
+    def mend(self) -> None:
+        self.link.cut = ""
+        if not self.is_killed:
+            self.client.reconnect()
+
+    def jump(self, seconds: float) -> None:
+        """Its wall clock is set."""
+        self._clock = self._clock._replace(wall=self._clock.wall + seconds)
+        self.world.scheduler.set_clock(self.name, self._clock)
+
+    # -- its threads --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self.note("o", f"starts as {type(self.role).__name__.lower()}")
+        self.role.live(self)
+        self.client.close()
+        self.is_done = True
+        self.note("x", "ends")
+
+    def _begin_sentinel(self, run: Callable[[], None]) -> None:
+        with self.world.scheduler.process(self.sentinels_name):
+            thread = concurrency.thread(run, "sentinel")
+        thread.start()
+
+    def _client(self, *, sentinel: bool = False) -> MemoryClient:
+        with self.world.scheduler.process("main"):
+            client = self.world.etcd.client(self.link)
+        client.config = CONFIG
+        grant = client.grant
+
+        def granting(ttl: int) -> object:
+            lease = grant(ttl)
+            self.world.owners[lease.id] = self
+            return lease
+
+        if not sentinel:
+            client.grant = granting  # type: ignore[method-assign, assignment]
+        return client
+
+
+class World:
+    """All that one history has."""
+
+    def __init__(self, scheduler: Scheduler, etcd: MemoryEtcd, plan: Plan, trace: Trace) -> None:
+        self.scheduler, self.etcd, self.plan, self.trace = scheduler, etcd, plan, trace
+        least, wait = int(plan.options["min_replicas"]), int(1000 * plan.options["join_timeout"])
+        self.job = Job(
+            "etcd", "", "job", min_replicas=least, join_timeout_ms=wait, heartbeat_timeout_ms=1000 * LEASE_TTL
+        )
+        self.oracles = Oracles(self.job)
+        self.owners: dict[int, Process] = {}
+        self.processes: dict[str, Process] = {}
+        self.observer = etcd.client()
+        etcd.listen(self._committed)
+        self.groups = (RUN, self.job.prefix, ELECTION, BARRIER)
+        """What the keys of each group begin with."""
+
+    def note(self, what: object) -> None:
+        """A fault, or what else is done from outside, for the trace."""
+        self.trace.note(self.scheduler.time, MAIN, "*", what)
+
+    def start(self, role: Role, name: str) -> Process:
+        """A process with this name, which is new."""
+        process = self.processes[name] = Process(self, role, name)
+        return process
+
+    def sentinel(self) -> SentinelStub | None:
+        """That of the process that asks."""
+        process = self.processes.get(self.scheduler.process_now)
+        return process.sentinel if process is not None else None
+
+    @property
+    def live(self) -> list[Process]:
+        return [one for one in self.processes.values() if one.lives]
+
+    def of(self, kind: type[Role]) -> Iterator[tuple[Process, Role]]:
+        """The living processes with such a role."""
+        return ((one, one.role) for one in self.live if isinstance(one.role, kind))
+
+    def decider(self, prefix: str) -> Process | None:
+        """The oldest live member of a group."""
+        members = [kv for key, kv in self.oracles.kvs.items() if key in members_span(prefix) and kv.lease]
+        oldest = min(members, key=lambda kv: kv.create_revision, default=None)
+        return self.owners.get(oldest.lease) if oldest else None
+
+    def victim(self, draw: random.Random) -> Process | None:
+        """Somebody alive; a decider more often than chance would have it."""
+        live = [one for one in self.live if not one.is_stopped]
+        if draw.random() < 0.5:
+            deciders = [one for prefix in self.groups if (one := self.decider(prefix)) in live]
+            live = deciders or live
+        return draw.choice(live) if live else None
+
+    def restored(self) -> None:
+        """etcd holds something else now."""
+        kvs = self.etcd.snapshot().keys.range(Get(Span("/", is_prefix=True))).kvs
+        self.oracles.restored(kvs, self.scheduler.time)
+
+    def lease_of(self, process: Process) -> list[str]:
+        """The member ids that a process has, or had."""
+        return [member_id(lease) for lease, owner in self.owners.items() if owner is process]
+
+    def _committed(self, events: list[Event]) -> None:
+        if self.scheduler.ending:
+            return
+        for event in events:
+            if not event.kv.key.endswith("/tail"):
+                self.trace.note(self.scheduler.time, "etcd", "=", event)
+        try:
+            self.oracles.committed(events, self.scheduler.time)
+        except Violation as violation:
+            self.scheduler.fail(violation)
