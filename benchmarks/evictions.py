@@ -222,9 +222,9 @@ def section(plan: Plan, found: Measured) -> str:
 Written by `python -m benchmarks.evictions --write docs/benchmarks.md`. {plan.agents} agents for each TTL, for
 {found.seconds / 60:.0f} min; {plan.load} busy processes, each in a session of its own as the agents are, on
 {os.cpu_count()} cores; load average {load}. etcd {found.etcd}, {MEMBERS} members; the leader was
-killed {found.kills} times ({found.unhurt} more times it could not be). Nobody dies, so each agent that is called back is
-a false eviction; a lease that is lost is none, if its node comes back to its seat. "Least left" is what a lease had left
-as its agent knew: its sentinel may have renewed it since. "Longest pause" is how long an agent did not run.
+killed {found.kills} times ({found.unhurt} more times it could not be). Nobody dies, so each agent that is called back
+is a false eviction; a lease that is lost is none, if its node comes back to its seat. "Least left" is what a lease had
+left as its agent knew: its sentinel may have renewed it since. "Longest pause" is how long an agent did not run.
 
 {ended}{table(header, rows)}
 {"".join(reasons)}"""
