@@ -113,7 +113,7 @@ a fresh etcd. Median of {repeats} (least to most).
 
 def _written(part: str) -> str:
     command = f"python -m benchmarks.rendezvous --parts {part} --write docs/benchmarks.md"
-    return f"Written by `{command}`. {measured_with()}"
+    return f"Written by `{command}`.\n{measured_with()}"
 
 
 def _speed(title: str, trials: Sequence[Trial], of: Callable[[Trial], Joined]) -> str:

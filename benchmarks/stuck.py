@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from benchmarks.lighthouses import OURS, TORCHFT, serving
 from benchmarks.processes import BenchmarkError
-from benchmarks.report import publish, table, verdict
+from benchmarks.report import measured_with, publish, table, verdict
 
 PATIENCE: Final = 180.0
 """Seconds for the first steps."""
@@ -116,6 +116,7 @@ def run(trials: int, timeout: float) -> str:
     return f"""## A replica is killed in the middle of a step
 
 Written by `python -m benchmarks.stuck --write docs/benchmarks.md`.
+{measured_with()}
 
 One of four replicas on Gloo is killed with -9 while the others wait for it in an allreduce with a time-out of
 {timeout:g} s. Seconds until all of them have committed their next step, without it.
