@@ -233,8 +233,10 @@ class KeptLease:
 
     @property
     def state(self) -> SessionState:
-        """True at any moment, also when the keep-alive thread did not run for a while. Of a host that was suspended it is
-        true again from the next renewal on: its clock stood still."""
+        """True at any moment, also when the keep-alive thread did not run for a while.
+
+        On a host that was suspended, from the next renewal on: its clock stood still.
+        """
         return SessionState.LOST if self._lost else self._times.state(self._renewer.clock())
 
     @property
