@@ -86,7 +86,7 @@ def ask(server: ManagerServer, rank: int = 0, timeout: timedelta = LONG) -> Futu
 
 
 def together(*asks: Callable[[], Any]) -> tuple[int, list[str]]:
-    """JoinRequest at the same time; the quorum that all were told."""
+    """Ask at the same time; the quorum that all were told."""
     told = [future.result(DEADLINE) for future in [spawn(one) for one in asks]]
     assert len({quorum.quorum_id for quorum in told}) == 1
     return told[0].quorum_id, [member.replica_id for member in told[0].participants]
