@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -14,6 +16,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from helpers import DEADLINE, eventually, in_fork
@@ -26,6 +29,7 @@ from ftcoord.coordination import (
     ManagerClient,
     ManagerServer,
     Observer,
+    kills,
     policy,
     rank_group,
 )
@@ -34,6 +38,7 @@ from ftcoord.coordination.gateway_sessions import GatewaySessions
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.ranks import VoteCounter
 from ftcoord.coordination.replica import Replica
+from ftcoord.core.layout import kill_key
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ServerError
@@ -185,6 +190,34 @@ def test_an_answer_that_cannot_be_made_ends_the_call(job: Job, monkeypatch: pyte
 
 def fail(*args: Any, **kwargs: Any) -> None:
     raise MemoryError("made by the test")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_manager_that_hears_no_orders_any_more_leaves_the_job(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.manager("a")
+    monkeypatch.setattr(kills, "member_of", fail)
+    job.client.put(kill_key(parse_address(job.address).prefix, "nobody"), b"why")
+    eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
+    eventually(lambda: not job.keys("members/"), "nobody counts on it")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_manager_whose_port_fails_leaves_the_job(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    server = job.manager("a")
+
+    def fail_once(*_: Any) -> None:
+        undo.undo()
+        fail()
+
+    with pytest.MonkeyPatch.context() as undo:
+        undo.setattr(asyncio.SelectorEventLoop, "_run_once", fail_once)
+        with contextlib.suppress(OSError):  # whatever comes to the port wakes its loop
+            address = urlsplit(server.address())
+            socket.create_connection((address.hostname or "", address.port or 0), DEADLINE).close()
+        eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
+    eventually(lambda: not job.keys("members/"), "nobody counts on it")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
