@@ -145,21 +145,22 @@ def serve(requests: socket.socket, is_parent: bool) -> dict[str, Any]:
 
 def fork(order: dict[str, Any], streams: list[int], is_parent: bool) -> int | None:
     """The pid of the child, which is what it is to be; None in the child."""
-    reader, writer = os.pipe()
+    ours, its = socket.socketpair()
     child = os.fork()
     if child == 0:
         if not is_parent and os.fork():
             os._exit(0)
-        os.close(reader)
+        ours.close()
         become(order, streams)
-        os.write(writer, b"%d" % os.getpid())
-        os.close(writer)
+        its.send(b"%d" % os.getpid())
+        its.recv(1)  # the end: its parent is whose child it is to be
+        its.close()
         return None
-    os.close(writer)
-    with os.fdopen(reader) as said:
-        pid = int(said.read())
-    if not is_parent:
-        os.waitpid(child, 0)
+    its.close()
+    with ours:
+        pid = int(ours.recv(64))
+        if not is_parent:
+            os.waitpid(child, 0)
     return pid
 
 
