@@ -239,10 +239,10 @@ def test_a_manager_that_cannot_come_back_any_more_leaves_the_job(
 def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would keep dead replicas alive."""
     job.rules(heartbeat_timeout_ms=3_000)
-    sessions = GatewaySessions(job.client, parse_address(job.address))
+    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: ())
     job.stack.callback(sessions.close)
     deadline = time.monotonic() + DEADLINE
-    sessions.beat("a", deadline)
+    sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
     assert len(job.keys("members/")) == 1
 
     def fail(*args: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeyp
     monkeypatch.setattr(sessions, "_take_silent", fail)
     eventually(lambda: sessions.has_failed, "it has failed")
     with pytest.raises(ServerError, match="restart it"):
-        sessions.beat("a", deadline)
+        sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
     eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
 
 
