@@ -27,6 +27,7 @@ from ftcoord.dashboard.board import Board, LeaseBook, Shown, TooManyViewers, Vie
 from ftcoord.dashboard.guarding import HEADERS, is_allowed_host, is_token
 from ftcoord.dashboard.pages import Wanted, members_on, page_of
 from ftcoord.errors import ClientClosed, ConfigError, EtcdError, FtcoordError, OutcomeUnknown, ThreadNotStarted
+from ftcoord.operator.job_keys import LeaseTime
 from ftcoord.operator.told import Explanation, JobHistory, plain
 
 STATIC: Final = Path(__file__).parent / "static"
@@ -186,6 +187,7 @@ class _Stream:
     def __init__(self, board: Board, leases: LeaseBook, job: str | None, look: Wanted) -> None:
         self._board, self._leases, self._job, self._look = board, leases, job, look  # never change
         self._members: list[str] = []
+        self._lease_times: dict[str, LeaseTime] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -202,46 +204,52 @@ class _Stream:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_until_gone, receive, tasks.cancel_scope)
+                asks = asyncio.Event()
+                tasks.start_soon(self._ask_leases, viewing, asks, changed)
                 with suppress(TimeoutError, OSError):  # a viewer that takes nothing, or is gone
-                    await self._tell(viewing, changed, send)
+                    await self._tell(viewing, asks, changed, send)
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(viewing.close)
 
-    async def _tell(self, viewing: Viewing, changed: asyncio.Event, send: Send) -> None:
+    async def _tell(self, viewing: Viewing, asks: asyncio.Event, changed: asyncio.Event, send: Send) -> None:
         """Until the feed has ended. Raises TimeoutError for a viewer that takes nothing."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
         await _patiently(send, {"type": "http.response.start", "status": 200, "headers": headers})
-        shown, beat_at = None, -math.inf
+        shown, leases, beat_at = None, None, -math.inf
         while shown is None or not shown.is_last:
             changed.clear()
             news = viewing.news
             if news is not None and news is not shown:
-                shown = news
+                shown, members = news, self._members
                 await self._send(send, "page", await to_thread.run_sync(self._page, shown))
-            if concurrency.now() >= beat_at:
-                await self._send(send, "beat", await to_thread.run_sync(self._beat, shown))
+                if self._members != members:
+                    asks.set()
+            if concurrency.now() >= beat_at or self._lease_times is not leases:
+                leases = self._lease_times
+                await self._send(send, "beat", {"leases": {} if shown is None or shown.error else leases})
                 beat_at = concurrency.now() + BEAT
             await anyio.sleep(STREAM_REST)
             with anyio.move_on_after(beat_at - concurrency.now()):
                 await changed.wait()
         await _patiently(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _ask_leases(self, viewing: Viewing, asks: asyncio.Event, changed: asyncio.Event) -> None:
+        """Beside the stream: it asks etcd, and that may be away, which is what the stream has to say at once."""
+        while True:
+            with anyio.move_on_after(BEAT):
+                await asks.wait()
+            asks.clear()
+            if self._members and viewing.news is not None and not viewing.news.error:
+                self._lease_times = await to_thread.run_sync(self._leases.of, self._members)
+                changed.set()
+
     def _page(self, shown: Shown) -> dict[str, Any]:
         """On a thread: a job may have ten thousand members."""
         page = None if shown.told is None else page_of(shown.told, self._look)
         self._members = members_on(page) if page else []
         return {"connected": not shown.error, "error": shown.error, "at": concurrency.wall(), "page": page}
-
-    def _beat(self, shown: Shown | None) -> dict[str, Any]:
-        """On a thread: it asks etcd."""
-        if shown is None or shown.error:
-            return {"leases": {}}
-        try:
-            return {"leases": self._leases.of(self._members)}
-        except EtcdError:
-            return {"leases": {}}  # the feed says that etcd is away
 
     async def _send(self, send: Send, event: str, told: dict[str, Any]) -> None:
         text = f"event: {event}\ndata: {json.dumps(told, default=plain)}\n\n"

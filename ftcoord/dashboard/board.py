@@ -6,7 +6,8 @@ up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,7 +18,7 @@ from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStart
 from ftcoord.etcd.api import Etcd
 from ftcoord.operator.following import follow_job
 from ftcoord.operator.job_keys import JobKeys, LeaseTime
-from ftcoord.operator.reading import ReadsLeases, read_jobs, read_leases
+from ftcoord.operator.reading import ReadsLeases, read_jobs, read_lease
 from ftcoord.operator.status import Rules
 from ftcoord.operator.told import JobList, JobStatus
 from ftcoord.operator.watching import JobWatch, newest, probe
@@ -32,7 +33,10 @@ FEED_REST: Final = 0.1
 LIST_INTERVAL: Final = 3.0
 """Seconds between two readings of the list of jobs, at least."""
 LEASE_AGE: Final = 3.0
-"""Seconds for which what etcd said of a lease is told to others too."""
+"""Seconds for which what etcd said of a lease is told to others too, and for which one that did not answer is not asked
+again."""
+LEASE_TIMEOUT: Final = 1.0
+"""Seconds that etcd may take for all the leases of one question: others wait for their turn."""
 
 Publish = Callable[["Shown"], None]
 
@@ -257,16 +261,24 @@ class LeaseBook:
         self._etcd = etcd  # never changes
         self._lock = concurrency.lock("LeaseBook._lock")  # guards what follows, and is held while etcd is asked
         self._known: dict[str, tuple[float, LeaseTime | None]] = {}
+        self._rests_until = -math.inf
 
     def of(self, members: list[str]) -> dict[str, LeaseTime]:
-        """The leases of these members, as they were up to `LEASE_AGE` ago, without those that are gone.
-
-        Raises EtcdError.
-        """
+        """The leases of these members, as they were up to `LEASE_AGE` ago, without those that are gone, or of which
+        etcd did not say it in time. Nobody asks an etcd that has just not answered."""
         with self._lock:
             now = concurrency.now()
             self._known = {one: known for one, known in self._known.items() if now - known[0] < LEASE_AGE}
-            found = read_leases(self._etcd, [one for one in members if one not in self._known])
-            self._known.update({one: (now, found.get(one)) for one in members if one not in self._known})
-            asked = {one: self._known[one][1] for one in members}
+            if now >= self._rests_until:
+                self._ask((one for one in members if one not in self._known), now)
+            asked = {one: self._known[one][1] for one in members if one in self._known}
         return {one: lease for one, lease in asked.items() if lease is not None}
+
+    def _ask(self, members: Iterable[str], now: float) -> None:
+        """With the lock held."""
+        try:
+            for one in members:
+                left = max(now + LEASE_TIMEOUT - concurrency.now(), 0)
+                self._known[one] = now, read_lease(self._etcd, one, left)
+        except EtcdError:  # whoever follows the job says that etcd is away
+            self._rests_until = concurrency.now() + LEASE_AGE

@@ -12,8 +12,8 @@ from ftcoord.core import rendezvous_records
 from ftcoord.core.layout import member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.dashboard import board as boards
-from ftcoord.dashboard.board import LEASE_AGE, Board, LeaseBook, Shown, TooManyViewers, Viewing
-from ftcoord.errors import ClientClosed
+from ftcoord.dashboard.board import LEASE_AGE, LEASE_TIMEOUT, Board, LeaseBook, Shown, TooManyViewers, Viewing
+from ftcoord.errors import ClientClosed, EtcdUnavailable
 from ftcoord.operator.status import Rules
 from ftcoord.operator.told import JobList, JobStatus
 from ftcoord.testing import MemoryClient
@@ -166,3 +166,33 @@ def test_leases_are_asked_once_for_all_who_look(world: World) -> None:
     concurrency.sleep(LEASE_AGE)
     book.of(["a"])
     assert clerk.asked == [0, 10, 10]
+
+
+class AwayClerk:
+    """An etcd that does not answer, each time for as long as one waits for it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+        self.asked += 1
+        concurrency.sleep(5.0 if timeout is None else timeout)
+        raise EtcdUnavailable("away")
+
+
+@simulated
+def test_nobody_waits_for_the_leases_of_others_while_etcd_is_away(world: World) -> None:
+    clerk, taken = AwayClerk(), concurrency.inbox()
+    book, began = LeaseBook(clerk), concurrency.now()
+
+    def ask(member: str) -> None:
+        assert book.of([member, "ff"]) == {}
+        taken.put(concurrency.now() - began)
+
+    for at in range(10):
+        concurrency.thread(ask, f"viewer {at}", f"{at}").start()
+    assert max(taken.get(timeout=PATIENCE) for _ in range(10)) < LEASE_TIMEOUT + 0.1
+    assert clerk.asked == 1
+    concurrency.sleep(LEASE_AGE)
+    assert book.of(["a"]) == {}
+    assert clerk.asked == 2

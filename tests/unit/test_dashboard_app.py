@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -166,6 +167,30 @@ def test_a_lost_etcd_is_in_the_stream(site: Site) -> None:
     found = answer.events("page")[0]
     assert (found["connected"], found["page"]) == (False, None)
     assert found["error"]
+
+
+def test_a_lost_etcd_is_told_though_it_was_just_being_asked_for_leases(site: Site) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    class Stuck(Clerk):
+        def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+            asked.set()
+            over.wait(DEADLINE)
+            return super().time_left(lease_id)
+
+    site.app = make_app(site.board, LeaseBook(Stuck()), site.past, {})
+    said = []
+
+    def is_lost(answer: Answer) -> bool:
+        if asked.is_set():
+            site.client.cut_off()
+        said.extend(one for one in answer.events("page") if not one["connected"])
+        if said:
+            over.set()
+        return bool(said)
+
+    site.get("/api/job", job="a/b", until=is_lost)
+    assert said[0]["page"]["job"] == "a/b"
 
 
 def test_a_viewer_that_takes_nothing_is_dropped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
