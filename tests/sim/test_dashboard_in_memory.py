@@ -8,12 +8,14 @@ import pytest
 from worlds import World, simulated
 
 from ftcoord import concurrency
-from ftcoord.core import rendezvous_records
-from ftcoord.core.layout import member_id, member_key, run_prefix
+from ftcoord.core import event_records, rendezvous_records
+from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.layout import event_key, member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.dashboard import board as boards
 from ftcoord.dashboard.board import LEASE_AGE, LEASE_TIMEOUT, Board, LeaseBook, Shown, TooManyViewers, Viewing
 from ftcoord.errors import ClientClosed, EtcdUnavailable
+from ftcoord.etcd.api import Get, RangeResult
 from ftcoord.operator.status import Rules
 from ftcoord.operator.told import JobList, JobStatus
 from ftcoord.testing import MemoryClient
@@ -142,6 +144,43 @@ def test_viewers_and_jobs_are_bounded(world: World) -> None:
             Eye(board, "two")
         first.viewing.close()
         Eye(board, "three")
+
+
+def write_event(client: MemoryClient, reason: str) -> None:
+    event = HistoryEvent("recalled", 1, reason=reason)
+    client.put(event_key(run_prefix("/f", "job"), client.get("x").revision, "w", 0), event_records.encode(event))
+
+
+@simulated
+def test_the_past_is_told_to_all_viewers_without_reading_etcd_for_each(world: World) -> None:
+    client, other = world.etcd.client(), world.etcd.client()
+    lease = join(other, "a")
+    write_event(other, "the first")
+    reads = list[Get]()
+
+    def read(get: Get, *, timeout: float | None = None) -> RangeResult:
+        reads.append(get)
+        return MemoryClient.range(client, get, timeout=timeout)
+
+    with pytest.MonkeyPatch.context() as patch, Board(client, "/f", Rules()) as board:
+        patch.setattr(client, "range", read)
+        eyes = [Eye(board)]
+        eyes[0].sees(lambda news: reasons(news) == ["the first"])
+        before = len(reads)
+        eyes += [Eye(board) for _ in range(9)]
+        write_event(other, "the second")
+        for eye in eyes:
+            eye.sees(lambda news: reasons(news) == ["the second", "the first"])
+        assert len(reads) - before <= 2  # whether etcd is there, while nothing comes of it
+        other.revoke(lease)
+        gone = eyes[0].sees(lambda news: not hosts(news))
+        assert isinstance(gone.told, JobStatus)
+        assert not gone.told.exists
+        assert reasons(gone) == ["the second", "the first"]
+
+
+def reasons(news: Shown) -> list[str]:
+    return [one.reason for one in news.past.events] if news.past else []
 
 
 class Clerk:
