@@ -284,7 +284,7 @@ function drawJob(page) {
 function draw() {
   const link = document.getElementById("link"), lost = document.getElementById("lost");
   const silent = heardAt && Date.now() - heardAt > STALE_AFTER;
-  const state = silent ? "lost" : !told ? "opening" : told.connected ? "live" : "lost";
+  const state = silent ? "lost" : source === null || !told ? "opening" : told.connected ? "live" : "lost";
   document.body.dataset.link = state;
   link.replaceChildren(word(state));
   // What is old may have been healthy. It is not said to be.
@@ -304,6 +304,7 @@ function drawPage() {
 }
 
 function open() {
+  if (document.hidden) return; // it is opened again when somebody looks
   const path = job === null ? "/api/jobs" : "/api/job";
   const asked = { find: look.find, offset: look.offset, ...(job === null ? {} : { job }) };
   const before = source, mine = new EventSource(`${path}?${new URLSearchParams(asked)}`);
@@ -333,6 +334,19 @@ function open() {
     if (mine.readyState === EventSource.CLOSED) setTimeout(() => { if (mine === source) open(); }, 2000);
   });
 }
+
+// A browser has six connections to a server for all of its tabs, and a stream takes one: a tab that nobody sees has none.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) {
+    source?.close();
+    source = null;
+    heardAt = 0;
+    told = null; // what was drawn stays, and does not say that it is live
+    draw();
+  } else if (source === null) {
+    open();
+  }
+});
 
 if (job !== null) {
   document.title = `${job} · ftcoord`;
