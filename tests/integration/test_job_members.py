@@ -41,7 +41,7 @@ from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import kill_key
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable, ServerError
+from ftcoord.errors import EtcdUnavailable, ServerError, ThreadNotStarted
 from ftcoord.etcd.api import KeyValue, Put
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group import participant
@@ -253,6 +253,29 @@ def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeyp
     with pytest.raises(ServerError, match="restart it"):
         sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
     eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
+
+
+@pytest.mark.parametrize("error", [ThreadNotStarted("ftcoord-leaving", RuntimeError("too many")), MemoryError("no")])
+def test_who_has_gone_silent_is_not_kept_alive_though_it_cannot_be_ended(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Its lease expires; the gateway goes on."""
+    job.rules(heartbeat_timeout_ms=3_000)
+    sessions = GatewaySessions(job.client, parse_address(job.address))
+    job.stack.callback(sessions.close)
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    where: Any = sessions._leaving if isinstance(error, ThreadNotStarted) else Replica
+    monkeypatch.setattr(where, "submit" if isinstance(error, ThreadNotStarted) else "leave", fail)
+    sessions.beat("a", time.monotonic() + DEADLINE)
+    assert len(job.keys("members/")) == 1
+    eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
+    assert not sessions.has_failed
+    assert "replica a" in caplog.text
+    assert "is left to expire" in caplog.text
+    sessions.beat("b", time.monotonic() + DEADLINE)
 
 
 def test_the_command_ends_when_its_gateway_has_failed(
