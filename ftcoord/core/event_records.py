@@ -5,7 +5,7 @@ Nothing is decided by an event. So all texts are cut to a length, and what canno
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -98,15 +98,23 @@ class HistoryEvent:
 
 
 _ENDS: Final = frozenset({"failed", "expired", "died", "left", "lost"})
+_FORMED: Final = frozenset({"round", "quorum"})
+_DECIDED: Final = frozenset({"round", "started", "limits", "recalled", "closed", "quorum"})
 
 
 @dataclass(frozen=True, slots=True)
 class PastEvent:
-    """An event as it lies in etcd: `revision` is the one at which it was written."""
+    """An event as it lies in etcd.
+
+    Args:
+        revision: the one at which it was written.
+        life: which of the jobs that had this id one after the other it is about: 0, 1, ...
+    """
 
     event: HistoryEvent
     revision: int
     key: str
+    life: int = 0
 
 
 def encode(event: HistoryEvent) -> bytes:
@@ -146,17 +154,42 @@ def read_history(kvs: Iterable[tuple[str, bytes, int]]) -> list[PastEvent]:
     """The events in these keys, values and revisions, in etcd's order; what is none is left out.
 
     A decider that takes over may tell again how a member's part ended, and one whose answer was lost may write an event
-    twice: only the first time counts.
+    twice: only the first time counts. History outlives its job, so the id may have been used again since: numbers begin
+    again then, and so does the next life.
     """
     found: list[PastEvent] = []
     told: set[object] = set()
+    life, highest = 0, -1
     for key, value, revision in sorted(kvs, key=lambda kv: (kv[2], kv[0])):
         try:
             event = parse_event(key, value)
         except StateError:
             continue
         what = (event.kind, event.number, event.node) if event.is_end else event
-        if what not in told:
-            told.add(what)
-            found.append(PastEvent(event, revision, key))
+        if what in told:
+            continue
+        if _begins_again(event, highest):
+            life, highest = life + 1, -1
+            told.clear()
+        highest = max(highest, event.number) if event.kind in _DECIDED else highest
+        told.add(what)
+        found.append(PastEvent(event, revision, key, life))
     return found
+
+
+def _begins_again(event: HistoryEvent, highest: int) -> bool:
+    """Whether what was decided shows that the job is another one than that whose highest number this was."""
+    if event.kind not in _DECIDED:
+        return False
+    return event.number <= highest if event.kind in _FORMED else event.number < highest
+
+
+def last_life(past: Sequence[PastEvent]) -> list[PastEvent]:
+    """The events of the job that had the id last."""
+    return [one for one in past if one.life == past[-1].life]
+
+
+def ends_in(past: Iterable[PastEvent], number: int) -> list[HistoryEvent]:
+    """How parts in this round, or quorum, ended, in the order in which they were told; of events of one life."""
+    ends = (replace(one.event, noted=one.event.noted or one.revision) for one in past if one.event.is_end)
+    return [end for end in ends if end.number == number]

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from ftcoord.core import rendezvous_records
 from ftcoord.core.causes import told_ends
-from ftcoord.core.event_records import HistoryEvent, WorkerFailure, read_history
+from ftcoord.core.event_records import HistoryEvent, WorkerFailure, ends_in, last_life, read_history
 from ftcoord.core.layout import decided_key, events_span, members_span, number_of, roll_key, rounds_span
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
 from ftcoord.core.round_history import failure_event
@@ -116,8 +116,7 @@ class RunRecord:
             log.debug("the history cannot be read: %s", error)
             return []
         past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found.kvs)
-        ends = [replace(one.event, noted=one.event.noted or one.revision) for one in past if one.event.is_end]
-        return [end for end in ends if end.number == number]
+        return ends_in(last_life(past), number)
 
     def _has_seat(self, now: AnyRound, speaker: Speaker) -> bool:
         """Whether a node has a seat in this round. Raises EtcdError, StateError, and _RoundReplaced if it is not the
