@@ -78,7 +78,9 @@ class HistoryEvent:
         failures: of `failed` and `expired`, the worker.
         noted: etcd's revision at which it was said first, as far as its writer could tell; 0 for the event's own.
         by: who wrote it: a member, or an operator.
-        wall_ms: when, by the writer's clock, in milliseconds since 1970. For people: no order rests on it.
+        wall_ms: when, by the writer's clock, in milliseconds since 1970. For people: no order rests on it but that of
+            ends which one writer saw.
+        since_ms: of `lost`: the time after which it happened, by the same clock; 0 if nobody knows.
     """
 
     kind: str
@@ -90,6 +92,7 @@ class HistoryEvent:
     noted: int = 0
     by: str = ""
     wall_ms: int = 0
+    since_ms: int = 0
 
     @property
     def is_end(self) -> bool:

@@ -22,7 +22,7 @@ from ftcoord import concurrency
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import RoundOptions, call_back, is_same_round, may_reopen
-from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes
+from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, parse_join_request
 from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
@@ -88,6 +88,8 @@ class Node:
         """and as which member it took its seat there."""
         self._failed: tuple[WorkerFailure, ...] = ()
         """Its worker that failed there."""
+        self._failed_at = 0
+        """etcd's revision at which that was said first, as far as is known; 0 before."""
         self._holder = SeatHolder(self.participant, settings.request_timeout)
         self._run = RunRecord(etcd, settings)
         self.begin()
@@ -198,7 +200,19 @@ class Node:
         limits = settings.min_nodes, settings.max_nodes
         ask = JoinRequest(self.id, self._address, port, self._after, self.host, "", *limits, reopens=self._reopens)
         is_next = self.round is not None and self._after == self.round.number
-        return replace(ask, failed=self._failed) if is_next else ask
+        if not (is_next and self._failed):
+            return ask
+        self._failed_at = self._failed_at or self._when_said(self._after)
+        return replace(ask, failed=self._failed, failed_at=self._failed_at)
+
+    def _when_said(self, number: int) -> int:
+        """etcd's revision at which this node has said of that round that a worker failed; 0 if it has not."""
+        member = self.participant.member
+        said = member.group.said if member is not None else None
+        if said is None:
+            return 0
+        ask = parse_join_request(said.key, said.value)
+        return said.mod_revision if ask.failed and ask.seated == number else 0
 
     def worker_failed(self, mine: AnyRound, failure: WorkerFailure) -> None:
         """Have the others know at once that a worker of that round failed: this node's agent comes back later, when it
@@ -229,7 +243,7 @@ class Node:
 
     def _started(self, round_: AnyRound) -> AnyRound:
         self._seat = next(one for one in reversed(self.participant.ids) if round_.rank_of(one) is not None)
-        self._failed = ()
+        self._failed, self._failed_at = (), 0
         self.round, self._after = round_, round_.number  # in this order: `waiting` looks at any time
         self._holder.allow()
         return round_

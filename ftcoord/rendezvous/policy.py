@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.event_records import HistoryEvent
@@ -46,6 +47,9 @@ from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
+
+LEASE_GRACE: Final = 5.0
+"""Seconds that a lease may live on when its time is over: etcd looks twice a second, and its new leader later."""
 
 
 class RollReplaced(Exception):
@@ -122,8 +126,7 @@ class RendezvousPolicy:
         ends = {(end.number, end.kind, end.node): end for end in situation.ends}
         self._written = value, told | ends.keys()
         fresh = [end for key, end in ends.items() if key not in told]
-        wall_ms = int(self._wall_clock() * 1000)
-        return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, wall_ms)
+        return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, self._wall_ms())
 
     def _situation(self, view: View, previous: Round | None, now: float) -> RoundSituation:
         before, self._candidates = self._candidates, {}
@@ -164,7 +167,7 @@ class RendezvousPolicy:
                 cause, noted = causes.get(member, ("", view.revision))
                 word = self._last_word(view.departed.get(member_key(self._prefix, member)))
                 seat = previous.seats[previous.ranks[member]]
-                self._gone[member] = now, VacantSeat(seat, cause, noted, word)
+                self._gone[member] = now, VacantSeat(seat, cause, noted, word, self._wall_ms(), self._longest_silence())
         first = min((since for since, _ in self._gone.values()), default=now)
         return {member: known.cause for member, (_, known) in self._gone.items() if known.cause}, first
 
@@ -174,10 +177,18 @@ class RendezvousPolicy:
             return ()
         roll, before = self._ends
         gone = [known for _, known in self._gone.values()]
-        ends = note_ends(before if roll == previous.roll else {}, previous, members, gone)
+        ends = note_ends(before if roll == previous.roll else {}, previous, members, gone, self._wall_ms())
         self._ends = previous.roll, ends
         lost = lost_ends(previous, gone, ends, {member.ask.node for member in members}) if gone else []
         return *ends.values(), *lost
+
+    def _wall_ms(self) -> int:
+        return int(self._wall_clock() * 1000)
+
+    def _longest_silence(self) -> int:
+        """Milliseconds for which a node may have been lost when its lease ends: etcd may be late to end it."""
+        lease = self._options.return_to_seat
+        return int((lease + LEASE_GRACE) * 1000) if lease else 0
 
     @staticmethod
     def _last_word(departed: KeyValue | None) -> JoinRequest | None:

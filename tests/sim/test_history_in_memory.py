@@ -19,8 +19,8 @@ from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.death_records import Death, encode
 from ftcoord.core.event_records import HISTORY_TTL, KEPT_EVENTS, HistoryEvent, PastEvent, WorkerFailure, read_history
-from ftcoord.core.layout import Span, death_key, decided_key, event_revision, events_span, member_id
-from ftcoord.core.rendezvous_records import Round, RoundHead, parse_decided
+from ftcoord.core.layout import Span, death_key, decided_key, event_revision, events_span, member_id, member_key
+from ftcoord.core.rendezvous_records import Round, RoundHead, parse_decided, parse_join_request
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, RequestRefused
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put, TxnResult
@@ -28,10 +28,12 @@ from ftcoord.primitives.group.beside import MOST_OPERATIONS
 from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
 from ftcoord.primitives.group.event_log import OFF, EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
+from ftcoord.rendezvous.policy import LEASE_GRACE
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
 DECISIONS: Final = {"round", "started", "recalled", "limits", "closed"}
 OUT_OF_MEMORY: Final = WorkerFailure(7, 1, 0, -1, 9, "was killed by signal 9 (SIGKILL)")
+EXITED: Final = WorkerFailure(9, 1, 0, 3, 0, "exited with code 3")
 RESET: Final = WorkerFailure(8, 0, 0, 1, 0, "exited with code 1", "RuntimeError: Connection reset by peer")
 
 
@@ -97,6 +99,8 @@ def test_each_decision_is_in_the_history_and_nothing_else_is(world: World) -> No
     assert told_decisions(world) == decisions(world), "written in one transaction"
     ends = {(one.event.kind, one.event.who) for one in history(world) if one.event.is_end}
     assert ends == {("failed", "node0"), ("died", "node1"), ("lost", "node9")}
+    (lost,) = (one.event for one in history(world) if one.event.kind == "lost")
+    assert lost.wall_ms - lost.since_ms == 1000 * (LEASE_TTL + LEASE_GRACE)
     world.sleep(30)
     before = world.etcd.revision
     world.sleep(600)
@@ -149,6 +153,26 @@ def test_a_worker_s_failure_is_no_failure_of_the_next_round(world: World) -> Non
     assert [agent.rounds[-1].number for agent in group] == [second, second], "it was recalled for what was before"
     failed = [one.event.number for one in history(world) if one.event.is_end]
     assert failed == [first]
+    end(world, group)
+
+
+@simulated
+def test_a_node_that_asks_again_says_since_when_it_is_known_that_its_worker_failed(world: World) -> None:
+    """A decider that takes over compares that with what its victims said."""
+    group = agents(world, 2, (1, 2))
+    first = work_together(world, group)[0].number
+    fail(group[0], EXITED)
+    group[0].worker_fails.set()
+    work_together(world, group, after=first)
+    said = []
+    for event in world.events(member_key(PREFIX, member_id(group[0].lease()))):
+        if event.kind == "put":
+            ask = parse_join_request(event.kv.key, event.kv.value)
+            if ask.failed:
+                said.append((ask.failed_at, event.kv.mod_revision))
+    assert said[0][0] == 0
+    assert [at for at, _ in said[1:]] == [said[0][1]] * (len(said) - 1)
+    assert len(said) > 1
     end(world, group)
 
 

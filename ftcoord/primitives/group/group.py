@@ -135,6 +135,11 @@ class Group:
         return self._member_key.key
 
     @property
+    def said(self) -> KeyValue | None:
+        """What it holds, as far as is known; None before this member joined."""
+        return self._member_key.kv
+
+    @property
     def entered(self) -> bool:
         """Whether this member has its key."""
         return self._member_key.kv is not None
