@@ -57,6 +57,10 @@ _SPENT: Final = "ChildFailedError"
 """What an agent says when it leaves because its workers have failed too often."""
 
 
+UNKNOWN_PEER: Final = "a peer was lost, and nobody knows yet which"
+"""What is said where the first cause that is known is only what follows from another."""
+
+
 class Weight(IntEnum):
     """What an end can be: see above."""
 
@@ -137,13 +141,23 @@ def told_end(end: HistoryEvent) -> str:
     return end.reason
 
 
+def is_consequence(end: HistoryEvent) -> bool:
+    """Whether a worker ended since it had lost a peer."""
+    return bool(end.failures) and weight_of(end) is Weight.FOLLOWS
+
+
+def told_first(first: HistoryEvent) -> str:
+    """The first cause that is known, on one line; and that it is none, if it only follows from another."""
+    return f"{UNKNOWN_PEER}: {told_end(first)}" if is_consequence(first) else told_end(first)
+
+
 def told_ends(ends: Sequence[HistoryEvent]) -> str:
     """The first cause, and how many more ends there are; empty for none."""
     ordered = in_causal_order(ends)
     if not ordered:
         return ""
     more = len({end.node for end in ordered} - {ordered[0].node})
-    return told_end(ordered[0]) + (f"; {more} more {'node' if more == 1 else 'nodes'} followed" if more else "")
+    return told_first(ordered[0]) + (f"; {more} more {'node' if more == 1 else 'nodes'} followed" if more else "")
 
 
 def why_ended(recalled: str, recalled_at: int, ends: Sequence[HistoryEvent]) -> str:

@@ -22,7 +22,21 @@ HISTORY_TTL: Final = 7 * 24 * 3600
 """Seconds for which history outlives its job where the user does not say it: a week."""
 
 EventKind: TypeAlias = Literal[
-    "round", "started", "limits", "recalled", "closed", "quorum", "failed", "expired", "died", "left", "lost"
+    "round",
+    "started",
+    "limits",
+    "recalled",
+    "closed",
+    "quorum",
+    "failed",
+    "expired",
+    "died",
+    "left",
+    "lost",
+    "waiting",
+    "refused",
+    "silent",
+    "ordered",
 ]
 _KINDS: Final = frozenset(get_args(EventKind))
 
@@ -71,6 +85,8 @@ class HistoryEvent:
             limits count: nodes with others are refused), `recalled`, `closed`, `quorum` (one with other members was
             decided), or how one member's part in it ended: `failed` (a worker did), `expired` (so did a worker's
             timer), `died` (its process did), `left` (it said so) or `lost` (its lease ended without a word).
+            Of nodes without a seat: `waiting` and `refused`. `silent`: who had said nothing when another one left a run
+            that was over, so that it may be lost. `ordered`: what somebody did to the job by hand.
         number: the round's, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id or the replica's id; empty for all of them.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ftcoord.core.causes import OBEYED, in_causal_order, told_end
+from ftcoord.core.causes import OBEYED, in_causal_order, is_consequence, told_end, told_first
 from ftcoord.core.event_records import HistoryEvent, PastEvent, WorkerFailure, ends_in, last_life, read_history
 from ftcoord.core.rendezvous_records import FINISHED
 from ftcoord.core.round_history import counted
@@ -86,7 +86,7 @@ def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation
         FORMAT,
         status.job,
         healthy,
-        _happened(last.event, first, is_over),
+        _happened(last.event, first, is_over) + _who_was_lost(past, first),
         None if first is None else _tell(ROUNDS, first, _revision_of(past, first)),
         len({end.node for end in ends} - {first.node}) if first is not None else 0,
         _lost(past, last, number),
@@ -118,7 +118,15 @@ def _happened(last: HistoryEvent, first: HistoryEvent | None, is_over: bool) -> 
     if first is None:
         return f"{what}: {_after_colon(last.reason) if is_closed else last.reason}."
     by = f" ({_after_colon(last.reason)})" if is_closed and told_end(first) not in last.reason else ""
-    return f"{what}{by}. It began with this: {told_end(first)}."
+    return f"{what}{by}. It began with this: {told_first(first)}."
+
+
+def _who_was_lost(past: Sequence[PastEvent], first: HistoryEvent | None) -> str:
+    """Of a first cause that only follows from another: who may have been that one."""
+    if first is None or not is_consequence(first):
+        return ""
+    silent = [one.event for one in past if one.event.kind == "silent" and one.event.number == first.number]
+    return f" {silent[-1].reason}, the last that looked: it is likely that this one was lost." if silent else ""
 
 
 def _lost(past: Sequence[PastEvent], last: PastEvent, number: int) -> str:
@@ -177,7 +185,7 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
         FORMAT,
         status.job,
         status.healthy,
-        f"Quorum {number} lost members. It began with this: {told_end(first)}.",
+        f"Quorum {number} lost members. It began with this: {told_first(first)}.",
         _tell(QUORUMS, first, _revision_of(past, first)),
         len({end.node for end in ends} - {first.node}),
         lost,
@@ -193,6 +201,8 @@ def _advice(first: HistoryEvent | None) -> str:
     """What to do about a first cause."""
     if first is None:
         return ""
+    if is_consequence(first):
+        return "See which host of that round does not run, or reaches neither etcd nor the others."
     if first.failures:
         return _advice_for_worker(first, first.failures[0])
     if first.kind == "lost":

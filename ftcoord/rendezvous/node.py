@@ -140,11 +140,13 @@ class Node:
         """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
         self._holder.end()
         member = self.participant.member
-        lives = member is not None and member.entered and not member.lost
+        lives = member if member is not None and member.entered and not member.lost else None
         # Of the seat that it holds, if it holds one: the others know it by that.
         ask = self._hold(self.round) if self.round is not None else self._new_ask(0)
-        if lives and self.participant.withdraw(replace(ask, leaving=why), LOOK_TIMEOUT, for_all=True):
+        if lives is not None and self.participant.withdraw(replace(ask, leaving=why), LOOK_TIMEOUT, for_all=True):
             self._await_farewell()
+            if lives.record is not None:
+                self._run.note_silent(lives.record, self.host, lives.id)
         self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 
     def waiting(self) -> tuple[int, str]:

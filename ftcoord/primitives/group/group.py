@@ -382,6 +382,8 @@ class Group:
         self._calm_until = concurrency.now() + rest(len(in_order))
         if isinstance(verdict, Wait):
             self._say(_with_rule(verdict))
+            if verdict.events:
+                self._record.note(verdict.events, (exists(self.key),))
             self._rests = basis, verdict.until
             return self._succession.rest(verdict.until)
         before = self._record.known
