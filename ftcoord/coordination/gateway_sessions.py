@@ -6,7 +6,9 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
@@ -14,7 +16,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import BEAT_FRACTION, Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
-from ftcoord.errors import ServerError
+from ftcoord.errors import ServerError, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.metrics import process as metrics
 from ftcoord.pool import DaemonPool
@@ -176,13 +178,23 @@ class GatewaySessions:
         try:
             while not self._closed.wait(SWEEP_INTERVAL):
                 for session in self._take_silent(self._cut_off()):
-                    self._leaving.submit(session.replica.leave, REVOKE_TIMEOUT)
+                    self._end_lease(session.replica)
         finally:
             if sys.exc_info()[1] is not None:
                 log.exception("the gateway has failed; restart it")
                 with self._lock:
                     self._failed = True
                 self._orphan_all()
+
+    def _end_lease(self, replica: Replica) -> None:
+        """Of one that has gone silent and was forgotten: nobody else would end it, and it would be renewed for ever."""
+        try:
+            left = self._leaving.submit(replica.leave, REVOKE_TIMEOUT)
+        except ThreadNotStarted as error:
+            log.warning("replica %s has gone silent, and its lease is left to expire: %s", replica.replica_id, error)
+            replica.orphan()
+        else:
+            left.add_done_callback(partial(_see_to, replica))
 
     def _cut_off(self) -> dict[_GatewaySession, str]:
         """Those that are quiet, and whose connection has ended, each with the peer that it was."""
@@ -218,6 +230,13 @@ class GatewaySessions:
             metrics.GATEWAY_REPLICAS.drop(self._job.name)
         for session in sessions:
             session.replica.orphan()
+
+
+def _see_to(replica: Replica, left: Future[None]) -> None:
+    """What nobody foresaw is logged, and its lease expires."""
+    if (error := left.exception()) is not None:
+        log.error("replica %s did not leave, and its lease is left to expire", replica.replica_id, exc_info=error)
+        replica.orphan()
 
 
 class PendingCall:
