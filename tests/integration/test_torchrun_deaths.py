@@ -47,6 +47,15 @@ def command(pid: int) -> str:
     return ""
 
 
+def watched(pid: int) -> int:
+    """For how many processes it has a pidfd."""
+    count = 0
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            count += "[pidfd]" in os.readlink(file)
+    return count
+
+
 def kill_agent(job: Job) -> None:
     """With -9, alone: it leaves its worker behind."""
     job.agents["a"].signal(signal.SIGKILL)
@@ -94,6 +103,8 @@ def test_peers_of_a_worker_that_fails_are_called_back_though_another_one_of_its_
         failing = max(rank for rank, event in first.items() if event.agent == "b")
         (stubborn,) = (event.pid for rank, event in first.items() if event.agent == "b" and rank != failing)
         peers = {event.pid for event in first.values() if event.agent == "a"}
+        # A worker that fails before its agent has looked at it for the first time is told by the agent alone.
+        eventually(lambda: watched(job.agents["b"].pid) == 2, "the agent watches its workers")
         job.order(f"crash-{failing}")
         eventually(lambda: not peers & set(job.processes("a")), lambda: f"the peers are stopped\n{job.story()}")
         assert stubborn in job.processes("b"), "its agent still waits for it, so it has not come back"
