@@ -71,12 +71,12 @@ class Renewer:
         """The renewer of this process; a forked child gets its own, since it has none of the parent's threads."""
         return concurrency.of_process(cls)
 
-    def times_left(self) -> list[float]:
-        """Seconds that each lease has left which is kept alive here, as far as is known."""
+    def times_left(self) -> list[tuple[float, float]]:
+        """Seconds that each lease has left which is kept alive here, as far as is known; and its TTL."""
         with self._wake:
             leases = [lease for entry in self._due if (lease := entry.lease) is not None]
             leases += [self._renewing] if self._renewing is not None else []
-        return [lease.time_left for lease in leases]
+        return [(lease.time_left, lease.ttl) for lease in leases]
 
     def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
         """Have `lease` renewed at `due`, unless it was stopped. A lease that is scheduled already keeps its time,
@@ -499,9 +499,15 @@ def _look_at_leases() -> Mapping[tuple[str, ...], float]:
 
 
 def _look_at_the_first_end() -> Mapping[tuple[str, ...], float]:
-    left = Renewer.of_process().times_left()
+    left = [left for left, _ in Renewer.of_process().times_left()]
     return {(): min(left)} if left else {}
+
+
+def _look_at_the_least_share() -> Mapping[tuple[str, ...], float]:
+    shares = [left / ttl for left, ttl in Renewer.of_process().times_left()]
+    return {(): min(shares)} if shares else {}
 
 
 metrics.LEASES_KEPT.look_with(_look_at_leases)
 metrics.LEASE_LEFT.look_with(_look_at_the_first_end)
+metrics.LEASE_SHARE.look_with(_look_at_the_least_share)
