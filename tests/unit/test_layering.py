@@ -66,7 +66,7 @@ FLOORS = (
     "operator.job_keys",
     "operator.rounds operator.quorums",
     "operator.status operator.naming operator.leftovers operator.findings operator.past",
-    "operator.reading",
+    "operator.reading operator.member_http",
     "operator.acting operator.following operator.watching metrics.runs",
     "operator.orders",
     "operator.examining",
