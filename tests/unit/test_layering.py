@@ -30,7 +30,7 @@ FLOORS = (
     "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records core.death_records",
     "core.rendezvous core.quorum core.election core.barrier core.recovery core.timers core.heartbeats core.losses",
     "core.invariants core.round_history",
-    "core.quorum_history",
+    "core.quorum_history core.bystanders",
     "etcd.api etcd.release",
     "etcd.retry etcd.reading",
     "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback etcd.rpc.dialer",
