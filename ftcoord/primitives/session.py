@@ -71,12 +71,18 @@ class Renewer:
         """The renewer of this process; a forked child gets its own, since it has none of the parent's threads."""
         return concurrency.of_process(cls)
 
-    def times_left(self) -> list[tuple[float, float]]:
-        """Seconds that each lease has left which is kept alive here, as far as is known; and its TTL."""
+    def times_left(self) -> list[float]:
+        """Seconds that each lease has left which is kept alive here, as far as is known."""
+        return [lease.time_left for lease in self._leases()]
+
+    def shares_left(self) -> list[float]:
+        """The same as parts of their TTLs."""
+        return [lease.time_left / lease.ttl for lease in self._leases()]
+
+    def _leases(self) -> list[KeptLease]:
         with self._wake:
             leases = [lease for entry in self._due if (lease := entry.lease) is not None]
-            leases += [self._renewing] if self._renewing is not None else []
-        return [(lease.time_left, lease.ttl) for lease in leases]
+            return leases + ([self._renewing] if self._renewing is not None else [])
 
     def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
         """Have `lease` renewed at `due`, unless it was stopped. A lease that is scheduled already keeps its time,
@@ -499,12 +505,12 @@ def _look_at_leases() -> Mapping[tuple[str, ...], float]:
 
 
 def _look_at_the_first_end() -> Mapping[tuple[str, ...], float]:
-    left = [left for left, _ in Renewer.of_process().times_left()]
+    left = Renewer.of_process().times_left()
     return {(): min(left)} if left else {}
 
 
 def _look_at_the_least_share() -> Mapping[tuple[str, ...], float]:
-    shares = [left / ttl for left, ttl in Renewer.of_process().times_left()]
+    shares = Renewer.of_process().shares_left()
     return {(): min(shares)} if shares else {}
 
 
