@@ -19,6 +19,7 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import (
     FRESH,
     MOMENT,
+    REATTACHING,
     RULES,
     SAY_AGAIN,
     SEATING,
@@ -701,6 +702,16 @@ def test_who_works_in_a_round_before_the_one_that_etcd_lost_has_that_recalled() 
     assert (verdict.record.number, verdict.record.seats) == (2, ())
     assert verdict.record.recalled == "hostA needs another round, and etcd has lost the record of round 2"
     assert call_back(verdict.record, before)[0]
+
+
+def test_who_seems_to_work_in_an_earlier_round_has_a_lease_s_time_to_say_what_it_does() -> None:
+    """A restored etcd shows what it said then."""
+    before = a_round("A B C")
+    rest = [asks("B", 1, seated=2), asks("C", 1, seated=2)]
+    still = judge_lost([asks("A", 0, seated=1, seen=-9.0), *rest], before)
+    assert isinstance(still, Wait)
+    assert (still.until, still.rule) == (1.0, REATTACHING)
+    assert isinstance(judge_lost([asks("A", 0, seated=1, seen=-10.0), *rest], before), Publish)
 
 
 def of_the_same_round(case: Case, *fields: str) -> Round | None:
