@@ -129,7 +129,7 @@ def test_gc_leaves_what_changed_since_it_looked(run: Commands, etcd: EtcdServer,
     client.put(key, b"x")
     remains = next(iter(remains_of_all(client, "/other")))
     client.put(f"{key}x", b"y")
-    assert not remove(client, "/other", remains)
+    assert not remove(client, "/other", remains, "me")
     assert client.get(key).one is not None
 
 
