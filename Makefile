@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Each process of the tests would compile ftcoord anew, and pytest the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-torchft test test-browser test-cluster sim sim-shrink sim-mutants soak etcd-image lint benchmark docs clean
 
 demo: $(VENV)/.ready
