@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Each process of the tests would compile ftcoord anew, and pytest the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-torchft test test-browser test-cluster sim sim-shrink sim-mutants soak etcd-image lint benchmark docs clean
 
 demo: $(VENV)/.ready
@@ -15,7 +18,8 @@ demo-torchft: $(VENV)/.torchft
 # a browser (`make test-browser`).
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone and not browser'
-	$(BIN)/python -m pytest -q -m 'alone and not docker' --ignore tests/cluster/test_upgrade.py
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not docker' --ignore tests/cluster/test_upgrade.py tests/cluster
+	$(BIN)/python -m pytest -q -m 'alone and not docker' --ignore tests/cluster
 	@if [ -n "$$FTCOORD_TEST_CHROMIUM" ] || command -v chromium >/dev/null; then $(MAKE) test-browser; else \
 		echo "LEFT OUT: the tests of the page in a browser. Install chromium, and run: make test-browser"; fi
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import warm
 
 import ftcoord
 from ftcoord.embedded.server import EtcdServer
@@ -35,14 +35,11 @@ def run(directory: Path, module: str, endpoint: str, *options: str) -> subproces
     """pytest on a module of torchft's, on ours; it leaves its report in the directory."""
     source = str(Path(str(ftcoord.__file__)).parent.parent)
     fixed = ("-p", "no:cacheprovider", "--junit-xml=report.xml", f"--rootdir={directory}", *options)
-    return subprocess.run(
-        [sys.executable, "-m", "ftcoord.torchft", "-m", "pytest", *fixed, "--pyargs", f"torchft.{module}"],
+    return warm.run(
+        *("-m", "ftcoord.torchft", "-m", "pytest", *fixed, "--pyargs", f"torchft.{module}"),
         cwd=directory,
         env={**os.environ, "PYTHONPATH": source, "FTCOORD_ENDPOINTS": endpoint, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=LIMIT,
-        check=False,
     )
 
 
