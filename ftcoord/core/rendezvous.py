@@ -31,8 +31,8 @@ Rules
      that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
      are gone in one moment, those that are gone without a word have a lease's time to come back before the round is
      recalled for them, or for a newcomer. Where etcd has lost the record too, the round runs on until somebody asks for
-     another one, or works in an earlier one. Then a record without seats recalls it. Who was still taking its seat
-     there asks again.
+     another one, or has worked in an earlier one for a lease's time. Then a record without seats recalls it. Who was
+     still taking its seat there asks again.
 
 Times are the decider's own monotonic seconds, from when it saw the event.
 """
@@ -207,10 +207,8 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
     if previous is not None and previous.closed:
         return _judge_closed(previous, poll, options, now)
     lost = max((member.ask.seated for member in situation.members), default=0)
-    # Who works in a round before that one waits for nodes that have left it, and would never hear so.
-    wanting = [*poll.asking, *(member for member in poll.busy if member.ask.seated < lost)]
-    if wanting and lost > (previous or NO_ROUND).number:
-        return _recall_lost(lost, wanting, poll)
+    if lost > (previous or NO_ROUND).number and (verdict := _judge_lost(lost, poll, options, now)):
+        return verdict
     if previous is not None and previous.seats and not previous.recalled:
         return _judge_running(previous, poll, options, now)
     return _form(poll, options, now)
@@ -410,8 +408,26 @@ def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
     return Publish(recalled, f"round {previous.number} recalled: {reason}", RECALL)
 
 
+def _judge_lost(number: int, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
+    """R9. None as long as nobody needs another round than this one, whose record etcd has lost.
+
+    Who works in an earlier one does: it waits for nodes that have left it, and would never hear so. But a restored etcd
+    shows of each node what that said long ago, until the node has said it anew. So who says it has a lease's time.
+    """
+    behind = [member for member in poll.busy if member.ask.seated < number]
+    due = {member.id: member.seen + options.return_to_seat for member in behind}
+    wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]
+    if wanting:
+        return _recall_lost(number, wanting, poll)
+    if not behind:
+        return None
+    hosts = _names(member.ask.host for member in behind)
+    reason = f"{hosts} may not have said yet that it works in round {number}, whose record etcd has lost"
+    return Wait(reason, min(due.values()), REATTACHING)
+
+
 def _recall_lost(number: int, wanting: Iterable[RoundCandidate], poll: _RoundPoll) -> Publish[Round]:
-    """R9. Nobody knows the seats of this round, but those that hold one know its number."""
+    """Nobody knows the seats of this round, but those that hold one know its number."""
     hosts = _names(member.ask.host for member in wanting)
     reason = f"{hosts} needs another round, and etcd has lost the record of round {number}"
     record = Round(number, (), "", 0, (), *poll.limits, recalled=reason, waiting=len(poll.asking))
@@ -534,7 +550,8 @@ def _of_seat(now: AnyRound, ask: JoinRequest) -> Outlook[JoinRequest]:
         return Outlook(Standing.MISSED, Next.RETURN)
     if ask.seated == now.number:
         return _PENDING
-    return Outlook(Standing.SEATED, Next.WRITE, replace(ask, seated=now.number, failed=()))  # that was another round
+    takes = replace(ask, seated=now.number, failed=(), failed_at=0)  # that was another round
+    return Outlook(Standing.SEATED, Next.WRITE, takes)
 
 
 _PENDING: Final[Outlook[JoinRequest]] = Outlook(Standing.PENDING)
