@@ -191,7 +191,7 @@ def test_a_call_whose_time_is_over_says_so_and_does_not_ask_any_more(
 def test_the_gateway_itself_says_so_too(natives: Natives, etcd: EtcdServer) -> None:
     job = job_of(etcd, heartbeat_timeout_ms=60_000)
     with Gateway(job) as gateway:
-        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=10.0)
+        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=5.0)
         eventually(lambda: asked(job) == 1, "it asks")
         freeze(natives.pid)  # its own clock does not see the time-out first
         eventually(lambda: not asked(job), "its time is over")
