@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -194,7 +194,12 @@ class RendezvousPolicy:
             gone_since,
             self._ends_of(previous, members),
             view.decided.mod_revision if view.decided else 0,
+            self._unreadable(),
         )
+
+    def _unreadable(self) -> frozenset[str]:
+        """The members that live and cannot be read, as far as this has seen."""
+        return frozenset(map(member_of, self._members.unreadable))
 
     def _gone_of(
         self, previous: Round | None, members: Sequence[RoundCandidate], view: View, now: float
@@ -203,7 +208,9 @@ class RendezvousPolicy:
 
         Read once of each: a sentinel says it before its member goes.
         """
-        gone = vacant(previous, members) if previous is not None and not _is_explained(previous) else frozenset()
+        gone: Set[str] = frozenset()
+        if previous is not None and not _is_explained(previous):
+            gone = vacant(previous, members, self._unreadable())
         # Of one that was gone and came back to its seat, another cause counts when it is gone again.
         self._gone = {member: known for member, known in self._gone.items() if member in gone}
         if previous is not None and (new := gone - self._gone.keys()):
