@@ -14,6 +14,10 @@ demo: $(VENV)/.ready
 demo-torchft: $(VENV)/.torchft
 	$(BIN)/python examples/torchft_demo.py
 
+# Bytecode is kept, whatever the environment says: a container image's would have hundreds of processes compile all of
+# ftcoord, and each of pytest's workers all tests.
+test test-browser test-cluster: export PYTHONDONTWRITEBYTECODE =
+
 # All but what needs containers or a newer etcd (`make test-cluster` runs that), and without a chromium all but what needs
 # a browser (`make test-browser`).
 test: $(VENV)/.ready

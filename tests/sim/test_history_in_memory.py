@@ -13,7 +13,7 @@ from members import Door
 from test_held_asks import PAIR, ask, in_background, replica_of
 from test_participants_in_memory import LEASE_TTL, end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
-from worlds import World, play, simulated
+from worlds import World, long_simulated, play, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
@@ -109,7 +109,7 @@ def live_through(world: World, group: list[Agent]) -> None:
     work_together(world, group, after=fourth)
 
 
-@simulated
+@long_simulated
 def test_each_decision_is_in_the_history_and_nothing_else_is(world: World) -> None:
     group = agents(world, 3, (1, 4))
     live_through(world, group)
