@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.failover import Case, Recovery
+from benchmarks.failover import TTL, Case, Recovery
 from benchmarks.imports import Import
 from benchmarks.metrics import Load
 from benchmarks.nodes import BACKENDS, Joined
@@ -194,7 +194,7 @@ def idle(measured: Idle) -> str:
 {_written("idle")}
 
 What etcd received in {measured.seconds:g} s from {measured.count} nodes in a running round, each asked for
-`num_nodes_waiting()` ten times a second as by torchrun's agent. Lease TTL 10 s.
+`num_nodes_waiting()` ten times a second as by torchrun's agent. Lease TTL {TTL} s.
 
 {table(["request", "number", "a node and second"], [row for row in rows if row[1] != "0" or row[0] == "(writes)"])}"""
 

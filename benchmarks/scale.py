@@ -32,6 +32,7 @@ from unittest import mock
 from benchmarks import agent_store
 from benchmarks.agents import LEASE_TTL, RUN, SPARE, Agents, Host, Order, Phase
 from benchmarks.crowd import Crowd
+from benchmarks.failover import TTL
 from benchmarks.lighthouses import OURS, TORCHFT, job_at, serving
 from benchmarks.metrics import AS_ETCD_DOES, Holdings, Load
 from benchmarks.nodes import BACKENDS, Nodes, endpoint_for
@@ -329,7 +330,7 @@ def handlers_section(sizes: Sequence[int]) -> str:
     about = f"""Written by `python -m benchmarks.scale --handlers --write docs/scaling.md`. {_machine()} Handlers made
     by torch's registry, in {PROCESSES} processes, each with a connection of its own; all columns are for each
     handler. The CPU is that of making it, and the requests and writes are those; what it holds is counted in a
-    running round, as are the requests of the {IDLE:g} s that follow (lease of 10 s). The threads are Python's after
+    running round, as are the requests of the {IDLE:g} s that follow (lease of {TTL} s). The threads are Python's after
     it was made, with those that each process has once."""
     return _section("## What a handler holds", about, table(names, rows))
 

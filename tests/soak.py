@@ -1,8 +1,8 @@
 """Everything at speed for a while: what grows? soak.py [MINUTES] prints a table, and fails when something did.
 
-Rounds, quorums, changes of a store, timers, broken connections, and one of everything public that is made, used and
-dropped, on a local cluster. Memory is judged by its slope
-over the second half, in MiB an hour; threads, file descriptors, keys and leases by being back where they were.
+Rounds, quorums, changes of a store, timers, broken connections, processes with a sentinel that are killed, and one of
+everything public that is made, used and dropped, on a local cluster. Memory is judged by its slope over the second
+half, in MiB an hour; processes, threads, file descriptors, keys and leases by being back where they were.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from forgettable import KEPT, MAKERS
 from helpers import eventually
 from lines import Lines
 from load import Guarded, Run, StoreLoad, Training
+from victims import KILLED, a_process
 
+from ftcoord.demo.agents import descendants
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.rpc.protobuf import declare
 
@@ -34,6 +36,8 @@ TRAINING = "training"
 """Its last quorum is remembered for days, so that no id comes twice."""
 DROPPED = "dropped"
 """The run of what is dropped. What its groups decided last is remembered, too."""
+VICTIMS = f"{PREFIX}victims"
+"""Where those have their keys that are killed. What they died of is remembered for an hour."""
 OWN_ETCD = {"EtcdCluster", "EtcdServer"}
 SAMPLE = 5.0
 SLOPE = 30.0
@@ -47,9 +51,10 @@ def memory() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def threads_and_files() -> tuple[int, int]:
+def held() -> tuple[int, int, int]:
+    """Processes below this one, threads and files."""
     gc.collect()
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+    return len(descendants(os.getpid())), threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def open_files() -> list[str]:
@@ -60,16 +65,21 @@ def open_files() -> list[str]:
     return sorted(names)
 
 
-def back_to(before: tuple[int, int]) -> bool:
+def back_to(before: tuple[int, int, int]) -> bool:
     """gRPC keeps a few pipes for its next threads: as many as there ever were at once, so not more and more."""
-    threads, files = threads_and_files()
-    return threads <= before[0] and files <= before[1] + KEPT_FILES
+    processes, threads, files = held()
+    return processes <= before[0] and threads <= before[1] and files <= before[2] + KEPT_FILES
 
 
 def leases(cluster: LocalCluster) -> int:
-    """But for those under which the causes of deaths are remembered for an hour: a process that ends leaves one."""
-    graves = {kv.lease for kv in below(cluster) if "/deaths/" in kv.key}
-    return len(lease_ids(cluster) - graves)
+    """But for those of what is remembered: a process that is killed leaves one, and so does a run."""
+    remembered = {kv.lease for kv in below(cluster) if is_remembered(kv)}
+    return len(lease_ids(cluster) - remembered)
+
+
+def is_remembered(kv: KeyValue) -> bool:
+    """Causes of deaths for an hour, and the history of a run for longer."""
+    return "/deaths/" in kv.key or "/events/" in kv.key
 
 
 def lease_ids(cluster: LocalCluster) -> set[int]:
@@ -89,11 +99,12 @@ def below(cluster: LocalCluster) -> list[KeyValue]:
         return list(client.range(Get(Span(PREFIX, is_prefix=True), keys_only=True), timeout=60).kvs)
 
 
-def keys(cluster: LocalCluster) -> int:
+def keys(cluster: LocalCluster) -> list[str]:
     """But for what is remembered."""
     found = below(cluster)
     remembered = {kv.lease for kv in found if kv.key.startswith(f"{PREFIX}{DROPPED}") and kv.key.endswith(KEPT)}
-    return sum(not kv.key.startswith(f"{PREFIX}{TRAINING}/") and kv.lease not in remembered for kv in found)
+    remembered |= {kv.lease for kv in found if is_remembered(kv)}
+    return [kv.key for kv in found if not kv.key.startswith(f"{PREFIX}{TRAINING}/") and kv.lease not in remembered]
 
 
 def slope(samples: list[tuple[float, float]]) -> float:
@@ -132,9 +143,16 @@ def make_and_drop(cluster: LocalCluster) -> int:
     return 2 * len(names)
 
 
+def kill_one(cluster: LocalCluster) -> None:
+    """A process with a lease, whose sentinel says what it died of, gives its lease up and ends."""
+    with client_of(cluster) as client, a_process(cluster.endpoints, client, VICTIMS) as victim:
+        victim.kill()
+        assert victim.await_end().endswith(KILLED)
+
+
 def work(cluster: LocalCluster, minutes: float) -> tuple[list[tuple[float, float]], dict[str, int]]:
     samples: list[tuple[float, float]] = []
-    done = {"rounds": 0, "reconnects": 0, "dropped objects": 0}
+    done = {"rounds": 0, "reconnects": 0, "dropped objects": 0, "killed processes": 0}
     with ExitStack() as stack:
         lines = stack.enter_context(Lines(cluster.endpoints.split(",")))
         store = StoreLoad(lines.endpoints, f"{PREFIX}soak-store", ttl=5, keep=False)
@@ -149,6 +167,8 @@ def work(cluster: LocalCluster, minutes: float) -> tuple[list[tuple[float, float
             done["rounds"] += one_pass(lines, done["reconnects"])
             done["reconnects"] += 1
             done["dropped objects"] += make_and_drop(cluster)
+            kill_one(cluster)
+            done["killed processes"] += 1
             store.progress(1)
             if time.monotonic() > sampled + SAMPLE:
                 sampled = time.monotonic()
@@ -165,19 +185,19 @@ def main(minutes: float = 30.0) -> None:
     cluster = LocalCluster()
     try:
         work(cluster, 0.05)  # what is loaded and made once
-        eventually(lambda: keys(cluster) == 0, lambda: f"{keys(cluster)} keys are left")
-        before, leases_before = threads_and_files(), leases(cluster)
+        eventually(lambda: not keys(cluster), lambda: f"keys are left: {keys(cluster)}")
+        before, leases_before = held(), leases(cluster)
         samples, done = work(cluster, minutes)
-        eventually(lambda: keys(cluster) == 0, lambda: f"{keys(cluster)} keys are left")
-        eventually(lambda: back_to(before), lambda: f"{threads_and_files()} were {before}: {open_files()}")
+        eventually(lambda: not keys(cluster), lambda: f"keys are left: {keys(cluster)}")
+        eventually(lambda: back_to(before), lambda: f"{held()} were {before}: {open_files()}")
         eventually(lambda: leases(cluster) <= leases_before, lambda: f"{leases(cluster)} leases were {leases_before}")
-        after, leases_after = threads_and_files(), leases(cluster)
+        after, leases_after = held(), leases(cluster)
     finally:
         cluster.close()
     growth = slope(samples)
     print(f"{minutes:g} minutes: " + ", ".join(f"{count} {name}" for name, count in done.items()))
     print(f"memory {samples[0][1]:.1f} -> {samples[-1][1]:.1f} MiB, slope {growth:.1f} MiB/h")
-    print(f"threads and files {before} -> {after}, keys 0 -> 0, leases {leases_before} -> {leases_after}")
+    print(f"processes, threads and files {before} -> {after}, keys 0 -> 0, leases {leases_before} -> {leases_after}")
     assert growth < SLOPE or minutes < 5, f"memory grows by {growth:.1f} MiB an hour"
 
 

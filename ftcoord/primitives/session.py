@@ -239,7 +239,10 @@ class KeptLease:
 
     @property
     def state(self) -> SessionState:
-        """True at any moment, also when the keep-alive thread did not run for a while."""
+        """True at any moment, also when the keep-alive thread did not run for a while.
+
+        On a host that was suspended, from the next renewal on: its clock stood still.
+        """
         return SessionState.LOST if self._lost else self._times.state(self._renewer.clock())
 
     @property
