@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 from benchmarks.lighthouses import OURS, TIMEOUT, TORCHFT, classes, job_at, lighthouse, serving
 from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.processes import BenchmarkError, Processes, free_port
-from benchmarks.report import table
+from benchmarks.report import run_alone, table
 from ftcoord.demo.agents import descendants
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
@@ -78,12 +78,13 @@ def _ask(quorum: Callable[..., object], step: int, commit_failures: int, deadlin
 
 
 class Replicas:
-    """Replicas a, b, ..., each a process; context manager."""
+    """Replicas, one at each address, each a process; context manager."""
 
-    def __init__(self, kind: str, address: str, count: int) -> None:
-        names = [f"replica_{number}" for number in range(count)]
+    def __init__(self, kind: str, addresses: Sequence[str]) -> None:
         self._stack = contextlib.ExitStack()
-        self._all = [Processes(1, _replica, kind, address, name) for name in names]
+        self._all = [
+            Processes(1, _replica, kind, address, f"replica_{number}") for number, address in enumerate(addresses)
+        ]
 
     def __enter__(self) -> Replicas:
         for one in self._all:
@@ -97,6 +98,11 @@ class Replicas:
         """All ask together."""
         with ThreadPoolExecutor(len(self._all)) as pool:
             return [reply for (reply,) in pool.map(lambda one: one.ask((LIMIT, commit_failures)), self._all)]
+
+    def ask_rest(self) -> list[Reply]:
+        """All but the first one ask, now and from now on."""
+        self._all.pop(0)
+        return self.ask()
 
     def kill(self) -> None:
         """Kill -9 the first one."""
@@ -119,7 +125,7 @@ DEATHS: Final[Sequence[tuple[str, Callable[[Replicas], None]]]] = (
 
 def death(kind: str, happens: Callable[[Replicas], None], phase: float) -> float:
     """Seconds from the death of one of three until the others have a quorum."""
-    with serving(kind, 2) as (address, _), Replicas(kind, address, 3) as replicas:
+    with serving(kind, 2) as (address, _), Replicas(kind, [address] * 3) as replicas:
         replicas.ask()
         time.sleep(BEFORE + phase * RENEWAL)
         began = time.monotonic()
@@ -138,8 +144,8 @@ class Outage:
     problem: str
 
 
-Coordinator: TypeAlias = tuple[str, Callable[[], object], Callable[[], object]]
-"""Its address, how to kill it, and how to start it again at that address."""
+Coordinator: TypeAlias = tuple[Sequence[str], Callable[[], object], Callable[[], object]]
+"""The address of each of two replicas, how to kill what is at the first, and how to start that again there."""
 
 
 @contextlib.contextmanager
@@ -158,7 +164,7 @@ def torchfts() -> Iterator[Coordinator]:
 
     start()
     try:
-        yield f"http://127.0.0.1:{port}", lambda: processes[-1].kill(), start
+        yield [f"http://127.0.0.1:{port}"] * 2, lambda: processes[-1].kill(), start
     finally:
         processes[-1].kill()
 
@@ -173,19 +179,21 @@ def _light(port: int, ready: Connection) -> None:
 def single() -> Iterator[Coordinator]:
     """One etcd."""
     with EtcdServer(extra_args=AS_ETCD_DOES) as etcd:
-        yield job_at(etcd.get_endpoint(), 2), etcd.kill, etcd.restart
+        yield [job_at(etcd.get_endpoint(), 2)] * 2, etcd.kill, etcd.restart
 
 
 @contextlib.contextmanager
 def three() -> Iterator[Coordinator]:
     """Three etcds, of which the leader is killed."""
     with EtcdCluster(3, extra_args=AS_ETCD_DOES) as cluster:
-        yield job_at(cluster.endpoints, 2), lambda: cluster.kill(cluster.leader()), lambda: None
+        yield [job_at(cluster.endpoints, 2)] * 2, lambda: cluster.kill(cluster.leader()), lambda: None
 
 
-def outage(kind: str, case: Callable[[], AbstractContextManager[Coordinator]], restart: bool) -> Outage:
-    """Two replicas in mid-training when their coordinator is killed, and perhaps started again at once."""
-    with case() as (address, kill, start), Replicas(kind, address, 2) as replicas:
+def outage(
+    kind: str, case: Callable[[], AbstractContextManager[Coordinator]], restart: bool, pause: float = 0.0
+) -> Outage:
+    """Two replicas in mid-training when their coordinator is killed, and perhaps started again, `pause` s later."""
+    with case() as (addresses, kill, start), Replicas(kind, addresses) as replicas:
         for _ in range(3):
             replicas.ask(commit_failures=1)  # each gives a new quorum id
         before = max(reply.quorum_id for reply in replicas.ask())
@@ -194,6 +202,7 @@ def outage(kind: str, case: Callable[[], AbstractContextManager[Coordinator]], r
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(replicas.ask)
             if restart:
+                time.sleep(pause)
                 start()
             replies = asked.result()
         last = max(replies, key=lambda reply: reply.at)
@@ -215,10 +224,11 @@ def run(trials: int) -> str:
         ("the leader of ftcoord's three etcds, its host gone", outage(OURS, three, False)),
     ]
     header = ["killed", "next quorum after, s", "calls that failed", "quorum id before", "after"]
-    return f"""### A replica dies
+    return f"""## A replica dies
 
-One of three replicas dies, the other two ask at once; heartbeat time-out 5 s, `min_replicas` 2. Seconds until both have
-a quorum, of {trials} trials (target of the first row: 0.5 s).
+Written by `python -m benchmarks.reforming --write docs/benchmarks.md`. One of three replicas dies, the
+other two ask at once; heartbeat time-out 5 s, `min_replicas` 2. Seconds until both have a
+quorum, of {trials} trials (target of the first row: 0.5 s).
 
 {table(["one is", "", "median", "worst"], rows)}
 ### The coordinator is killed
@@ -236,3 +246,7 @@ def _row(title: str, one: Outage) -> list[str]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f}" if math.isfinite(seconds) else f"not in {LIMIT:g} s"
+
+
+if __name__ == "__main__":
+    run_alone("benchmarks.reforming", run, 10)
