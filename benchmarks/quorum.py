@@ -2,8 +2,8 @@
 
     python -m benchmarks.quorum --write docs/benchmarks.md
 
-Needs `pip install torchft==0.2.0`. A few minutes. Three of its sections can be measured alone: `benchmarks.ranks`,
-`benchmarks.reforming` and `benchmarks.restarts` take `--write` too.
+Needs `pip install torchft==0.2.0`. A few minutes. Two of its sections can be measured alone: `benchmarks.ranks` and
+`benchmarks.restarts` take `--write` too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks import ranks, reforming, restarts
+from benchmarks import ranks, restarts
 from benchmarks.crowd import Crowd
 from benchmarks.delay import delayed
 from benchmarks.lighthouses import KINDS, OURS, TIMEOUT, TORCHFT, serving
@@ -191,7 +191,6 @@ def main() -> None:
         lambda: run(sizes, options.repeat),
         lambda: run_far(near, options.repeat),
         lambda: ranks.run(world_sizes, max(options.repeat, ranks.REPEAT)),
-        lambda: reforming.run(options.trials),
         lambda: restarts.run(options.trials),
     ]
     for part in parts:

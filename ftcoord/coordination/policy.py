@@ -67,7 +67,8 @@ _quorums: Final = _Quorums()
 
 
 class HighestSeen:
-    """What a replica remembers of all quorums that it heard of, whatever etcd and its leases forget. Thread-safe."""
+    """What a replica remembers of all quorums that it heard of, by their records or by members that know them, whatever
+    etcd and its leases forget. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = concurrency.lock("HighestSeen._lock")  # two threads may read a record at the same time
@@ -80,6 +81,13 @@ class HighestSeen:
         with self._lock:
             self.highest, self._last = self.highest.and_of(quorum), quorum
         return quorum
+
+    def note(self, member: ReplicaRecord) -> None:
+        """Remember what a member says that it knows, too: it may be gone when the next quorum is decided."""
+        known = self.highest
+        if member.heard > known.number or member.after > known.id:
+            with self._lock:
+                self.highest = self.highest.and_(member.heard, member.after)
 
     def has_profile_of(self, request: QuorumRequest) -> bool:
         """Whether the quorum that was read last has a seat for this replica, with the same profile."""
@@ -193,6 +201,7 @@ class QuorumPolicy:
                 same = known.candidate if known and known.record.asked == record.asked else None
                 since, asked_at = (same.joined, same.asked_at) if same else (view.seen[kv.key], kv.mod_revision)
                 known = _Heard(kv, record, _candidate(kv, record, profiles, since, asked_at))
+                self._seen.note(record)
             elif not known.candidate.is_whole:  # there may be another roster now
                 one = known.candidate
                 known = known._replace(candidate=_candidate(kv, record, profiles, one.joined, one.asked_at))

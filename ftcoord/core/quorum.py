@@ -112,7 +112,11 @@ class Highest:
 
     def and_of(self, quorum: QuorumRecord) -> Highest:
         """The same, of one quorum more."""
-        return Highest(max(self.number, quorum.number), max(self.id, quorum.id))
+        return self.and_(quorum.number, quorum.id)
+
+    def and_(self, number: int, id_: int) -> Highest:
+        """The same, of a quorum more with this number and id."""
+        return Highest(max(self.number, number), max(self.id, id_))
 
 
 NOTHING_HEARD: Final = Highest()

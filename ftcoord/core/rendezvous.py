@@ -565,7 +565,8 @@ def _of_seat(now: AnyRound, ask: JoinRequest) -> Outlook[JoinRequest]:
         return Outlook(Standing.MISSED, Next.RETURN)
     if ask.seated == now.number:
         return _PENDING
-    return Outlook(Standing.SEATED, Next.WRITE, replace(ask, seated=now.number, failed=()))  # that was another round
+    takes = replace(ask, seated=now.number, failed=(), failed_at=0)  # that was another round
+    return Outlook(Standing.SEATED, Next.WRITE, takes)
 
 
 _PENDING: Final[Outlook[JoinRequest]] = Outlook(Standing.PENDING)

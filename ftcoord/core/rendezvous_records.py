@@ -59,6 +59,7 @@ class JoinRequest:
             and its workers run on; empty for none. Such a member asks for nothing.
         failed: what became of its worker that failed in round `seated`, or, when it asks again, in round `after`; empty
             for nothing, and one at most. It holds its seat until it comes back.
+        failed_at: etcd's revision at which it said that first, if it says it again; else 0.
     """
 
     node: str
@@ -74,6 +75,7 @@ class JoinRequest:
     leaving: str = ""
     holds: str = ""
     failed: tuple[WorkerFailure, ...] = ()
+    failed_at: int = 0
 
     @property
     def limits(self) -> tuple[int, int]:

@@ -49,7 +49,8 @@ def await_members(server: EtcdServer, job: Job, count: int) -> None:
 def test_a_job_of_three_agents_runs(etcd: EtcdServer, tmp_path: Path) -> None:
     with Job(tmp_path, etcd.get_endpoint(), "3", run_id="team/jöb 1", conf={"lease_ttl": 30}) as job:
         (tmp_path / "logs" / "team").mkdir()  # torch puts the logs into <log dir>/<run id>_...
-        job.start("abc")
+        job.start("a", cold=True)
+        job.start("bc")
         job.round_of("abc")
         joined = job.events("joined")
         assert {(event.sum, event.size, event.restarts) for event in joined} == {(3.0, 3, 0)}

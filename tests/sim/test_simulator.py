@@ -6,11 +6,12 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from simulator.history import play
-from simulator.mutants import MUTANTS, caught_by, planted
+from simulator.mutants import MUTANTS, Mutant, caught_by, planted
 from simulator.plan import PROFILES, PlannedFault, plan_of
 from simulator.shrinking import shrink
 
@@ -59,11 +60,28 @@ def test_a_seed_has_one_trace_in_every_interpreter() -> None:
     assert traces("1", seeds) == traces("2", seeds[::-1]) == here
 
 
-@pytest.mark.parametrize("name", ["a leader's fence names no leader", "a member's number of quorums is not heard"])
+@pytest.mark.parametrize(
+    "name", ["a leader's fence names no leader", "a replica does not remember which quorums it heard of"]
+)
 def test_a_planted_fault_is_seen(name: str) -> None:
     """All of them: `make sim-mutants`."""
     mutant = next(one for one in MUTANTS if one.name == name)
     assert caught_by(mutant) is not None
+
+
+def test_an_error_that_no_oracle_raises_is_not_taken_for_a_find() -> None:
+    broken = Mutant("raises", "ftcoord.recipes.election", "fence = Compare(", "fence = Nothing(", ("recipes",))
+    with planted(broken):
+        report = play(plan_of(0, "recipes"))
+    assert report.failed
+    assert not broken.is_seen_in(report)
+    assert replace(broken, raises=(report.oracle,)).is_seen_in(report)
+
+
+def test_what_changes_nothing_is_not_planted() -> None:
+    text = Mutant("a text", "ftcoord.recipes.election", "One leader at a time.", "Two leaders at a time.", ("recipes",))
+    with pytest.raises(ValueError, match="no function"), planted(text):
+        pass
 
 
 def test_a_failure_is_shrunk_to_what_it_needs() -> None:

@@ -984,3 +984,14 @@ def test_a_worker_that_failed_recalls_the_round_before_its_node_is_back() -> Non
     assert waits(judge(alive, previous, recall_on_loss=False), None)
     again = judge([*all_ask("A C", 1), failing], recalled("A B C"))
     assert waits(again, RETURN), "its node has still to come back"
+
+
+def test_who_failed_first_counts_and_not_who_asked_again_last() -> None:
+    failure = WorkerFailure(7, exit_code=3, fate="exited with code 3")
+    again = JoinRequest("a", "a", 1, 1, "hosta", "n", 2, 3, failed=(failure,), failed_at=10)
+    victim = JoinRequest("b", "b", 1, 0, "hostb", "n", 2, 3, seated=1, failed=(failure,))
+    members = [RoundCandidate("a1", again, 0.0, 40), RoundCandidate("b1", victim, 0.0, 20)]
+    ends = note_ends(
+        {}, Round(1, (Seat("a1", "a", "hosta"), Seat("b1", "b", "hostb")), "a", 1, ready=True), members, ()
+    )
+    assert {end.node: end.noted for end in ends.values()} == {"a": 10, "b": 20}

@@ -58,7 +58,7 @@ from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import View
 
 ROUNDS_AND_QUORUMS: Final = {
-    JoinRequest: "node address port after host nonce min_nodes max_nodes seated reopens leaving holds failed",
+    JoinRequest: "node address port after host nonce min_nodes max_nodes seated reopens leaving holds failed failed_at",
     Round: "number seats address port away min_nodes max_nodes ready recalled waiting closed outcome before by",
     RoundHead: "number size roll chunks address port min_nodes max_nodes ready recalled waiting closed outcome before "
     "by",
@@ -81,7 +81,7 @@ V_ROUNDS_AND_QUORUMS: Final = 3
 OTHERS: Final = {
     Beat: "name data left",
     Death: "cause wall_ms",
-    HistoryEvent: "kind number who node reason failures noted by wall_ms",
+    HistoryEvent: "kind number who node reason failures noted by wall_ms since_ms",
     Candidacy: "name after nonce",
     Term: "number member name by",
     Arrival: "party parties after known nonce",

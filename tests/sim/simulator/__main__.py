@@ -127,7 +127,7 @@ def _shrink(options: argparse.Namespace) -> int:
     return 1
 
 
-def _hunt(task: tuple[Mutant, int]) -> tuple[Mutant, Report | None]:
+def _hunt(task: tuple[Mutant, range]) -> tuple[Mutant, Report | None]:
     report = caught_by(*task)
     if report is not None:
         report.trace.clear()
@@ -135,7 +135,7 @@ def _hunt(task: tuple[Mutant, int]) -> tuple[Mutant, Report | None]:
 
 
 def _mutants(options: argparse.Namespace) -> int:
-    tasks = [(one, options.seeds) for one in MUTANTS if options.only in one.name]
+    tasks = [(one, range(options.seeds)) for one in MUTANTS if options.only in one.name]
     missed = 0
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
         for mutant, report in pool.imap_unordered(_hunt, tasks):

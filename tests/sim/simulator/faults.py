@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ftcoord import errors as ftcoord_errors
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import decided_key, member_id, member_key, roster_key, tail_key
 from ftcoord.etcd.api import Get, Put, Span
 from ftcoord.testing.backend import Snapshot
@@ -18,6 +19,7 @@ from simulator.plan import PlannedFault
 from simulator.roles import ROLES, Agent
 from simulator.world import LEASE_TTL, Process, World
 
+WORKER_FAILURE: Final = WorkerFailure(4711, signal=9, fate="was killed by signal 9 (SIGKILL)")
 GARBAGE: Final = (b"", b"garbage", b"{}", b'{"v":1}', b'{"v":9,"number":3}', b"\xff\xfe")
 
 
@@ -116,7 +118,7 @@ class Faults:
         watch = role.handler._resources.watch
         if watch is None or not watch.watches:
             return ""
-        process.begin(lambda: watch.failed("worker 4711 was killed by signal 9 (SIGKILL)"), "workers")
+        process.begin(lambda: watch.fail(WORKER_FAILURE), "workers")
         if draw.random() < 0.7:  # else the agent takes long to stop the others
             watch.watches = False
         else:

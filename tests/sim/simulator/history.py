@@ -11,7 +11,7 @@ from typing import Final
 
 from ftcoord.core.layout import is_member_key
 from ftcoord.etcd.api import KeyValue
-from ftcoord.testing import MemoryEtcd, Scheduler
+from ftcoord.testing import MemoryEtcd, Scheduler, Stuck
 from simulator.faults import Faults, cast
 from simulator.oracles import Violation, require
 from simulator.plan import Network, Plan
@@ -46,6 +46,9 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
 
+    by_oracle: bool = False
+    """Whether an oracle objects, or nobody could go on; else something was raised."""
+
     @property
     def failed(self) -> bool:
         return bool(self.problem)
@@ -70,8 +73,10 @@ def play(plan: Plan) -> Report:
     try:
         scheduler.run(main)
     except Violation as error:
-        report.problem, report.oracle = str(error), error.oracle
-    except Exception as error:  # whatever ended a thread of the code under test, or the deadlock of all
+        report.problem, report.oracle, report.by_oracle = str(error), error.oracle, True
+    except Stuck as error:
+        report.problem, report.oracle, report.by_oracle = f"Stuck: {error}", "nobody is stuck", True
+    except Exception as error:  # whatever ended a thread of the code under test
         report.problem, report.oracle = f"{type(error).__name__}: {error}", type(error).__name__
         report.place = "".join(traceback.format_exception(error))
     finally:

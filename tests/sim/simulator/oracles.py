@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -115,10 +115,16 @@ class RoundOracle:
 
 
 class QuorumOracle:
-    """torchft's rules, S2 and S5 of the quorums."""
+    """torchft's rules, S2 and S5 of the quorums.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    Args:
+        owner: the name of the process that a member belongs to, by the member's id.
+    """
+
+    def __init__(self, job: Job, owner: Callable[[str], str]) -> None:
+        self._job, self._owner = job, owner
+        self._knows: dict[str, tuple[int, int]] = {}
+        """The number and the id of the highest quorums that a process was told of, or decided."""
         self._members: dict[str, tuple[Member, ReplicaRecord]] = {}
         self._views: list[dict[str, Member]] = [{}]
         self.last: QuorumRecord | None = None
@@ -155,6 +161,7 @@ class QuorumOracle:
                 kv.create_revision,
                 said,
                 kv.mod_revision,
+                (record.heard, record.after),
             )
             self._members[id_] = one, record
         self._views.append({id_: one for id_, (one, _) in self._members.items()})
@@ -177,8 +184,9 @@ class QuorumOracle:
         names = [one.request.replica_id for one in new.seats]
         require("S5 no quorum is empty", names, f"quorum {new.number}")
         require("S1 one seat for each", len(set(names)) == len(names), f"quorum {new.number}: {names}")
-        if old is not None:
+        if old is not None and not (garbled and self._is_forgotten(old, new, views)):
             self._check_numbers(old, new)
+        self._learn(self._owner(new.by), new)
         wait = self._job.join_timeout_ms / 1000 / FASTEST - 0.01
         own = {id_: self._members[id_][0] for id_ in with_ if id_ in self._members}
         seen = [[*one.values()] for view in views for one in ((view, view | own) if own else (view,))]
@@ -192,6 +200,27 @@ class QuorumOracle:
             garbled or self._last.names in allowed,
             f"quorum {new.number} of {sorted(names)} after {sorted(before.names)}; allowed were {texts}",
         )
+
+    def _is_forgotten(self, old: QuorumRecord, new: QuorumRecord, views: Sequence[Mapping[str, Member]]) -> bool:
+        """Whether nobody can know of the last quorum, whose record somebody has deleted: not who decided, nor a member
+        that was there when it did."""
+        knows = [
+            *(min(max((one.knows[part] for one in view.values()), default=0) for view in views) for part in (0, 1))
+        ]
+        own = self._knows.get(self._owner(new.by), (0, 0))
+        number, id_ = (max(pair) for pair in zip(knows, own, strict=True))
+        require("S2 quorums only grow", new.number > number, f"{new.number}, and the members know {number}")
+        require("S2 ids only grow", new.id >= id_, f"id {new.id}, and the members know {id_}")
+        if number >= old.number:
+            return False
+        # Who was told of it is dead, or out of the job: others may hear of another one by its number.
+        self._by_number = {one: what for one, what in self._by_number.items() if one < new.number}
+        self._by_id = {one: names for one, names in self._by_id.items() if one < new.id}
+        return True
+
+    def _learn(self, process: str, quorum: QuorumRecord) -> None:
+        number, id_ = self._knows.get(process, (0, 0))
+        self._knows[process] = max(number, quorum.number), max(id_, quorum.id)
 
     def _check_numbers(self, old: QuorumRecord, new: QuorumRecord) -> None:
         require("S2 quorums only grow", new.number > old.number, f"{new.number} after {old.number}")
@@ -221,6 +250,7 @@ class QuorumOracle:
             known = quorum.id != before.id or quorum.names == before.names
             require("S2 an id is of one membership", known, f"{process}: {quorum.id} is {sorted(quorum.names)} now")
         self._told[process] = quorum
+        self._learn(process, quorum)
         same = self._by_number.setdefault(quorum.number, quorum)
         require("S1 one quorum a number", same == quorum, f"two quorums have the number {quorum.number}")
         names = self._by_id.setdefault(quorum.id, quorum.names)
@@ -294,10 +324,12 @@ class Oracles:
     """All of them, fed with every change of etcd."""
 
     job: Job
+    owner: Callable[[str], str]
+    """The name of the process that a member belongs to, by the member's id."""
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.rounds, self.quorums = RoundOracle(), QuorumOracle(self.job)
+        self.rounds, self.quorums = RoundOracle(), QuorumOracle(self.job, self.owner)
         self.election, self.barrier = ElectionOracle(), BarrierOracle()
         self.was_restored = False
         self.operations: list[Operation] = []

@@ -19,6 +19,7 @@ class Member:
         profile: the digest of its profile, if it has left that out of its request.
         since: when it said so first, in virtual seconds.
         came, said, wrote: the revisions at which it became a member, first said what it asks, and last wrote that.
+        knows: the number and the id of the highest quorums that it says it knows of.
     """
 
     id: str
@@ -30,6 +31,7 @@ class Member:
     came: int
     said: int
     wrote: int
+    knows: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

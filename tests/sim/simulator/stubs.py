@@ -12,6 +12,7 @@ from typing import Any
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
+from ftcoord.core.event_records import WorkerFailure
 from ftcoord.etcd.api import Lease, Put, TxnResult
 from ftcoord.primitives import sentinel, sentinel_main
 from ftcoord.primitives.sentinel_orders import Order
@@ -36,8 +37,19 @@ class Ports:
 class WorkerStub:
     """In place of `WorkerWatch`: a worker fails when the simulation says so."""
 
-    def __init__(self, _mark: str, failed: Callable[[str], None], _broken: object) -> None:
-        self.failed, self.watches = failed, True
+    def __init__(
+        self, _mark: str, failed: Callable[[WorkerFailure], None], _broken: object, _timer_of: Callable[[int], str]
+    ) -> None:
+        self._failed, self.watches = failed, True
+        self._first: WorkerFailure | None = None
+
+    def fail(self, failure: WorkerFailure) -> None:
+        """A worker has ended like that."""
+        self._first = self._first or failure
+        self._failed(failure)
+
+    def failure(self, _stopped_at: float | None = None) -> WorkerFailure | None:
+        return self._first
 
     def end(self) -> None:
         self.watches = False

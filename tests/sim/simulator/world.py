@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.core.layout import member_id, members_span
+from ftcoord.core.layout import members_span
 from ftcoord.etcd.api import Event, Get, Span
 from ftcoord.testing import NEVER, Call, Fate, MemoryClient, MemoryEtcd, Scheduler
 from ftcoord.testing.scheduler import Clock
@@ -191,8 +191,8 @@ class World:
         self.job = Job(
             "etcd", "", "job", min_replicas=least, join_timeout_ms=wait, heartbeat_timeout_ms=1000 * LEASE_TTL
         )
-        self.oracles = Oracles(self.job)
         self.owners: dict[int, Process] = {}
+        self.oracles = Oracles(self.job, self._name_of)
         self.processes: dict[str, Process] = {}
         self.observer = etcd.client()
         etcd.listen(self._committed)
@@ -240,9 +240,10 @@ class World:
         kvs = self.etcd.snapshot().keys.range(Get(Span("/", is_prefix=True))).kvs
         self.oracles.restored(kvs, self.scheduler.time)
 
-    def lease_of(self, process: Process) -> list[str]:
-        """The member ids that a process has, or had."""
-        return [member_id(lease) for lease, owner in self.owners.items() if owner is process]
+    def _name_of(self, member: str) -> str:
+        """That of the process that a member belongs to."""
+        owner = self.owners.get(int(member, 16))
+        return owner.name if owner is not None else ""
 
     def _committed(self, events: list[Event]) -> None:
         if self.scheduler.ending:

@@ -168,9 +168,8 @@ MUTANTS: Final = (
         "return _ANSWERED if replica_id in now.names else _MISSED", "return _ANSWERED", QUORUMS,
     ),
     Mutant(
-        "a member's number of quorums is not heard", "ftcoord.core.quorum",
-        "return cls(*of, joined, came_at, asked_at, wrote_at, is_whole, record.heard)",
-        "return cls(*of, joined, came_at, asked_at, wrote_at, is_whole, 0)", ("lost quorums",),
+        "a replica does not remember which quorums it heard of", "ftcoord.coordination.policy",
+        "self.highest, self._last = self.highest.and_of(quorum), quorum", "self._last = quorum", ("lost quorums",),
     ),
     # -- elections and barriers ---------------------------------------------------------------------------------------
     Mutant(
