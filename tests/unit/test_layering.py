@@ -82,8 +82,8 @@ FLOORS = (
     "rendezvous.backend rendezvous.init_method rendezvous.legacy",
     "rendezvous",
     (
-        "coordination.address coordination.checks coordination.history coordination.policy coordination.ranks "
-        "coordination.splice coordination.tcp coordination.types"
+        "coordination.address coordination.checks coordination.history coordination.peers coordination.policy "
+        "coordination.ranks coordination.splice coordination.tcp coordination.types"
     ),
     "coordination.askers coordination.convert coordination.failure coordination.manager_wire coordination.use",
     (
