@@ -57,12 +57,54 @@ FLOORS = (
     "primitives.group.group primitives.group.plain_use",
     "primitives.group.membership",
     "primitives.group.participant",
-    "store timer heartbeat recipes",
+    "store.errors store.waiting",
+    "store.halves",
+    "store.store",
+    "store",
+    "timer.environment timer.ledger timer.process timer.requests",
+    "timer.client timer.listing timer.worker_leases",
+    "timer.server",
+    "timer",
+    "heartbeat",
+    "recipes.member",
+    "recipes.barrier recipes.leadership",
+    "recipes.election",
+    "recipes",
+    (
+        "rendezvous.bootstrap rendezvous.ending rendezvous.logs rendezvous.orphans rendezvous.policy rendezvous.seat "
+        "rendezvous.settings rendezvous.signals rendezvous.timers rendezvous.torchelastic rendezvous.worker_failures"
+    ),
+    "rendezvous.run_record rendezvous.url rendezvous.use rendezvous.workers",
+    "rendezvous.limits",
+    "rendezvous.pace",
+    "rendezvous.node",
+    "rendezvous.handler",
+    "rendezvous.create",
+    "rendezvous.backend rendezvous.init_method rendezvous.legacy",
     "rendezvous",
+    (
+        "coordination.address coordination.checks coordination.history coordination.peers coordination.policy "
+        "coordination.ranks coordination.splice coordination.tcp coordination.types"
+    ),
+    "coordination.askers coordination.convert coordination.failure coordination.manager_wire coordination.use",
+    (
+        "coordination.connection coordination.lighthouse_wire coordination.native_calls coordination.rank_frames "
+        "coordination.rank_group coordination.replica"
+    ),
+    (
+        "coordination.gateway_sessions coordination.kills coordination.native_manager coordination.native_ranks "
+        "coordination.observer coordination.quorum_watch coordination.rank_connection coordination.rank_sockets"
+    ),
+    "coordination.gateway coordination.lighthouse coordination.manager_client coordination.rank_port",
+    "coordination.managed_group",
+    "coordination.manager",
     "coordination",
     "proactive",
     "torchft",
-    "demo testing",
+    "testing",
+    "demo.agents demo.train",
+    "demo.run",
+    "demo",
     "operator.told",
     "operator.job_keys",
     "operator.rounds operator.quorums",
@@ -77,11 +119,14 @@ FLOORS = (
     "dashboard.serving",
     "commands.output",
     "commands.flags",
+    "commands.completion commands.looking commands.serving",
+    "commands.acting commands.doctor commands.explaining",
+    "commands.paging commands.watching",
     "commands",
     "cli _torchrun",
 )
 """Lowest first: modules, or whole packages. What is on a floor imports from the floors below, and from its own package
-where that stands here as a whole."""
+where that stands here as a whole. A package whose modules have floors stands above them for what it says itself."""
 
 PURE_CORE = {"__future__", "collections", "dataclasses", "enum", "functools", "hashlib", "itertools", "json", "math"}
 PURE_CORE |= {"operator", "typing", "urllib"}
