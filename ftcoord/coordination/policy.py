@@ -157,8 +157,7 @@ class QuorumPolicy:
         if isinstance(verdict, Publish):
             return replace(self._encoded(verdict, view, roster), events=self._events(view, previous, verdict.record))
         times = [at for at in (verdict.until, next_death) if at is not None]
-        asks = verdict.asks if self._patience is None else 1  # beats are written as asks are
-        return Wait(verdict.reason, min(times, default=None), verdict.rule, asks=asks)
+        return Wait(verdict.reason, min(times, default=None), verdict.rule)
 
     def _events(self, view: View, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
         """What the history has to say: nothing, and no request, in a step of the same replicas."""

@@ -29,7 +29,7 @@ Times are the decider's own monotonic seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Final, NoReturn
 
@@ -124,12 +124,10 @@ NOTHING_HEARD: Final = Highest()
 
 @dataclass(frozen=True, slots=True)
 class _QuorumPoll:
-    """Who is alive and who asks; `asking` by replica id, `eligible` those of them that may be in the quorum, `is_plain`
-    whether each member can be read and has a replica id of its own."""
+    """Who is alive and who asks; `asking` by replica id, `eligible` those of them that may be in the quorum."""
 
     alive: int
     unreadable: int
-    is_plain: bool
     asking: Mapping[str, QuorumCandidate]
     eligible: Sequence[QuorumCandidate]
     shrink_only: bool
@@ -177,7 +175,7 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
     if before and before <= poll.asking.keys():
         reason, rule = f"Fast quorum found, all replicas of the last one ask again {poll}", FAST
     elif waiting := _obstacle(poll, options, situation.previous_at, now):
-        return replace(waiting, asks=_asks_before_due(poll, options, before))
+        return waiting
     else:
         reason, rule = f"Valid quorum found {poll}", ENOUGH
     # If each live member has a seat in it, nobody asks any more.
@@ -188,14 +186,13 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
 def _poll(situation: QuorumSituation, answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
     replicas, unreadable = situation.members, situation.unreadable
     alive = {one.request.replica_id for one in replicas}
-    is_plain = len(alive) == len(replicas)
-    if is_plain:  # nearly always, and this runs for each replica at each decision
+    if len(alive) == len(replicas):  # nearly always, and this runs for each replica at each event
         asking = {one.request.replica_id: one for one in replicas if _asks(one, answered)}
     else:
         asking = _asking(replicas, answered)
     shrink_only = any(one.request.shrink_only for one in asking.values())
     eligible = [one for name, one in asking.items() if not (shrink_only and before) or name in before]
-    return _QuorumPoll(len(alive) + unreadable, unreadable, is_plain and not unreadable, asking, eligible, shrink_only)
+    return _QuorumPoll(len(alive) + unreadable, unreadable, asking, eligible, shrink_only)
 
 
 def _asking(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int]) -> dict[str, QuorumCandidate]:
@@ -237,20 +234,6 @@ def _obstacle(poll: _QuorumPoll, options: QuorumOptions, previous_at: float, now
         missing = f"waiting for {poll.alive - count} healthy workers until the join timeout"
         return Wait(f"New quorum not ready, have {count} participants, {missing} {poll}", until, ENOUGH)
     return None
-
-
-def _asks_before_due(poll: _QuorumPoll, options: QuorumOptions, before: frozenset[str]) -> int:
-    """See `Wait.asks`. A member that writes adds one replica at most to those that ask, where each has an id of its own
-    and keeps it; and it may take back that it is `shrink_only`."""
-    if poll.shrink_only or not poll.is_plain:
-        return 1
-    count = len(poll.asking)
-    missing = max(options.min_replicas, poll.alive // 2 + 1) - count  # until the join time-out counts (Q3)
-    if missing <= 0:
-        missing = poll.alive - count  # until all ask
-    if before:
-        missing = min(missing, len(before - poll.asking.keys()))  # Q2
-    return max(missing, 1)
 
 
 def _conclude(chosen: Iterable[QuorumCandidate], situation: QuorumSituation) -> QuorumRecord:

@@ -51,15 +51,12 @@ class Wait:
         until: the time, on the decider's clock, at which to look again whatever happens; None: when something does.
         rule: the rule of `decide`'s module that it follows.
         events: what the job's history has to say all the same. It is written by itself, and once.
-        asks: how many members must at least write what they ask, as long as none goes, before another verdict, or
-            another `until`, may be due.
     """
 
     reason: str
     until: float | None = None
     rule: str = ""
     events: Sequence[HistoryEvent] = ()
-    asks: int = 1
 
 
 Verdict: TypeAlias = Publish[R] | Wait

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord.core.invariants import check_quorum
@@ -202,57 +202,3 @@ def test_ids_are_never_used_again(min_replicas: int, join_timeout: float, histor
     for act in history:
         run.act(*act)
         run.decide()
-
-
-# -- how many must ask before anything may be due -------------------------------------------------------------------
-
-SHRINKS, GIVES_UP, ASKS = "asks, and lets nobody new in", "asks nothing", "asks"
-
-
-def writes(*kinds: str) -> st.SearchStrategy[tuple[tuple[str, str], ...]]:
-    """What members write, one after another; most say something once."""
-    who = st.permutations(NAMES).flatmap(lambda names: st.just(names) | st.lists(st.sampled_from(NAMES), max_size=8))
-    return who.flatmap(lambda names: st.tuples(*(st.tuples(st.just(name), st.sampled_from(kinds)) for name in names)))
-
-
-@example(2, "abc", (("a", SHRINKS), ("d", ASKS), ("e", ASKS)), (("a", ASKS),))
-@given(
-    st.integers(1, 5),
-    st.sampled_from(["", "ab", "abc", NAMES]),
-    writes(ASKS, GIVES_UP) | writes(ASKS, ASKS, SHRINKS, GIVES_UP, GIVES_UP),
-    writes(ASKS) | writes(ASKS, ASKS, SHRINKS, GIVES_UP),
-)
-def test_nothing_is_due_before_as_many_have_asked_as_a_wait_says(
-    min_replicas: int, before: str, first: tuple[tuple[str, str], ...], then: tuple[tuple[str, str], ...]
-) -> None:
-    """Whoever writes, and whether it comes, asks, gives up, or lets nobody new in: `decide` would say the same."""
-    options = QuorumOptions(min_replicas, float(JOIN_TIMEOUT))
-    run = Ours(options)
-    for name in before:
-        run.ask(request(name, False, 0), 0)
-    if before:
-        found = decide(QuorumSituation([*run.members.values()], None), replace(options, min_replicas=1), 0.0)
-        assert isinstance(found, Publish)
-        run.last, run.last_at = found.record, 0.0
-
-    def situation() -> QuorumSituation:
-        return QuorumSituation([*run.members.values()], run.last, run.last_at)
-
-    def write(name: str, does: str, now: int) -> None:
-        if does != GIVES_UP:
-            run.ask(request(name, does == SHRINKS, 0), now)
-        elif name in run.members:
-            run.members[name] = replace(run.members[name], asked=0)
-        else:
-            run.beat(name)
-
-    for name, does in first:
-        write(name, does, 1)
-    verdict = decide(situation(), options, 2.0)
-    if isinstance(verdict, Publish):
-        return
-    for name, does in then[: verdict.asks - 1]:
-        write(name, does, 3)
-        later = decide(situation(), options, 4.0)
-        assert isinstance(later, Wait), "something was due"
-        assert later.until is None or (verdict.until is not None and later.until >= verdict.until), "it is due earlier"

@@ -29,7 +29,7 @@ from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, 
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener, OwnWrite
 from ftcoord.primitives.group.event_log import EventLog
-from ftcoord.primitives.group.member_key import HOLD, HeldAsk, MemberKey, MemberLost
+from ftcoord.primitives.group.member_key import HeldAsk, MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy, View
 from ftcoord.primitives.group.succession import Judged, Succession
@@ -112,8 +112,6 @@ class Group:
         self._calm_until = 0.0  # only the thread
         self._rests: tuple[tuple[object, ...], float | None] | None = None  # only the thread
         """What the last verdict to wait rested on, and until when it holds: many events change nothing of that."""
-        self._sleeps_on = 0, 0.0  # the group's turn guards it
-        """Before how many changes of members, and until when, nothing can be due: see `Wait.asks`."""
         self._thread = concurrency.thread(self._run, "ftcoord-group")
 
     @property
@@ -212,19 +210,18 @@ class Group:
             self._inbox.put((mirror, posted))
 
     def _apply_here(self, mirror: Mirror, posted: Posted) -> bool:
-        """Most members only need to be told the decision; a decider need not be told its own, nor of each that asks
-        before the last one does. So this applies all that on the watch's thread and lets the group's thread sleep. It
-        never waits for the turn: the watch's thread serves others too.
+        """Most members only need to be told the decision, and a decider need not be told its own: so this applies both
+        on the watch's thread and lets the group's thread sleep. It never waits for the turn: the watch's thread serves
+        others too.
 
         It does not overtake what the thread has still to apply: the mirror would take that for a change that it missed.
         """
-        batch = posted.item
-        if not isinstance(batch, Batch) or not self._turn.acquire(blocking=False):
+        if not isinstance(posted.item, Batch) or not self._turn.acquire(blocking=False):
             return False
         try:
             if self._thread.ident is None or self._taken < self._queued:
                 return False
-            if not (self._is_all_it_hears(mirror) or mirror.has(posted) or self._makes_nothing_due(mirror, batch)):
+            if not (self._is_all_it_hears(mirror) or mirror.has(posted)):
                 return False
             self._apply(mirror, posted)
             if not mirror.synced:  # a change was missed, and only the thread reads
@@ -236,13 +233,6 @@ class Group:
     def _is_all_it_hears(self, mirror: Mirror) -> bool:
         """Whether these are the decisions, of a member that does not decide."""
         return mirror is self._record.mirror and self._members.mirror is None
-
-    def _makes_nothing_due(self, mirror: Mirror, batch: Batch) -> bool:
-        """Whether these are members that ask, and more have to before the decider can decide."""
-        changes, until = self._sleeps_on
-        if mirror is not self._members.mirror or self._members.changes + len(batch.events) >= changes:
-            return False
-        return concurrency.now() < until and all(event.kind == "put" for event in batch.events)
 
     def _begin(self, outcome: WriteOutcome) -> None:
         tail, decided = outcome.reads
@@ -388,7 +378,6 @@ class Group:
         if not self._members.has(self.key):
             self._member_key.doubted = True  # the next step puts it back, if it is gone
             return concurrency.now() + STEP_RETRY_PAUSE
-        self._sleeps_on = 0, 0.0
         verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())
         self._calm_until = concurrency.now() + rest(len(in_order))
         if isinstance(verdict, Wait):
@@ -396,7 +385,7 @@ class Group:
             if verdict.events:
                 self._record.note(verdict.events, (exists(self.key),))
             self._rests = basis, verdict.until
-            return self._sleep_on(verdict.asks, self._succession.rest(verdict.until))
+            return self._succession.rest(verdict.until)
         before = self._record.known
         if not self._publish(verdict):
             if self._record.known != before:
@@ -407,16 +396,6 @@ class Group:
             return concurrency.now()  # and look what follows
         self._rests = self._basis(), None
         return self._succession.rest(None)
-
-    def _sleep_on(self, asks: int, until: float | None) -> float | None:
-        """Let the thread sleep until so many members have asked; when to look again. After `HOLD` it looks at those
-        that have asked by then: a policy must see what each says before that member says it again, for a time-out
-        begins there."""
-        if asks < 2:
-            return until
-        looks_at = concurrency.now() + HOLD
-        self._sleeps_on = self._members.changes + asks, looks_at
-        return looks_at if until is None else min(until, looks_at)
 
     def _basis(self) -> tuple[object, ...]:
         """All that a verdict rests on, but for the time."""
