@@ -103,6 +103,7 @@ class Process:
 
     def check(self, told: Callable[..., None], *what: object) -> None:
         """Have an oracle judge what this process was told: it may not be heard by who catches errors."""
+        self.world.oracles.counts["answers"] += 1
         try:
             told(self.name, *what)
         except Violation as violation:
@@ -195,8 +196,9 @@ class World:
             "etcd", "", "job", min_replicas=least, join_timeout_ms=wait, heartbeat_timeout_ms=1000 * LEASE_TTL
         )
         self.owners: dict[int, Process] = {}
-        self.oracles = Oracles(self.job, self._name_of)
+        self.oracles = Oracles(self.job, self._name_of, self._is_dead, plan.nnodes)
         self.processes: dict[str, Process] = {}
+        self.restored_at = -1e9
         self.observer = etcd.client()
         etcd.listen(self._committed)
         self.groups = (RUN, self.job.prefix, ELECTION, BARRIER)
@@ -240,8 +242,13 @@ class World:
 
     def restored(self) -> None:
         """etcd holds something else now."""
+        self.restored_at = self.scheduler.time
         kvs = self.etcd.snapshot().keys.range(Get(Span("/", is_prefix=True))).kvs
         self.oracles.restored(kvs, self.scheduler.time)
+
+    def _is_dead(self, member: str) -> bool:
+        owner = self.owners.get(int(member, 16))
+        return owner is not None and owner.is_killed
 
     def _name_of(self, member: str) -> str:
         """That of the process that a member belongs to."""
