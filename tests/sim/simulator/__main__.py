@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import multiprocessing
 import os
 import sys
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(work=_run)
     for name, work, text in (
         ("show", _show, "play one seed, and show all that happens in it"),
+        ("plan", _show_plan, "tell what a seed brings, as tests/sim/found.json keeps it"),
         ("shrink", _shrink, "find fewer faults with which a seed fails in the same way"),
     ):
         command = commands.add_parser(name, help=text)
@@ -117,6 +119,11 @@ def _show(options: argparse.Namespace) -> int:
     report = play(_plan(options))
     print(report.trace.text(), report.place or report.problem or "nothing is wrong with it", sep="")
     return report.failed
+
+
+def _show_plan(options: argparse.Namespace) -> int:
+    print(json.dumps(_plan(options).dumped()))
+    return 0
 
 
 def _shrink(options: argparse.Namespace) -> int:
