@@ -2,12 +2,14 @@
 
     python -m benchmarks.deaths --write docs/benchmarks.md
 
-Real agents, each a process of its own. With the default numbers of trials about an hour.
+Real agents, each a process of its own. With the default numbers of trials about an hour. Each trial is in the report
+as soon as it is over. etcd-v2 is measured where `pip install python-etcd urllib3` was run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import signal
 import sys
@@ -16,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.failover import C10D, CASES, Case, recover, spread
+from benchmarks.failover import C10D, CASES, ETCD_V2, Case, Recovery, recover, spread
 from benchmarks.nodes import OURS
+from benchmarks.processes import BenchmarkError
 from benchmarks.report import Evictions, Recoveries
 from benchmarks.starving import STARVING, Starving, starve
 
@@ -31,37 +34,77 @@ class Trials:
     starving: int
 
 
-def failover(trials: Trials, cases: Sequence[Case] = CASES) -> Iterator[str]:
-    """Agents, hosts and workers that are lost, and an agent that is added: the section."""
-    if trials.ours:
-        rivals = {case: case.rivals if trials.rivals else () for case in cases}
-        yield report.failover([_recoveries(trials, case, one) for case in cases for one in (OURS, *rivals[case])])
+def failover(trials: Trials, cases: Sequence[Case] = CASES, target: Path | None = None) -> None:
+    """Agents, hosts and workers that are lost, and an agent that is added: publish the section."""
+    measured: dict[tuple[str, str], Recoveries] = {}
+    for case in cases if trials.ours else ():
+        for backend in (OURS, *(_at_hand(case.rivals) if trials.rivals else ())):
+            for one in _recoveries(trials, case, backend):
+                measured[case.title, backend] = one
+                _keep(report.failover(list(measured.values())), target)
+    if measured and target is None:
+        print(report.failover(list(measured.values())))
 
 
-def starving(trials: Trials, cases: Sequence[Starving] = STARVING) -> Iterator[str]:
-    """Agents that starve: the section."""
-    if trials.starving:
-        backends = (OURS, C10D) if trials.rivals else (OURS,)
-        yield report.evictions([_evictions(trials, case, one) for case in cases for one in backends])
+def starving(trials: Trials, cases: Sequence[Starving] = STARVING, target: Path | None = None) -> None:
+    """Agents that starve: publish the section."""
+    measured: dict[tuple[str, str], Evictions] = {}
+    for case in cases if trials.starving else ():
+        for backend in (OURS, C10D) if trials.rivals else (OURS,):
+            for one in _evictions(trials, case, backend):
+                measured[case.title, backend] = one
+                _keep(report.evictions(list(measured.values())), target)
+    if measured and target is None:
+        print(report.evictions(list(measured.values())))
 
 
-def _recoveries(trials: Trials, case: Case, backend: str) -> Recoveries:
-    found = []
+def _at_hand(rivals: Sequence[str]) -> Sequence[str]:
+    """Those that can be measured here."""
+    if ETCD_V2 not in rivals or importlib.util.find_spec("etcd") is not None:
+        return rivals
+    say(f"{ETCD_V2} is left out: it needs `pip install python-etcd urllib3`")
+    return [one for one in rivals if one != ETCD_V2]
+
+
+def _keep(section: str, target: Path | None) -> None:
+    """After each trial, so that it is there whatever becomes of the next one. Rows of what is not measured now stay."""
+    if target is not None:
+        report.publish_rows(section, target, 2)
+
+
+def _recoveries(trials: Trials, case: Case, backend: str) -> Iterator[Recoveries]:
+    """All of them, after each trial."""
+    found: list[Recovery] = []
     for phase in spread(trials.ours if backend == OURS else trials.rivals):
-        one = recover(backend, case, phase)
+        try:
+            one = recover(backend, case, phase)
+        except BenchmarkError as error:
+            yield Recoveries(backend, case, found, _problem(backend, case.title, error))
+            return
         seconds = f"{one.recalled:.2f} s, {one.first_start:.1f} s, {one.all_running:.1f} s"
         say(f"{backend}, {case.title}: {seconds} {one.why}")
         found.append(one)
-    return Recoveries(backend, case, found)
+        yield Recoveries(backend, case, found)
 
 
-def _evictions(trials: Trials, case: Starving, backend: str) -> Evictions:
-    found = []
+def _evictions(trials: Trials, case: Starving, backend: str) -> Iterator[Evictions]:
+    """All of them, after each trial."""
+    found: list[int] = []
     for phase in spread(trials.starving if backend == OURS else trials.rivals):
-        one = starve(backend, case, phase)
+        try:
+            one = starve(backend, case, phase)
+        except BenchmarkError as error:
+            yield Evictions(backend, case.title, found, _problem(backend, case.title, error))
+            return
         say(f"{backend}, {case.title}: {one.restarts} restarts {'; '.join(one.why)}")
         found.append(one.restarts)
-    return Evictions(backend, case.title, found)
+        yield Evictions(backend, case.title, found)
+
+
+def _problem(backend: str, title: str, error: BenchmarkError) -> str:
+    """What the table says of trials that ended early; all of it is printed."""
+    say(f"{backend}, {title}: no more trials: {error}")
+    return "then " + str(error).partition("\n")[0].replace("|", "/")
 
 
 def say(text: str) -> None:
@@ -82,10 +125,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     trials = Trials(options.trials, options.rival_trials, options.starving)
     cases = [CASES[number - 1] for number in options.cases] if options.cases else CASES
-    for section in failover(trials, cases):
-        report.publish(section, options.write)
-    for section in starving(trials):
-        report.publish(section, options.write)
+    failover(trials, cases, options.write)
+    starving(trials, target=options.write)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks import ranks, reforming, restarts
+from benchmarks import ranks, restarts
 from benchmarks.crowd import Crowd
 from benchmarks.delay import delayed
 from benchmarks.lighthouses import KINDS, OURS, TIMEOUT, TORCHFT, serving
@@ -190,7 +190,6 @@ def main() -> None:
         run(sizes, options.repeat),
         run_far(near, options.repeat),
         ranks.run(world_sizes, options.repeat),
-        reforming.run(options.trials),
         restarts.run(options.trials),
     ]
     publish("\n".join(parts), options.write)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -78,19 +78,20 @@ def measure_idle(count: int, seconds: float) -> Idle:
         return Idle(count, seconds, Load.read(endpoint).since(before))
 
 
-def run(plan: Plan) -> Iterator[str]:
-    """Measure, and tell it in Markdown, section by section."""
-    yield report.head(plan.parts)
+def run(plan: Plan, target: Path | None) -> None:
+    """Measure, and publish each section as soon as it is there."""
+    report.publish(report.HEAD, target)
     if "rounds" in plan.parts:
-        yield from report.rounds(measure_rounds(plan))
+        for section in report.rounds(measure_rounds(plan)):
+            report.publish(section, target)
     if "idle" in plan.parts:
-        yield report.idle(measure_idle(8, plan.idle))
+        report.publish(report.idle(measure_idle(8, plan.idle)), target)
     if "import" in plan.parts:
-        yield report.imports([measure_import() for _ in range(plan.repeat)])
+        report.publish(report.imports([measure_import() for _ in range(plan.repeat)]), target)
     if "failover" in plan.parts:
-        yield from deaths.failover(plan.trials)
+        deaths.failover(plan.trials, target=target)
     if "starving" in plan.parts:
-        yield from deaths.starving(plan.trials)
+        deaths.starving(plan.trials, target=target)
 
 
 def main() -> None:
@@ -103,18 +104,12 @@ def main() -> None:
     parser.add_argument("--failover-repeat", type=int, default=10, help="trials of etcd-v3 with real agents")
     parser.add_argument("--rival-repeat", type=int, default=2, help="trials of c10d: up to 150 s each")
     parser.add_argument("--starving-repeat", type=int, default=10, help="trials of agents that starve")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="where to put the report; default: print it")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="report whose sections to replace; default: print")
     options = vars(parser.parse_args())
     target: Path | None = options.pop("write")
     logging.disable(logging.WARNING)
-    sections = []
     trials = deaths.Trials(*(options.pop(f"{name}_repeat") for name in ("failover", "rival", "starving")))
-    for section in run(Plan(**options, trials=trials)):
-        sections.append(section)
-        if target is not None:  # what there is survives a measurement that fails
-            target.write_text("\n".join(sections))
-    if target is None:
-        print("\n".join(sections))
+    run(Plan(**options, trials=trials), target)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,15 @@ from benchmarks.imports import Import
 from benchmarks.metrics import Load
 from benchmarks.nodes import BACKENDS, Joined
 from benchmarks.processes import PROCESSES
-from ftcoord.embedded.server import EtcdServer
+from ftcoord.embedded.binary import find_etcd
 
 OURS, *RIVALS = BACKENDS
 TARGET_RATIO: Final = 10
 TARGET_WRITES: Final = 4
 TARGET_IMPORT: Final = 20
 """Milliseconds."""
+_LOAD: Final = os.getloadavg()[0]
+"""When the command began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +53,43 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Recoveries:
-    """All trials of one backend and case."""
+    """All trials of one backend and case, and what ended them early: empty if nothing did."""
 
     backend: str
     case: Case
     trials: Sequence[Recovery]
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Evictions:
-    """How often workers were started again in each trial of one backend, though nobody had died."""
+    """How often workers were started again in each trial of one backend, though nobody had died; and what ended the
+    trials early."""
 
     backend: str
     title: str
     restarts: Sequence[int]
+    problem: str = ""
 
 
-def head(parts: Sequence[str]) -> str:
-    """What was run, on what."""
-    with EtcdServer() as server, server.get_client() as client:
-        etcd = client.status().version
-    return f"""# Benchmarks
+HEAD: Final = """# Benchmarks
 
-Written by `make benchmark`, that is `python -m benchmarks.rendezvous --write docs/benchmarks.md` ({", ".join(parts)}).
-Claims are ratios within one run; the seconds are those of one small machine.
-
-Python {platform.python_version()}, torch {torch.__version__}, etcd {etcd}; {os.cpu_count()} cores
-({platform.machine()}), load average before the start {os.getloadavg()[0]:.1f}. All etcds commit as they do by
-default, in batches (an embedded etcd 3.5.0 to 3.5.2 would commit each write by itself, for 0.4 ms more: those can lose
-writes).
+Each section says which command writes it, and with what it was measured; `make benchmark` runs most of them. A command
+replaces its own sections and leaves the others alone. Claims are ratios within one run; the seconds are those of one
+small machine. All etcds that are not killed commit as they do by default, in batches (an embedded etcd 3.5.0 to 3.5.2
+would commit each write by itself, for 0.4 ms more: those releases can lose writes when killed).
 """
+"""What stands above all sections."""
+
+
+def measured_with() -> str:
+    """A sentence: on what a section was measured."""
+    told = subprocess.run([find_etcd(), "--version"], capture_output=True, text=True, check=True).stdout
+    etcd = told.splitlines()[0].replace(" Version:", "")
+    return (
+        f"Python {platform.python_version()}, torch {torch.__version__}, {etcd};"
+        f" {os.cpu_count()} cores ({platform.machine()}), load average before the start {_LOAD:.1f}."
+    )
 
 
 def rounds(trials: Sequence[Trial]) -> list[str]:
@@ -88,15 +98,22 @@ def rounds(trials: Sequence[Trial]) -> list[str]:
     return [
         f"""## Time of a round
 
+{_written("rounds")}
+
 `N` nodes (min = max = `N`) in {PROCESSES} processes on one host call `next_rendezvous` together; seconds until the last
 one has left it. "First" is a new run, "again" is all of them a second time. All handlers are made through torch's
 registry, and are connected (etcd-v3's have their lease and their first watch), before the clock starts; each trial has
 a fresh etcd. Median of {repeats} (least to most).
-""",
-        _speed("First", trials, lambda trial: trial.first),
-        _speed("Again", trials, lambda trial: trial.again),
+
+{_speed("First", trials, lambda trial: trial.first)}
+{_speed("Again", trials, lambda trial: trial.again)}""",
         _cost(trials),
     ]
+
+
+def _written(part: str) -> str:
+    command = f"python -m benchmarks.rendezvous --parts {part} --write docs/benchmarks.md"
+    return f"Written by `{command}`.\n{measured_with()}"
 
 
 def _speed(title: str, trials: Sequence[Trial], of: Callable[[Trial], Joined]) -> str:
@@ -112,10 +129,10 @@ def _speed(title: str, trials: Sequence[Trial], of: Callable[[Trial], Joined]) -
         rows.append([str(count), *cells, *(f"{ratio:.1f}x" for ratio in ratios[count])])
     header = ["N", *(f"{backend}, s" for backend in BACKENDS), *(f"{rival} / {OURS}" for rival in RIVALS)]
     large = [ratio for count, of_count in ratios.items() if count >= 8 for ratio in of_count]
-    verdict = ""
+    reached = ""
     if large:
-        verdict = _verdict(f"smallest ratio at N >= 8: {min(large):.1f}", min(large) >= TARGET_RATIO, f"{TARGET_RATIO}")
-    return f"### {title}\n\n{table(header, rows)}\n{verdict}\n"
+        reached = verdict(f"smallest ratio at N >= 8: {min(large):.1f}", min(large) >= TARGET_RATIO, f"{TARGET_RATIO}")
+    return f"### {title}\n\n{table(header, rows)}\n{reached}\n"
 
 
 def _cost(trials: Sequence[Trial]) -> str:
@@ -133,15 +150,17 @@ def _cost(trials: Sequence[Trial]) -> str:
     header = ["N", "backend"]
     for which in ("first", "again"):
         header += [f"{which}: CPU, ms", f"{which}: etcd writes", f"{which}: requests"]
-    verdict = _verdict(f"most writes of {OURS}: {most:.2f} a node", most <= TARGET_WRITES, f"at most {TARGET_WRITES}")
+    reached = verdict(f"most writes of {OURS}: {most:.2f} a node", most <= TARGET_WRITES, f"at most {TARGET_WRITES}")
     return f"""## Cost of a round, for each node
+
+{_written("rounds")}
 
 Writes are etcd's own count of raft proposals: puts, transactions that write, leases granted. Requests are gRPC messages
 that etcd received, by method (etcd-v2 sends none: it speaks HTTP). Those of the first round count from before the
 handlers were made. CPU is that of the nodes' processes in the round, without etcd's.
 
 {table(header, rows)}
-{verdict}
+{reached}
 """
 
 
@@ -172,6 +191,8 @@ def idle(measured: Idle) -> str:
     rows = [[method, f"{number:g}", f"{number / total:.3f}"] for method, number in numbers.items()]
     return f"""## Steady state
 
+{_written("idle")}
+
 What etcd received in {measured.seconds:g} s from {measured.count} nodes in a running round, each asked for
 `num_nodes_waiting()` ten times a second as by torchrun's agent. Lease TTL 10 s.
 
@@ -181,25 +202,26 @@ What etcd received in {measured.seconds:g} s from {measured.count} nodes in a ru
 def imports(measured: Sequence[Import]) -> str:
     """The section on what being installed costs."""
     ours, total = median(one.ours for one in measured), median(one.total for one in measured)
-    verdict = _verdict(f"{ours:.1f} ms", ours <= TARGET_IMPORT, f"{TARGET_IMPORT} ms")
+    reached = verdict(f"{ours:.1f} ms", ours <= TARGET_IMPORT, f"{TARGET_IMPORT} ms")
     return f"""## Import
 
+{_written("import")}
+
 Loading ftcoord's entry points ({measured[0].entries}) adds {ours:.1f} ms to the {total:.0f} ms that the import of
-`torch.distributed.elastic.rendezvous` takes (medians). {verdict}
+`torch.distributed.elastic.rendezvous` takes (medians). {reached}
 """
 
 
 def failover(measured: Sequence[Recoveries]) -> str:
     """The section on agents, hosts and workers that are lost, and on agents that are added."""
     rows: list[list[str]] = []
-    verdicts: list[str] = []
     for one in measured:
         recalled = [trial.recalled for trial in one.trials]
         starts = [trial.first_start for trial in one.trials]
         ends = [trial.all_running for trial in one.trials]
-        fates = _fates(one)
-        rows.append([one.case.title, one.backend, *map(_spread, (recalled, starts, ends)), fates])
-        verdicts += _targets(one) if one.backend == OURS else []
+        targets = "; ".join(_targets(one)) if one.backend == OURS and one.trials else ""
+        times = map(_spread, (recalled, starts, ends))
+        rows.append([one.case.title, one.backend, *times, _fates(one), targets or "-"])
     header = [
         "case",
         "backend",
@@ -207,6 +229,7 @@ def failover(measured: Sequence[Recoveries]) -> str:
         "first new worker, s",
         "all running, s",
         "all running, each trial",
+        "targets",
     ]
     return f"""## Agents lost and added
 
@@ -217,9 +240,9 @@ first worker of the new round was started, and until all workers of the new roun
 their imports. Median / worst. Workers whose agent was killed end within 50 ms of it, also where nobody ends them. Of a
 worker that exits a child holds gloo's connections open, so its peers hang, as with NCCL. c10d's store is hosted by the
 agent that is killed in place of rank 0's, and by one that lives in all other cases.
+{measured_with()}
 
-{table(header, rows)}
-{"".join(f"- {verdict}" + chr(10) for verdict in verdicts)}"""
+{table(header, rows)}"""
 
 
 def _spread(seconds: Sequence[float]) -> str:
@@ -234,12 +257,11 @@ def _targets(one: Recoveries) -> Iterator[str]:
         seconds = [getattr(trial, target.until) for trial in one.trials]
         reached = median(seconds) <= target.median and max(seconds) <= target.worst
         wanted = f"{target.median:g} s" + (f", worst {target.worst:g} s" if math.isfinite(target.worst) else "")
-        what = target.until.replace("_", " ")
-        yield _verdict(f"{one.case.title}: {what} {_spread(seconds)} s", reached, wanted)
+        yield f"{target.until.replace('_', ' ')} {wanted}: {_met(reached)}"
 
 
 def _fates(one: Recoveries) -> str:
-    return "; ".join(_fate(trial, one.case) for trial in one.trials)
+    return "; ".join([*(_fate(trial, one.case) for trial in one.trials), *filter(None, [one.problem])])
 
 
 def _fate(trial: Recovery, case: Case) -> str:
@@ -250,28 +272,33 @@ def _fate(trial: Recovery, case: Case) -> str:
 
 def evictions(measured: Sequence[Evictions]) -> str:
     """The section on agents that starve."""
-    rows = [
-        [one.title, one.backend, str(len(one.restarts)), str(sum(map(bool, one.restarts))), str(sum(one.restarts))]
-        for one in measured
-    ]
-    lost = sum(sum(one.restarts) for one in measured if one.backend == OURS)
-    header = ["what happens", "backend", "trials", "with an eviction", "restarts of the workers"]
+    rows = []
+    for one in measured:
+        evicted, restarts = sum(map(bool, one.restarts)), sum(one.restarts)
+        trials = "; ".join([str(len(one.restarts)), *filter(None, [one.problem])])
+        target = f"0: {_met(restarts == 0)}" if one.backend == OURS and one.restarts else "-"
+        rows.append([one.title, one.backend, trials, str(evicted), str(restarts), target])
+    header = ["what happens", "backend", "trials", "with an eviction", "restarts of the workers", "target"]
     return f"""## Agents that starve
 
 Written by `python -m benchmarks.deaths --write docs/benchmarks.md`. Three torchrun agents, default settings, one gloo
 worker each. Nobody dies, so each restart of the workers is one too many: somebody was taken for dead.
+{measured_with()}
 
-{table(header, rows)}
-{_verdict(f"restarts with {OURS}: {lost}", lost == 0, "0")}
-"""
+{table(header, rows)}"""
 
 
 def _seconds(seconds: float) -> str:
     return "never" if seconds == math.inf else f"{seconds:.2f}" if seconds < 1 else f"{seconds:.1f}"
 
 
-def _verdict(found: str, reached: bool, target: str) -> str:
-    return f"{found[0].upper()}{found[1:]} (target {target}: {'met' if reached else 'not met'})."
+def verdict(found: str, reached: bool, target: str) -> str:
+    """A sentence: what was found, and whether that reaches the target."""
+    return f"{found[0].upper()}{found[1:]} (target {target}: {_met(reached)})."
+
+
+def _met(reached: bool) -> str:
+    return "met" if reached else "not met"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -281,12 +308,43 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def publish(section: str, target: Path | None) -> None:
-    """Put a section, from its `## ` heading on, in place of the one in `target`, or at the end; or print it."""
+    """Put a section, from its heading on, in place of the one in `target`, or at the end; or print it."""
     if target is None:
         print(section)
         return
+    before, _, after = _around(section, target)
+    target.write_text("\n".join(filter(None, [before, section])) + after)
+
+
+def publish_rows(section: str, target: Path | None, keys: int) -> None:
+    """The same of a section with one table, but rows of the one in `target` stay that begin with other `keys` cells."""
+    if target is not None:
+        _, found, _ = _around(section, target)
+        section = _merge(section, found, keys)
+    publish(section, target)
+
+
+def _around(section: str, target: Path) -> tuple[str, str, str]:
+    """What stands in a file before the section of that title, the section, and what comes after it."""
     text = target.read_text() if target.exists() else ""
     title = section.partition("\n")[0]
     before, found, rest = f"\n{text}".partition(f"\n{title}\n")
-    after = rest.partition("\n## ")[1:] if found else ()
-    target.write_text(f"{before[1:]}\n{section}{''.join(after)}")
+    body, *after = rest.partition("\n## ") if found else ("",)
+    return before[1:], body, "".join(after)
+
+
+def _merge(section: str, old: str, keys: int) -> str:
+    """The section with the rows that only the old one has, each where it was."""
+    start = section.index("\n| ") + 1
+    end = section.rindex("|\n") + 2
+    header, line, *new = section[start:end].splitlines()
+    known = old.splitlines()
+    if header in known:
+        rows = {_key(row, keys): row for row in known[known.index(header) + 2 :] if row.startswith("| ")}
+        rows |= {_key(row, keys): row for row in new}
+        new = list(rows.values())
+    return f"{section[:start]}{chr(10).join([header, line, *new])}\n{section[end:]}"
+
+
+def _key(row: str, keys: int) -> tuple[str, ...]:
+    return tuple(row.split(" | ")[:keys])

@@ -36,7 +36,9 @@ class Starving:
 def _load(job: Job) -> None:
     with ExitStack() as ends:
         for _ in range(LOAD):
-            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            # In sessions of their own, as the agents are: the kernel shares out the processors by session
+            # (sched_autogroup_enabled), so all of one session would get no more than one agent does.
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
             ends.callback(busy.wait)
             ends.callback(busy.kill)
         job.pause(LOADED)

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from benchmarks.lighthouses import OURS, TORCHFT, serving
 from benchmarks.processes import BenchmarkError
-from benchmarks.report import publish, table
+from benchmarks.report import measured_with, publish, table, verdict
 
 PATIENCE: Final = 180.0
 """Seconds for the first steps."""
@@ -26,6 +26,8 @@ _SCRIPT: Final = Path(__file__).with_name("stepping.py")
 SURVIVORS, VICTIM = "abc", "d"
 SIZE: Final = 4
 """All of them."""
+TARGET: Final = 3.0
+"""Seconds, with proactive recovery."""
 
 
 class Stepping:
@@ -83,8 +85,9 @@ def measure(kind: str, timeout: float, *, proactive: bool) -> float:
         _until(heard, lambda: all_said(enters=step, size=SIZE), PATIENCE)
         began = time.monotonic()
         victim.kill()
-        _until(heard, lambda: all_said(committed=True, step=step + 1, size=SIZE - 1), 3 * timeout + PATIENCE)
-        done = [one for one in others.said if one.get("committed") and one["size"] == SIZE - 1]
+        next_one = {"committed": True, "step": step + 1, "size": SIZE - 1}
+        _until(heard, lambda: all_said(**next_one), 3 * timeout + PATIENCE)
+        done = [one for one in others.said if next_one.items() <= one.items()]
         return max(next(float(one["at"]) for one in done if one["name"] == name) for name in SURVIVORS) - began
 
 
@@ -101,18 +104,26 @@ def run(trials: int, timeout: float) -> str:
         (OURS, OURS, False, 1),
         (TORCHFT, TORCHFT, False, 1),
     ]
-    rows = []
+    rows, reached = [], ""
     for title, kind, proactive, count in cases:
-        times = [measure(kind, timeout, proactive=proactive) for _ in range(count)]
+        times = []
+        for _ in range(count):
+            times.append(measure(kind, timeout, proactive=proactive))
+            print(f"{title}: {times[-1]:.2f} s", file=sys.stderr, flush=True)
         rows.append([title, f"{median(times):.2f}", f"{max(times):.2f}", str(count)])
+        if proactive:
+            reached = verdict(f"with it at worst {max(times):.2f} s", max(times) <= TARGET, f"{TARGET:g} s")
     return f"""## A replica is killed in the middle of a step
 
 Written by `python -m benchmarks.stuck --write docs/benchmarks.md`.
+{measured_with()}
 
 One of four replicas on Gloo is killed with -9 while the others wait for it in an allreduce with a time-out of
 {timeout:g} s. Seconds until all of them have committed their next step, without it.
 
-{table(["", "median", "worst", "trials"], rows)}"""
+{table(["", "median", "worst", "trials"], rows)}
+{reached}
+"""
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,23 @@ class Browser:
         for fd in (from_us, to_us, *high):
             os.close(fd)
         self._out, self._in = os.fdopen(to_it, "wb", 0), os.fdopen(from_it, "rb")
-        self._ids, self._session, self._left = itertools.count(1), "", b""
+        self._ids, self._session, self._left = itertools.count(1), "", bytearray()
         self.said: list[str] = []
         """What the page wrote into its console, dialogs it opened, errors in it."""
+        self._attach()
+
+    def _attach(self) -> None:
+        self._session = ""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
+
+    def tab(self) -> Browser:
+        """Another page of the same browser, which that one closes. For the same thread."""
+        tab = copy(self)
+        tab._attach()
+        return tab
 
     def close(self) -> None:
         self._session = ""
@@ -92,6 +103,10 @@ class Browser:
             " input.dispatchEvent(new Event('input')); }"
         )
 
+    def front(self) -> None:
+        """Have this page in sight, and not the other tabs."""
+        self._call("Page.bringToFront")
+
     def look(self, width: int, height: int, scheme: str) -> None:
         """Have a screen of this size, and a user who wants it light or dark."""
         self._call(
@@ -116,8 +131,10 @@ class Browser:
             chunk = os.read(self._in.fileno(), 1 << 16)
             assert chunk, "the browser has ended"
             self._left += chunk
-        message, _, self._left = self._left.partition(b"\0")
-        return dict(json.loads(message))
+        end = self._left.index(b"\0")
+        message = json.loads(self._left[:end])
+        del self._left[: end + 1]  # in place: all tabs have the same
+        return dict(message)
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message.get("method") in HEARD:

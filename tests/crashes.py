@@ -17,7 +17,7 @@ _crashed: list[str] = []
 """Since it was last asked for; any thread may append."""
 
 
-class _NoticedPopen(subprocess.Popen[Any]):
+class NoticedPopen(subprocess.Popen[Any]):
     """Every way to learn a process's end leads through one of these two."""
 
     def poll(self) -> int | None:
@@ -39,7 +39,7 @@ class _NoticedPopen(subprocess.Popen[Any]):
 def noticed() -> Iterator[None]:
     """While this is open, every process that is started is looked at when it ends."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", _NoticedPopen)
+        patch.setattr(subprocess, "Popen", NoticedPopen)
         yield
 
 

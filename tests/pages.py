@@ -10,10 +10,12 @@ from contextlib import contextmanager
 
 from helpers import DEADLINE
 
-from ftcoord.core import quorum_records, rendezvous_records
+from ftcoord.core import event_records, quorum_records, rendezvous_records
+from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import (
     KEY_PREFIX,
     decided_key,
+    event_key,
     member_id,
     member_key,
     quorum_prefix,
@@ -56,6 +58,13 @@ def write_run(client: EtcdClient, job: str, hosts: Sequence[str]) -> list[int]:
     for at in range(0, len(puts), 100):
         client.txn((), puts[at : at + 100])
     return leases
+
+
+def write_history(client: EtcdClient, job: str, events: Sequence[HistoryEvent]) -> None:
+    """What happened to a run."""
+    for at, event in enumerate(events):
+        key = event_key(run_prefix(KEY_PREFIX, job), client.get("x").revision, "writer", at)
+        client.put(key, event_records.encode(event))
 
 
 def write_quorum(client: EtcdClient, job: str, steps: Mapping[str, int]) -> None:

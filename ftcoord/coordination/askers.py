@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ftcoord import concurrency
+from ftcoord.coordination.ranks import GroupAsk
+from ftcoord.errors import ThreadNotStarted
 
 
 class Askers:
@@ -17,16 +19,20 @@ class Askers:
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
         self._call_soon = call_soon
-        self._inbox: concurrency.Queue[Callable[[], None] | None] = concurrency.inbox()
+        self._inbox: concurrency.Queue[GroupAsk | None] = concurrency.inbox()
         self._idle = self._started = 0  # only the thread that owns this
 
-    def ask(self, ask_for_all: Callable[[], None]) -> None:
-        """Call it on a thread at once."""
+    def ask(self, ask_for_all: GroupAsk) -> None:
+        """Ask on a thread at once. Where none can be started, all ranks of the group hear that."""
         if self._idle:
             self._idle -= 1
         else:
+            try:
+                concurrency.thread(self._run, "ftcoord-ask").start()
+            except ThreadNotStarted as error:
+                ask_for_all.fail(error)
+                return
             self._started += 1
-            concurrency.thread(self._run, "ftcoord-ask").start()
         self._inbox.put(ask_for_all)
 
     def close(self) -> None:
@@ -36,7 +42,7 @@ class Askers:
 
     def _run(self) -> None:
         while (ask_for_all := self._inbox.get()) is not None:
-            ask_for_all()
+            ask_for_all.run()
             self._call_soon(self._note_idle)
 
     def _note_idle(self) -> None:

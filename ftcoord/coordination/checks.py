@@ -7,17 +7,17 @@ from typing import Final
 
 LARGEST: Final = 2**63 - 1
 """The largest integer of torchft's protocol."""
-LONGEST: Final = 10.0 * 365 * 24 * 3600
+TEN_YEARS: Final = 10.0 * 365 * 24 * 3600
 """Seconds. A longer time-out is cut to this: Python's locks refuse those of some hundred years."""
 
 
 def seconds(name: str, value: object) -> float:
-    """A timedelta as seconds, at most LONGEST. Raises TypeError, and ValueError for a negative one."""
+    """A timedelta as seconds, at most TEN_YEARS. Raises TypeError, and ValueError for a negative one."""
     if not isinstance(value, timedelta):
         raise TypeError(f"argument {name!r}: {type(value).__name__!r} object cannot be converted to 'PyDelta'")
     if value < timedelta(0):
         raise ValueError("It is not possible to convert a negative timedelta to a Rust Duration")
-    return min(value.total_seconds(), LONGEST)
+    return min(value.total_seconds(), TEN_YEARS)
 
 
 def string(name: str, value: object) -> str:

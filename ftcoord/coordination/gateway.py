@@ -18,6 +18,7 @@ from typing import Final, TypeVar, cast
 
 from ftcoord import concurrency
 from ftcoord.config import listen_address
+from ftcoord.coordination import peers
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import REQUEST_TIMEOUT
 from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
@@ -59,6 +60,7 @@ class Gateway:
     Raises ConfigError, and ServerError when it cannot listen there.
 
     A quorum call keeps its replica alive for as long as its connection lives; otherwise a replica lives while it beats.
+    One whose connection has ended is dead when it misses its next beats.
     If a thread of the gateway fails by an error of ftcoord's own, that is logged, and all calls are refused: see
     `has_failed`. A gateway that nobody refers to any longer is shut down.
     """
@@ -72,7 +74,7 @@ class Gateway:
             self._etcd = EtcdClient(replace(job.config(), request_timeout=REQUEST_TIMEOUT))
             undo.callback(self._etcd.close)
             server, port = _bind(host, port, job, pool)
-            self._service = _Service(self._etcd, job)
+            self._service = _Service(self._etcd, job, port)
             undo.callback(self._service.close)
             self._service.serve(server)
             server.start()
@@ -114,12 +116,12 @@ class Gateway:
 class _Service:
     """What gRPC's threads know of a gateway: torchft's calls. They do not know the gateway, so it can be forgotten."""
 
-    def __init__(self, etcd: EtcdClient, job: Job) -> None:
+    def __init__(self, etcd: EtcdClient, job: Job, port: int) -> None:
         self._beat_timeout = min(job.heartbeat_timeout, REQUEST_TIMEOUT)
         # Any thread replaces it as a whole; two that do so at once only encode the same quorum twice.
         self._last_response: tuple[QuorumRecord, bytes] | None = None
         self._asks = DaemonPool(CALL_THREADS, "ftcoord-asks")
-        self._sessions = GatewaySessions(etcd, job)
+        self._sessions = GatewaySessions(etcd, job, functools.partial(peers.ended, port))
 
     @property
     def has_failed(self) -> bool:
@@ -148,7 +150,7 @@ class _Service:
     def _heartbeat(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with answering(context):
             deadline = concurrency.now() + min(time_left(context), self._beat_timeout)
-            self._sessions.beat(read_heartbeat(message), deadline)
+            self._sessions.beat(read_heartbeat(message), context.peer(), deadline)
         return HEARTBEAT_RESPONSE
 
     def _response(self, quorum: QuorumRecord) -> bytes:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
@@ -13,7 +16,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import BEAT_FRACTION, Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
-from ftcoord.errors import ServerError
+from ftcoord.errors import ServerError, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.metrics import process as metrics
 from ftcoord.pool import DaemonPool
@@ -23,8 +26,13 @@ log = logging.getLogger(__name__)
 
 REVOKE_TIMEOUT: Final = 2.0
 """Seconds that etcd may take to revoke the lease of a replica that has gone silent."""
-SWEEP_INTERVAL: Final = 0.2
+SWEEP_INTERVAL: Final = 0.1
 """Seconds between two looks for replicas that have gone silent."""
+MISSED: Final = 3
+"""Beats that a replica must have missed, and"""
+QUIET_FOR: Final = 0.3
+"""seconds that it must have been silent, before it counts as dead because its connection has ended. One that lives
+connects again with its next beat."""
 
 
 class _GatewaySession:
@@ -38,25 +46,51 @@ class _GatewaySession:
         """When a beat of it was last written to etcd."""
         self.calls = 0
         """How many of its calls are under way."""
+        self.peer = ""
+        """Who sent its last beat, as gRPC names it,"""
+        self.beat_at = 0.0
+        """when,"""
+        self.beats_every = math.inf
+        """and how many seconds after the one before; infinite if that came by another connection."""
+        self.looks_at = 0.0
+        """When it is worth the while to ask for its connection again."""
+
+    def note_beat(self, peer: str, now: float) -> None:
+        """It lives."""
+        self.beats_every = now - self.beat_at if peer == self.peer else math.inf
+        self.peer, self.beat_at, self.looks_at = peer, now, 0.0
+
+    def is_quiet(self, now: float) -> bool:
+        """Whether to ask if its connection still stands: then its host is lost or it hangs, and has its time-out. Else
+        its process has ended, for it has beaten through that connection before, and would have connected again."""
+        quiet_since = max(self.last_sign_at, self.beat_at)
+        patience = max(MISSED * self.beats_every, QUIET_FOR)
+        return not self.calls and now >= max(quiet_since + patience, self.looks_at)
+
+    def stands(self, now: float) -> None:
+        """Its connection does: ask again when it has been quiet for twice as long. There may be tens of thousands of
+        connections to look through."""
+        self.looks_at = now + (now - self.beat_at)
 
 
 class GatewaySessions:
     """Replicas by their ids, each a member of the job from its first beat or request on. Thread-safe.
 
     torchft's managers beat ten times a second. etcd sees none of that: each replica has a lease, which is renewed while
-    beats come, and revoked when there were none for the heartbeat time-out. Only where that is too short for leases
-    (`LEASE_FLOOR`) are beats written, and judged by the decider.
+    beats come, and revoked when there were none for the heartbeat time-out, or when they stop and their connection has
+    ended. Only where the time-out is too short for leases (`LEASE_FLOOR`) are beats written, and judged by the decider.
 
     Args:
         etcd: the client.
         job: the job and its rules.
+        ended: which of these peers, as gRPC names them, are connected no longer; see `peers`.
 
     If the thread that looks for silent replicas fails, no replica could die any more. All of them are then left to
     expire, and each call raises ServerError.
     """
 
-    def __init__(self, etcd: Etcd, job: Job) -> None:
-        self._etcd, self._job = etcd, job
+    def __init__(self, etcd: Etcd, job: Job, ended: Callable[[Collection[str]], Collection[str]]) -> None:
+        self._etcd, self._job, self._ended = etcd, job, ended
         timeout = job.heartbeat_timeout
         self._forward_interval = timeout * BEAT_FRACTION if timeout < LEASE_FLOOR else None
         self._silent_after = max(timeout, LEASE_FLOOR)
@@ -75,9 +109,11 @@ class GatewaySessions:
         with self._lock:
             return self._failed
 
-    def beat(self, replica_id: str, deadline: float) -> None:
-        """A replica lives. Raises what `Replica.beat` does, and ServerError."""
+    def beat(self, replica_id: str, peer: str, deadline: float) -> None:
+        """A replica lives; `peer` is who said so. Raises what `Replica.beat` does, and ServerError."""
         with self._visit(replica_id) as session:
+            with self._lock:
+                session.note_beat(peer, concurrency.now())
             if self._should_forward(session):
                 session.replica.beat(deadline)
 
@@ -141,8 +177,8 @@ class GatewaySessions:
     def _run_sweeper(self) -> None:
         try:
             while not self._closed.wait(SWEEP_INTERVAL):
-                for session in self._take_silent():
-                    self._leaving.submit(session.replica.leave, REVOKE_TIMEOUT)
+                for session in self._take_silent(self._cut_off()):
+                    self._end_lease(session.replica)
         finally:
             if sys.exc_info()[1] is not None:
                 log.exception("the gateway has failed; restart it")
@@ -150,14 +186,41 @@ class GatewaySessions:
                     self._failed = True
                 self._orphan_all()
 
-    def _take_silent(self) -> list[_GatewaySession]:
-        """Those that have sent nothing for too long; they are forgotten."""
+    def _end_lease(self, replica: Replica) -> None:
+        """Of one that has gone silent and was forgotten: nobody else would end it, and it would be renewed for ever."""
+        try:
+            left = self._leaving.submit(replica.leave, REVOKE_TIMEOUT)
+        except ThreadNotStarted as error:
+            log.warning("replica %s has gone silent, and its lease is left to expire: %s", replica.replica_id, error)
+            replica.orphan()
+        else:
+            left.add_done_callback(partial(_see_to, replica))
+
+    def _cut_off(self) -> dict[_GatewaySession, str]:
+        """Those that are quiet, and whose connection has ended, each with the peer that it was."""
+        now = concurrency.now()
+        with self._lock:
+            quiet = {kept: kept.peer for kept in self._sessions.values() if kept.is_quiet(now)}
+        ended = self._ended(set(quiet.values())) if quiet else ()  # without the lock: no call is to wait for it
+        with self._lock:
+            for kept, peer in quiet.items():
+                if peer not in ended:
+                    kept.stands(now)
+        return {kept: peer for kept, peer in quiet.items() if peer in ended}
+
+    def _take_silent(self, cut_off: Mapping[_GatewaySession, str]) -> list[_GatewaySession]:
+        """Those that have sent nothing for too long, or are cut off; they are forgotten."""
         with self._lock:
             if self._closed.is_set():
                 return []
-            since = concurrency.now() - self._silent_after
+            now = concurrency.now()
+            since = now - self._silent_after
             silent = [one for one, kept in self._sessions.items() if not kept.calls and kept.last_sign_at < since]
-            gone = [self._sessions.pop(one) for one in silent]
+            for one, kept in self._sessions.items():
+                if kept.is_quiet(now) and cut_off.get(kept) == kept.peer:  # else it has come back meanwhile
+                    log.debug("replica %s is connected no longer", one)
+                    silent.append(one)
+            gone = [self._sessions.pop(one) for one in set(silent)]
             metrics.GATEWAY_REPLICAS.set(len(self._sessions), self._job.name)
             return gone
 
@@ -167,6 +230,13 @@ class GatewaySessions:
             metrics.GATEWAY_REPLICAS.drop(self._job.name)
         for session in sessions:
             session.replica.orphan()
+
+
+def _see_to(replica: Replica, left: Future[None]) -> None:
+    """What nobody foresaw is logged, and its lease expires."""
+    if (error := left.exception()) is not None:
+        log.error("replica %s did not leave, and its lease is left to expire", replica.replica_id, exc_info=error)
+        replica.orphan()
 
 
 class PendingCall:

@@ -228,7 +228,7 @@ def call_here(group: RankGroup, call: RankCall, deadline: float) -> Any:
     if isinstance(call, RankRequest):
         waiting, ask_for_all = group.quorum(call)
         if ask_for_all is not None:
-            ask_for_all()
+            ask_for_all.run()
         return group.result(waiting.wait(deadline), call)
     if isinstance(call, TimedVote):
         return group.vote(call.rank, call.step, call.yes).wait(deadline)

@@ -95,7 +95,7 @@ class NativeRanks:
             deadline = concurrency.now() + left
             waiting, ask_for_all = self._group.quorum(request)
             if ask_for_all is not None:
-                ask_for_all()
+                ask_for_all.run()
             quorum = waiting.wait(deadline, context.add_callback)
             failures = max(one.commit_failures for one in quorum.requests)
             return write_result(self._group.result(quorum, request), failures)

@@ -148,7 +148,8 @@ class QuorumPolicy:
         self._note(view, previous.profiles if previous else {})
         alive, silent, next_death = self._judge(view, now)
         highest, created = self._seen.highest, self._wall_clock()
-        situation = QuorumSituation(alive, previous, view.decided_at, silent, highest, created, me)
+        unreadable = len(self._members.unreadable)
+        situation = QuorumSituation(alive, previous, view.decided_at, silent, highest, created, me, unreadable)
         verdict = decide(situation, self._options, now)
         check = lambda one: check_quorum(situation, self._options, one.record)  # noqa: E731
         verdict = self._guard.passed(verdict, check, now)

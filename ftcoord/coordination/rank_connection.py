@@ -20,7 +20,7 @@ from ftcoord.coordination.rank_frames import (
     parse_call,
 )
 from ftcoord.coordination.rank_group import RankGroup, WaitingCall
-from ftcoord.coordination.ranks import RankRequest
+from ftcoord.coordination.ranks import GroupAsk, RankRequest
 from ftcoord.coordination.tcp import has_hung_up
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class RankConnection(asyncio.Protocol):
         group: RankGroup,
         transport: asyncio.Transport,
         call_soon: Callable[[Callable[[], None]], None],
-        ask_soon: Callable[[Callable[[], None]], None],
+        ask_soon: Callable[[GroupAsk], None],
         on_lost: Callable[[], None],
     ) -> None:
         self._group, self._transport, self._call_soon, self._ask_soon = group, transport, call_soon, ask_soon

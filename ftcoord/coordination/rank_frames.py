@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ftcoord.coordination.checks import LONGEST
+from ftcoord.coordination.checks import TEN_YEARS
 from ftcoord.coordination.failure import Failure
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.core.strict import build, dump, load
@@ -104,7 +104,7 @@ def parse_call(payload: bytes) -> RankCall:
         call = build(kind, _WHERE, load(_WHERE, record))
     except StateError as error:
         raise ValueError(str(error)) from None
-    if isinstance(call, RankRequest | TimedVote) and not 0 <= call.timeout <= LONGEST:  # nor may it be no number
+    if isinstance(call, RankRequest | TimedVote) and not 0 <= call.timeout <= TEN_YEARS:  # nor may it be no number
         raise ValueError(f"a call cannot wait for {call.timeout} seconds")
     return call
 

@@ -14,7 +14,7 @@ from typing import Generic, NoReturn, TypeVar
 from ftcoord import concurrency
 from ftcoord.coordination.convert import quorum_result
 from ftcoord.coordination.failure import KILL_REFUSED, Failure
-from ftcoord.coordination.ranks import RankBarrier, RankRequest, VoteCounter
+from ftcoord.coordination.ranks import GroupAsk, RankBarrier, RankRequest, VoteCounter
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import ServerError
@@ -97,9 +97,8 @@ class RankGroup:
         """Have the ranks of this process find it."""
         _local[address] = self
 
-    def quorum(self, request: RankRequest) -> tuple[WaitingCall[QuorumRecord], Callable[[], None] | None]:
-        """Take part in the group's next request. For the last rank there is also what must be called to have the
-        quorum asked for: it blocks until there is one."""
+    def quorum(self, request: RankRequest) -> tuple[WaitingCall[QuorumRecord], GroupAsk | None]:
+        """Take part in the group's next request. For the last rank there is also how to have the quorum asked for."""
         self._metadata[request.rank] = request.metadata
         outcome, ask_for_all = self._barrier.join(request)
         return WaitingCall(outcome, lambda: self._barrier.leave(request.rank, outcome)), ask_for_all

@@ -132,9 +132,11 @@ class RankPort:
             self._loop.run_forever()
         finally:
             failure = sys.exc_info()[1]
-            self._end()
-            if failure is not None:
-                self._failed(failure)
+            try:
+                self._end()
+            finally:  # what fails once may fail again: the owner hears of it all the same
+                if failure is not None:
+                    self._failed(failure)
 
     def _end(self) -> None:
         fork.unhide(self._listener.fileno())

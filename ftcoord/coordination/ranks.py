@@ -6,7 +6,7 @@ Ranks call from any thread and wait for a future. A rank that gives up is forgot
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -40,6 +40,19 @@ _Calls: TypeAlias = "dict[Future[QuorumRecord], RankRequest]"
 """What the calls of one rank that is there have asked, the last one last."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupAsk:
+    """What whoever got it from `RankBarrier.join` must do, either of the two: the group's ranks wait for it.
+
+    Args:
+        run: have the group's quorum asked for. Blocks until there is one.
+        fail: tell the ranks that it cannot be.
+    """
+
+    run: Callable[[], None]
+    fail: Callable[[FtcoordError], None]
+
+
 class RankBarrier:
     """Collects the ranks that ask for a quorum; when all are there, the last one's thread asks for the group.
 
@@ -56,8 +69,8 @@ class RankBarrier:
         self._last_number = 0  # guarded by _lock
         """Of the last quorum that was told."""
 
-    def join(self, request: RankRequest) -> tuple[Future[QuorumRecord], Callable[[], None] | None]:
-        """This rank's future answer; and for the last rank, what it must call to have the group's quorum asked for.
+    def join(self, request: RankRequest) -> tuple[Future[QuorumRecord], GroupAsk | None]:
+        """This rank's future answer; and for the last rank, how to have the group's quorum asked for.
 
         If a rank calls several times, its last request counts, and all of its calls are answered: also one that comes
         while the group's request is under way.
@@ -71,7 +84,8 @@ class RankBarrier:
             if len(self._there) < self._world_size:
                 return future, None
             all_there, self._there = self._there, {}  # from here on they belong to this thread
-        return future, lambda: self._ask_for(all_there, request)
+        futures = _futures(all_there)
+        return future, GroupAsk(lambda: self._ask_for(all_there, request), lambda error: _fail(futures, error))
 
     def leave(self, rank: int, future: Future[QuorumRecord]) -> bool:
         """A rank gave up one call, whether the group has asked already or not. Always True: see `WaitingCall`."""
@@ -86,8 +100,7 @@ class RankBarrier:
         with self._lock:
             self._closed = error
             left, self._there = self._there, {}
-        for future in _futures(left):
-            future.set_exception(error)
+        _fail(_futures(left), error)
 
     def _ask_for(self, all_there: Mapping[int, _Calls], last: RankRequest) -> None:
         """Without the lock: asking takes as long as the quorum, and ranks may join the next barrier meanwhile."""
@@ -98,8 +111,7 @@ class RankBarrier:
             for future in futures:
                 future.set_result(quorum)
         except (TimeoutError, FtcoordError) as error:
-            for future in futures:
-                future.set_exception(error)
+            _fail(futures, error)
         finally:  # an interrupt ends the last rank's own call; the other ranks must not wait for it
             for future in futures:
                 if not future.done():
@@ -121,6 +133,11 @@ class RankBarrier:
 
 def _futures(there: Mapping[int, _Calls]) -> list[Future[QuorumRecord]]:
     return [future for calls in there.values() for future in calls]
+
+
+def _fail(futures: Iterable[Future[QuorumRecord]], error: Exception) -> None:
+    for future in futures:
+        future.set_exception(error)
 
 
 class VoteCounter:

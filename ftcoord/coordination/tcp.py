@@ -6,11 +6,11 @@ import select
 import socket
 from typing import Final
 
-IDLE: Final = 15
+KEEPALIVE_IDLE: Final = 15
 """Seconds without a sign of the other host after which it is asked for one."""
-INTERVAL: Final = 5
+KEEPALIVE_INTERVAL: Final = 5
 """Seconds between such questions."""
-QUESTIONS: Final = 3
+KEEPALIVE_PROBES: Final = 3
 """How many may stay unanswered."""
 
 
@@ -19,8 +19,8 @@ def keep_alive(connection: socket.socket) -> None:
     listening socket accepts inherits this."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    values = {"TCP_KEEPIDLE": IDLE, "TCP_KEEPINTVL": INTERVAL, "TCP_KEEPCNT": QUESTIONS}
-    values["TCP_USER_TIMEOUT"] = 1000 * (IDLE + INTERVAL * QUESTIONS)
+    values = {"TCP_KEEPIDLE": KEEPALIVE_IDLE, "TCP_KEEPINTVL": KEEPALIVE_INTERVAL, "TCP_KEEPCNT": KEEPALIVE_PROBES}
+    values["TCP_USER_TIMEOUT"] = 1000 * (KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES)
     for name, value in values.items():
         if hasattr(socket, name):  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -6,11 +6,11 @@ to end than those that lose their connection to it. So it counts first what an e
 
   BEGINS   nothing else need have happened: a worker raised something of its own, or was killed by a signal; an agent
            died, was evicted or told to stop; a host was lost.
-  UNCLEAR  an exit code without an exception, or a timer that expired: the first of all, or what a peer does that
-           waits in vain. In the order of revisions it counts like the above, unless a host was lost: that happened
-           before it was told.
-  FOLLOWS  what processes do when a peer is lost: a connection that ends, a collective that times out, abort() by the
-           watchdog of a backend; an agent that has used up its restarts.
+  UNCLEAR  an exit code without an exception, abort() (an assertion of a library, or the watchdog of a backend), or a
+           timer that expired: the first of all, or what a peer does that waits in vain. In the order of revisions it
+           counts like the above, unless a host was lost: that happened before it was told.
+  FOLLOWS  what processes do when a peer is lost: a connection that ends, a collective that times out; an agent that has
+           used up its restarts; and a host that was lost when something else had ended already, by one writer's clock.
   STOPPED  what an agent does to its workers: SIGTERM; or what they do when their agent was told to stop.
 
 The first cause is the first by revision of those that count most.
@@ -18,7 +18,7 @@ The first cause is the first by revision of those that count most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -57,6 +57,10 @@ _SPENT: Final = "ChildFailedError"
 """What an agent says when it leaves because its workers have failed too often."""
 
 
+UNKNOWN_PEER: Final = "a peer was lost, and nobody knows yet which"
+"""What is said where the first cause that is known is only what follows from another."""
+
+
 class Weight(IntEnum):
     """What an end can be: see above."""
 
@@ -79,8 +83,10 @@ def _weight_of_failure(failure: WorkerFailure) -> Weight:
     if failure.exception:
         text = failure.exception.lower()
         return Weight.FOLLOWS if any(words in text for words in _PEERS) else Weight.BEGINS
-    if failure.signal in (_SIGABRT, _SIGPIPE):
+    if failure.signal == _SIGPIPE:
         return Weight.FOLLOWS
+    if failure.signal == _SIGABRT:
+        return Weight.UNCLEAR
     if failure.signal == _SIGTERM or failure.exit_code == 128 + _SIGTERM:
         return Weight.STOPPED
     return Weight.BEGINS if failure.signal else Weight.UNCLEAR
@@ -89,10 +95,11 @@ def _weight_of_failure(failure: WorkerFailure) -> Weight:
 def in_causal_order(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
     """The first cause first. Of two that were told at the same revision, the one that is given first."""
     stopping = {end.node for end in ends if end.kind == "left" and any(word in end.reason for word in OBEYED)}
-    has_lost = any(end.kind == "lost" for end in ends)
+    first_seen = _first_seen(ends)
+    has_lost = any(end.kind == "lost" and not _is_late(end, first_seen) for end in ends)
 
     def place(end: HistoryEvent) -> tuple[int, int]:
-        weight = weight_of(end)
+        weight = Weight.FOLLOWS if _is_late(end, first_seen) else weight_of(end)
         if weight is Weight.UNCLEAR and end.node in stopping:
             weight = Weight.STOPPED
         elif weight is Weight.UNCLEAR and not has_lost:
@@ -102,14 +109,29 @@ def in_causal_order(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
     return sorted(ends, key=place)
 
 
+def _first_seen(ends: Sequence[HistoryEvent]) -> dict[str, int]:
+    """When each writer saw the first end, by its own clock."""
+    found: dict[str, int] = {}
+    for end in ends:
+        if end.wall_ms:
+            found[end.by] = min(found.get(end.by, end.wall_ms), end.wall_ms)
+    return found
+
+
+def _is_late(end: HistoryEvent, first_seen: Mapping[str, int]) -> bool:
+    """Whether a host was certainly lost only after its writer had seen another end."""
+    return first_seen.get(end.by, end.since_ms) < end.since_ms
+
+
 def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
     """The same for the workers of one node, in the order in which their agent saw them end; None for none."""
     return min(failures, key=_weight_of_failure, default=None)
 
 
 def follows(failure: WorkerFailure) -> bool:
-    """Whether it is what workers do when something else has happened before."""
-    return _weight_of_failure(failure) >= Weight.FOLLOWS
+    """Whether it may well be what workers do when something else has happened before: abort() as the watchdog of a
+    backend calls it, too."""
+    return failure.signal == _SIGABRT or _weight_of_failure(failure) >= Weight.FOLLOWS
 
 
 def told_end(end: HistoryEvent) -> str:
@@ -119,13 +141,23 @@ def told_end(end: HistoryEvent) -> str:
     return end.reason
 
 
+def is_consequence(end: HistoryEvent) -> bool:
+    """Whether a worker ended since it had lost a peer."""
+    return bool(end.failures) and weight_of(end) is Weight.FOLLOWS
+
+
+def told_first(first: HistoryEvent) -> str:
+    """The first cause that is known, on one line; and that it is none, if it only follows from another."""
+    return f"{UNKNOWN_PEER}: {told_end(first)}" if is_consequence(first) else told_end(first)
+
+
 def told_ends(ends: Sequence[HistoryEvent]) -> str:
     """The first cause, and how many more ends there are; empty for none."""
     ordered = in_causal_order(ends)
     if not ordered:
         return ""
     more = len({end.node for end in ordered} - {ordered[0].node})
-    return told_end(ordered[0]) + (f"; {more} more {'node' if more == 1 else 'nodes'} followed" if more else "")
+    return told_first(ordered[0]) + (f"; {more} more {'node' if more == 1 else 'nodes'} followed" if more else "")
 
 
 def why_ended(recalled: str, recalled_at: int, ends: Sequence[HistoryEvent]) -> str:

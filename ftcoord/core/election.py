@@ -28,7 +28,8 @@ def decide(situation: ElectionSituation) -> Verdict[Term]:
     """What to do now."""
     last = situation.previous
     known = max(situation.highest, *(one.ask.after for one in situation.members), 0)
-    if last is not None and last.number >= known and any(one.member == last.member for one in situation.members):
+    live = situation.unreadable | {one.member for one in situation.members}
+    if last is not None and last.number >= known and last.member in live:
         if situation.vanished:
             return Publish(last, f"term {last.number} goes on, though its record vanished", LEADING)
         return Wait(f"{last.name} leads term {last.number}", rule=LEADING)

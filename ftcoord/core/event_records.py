@@ -5,7 +5,7 @@ Nothing is decided by an event. So all texts are cut to a length, and what canno
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -22,7 +22,21 @@ HISTORY_TTL: Final = 7 * 24 * 3600
 """Seconds for which history outlives its job where the user does not say it: a week."""
 
 EventKind: TypeAlias = Literal[
-    "round", "started", "limits", "recalled", "closed", "quorum", "failed", "expired", "died", "left", "lost"
+    "round",
+    "started",
+    "limits",
+    "recalled",
+    "closed",
+    "quorum",
+    "failed",
+    "expired",
+    "died",
+    "left",
+    "lost",
+    "waiting",
+    "refused",
+    "silent",
+    "ordered",
 ]
 _KINDS: Final = frozenset(get_args(EventKind))
 
@@ -71,6 +85,8 @@ class HistoryEvent:
             limits count: nodes with others are refused), `recalled`, `closed`, `quorum` (one with other members was
             decided), or how one member's part in it ended: `failed` (a worker did), `expired` (so did a worker's
             timer), `died` (its process did), `left` (it said so) or `lost` (its lease ended without a word).
+            Of nodes without a seat: `waiting` and `refused`. `silent`: who had said nothing when another one left a run
+            that was over, so that it may be lost. `ordered`: what somebody did to the job by hand.
         number: the round's, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id or the replica's id; empty for all of them.
@@ -78,7 +94,9 @@ class HistoryEvent:
         failures: of `failed` and `expired`, the worker.
         noted: etcd's revision at which it was said first, as far as its writer could tell; 0 for the event's own.
         by: who wrote it: a member, or an operator.
-        wall_ms: when, by the writer's clock, in milliseconds since 1970. For people: no order rests on it.
+        wall_ms: when, by the writer's clock, in milliseconds since 1970. For people: no order rests on it but that of
+            ends which one writer saw.
+        since_ms: of `lost`: the time after which it happened, by the same clock; 0 if nobody knows.
     """
 
     kind: str
@@ -90,6 +108,7 @@ class HistoryEvent:
     noted: int = 0
     by: str = ""
     wall_ms: int = 0
+    since_ms: int = 0
 
     @property
     def is_end(self) -> bool:
@@ -98,15 +117,23 @@ class HistoryEvent:
 
 
 _ENDS: Final = frozenset({"failed", "expired", "died", "left", "lost"})
+_FORMED: Final = frozenset({"round", "quorum"})
+_DECIDED: Final = frozenset({"round", "started", "limits", "recalled", "closed", "quorum"})
 
 
 @dataclass(frozen=True, slots=True)
 class PastEvent:
-    """An event as it lies in etcd: `revision` is the one at which it was written."""
+    """An event as it lies in etcd.
+
+    Args:
+        revision: the one at which it was written.
+        life: which of the jobs that had this id one after the other it is about: 0, 1, ...
+    """
 
     event: HistoryEvent
     revision: int
     key: str
+    life: int = 0
 
 
 def encode(event: HistoryEvent) -> bytes:
@@ -146,17 +173,42 @@ def read_history(kvs: Iterable[tuple[str, bytes, int]]) -> list[PastEvent]:
     """The events in these keys, values and revisions, in etcd's order; what is none is left out.
 
     A decider that takes over may tell again how a member's part ended, and one whose answer was lost may write an event
-    twice: only the first time counts.
+    twice: only the first time counts. History outlives its job, so the id may have been used again since: numbers begin
+    again then, and so does the next life.
     """
     found: list[PastEvent] = []
     told: set[object] = set()
+    life, highest = 0, -1
     for key, value, revision in sorted(kvs, key=lambda kv: (kv[2], kv[0])):
         try:
             event = parse_event(key, value)
         except StateError:
             continue
         what = (event.kind, event.number, event.node) if event.is_end else event
-        if what not in told:
-            told.add(what)
-            found.append(PastEvent(event, revision, key))
+        if what in told:
+            continue
+        if _begins_again(event, highest):
+            life, highest = life + 1, -1
+            told.clear()
+        highest = max(highest, event.number) if event.kind in _DECIDED else highest
+        told.add(what)
+        found.append(PastEvent(event, revision, key, life))
     return found
+
+
+def _begins_again(event: HistoryEvent, highest: int) -> bool:
+    """Whether what was decided shows that the job is another one than that whose highest number this was."""
+    if event.kind not in _DECIDED:
+        return False
+    return event.number <= highest if event.kind in _FORMED else event.number < highest
+
+
+def last_life(past: Sequence[PastEvent]) -> list[PastEvent]:
+    """The events of the job that had the id last."""
+    return [one for one in past if one.life == past[-1].life]
+
+
+def ends_in(past: Iterable[PastEvent], number: int) -> list[HistoryEvent]:
+    """How parts in this round, or quorum, ended, in the order in which they were told; of events of one life."""
+    ends = (replace(one.event, noted=one.event.noted or one.revision) for one in past if one.event.is_end)
+    return [end for end in ends if end.number == number]

@@ -247,7 +247,7 @@ def _check_majority(
     alive = {one.request.replica_id for one in situation.members}
     asking = {one.request.replica_id for one in situation.members if _asks_now(one, answered)}
     require("S5 min_replicas are in", len(new.seats) >= options.min_replicas)
-    require("S5 more than half of the live replicas ask", 2 * len(asking) > len(alive))
+    require("S5 more than half of the live replicas ask", 2 * len(asking) > len(alive) + situation.unreadable)
 
 
 # -- elections and barriers -------------------------------------------------------------------------------------
@@ -255,15 +255,16 @@ def _check_majority(
 
 def check_term(situation: ElectionSituation, new: Term) -> None:
     """S1 and S2 of a record that `core.election.decide` wants to publish. Raises InvariantBroken."""
-    old, live = situation.previous, {one.member for one in situation.members}
+    old, able = situation.previous, {one.member for one in situation.members}
     known = max(situation.highest, *(one.ask.after for one in situation.members), 0)
-    require("S1 only a live member leads", new.member in live)
     if old is not None and new.number == old.number:
         require("S1 one leader a term", new.member == old.member)
+        require("S1 only a live member leads", new.member in able | situation.unreadable)
         require("S2 no term that was over begins again", new.number >= known)
         return
+    require("S1 only a live member leads", new.member in able)
     require("S2 terms only grow", new.number > max(known, old.number if old else 0))
-    leads = old is not None and old.number >= known and old.member in live
+    leads = old is not None and old.number >= known and old.member in able | situation.unreadable
     require("S1 a leader that lives is not replaced", not leads)
 
 

@@ -5,6 +5,7 @@ Rules
      request. Several members with one replica id are one replica: its request is the last one of any of them, and the
      quorum with that request answers all of them. But when a member has come and does not ask yet, what the others
      asked counts only if it was written again since: otherwise that may be what a process asked that was killed.
+     A member whose record cannot be read, such as that of another release, is a replica of its own that asks nothing.
      Whoever leaves its profile out of its request asks only where the last quorum has that profile. It writes the
      request whole when it hears of a quorum that has not.
   Q2 fast. When all replicas of the last quorum ask again, everybody who asks is in, at once.
@@ -126,6 +127,7 @@ class _QuorumPoll:
     """Who is alive and who asks; `asking` by replica id, `eligible` those of them that may be in the quorum."""
 
     alive: int
+    unreadable: int
     asking: Mapping[str, QuorumCandidate]
     eligible: Sequence[QuorumCandidate]
     shrink_only: bool
@@ -134,7 +136,8 @@ class _QuorumPoll:
         """What torchft appends to all of its reasons. Here those that ask are healthy: the dead are not given to us."""
         count = len(self.asking)
         shrink = str(self.shrink_only).lower()
-        return f"[{count}/{count} participants healthy][{self.alive} heartbeating][shrink_only={shrink}]"
+        told = f"[{count}/{count} participants healthy][{self.alive} heartbeating][shrink_only={shrink}]"
+        return f"{told}[{self.unreadable} not readable: use one release in all of a job]" if self.unreadable else told
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class QuorumSituation:
         highest: of all quorums that the decider ever heard of.
         created: the wall clock, for `QuorumRecord.created`.
         decider: the member that decides, for `QuorumRecord.by`.
+        unreadable: how many live members say what cannot be read.
     """
 
     members: Sequence[QuorumCandidate]
@@ -159,6 +163,7 @@ class QuorumSituation:
     highest: Highest = NOTHING_HEARD
     created: float = 0.0
     decider: str = ""
+    unreadable: int = 0
 
 
 def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Verdict[QuorumRecord]:
@@ -166,7 +171,7 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
     previous = situation.previous
     answered = previous.answered if previous else {}
     before = previous.names if previous else frozenset()
-    poll = _poll(situation.members, answered, before)
+    poll = _poll(situation, answered, before)
     if before and before <= poll.asking.keys():
         reason, rule = f"Fast quorum found, all replicas of the last one ask again {poll}", FAST
     elif waiting := _obstacle(poll, options, situation.previous_at, now):
@@ -178,7 +183,8 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
     return Publish(_conclude(poll.eligible, situation), reason, rule, settles=settles)
 
 
-def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
+def _poll(situation: QuorumSituation, answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:
+    replicas, unreadable = situation.members, situation.unreadable
     alive = {one.request.replica_id for one in replicas}
     if len(alive) == len(replicas):  # nearly always, and this runs for each replica at each event
         asking = {one.request.replica_id: one for one in replicas if _asks(one, answered)}
@@ -186,7 +192,7 @@ def _poll(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int], befo
         asking = _asking(replicas, answered)
     shrink_only = any(one.request.shrink_only for one in asking.values())
     eligible = [one for name, one in asking.items() if not (shrink_only and before) or name in before]
-    return _QuorumPoll(len(alive), asking, eligible, shrink_only)
+    return _QuorumPoll(len(alive) + unreadable, unreadable, asking, eligible, shrink_only)
 
 
 def _asking(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int]) -> dict[str, QuorumCandidate]:

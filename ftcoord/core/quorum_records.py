@@ -1,4 +1,4 @@
-"""The JSON records of a quorum, layout v2: what its members ask, and what was decided.
+"""The JSON records of a quorum, layout v3: what its members ask, and what was decided.
 
 Parsing is strict, see `core.strict`. `core.layout` has the keys.
 
@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 from ftcoord.core.layout import roster_key
 from ftcoord.core.strict import (
     LARGEST,
-    V2,
+    V3,
     Raw,
     build,
     build_each,
@@ -301,30 +301,30 @@ _PROFILES: Final = 4096
 @lru_cache(_PROFILES)
 def digest_of(profile: Profile) -> str:
     """What a record names a profile by."""
-    return _digest(dump(profile, V2))
+    return _digest(dump(profile, V3))
 
 
 def encode(record: ReplicaRecord) -> bytes:
     """The record as JSON, with the layout's version."""
     if not record.profile:
-        return dump(record, V2)
+        return dump(record, V3)
     said = (record.asked, record.after, record.beat, record.profile, record.heard)
-    return dump(_ShortReplicaRecord(_progress(record.request), *said), V2)
+    return dump(_ShortReplicaRecord(_progress(record.request), *said), V3)
 
 
 def encode_quorum(quorum: QuorumRecord, known: Roster | None = None) -> tuple[bytes, bytes | None]:
     """The head as JSON, and the roster too unless it is the `known` one."""
     head = _head_over(quorum, known) if known is not None else None
     if head is not None:
-        return dump(head, V2), None
+        return dump(head, V3), None
     seats = tuple(RosterSeat(seat.member, seat.asked, seat.request.profile) for seat in quorum.seats)
-    roster = dump(_RosterRecord(seats), V2)
-    return dump(_head(quorum, _digest(roster), (), (), _column([0] * len(seats))), V2), roster
+    roster = dump(_RosterRecord(seats), V3)
+    return dump(_head(quorum, _digest(roster), (), (), _column([0] * len(seats))), V3), roster
 
 
 def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     """Raises StateError."""
-    raw = load(key, value, V2)
+    raw = load(key, value, V3)
     record = build(ReplicaRecord, key, {**raw, "request": _parse_request(key, raw)})
     check_number(key, record.after)
     check_number(key, record.heard)
@@ -343,7 +343,7 @@ def _parse_request(key: str, raw: Raw) -> QuorumRequest:
 @lru_cache(_ROSTERS)
 def parse_roster(key: str, value: bytes) -> Roster:
     """Raises StateError."""
-    raw = load(key, value, V2)
+    raw = load(key, value, V3)
     record = build(
         _RosterRecord,
         key,
@@ -463,7 +463,7 @@ def _head(
 
 
 def _parse_head(key: str, value: bytes) -> QuorumHead:
-    raw = load(key, value, V2)
+    raw = load(key, value, V3)
     columns = {name: _parse_column(key, raw, name) for name in _COLUMNS}
     lists = {
         "joined": tuple(_with_profile(JoinedSeat, key, one) for one in objects(key, raw, "joined")),

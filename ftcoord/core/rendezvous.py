@@ -4,7 +4,7 @@ Rules
   R1 asking. A run starts without a round; each decided round replaces the one before and has the next number. A member
      with a seat that asks for nothing later is busy, also where etcd has lost the record of that round: what it asked
      before counts no more. A member that had a seat in an earlier round and has not come back since is away. All others
-     ask.
+     ask. A member whose record cannot be read, such as that of another release, lives and asks for nothing.
   R2 seats. A round that was decided is not yet ready: first each participant says that it takes its seat, and repeats
      that as long as it waits. When all have said so within the last moments, the round is ready, and only then does
      anybody start. Nobody starts a round that was recalled before it was ready.
@@ -31,8 +31,8 @@ Rules
      that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
      are gone in one moment, those that are gone without a word have a lease's time to come back before the round is
      recalled for them, or for a newcomer. Where etcd has lost the record too, the round runs on until somebody asks for
-     another one, or works in an earlier one. Then a record without seats recalls it. Who was still taking its seat
-     there asks again.
+     another one, or has worked in an earlier one for a lease's time. Then a record without seats recalls it. Who was
+     still taking its seat there asks again.
 
 Times are the decider's own monotonic seconds, from when it saw the event.
 """
@@ -173,6 +173,7 @@ class RoundSituation:
         gone_since: when the decider saw that the first of those went that have a seat in the last round and are gone.
         ends: how parts in the last round have ended, as far as anybody has said so.
         decided_revision: etcd's, at which `previous` was written.
+        unreadable: the ids of the live members that say what cannot be read; they are not among `members`.
     """
 
     members: Sequence[RoundCandidate]
@@ -186,6 +187,14 @@ class RoundSituation:
     gone_since: float = -inf
     ends: Sequence[HistoryEvent] = ()
     decided_revision: int = 0
+    unreadable: Set[str] = frozenset()
+
+    @property
+    def unheard(self) -> Sequence[Seat]:
+        """The seats of the last round whose members live and cannot be read."""
+        if not self.unreadable or self.previous is None:
+            return ()
+        return [seat for seat in self.previous.seats if seat.member in self.unreadable]
 
     def was_said_since(self, member: RoundCandidate, time: float) -> bool:
         """Whether what a member asks of the last round was certainly said after that time."""
@@ -207,10 +216,8 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
     if previous is not None and previous.closed:
         return _judge_closed(previous, poll, options, now)
     lost = max((member.ask.seated for member in situation.members), default=0)
-    # Who works in a round before that one waits for nodes that have left it, and would never hear so.
-    wanting = [*poll.asking, *(member for member in poll.busy if member.ask.seated < lost)]
-    if wanting and lost > (previous or NO_ROUND).number:
-        return _recall_lost(lost, wanting, poll)
+    if lost > (previous or NO_ROUND).number and (verdict := _judge_lost(lost, poll, options, now)):
+        return verdict
     if previous is not None and previous.seats and not previous.recalled:
         return _judge_running(previous, poll, options, now)
     return _form(poll, options, now)
@@ -298,10 +305,11 @@ def _held(previous: Round, members: Iterable[RoundCandidate]) -> dict[str, Round
     return {one.ask.holds: one for one in named if _holds_seat(one, previous)}
 
 
-def vacant(previous: Round, members: Iterable[RoundCandidate]) -> Set[str]:
+def vacant(previous: Round, members: Iterable[RoundCandidate], unreadable: Set[str] = frozenset()) -> Set[str]:
     """The members that took a seat in this round and are gone, and whose seats nobody holds."""
     members = list(members)
-    return previous.ranks.keys() - {member.id for member in members} - _held(previous, members).keys()
+    live = {member.id for member in members} | unreadable
+    return previous.ranks.keys() - live - _held(previous, members).keys()
 
 
 def _holds_seat(member: RoundCandidate, previous: Round) -> bool:
@@ -315,12 +323,13 @@ def _holds_seat(member: RoundCandidate, previous: Round) -> bool:
 def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     """R7. Only members that have seen the end may go on from it: one that waited before it came must hear of it."""
     reopening = [member for member in poll.asking if member.ask.reopens == previous.number]
-    left = [member for member in poll.situation.members if poll.last_seat_of(member)]
+    left = [member.ask.host for member in poll.situation.members if poll.last_seat_of(member)]
+    left += [seat.host for seat in poll.situation.unheard]
     if not reopening:
         return Wait("the run is closed", rule=CLOSED_RUN)
     if left:
         return Wait(
-            f"the run is closed, and {_names(member.ask.host for member in left)} has still to leave it",
+            f"the run is closed, and {_names(left)} has still to leave it",
             rule=CLOSED_RUN,
         )
     return _form(replace(poll, asking=reopening, busy=()), options, now)
@@ -337,7 +346,7 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
     # Also through another lease than its seat's: whoever asks for another round has ended this one.
     back = [one for one in poll.asking if one.id in seated or one.ask.node in previous.nodes]
     new = len(poll.asking) - len(back)
-    live = {member.id for member in (*running, *back)}
+    live = {member.id for member in (*running, *back)} | poll.situation.unreadable
     gone = [seat for seat in previous.seats if seat.member not in live and seat.member not in poll.held]
     if back:
         came_back = f"{_names(member.ask.host for member in back)} came back for a new round"
@@ -382,15 +391,16 @@ def _judge_seated(
     until = situation.previous_at + seating_time(previous.size, options.last_call_timeout, options.seat_timeout)
     since = now - options.fresh * unhurried(previous.size, now - situation.previous_at)
     missing = [
-        member
+        member.ask.host
         for member in participants
         if member.ask.seated != previous.number or not situation.was_said_since(member, since)
     ]
+    missing += [seat.host for seat in situation.unheard]
     if not missing:
         reason = f"round {previous.number} is ready on {len(participants)} nodes"
         return Publish(replace(previous, ready=True), reason, SEATS)
     if now >= until:
-        return _recall(previous, f"{_names(member.ask.host for member in missing)} did not take its seat", 0)
+        return _recall(previous, f"{_names(missing)} did not take its seat", 0)
     return Wait(f"{len(missing)} of {len(participants)} nodes have still to take their seats", until, SEATS)
 
 
@@ -410,8 +420,26 @@ def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
     return Publish(recalled, f"round {previous.number} recalled: {reason}", RECALL)
 
 
+def _judge_lost(number: int, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
+    """R9. None as long as nobody needs another round than this one, whose record etcd has lost.
+
+    Who works in an earlier one does: it waits for nodes that have left it, and would never hear so. But a restored etcd
+    shows of each node what that said long ago, until the node has said it anew. So who says it has a lease's time.
+    """
+    behind = [member for member in poll.busy if member.ask.seated < number]
+    due = {member.id: member.seen + options.return_to_seat for member in behind}
+    wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]
+    if wanting:
+        return _recall_lost(number, wanting, poll)
+    if not behind:
+        return None
+    hosts = _names(member.ask.host for member in behind)
+    reason = f"{hosts} may not have said yet that it works in round {number}, whose record etcd has lost"
+    return Wait(reason, min(due.values()), REATTACHING)
+
+
 def _recall_lost(number: int, wanting: Iterable[RoundCandidate], poll: _RoundPoll) -> Publish[Round]:
-    """R9. Nobody knows the seats of this round, but those that hold one know its number."""
+    """Nobody knows the seats of this round, but those that hold one know its number."""
     hosts = _names(member.ask.host for member in wanting)
     reason = f"{hosts} needs another round, and etcd has lost the record of round {number}"
     record = Round(number, (), "", 0, (), *poll.limits, recalled=reason, waiting=len(poll.asking))
@@ -427,7 +455,7 @@ def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]
     if not poll.asking or len(poll.asking) < fewest:
         return Wait(f"{len(poll.asking)} of at least {fewest} nodes are there", rule=FORMING)
     seated = poll.seated
-    still_out = sum(member.id in seated for member in poll.busy)
+    still_out = sum(member.id in seated for member in poll.busy) + len(situation.unheard)
     if len(poll.asking) >= most and not still_out:
         return _complete(poll)
     last_call = options.return_timeout if still_out else options.last_call_timeout
@@ -462,7 +490,10 @@ def _complete(poll: _RoundPoll) -> Publish[Round]:
         tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked),
         first.address,
         first.port,
-        tuple(Away(member.id, poll.last_seat_of(member)) for member in poll.busy),
+        (
+            *(Away(member.id, poll.last_seat_of(member)) for member in poll.busy),
+            *(Away(seat.member, previous.number) for seat in situation.unheard),
+        ),
         *poll.limits,
         before=previous.closed or why_ended(previous.recalled, situation.decided_revision, situation.ends),
     )
@@ -534,7 +565,8 @@ def _of_seat(now: AnyRound, ask: JoinRequest) -> Outlook[JoinRequest]:
         return Outlook(Standing.MISSED, Next.RETURN)
     if ask.seated == now.number:
         return _PENDING
-    return Outlook(Standing.SEATED, Next.WRITE, replace(ask, seated=now.number, failed=()))  # that was another round
+    takes = replace(ask, seated=now.number, failed=(), failed_at=0)  # that was another round
+    return Outlook(Standing.SEATED, Next.WRITE, takes)
 
 
 _PENDING: Final[Outlook[JoinRequest]] = Outlook(Standing.PENDING)

@@ -6,8 +6,8 @@
     <prefix>/rounds/<number>          -                    exists as long as this round may be written to
     <prefix>/store/<number>/...       -                    the store of the round
 
-A small round is one record, the Round, in layout v1. A large one is a head of constant size and a roll in chunks, both
-in layout v2: each member is sent the head, and reads its own chunk.
+A small round is one record, the Round. A large one is a head of constant size and a roll in chunks: each member is sent
+the head, and reads its own chunk. All of them are layout v3.
 
 Parsing is strict: what does not fit raises StateError naming the key, and is never guessed at or overwritten.
 """
@@ -22,15 +22,13 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ftcoord.core.event_records import WorkerFailure, failures_from
 from ftcoord.core.strict import (
-    V2,
-    VERSION,
+    V3,
     Raw,
     build,
     build_each,
     check_number,
     dump,
     load,
-    load_one_of,
 )
 from ftcoord.errors import StateError
 
@@ -61,6 +59,7 @@ class JoinRequest:
             and its workers run on; empty for none. Such a member asks for nothing.
         failed: what became of its worker that failed in round `seated`, or, when it asks again, in round `after`; empty
             for nothing, and one at most. It holds its seat until it comes back.
+        failed_at: etcd's revision at which it said that first, if it says it again; else 0.
     """
 
     node: str
@@ -76,6 +75,7 @@ class JoinRequest:
     leaving: str = ""
     holds: str = ""
     failed: tuple[WorkerFailure, ...] = ()
+    failed_at: int = 0
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -393,12 +393,12 @@ CLOSED: Final = "closed"
 
 def encode(record: JoinRequest | Round | RoundHead | RollChunk) -> bytes:
     """The record as JSON, with its layout's version."""
-    return dump(record, V2) if isinstance(record, RoundHead | RollChunk) else dump(record)
+    return dump(record, V3)
 
 
 def parse_join_request(key: str, value: bytes) -> JoinRequest:
     """Raises StateError."""
-    raw = load(key, value)
+    raw = load(key, value, V3)
     ask = build(JoinRequest, key, {**raw, "failed": failures_from(key, raw, "failed")})
     check_number(key, ask.after)
     check_number(key, ask.seated)
@@ -410,8 +410,8 @@ def parse_join_request(key: str, value: bytes) -> JoinRequest:
 @lru_cache(_RECORDS)
 def parse_decided(key: str, value: bytes) -> Round | RoundHead:
     """The decided record, in either form. Raises StateError."""
-    version, raw = load_one_of(key, value, (VERSION, V2))
-    if version == VERSION:
+    raw = load(key, value, V3)
+    if "seats" in raw:
         return _round(key, raw)
     head = build(RoundHead, key, raw)
     check_number(key, head.number)
@@ -427,7 +427,7 @@ def _is_roll_id(name: str) -> bool:
 
 def parse_round(key: str, value: bytes) -> Round:
     """A round that is one record. Raises StateError."""
-    return _round(key, load(key, value))
+    return _round(key, load(key, value, V3))
 
 
 def _round(key: str, raw: Raw) -> Round:
@@ -439,7 +439,7 @@ def _round(key: str, raw: Raw) -> Round:
 
 def parse_chunk(key: str, value: bytes) -> RollChunk:
     """Raises StateError."""
-    raw = load(key, value, V2)
+    raw = load(key, value, V3)
     chunk = build(RollChunk, key, raw)
     if len({len(chunk.members), len(chunk.nodes), len(chunk.hosts), len(chunk.ranks)}) > 1:
         raise StateError(key, "has seats that are not whole")

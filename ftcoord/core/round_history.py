@@ -29,23 +29,29 @@ class VacantSeat:
         cause: why its process is gone, as its sentinel or an operator said; empty if nobody has.
         noted: etcd's revision at which that was said, or else at which the decider saw that it is gone.
         word: what the member said last; None if the decider never saw it alive.
+        seen_ms: when the decider saw that it is gone, by its wall clock, in milliseconds since 1970.
+        silent_ms: for how long it may have been gone then, if nobody has said so; 0 if nobody knows.
     """
 
     seat: Seat
     cause: str
     noted: int
     word: JoinRequest | None
+    seen_ms: int = 0
+    silent_ms: int = 0
 
 
-def note_ends(before: Ends, round_: Round, members: Iterable[RoundCandidate], vacant: Iterable[VacantSeat]) -> Ends:
-    """What was known of this round's ends before, and what these members and seats say now.
+def note_ends(
+    before: Ends, round_: Round, members: Iterable[RoundCandidate], vacant: Iterable[VacantSeat], wall_ms: int = 0
+) -> Ends:
+    """What was known of this round's ends before, and what these members and seats say now (`wall_ms`).
 
     Of one that is gone without a word this says nothing: it may come back to its seat; see `lost_ends`.
     """
     found = dict(before)
 
     def note(event: HistoryEvent) -> None:
-        found.setdefault((event.kind, event.node), event)
+        found.setdefault((event.kind, event.node), replace(event, wall_ms=wall_ms))
 
     for member in members:
         if member.ask.failed or member.ask.leaving:
@@ -74,6 +80,8 @@ def lost_ends(round_: Round, vacant: Iterable[VacantSeat], ends: Ends, present: 
             one.seat.node,
             f"{one.seat.host} is gone (its lease ended)",
             noted=one.noted,
+            wall_ms=one.seen_ms,
+            since_ms=max(one.seen_ms - one.silent_ms, 0) if one.silent_ms and one.word is not None else 0,
         )
         for one in vacant
         if one.seat.node not in spoken
@@ -92,7 +100,7 @@ def _said(ask: JoinRequest, round_: Round, revision: int) -> list[HistoryEvent]:
     if ask.node not in round_.nodes or round_.number not in (ask.seated, ask.after):
         return []
     failed = [failure_event(round_.number, ask.host, ask.node, one) for one in ask.failed]
-    said = [replace(event, noted=revision) for event in failed]
+    said = [replace(event, noted=min(ask.failed_at or revision, revision)) for event in failed]
     if ask.leaving:
         reason = f"{ask.host} left ({ask.leaving})"
         said.append(HistoryEvent("left", round_.number, ask.host, ask.node, reason, noted=revision))
@@ -105,7 +113,7 @@ def round_events(
     """What the history has to say when the record `new` replaces `previous`: first how parts in that round ended, of
     which nothing was written yet, and then what was decided."""
     old = previous or NO_ROUND
-    told = [replace(end, by=by, wall_ms=wall_ms) for end in in_causal_order(ends)[:MOST_ENDS]]
+    told = [replace(end, by=by, wall_ms=end.wall_ms or wall_ms) for end in in_causal_order(ends)[:MOST_ENDS]]
     kind, why = _decided(old, new, reason)
     return [*told, HistoryEvent(kind, new.number, reason=why, by=by, wall_ms=wall_ms)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,9 +27,11 @@ class Situation(Generic[R, A]):
         previous: the last decided record.
         vanished: `previous` is known, but its key is gone from etcd.
         highest: the highest number that the decider ever heard of, also in records that etcd has lost since.
+        unreadable: the ids of the live members that say what cannot be read; they are not among `members`.
     """
 
     members: Sequence[Asking[A]]
     previous: R | None = None
     vanished: bool = False
     highest: int = 0
+    unreadable: Set[str] = frozenset()

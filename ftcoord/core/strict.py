@@ -13,11 +13,11 @@ from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from ftcoord.errors import StateError
 
-V2: Final = 2
-"""The layout of quorums, and of rounds whose roll lies beside them. A ftcoord that reads v1 only refuses them, and says
-why."""
+V3: Final = 3
+"""The layout of all records of rounds and of quorums. Whenever a field of one of them is added or changed, all of them
+get the next number: then a release that reads another one refuses the decided record, and says why."""
 VERSION: Final = 1
-"""Of the layout: in every record that has a key of its own, unless the record says otherwise."""
+"""Of the layout: in every other record that has a key of its own."""
 LARGEST: Final = 2**63 - 1
 """Of the numbers in a record."""
 
@@ -36,26 +36,20 @@ def dump(record: object, version: int = VERSION) -> bytes:
 
 
 def load(key: str, value: bytes, version: int = VERSION) -> Raw:
-    """The fields of a record that has a key of its own, not yet checked. Raises StateError."""
-    return load_one_of(key, value, (version,))[1]
-
-
-def load_one_of(key: str, value: bytes, versions: Sequence[int]) -> tuple[int, Raw]:
-    """The layout's version of a record that has a key of its own, and its fields, not yet checked. Raises StateError,
-    also for a version that is none of these."""
+    """The fields of a record that has a key of its own, not yet checked. Raises StateError, also for one of another
+    version."""
     try:
         raw = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise StateError(key, "does not hold JSON, so it is not ftcoord's") from error
     if not isinstance(raw, dict):
         raise StateError(key, "does not hold a JSON object, so it is not ftcoord's")
-    version = raw.pop("v", None)
-    if type(version) is not int or version not in versions:
-        read = " and ".join(map(str, versions))
+    found = raw.pop("v", None)
+    if type(found) is not int or found != version:
         raise StateError(
-            key, f"has layout version {version!r}, and this ftcoord reads {read}: use one release in all of a job"
+            key, f"has layout version {found!r}, and this ftcoord reads {version}: use one release in all of a job"
         )
-    return version, raw
+    return raw
 
 
 def build(kind: type[Record], key: str, raw: Raw) -> Record:

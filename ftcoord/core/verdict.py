@@ -50,11 +50,13 @@ class Wait:
         reason: why not, for people.
         until: the time, on the decider's clock, at which to look again whatever happens; None: when something does.
         rule: the rule of `decide`'s module that it follows.
+        events: what the job's history has to say all the same. It is written by itself, and once.
     """
 
     reason: str
     until: float | None = None
     rule: str = ""
+    events: Sequence[HistoryEvent] = ()
 
 
 Verdict: TypeAlias = Publish[R] | Wait

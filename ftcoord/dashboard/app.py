@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import anyio
 from anyio import to_thread
@@ -26,8 +26,10 @@ from ftcoord.dashboard.acts import PageActor, read_order
 from ftcoord.dashboard.board import Board, LeaseBook, Shown, TooManyViewers, Viewing
 from ftcoord.dashboard.guarding import HEADERS, is_allowed_host, is_token
 from ftcoord.dashboard.pages import Wanted, members_on, page_of
+from ftcoord.dashboard.pasts import Past
 from ftcoord.errors import ClientClosed, ConfigError, EtcdError, FtcoordError, OutcomeUnknown, ThreadNotStarted
-from ftcoord.operator.told import Explanation, JobHistory, plain
+from ftcoord.operator.job_keys import LeaseTime
+from ftcoord.operator.told import plain
 
 STATIC: Final = Path(__file__).parent / "static"
 BEAT: Final = 5.0
@@ -38,19 +40,13 @@ SLOWEST: Final = 30.0
 """Seconds after which a viewer is dropped that takes nothing of what it is sent."""
 MOST_ORDERED: Final = 16_384
 """Bytes of an order."""
-NEWEST_EVENTS: Final = 100
-"""Events of a history that are sent."""
 LONGEST_SEARCH: Final = 200
 """Characters."""
-
-Histories: TypeAlias = Callable[[str], tuple[JobHistory, Explanation]]
-"""The history of a job by its id, and why it is as it is. Raises EtcdError."""
 
 
 def make_app(
     board: Board,
     leases: LeaseBook,
-    histories: Histories,
     about: Mapping[str, Any],
     host_names: Collection[str] = (),
     *,
@@ -62,7 +58,6 @@ def make_app(
     Args:
         board: what is told.
         leases: of members.
-        histories: what happened to a job, and why it is as it is.
         about: what the page says of itself.
         host_names: by which browsers may call it, besides addresses and localhost; in lower case.
         actor, token: who does what is ordered with that token; None for a page that is read-only.
@@ -73,7 +68,6 @@ def make_app(
         Route("/api/about", lambda _: JSONResponse({**about, "acts": actor is not None})),
         Route("/api/jobs", streams.jobs),
         Route("/api/job", streams.job),
-        Route("/api/history", _Histories(histories).history),
         Route("/api/act", _Orders(actor, token).order, methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
@@ -137,25 +131,6 @@ def _refusal(status: int, why: str) -> Response:
     return JSONResponse({"error": why}, status)
 
 
-class _Histories:
-    """Tells what happened to a job: asked again when the job has changed."""
-
-    def __init__(self, histories: Histories) -> None:
-        self._histories = histories  # never changes
-
-    async def history(self, request: Request) -> Response:
-        try:
-            job = full_text("job", request.query_params.get("job", ""))
-            told, why = await to_thread.run_sync(self._histories, job)
-        except ConfigError as error:
-            return _refusal(400, str(error))
-        except EtcdError as error:
-            return _refusal(503, str(error))
-        events = told.events[-NEWEST_EVENTS:][::-1]
-        page = {"why": why.text, "events": events, "total": len(told.events)}
-        return Response(json.dumps(page, default=plain), media_type="application/json")
-
-
 class _Streams:
     """Makes streams of requests."""
 
@@ -186,6 +161,8 @@ class _Stream:
     def __init__(self, board: Board, leases: LeaseBook, job: str | None, look: Wanted) -> None:
         self._board, self._leases, self._job, self._look = board, leases, job, look  # never change
         self._members: list[str] = []
+        self._lease_times: dict[str, LeaseTime] = {}
+        self._past: Past | None = None  # that was sent last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -202,31 +179,48 @@ class _Stream:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_until_gone, receive, tasks.cancel_scope)
+                asks = asyncio.Event()
+                tasks.start_soon(self._ask_leases, viewing, asks, changed)
                 with suppress(TimeoutError, OSError):  # a viewer that takes nothing, or is gone
-                    await self._tell(viewing, changed, send)
+                    await self._tell(viewing, asks, changed, send)
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(viewing.close)
 
-    async def _tell(self, viewing: Viewing, changed: asyncio.Event, send: Send) -> None:
+    async def _tell(self, viewing: Viewing, asks: asyncio.Event, changed: asyncio.Event, send: Send) -> None:
         """Until the feed has ended. Raises TimeoutError for a viewer that takes nothing."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
         await _patiently(send, {"type": "http.response.start", "status": 200, "headers": headers})
-        shown, beat_at = None, -math.inf
+        shown, leases, beat_at = None, None, -math.inf
         while shown is None or not shown.is_last:
             changed.clear()
             news = viewing.news
             if news is not None and news is not shown:
-                shown = news
+                shown, members = news, self._members
                 await self._send(send, "page", await to_thread.run_sync(self._page, shown))
-            if concurrency.now() >= beat_at:
-                await self._send(send, "beat", await to_thread.run_sync(self._beat, shown))
+                if shown.past is not None and shown.past != self._past:
+                    await self._send(send, "past", self._news_of(shown.past))
+                if self._members != members:
+                    asks.set()
+            if concurrency.now() >= beat_at or self._lease_times is not leases:
+                leases = self._lease_times
+                await self._send(send, "beat", {"leases": {} if shown is None or shown.error else leases})
                 beat_at = concurrency.now() + BEAT
             await anyio.sleep(STREAM_REST)
             with anyio.move_on_after(beat_at - concurrency.now()):
                 await changed.wait()
         await _patiently(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ask_leases(self, viewing: Viewing, asks: asyncio.Event, changed: asyncio.Event) -> None:
+        """Beside the stream: it asks etcd, and that may be away, which is what the stream has to say at once."""
+        while True:
+            with anyio.move_on_after(BEAT):
+                await asks.wait()
+            asks.clear()
+            if self._members and viewing.news is not None and not viewing.news.error:
+                self._lease_times = await to_thread.run_sync(self._leases.of, self._members)
+                changed.set()
 
     def _page(self, shown: Shown) -> dict[str, Any]:
         """On a thread: a job may have ten thousand members."""
@@ -234,14 +228,11 @@ class _Stream:
         self._members = members_on(page) if page else []
         return {"connected": not shown.error, "error": shown.error, "at": concurrency.wall(), "page": page}
 
-    def _beat(self, shown: Shown | None) -> dict[str, Any]:
-        """On a thread: it asks etcd."""
-        if shown is None or shown.error:
-            return {"leases": {}}
-        try:
-            return {"leases": self._leases.of(self._members)}
-        except EtcdError:
-            return {"leases": {}}  # the feed says that etcd is away
+    def _news_of(self, past: Past) -> dict[str, Any]:
+        """What the viewer does not know yet: why a job is as it is may change at each step, its history seldom does."""
+        last, self._past = self._past, past
+        news: dict[str, Any] = {"why": past.why, "total": past.total}
+        return news if last is not None and last.events is past.events else {**news, "events": past.events}
 
     async def _send(self, send: Send, event: str, told: dict[str, Any]) -> None:
         text = f"event: {event}\ndata: {json.dumps(told, default=plain)}\n\n"

@@ -6,20 +6,22 @@ up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
+from ftcoord.dashboard.pasts import Past, PastTeller
 from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.operator.following import follow_job
 from ftcoord.operator.job_keys import JobKeys, LeaseTime
-from ftcoord.operator.reading import ReadsLeases, read_jobs, read_leases
+from ftcoord.operator.reading import ReadsLeases, read_jobs, read_lease
 from ftcoord.operator.status import Rules
-from ftcoord.operator.told import JobList, JobStatus
+from ftcoord.operator.told import JobList, JobStatus, Watched
 from ftcoord.operator.watching import JobWatch, newest, probe
 from ftcoord.primitives.step_thread import StepThread
 
@@ -32,7 +34,10 @@ FEED_REST: Final = 0.1
 LIST_INTERVAL: Final = 3.0
 """Seconds between two readings of the list of jobs, at least."""
 LEASE_AGE: Final = 3.0
-"""Seconds for which what etcd said of a lease is told to others too."""
+"""Seconds for which what etcd said of a lease is told to others too, and for which one that did not answer is not asked
+again."""
+LEASE_TIMEOUT: Final = 1.0
+"""Seconds that etcd may take for all the leases of one question: others wait for their turn."""
 
 Publish = Callable[["Shown"], None]
 
@@ -44,11 +49,13 @@ class Shown:
     Args:
         told: a job's status or the list of jobs; None before etcd has ever answered.
         error: why etcd does not answer, while `told` is as it was before; empty while it does.
+        past: what happened to the job; None before it is known, and for the list.
         is_last: whether the feed has failed, and nothing follows.
     """
 
     told: JobStatus | JobList | None
     error: str = ""
+    past: Past | None = None
     is_last: bool = False
 
 
@@ -163,21 +170,22 @@ class _Channel:
             wake()
 
     def end(self, why: str) -> None:
-        self.publish(Shown(self.news.told if self.news else None, why, is_last=True))
+        self.publish(replace(self.news or Shown(None), error=why, is_last=True))
         if self.feed is not None:
             self.feed.close()
 
 
 class _JobFeed(Closing):
-    """Tells of one job whenever it changes, and whether etcd answers."""
+    """Tells of one job whenever it, or its history, changes, and whether etcd answers."""
 
     def __init__(self, etcd: Etcd, key_prefix: str, job: str, rules: Rules, publish: Publish) -> None:
         self._etcd, self._key_prefix, self._job, self._publish = etcd, key_prefix, job, publish  # never change
-        self._watch = JobWatch(job, rules)  # only the thread
+        self._watch, self._teller = JobWatch(job, rules), PastTeller(job)  # only the thread
+        self._past: Past | None = None  # that was told last; only the thread
         self._inbox: concurrency.Queue[JobKeys | BaseException | None] = concurrency.inbox()
         self._ending = concurrency.event()
         self._thread = StepThread(self._step, "ftcoord-job-feed", self._wake, lambda: None, self._failed)
-        self._follower = follow_job(etcd, key_prefix, job, self._inbox.put, self._inbox.put)
+        self._follower = follow_job(etcd, key_prefix, job, self._inbox.put, self._inbox.put, with_history=True)
         try:
             self._thread.start()
         except ThreadNotStarted:
@@ -194,16 +202,24 @@ class _JobFeed(Closing):
             return
         began = concurrency.now()
         try:
-            found = self._watch.next(keys, self._probe)
+            has_changed = self._watch.next(keys, self._probe) is not None
         except ClientClosed:
             raise
         except EtcdError as error:  # it never answered yet
             self._publish(Shown(None, str(error)))
             return
-        if found is not None:
-            self._publish(Shown(found.status, found.error))
+        if keys is not None:
+            self._teller.hear(keys)
+        if self._watch.last is not None:
+            self._tell(self._watch.last, has_changed)
         if keys is not None:
             self._ending.wait(max(FEED_REST, 2 * (concurrency.now() - began)))
+
+    def _tell(self, now: Watched, has_changed: bool) -> None:
+        past = self._teller.past(now.status)
+        if has_changed or past != self._past:
+            self._past = past
+            self._publish(Shown(now.status, now.error, past))
 
     def _probe(self, lost: bool) -> JobKeys | None:
         return probe(self._etcd, self._key_prefix, self._job, lost=lost)
@@ -213,8 +229,8 @@ class _JobFeed(Closing):
         self._inbox.put(None)
 
     def _failed(self, error: BaseException) -> None:
-        last = self._watch.last
-        self._publish(Shown(last.status if last else None, f"the page's watch has ended: {error}", is_last=True))
+        status = self._watch.last.status if self._watch.last else None
+        self._publish(Shown(status, f"the page's watch has ended: {error}", self._past, is_last=True))
 
 
 class _JobListFeed(Closing):
@@ -257,16 +273,24 @@ class LeaseBook:
         self._etcd = etcd  # never changes
         self._lock = concurrency.lock("LeaseBook._lock")  # guards what follows, and is held while etcd is asked
         self._known: dict[str, tuple[float, LeaseTime | None]] = {}
+        self._rests_until = -math.inf
 
     def of(self, members: list[str]) -> dict[str, LeaseTime]:
-        """The leases of these members, as they were up to `LEASE_AGE` ago, without those that are gone.
-
-        Raises EtcdError.
-        """
+        """The leases of these members, as they were up to `LEASE_AGE` ago, without those that are gone, or of which
+        etcd did not say it in time. Nobody asks an etcd that has just not answered."""
         with self._lock:
             now = concurrency.now()
             self._known = {one: known for one, known in self._known.items() if now - known[0] < LEASE_AGE}
-            found = read_leases(self._etcd, [one for one in members if one not in self._known])
-            self._known.update({one: (now, found.get(one)) for one in members if one not in self._known})
-            asked = {one: self._known[one][1] for one in members}
+            if now >= self._rests_until:
+                self._ask((one for one in members if one not in self._known), now)
+            asked = {one: self._known[one][1] for one in members if one in self._known}
         return {one: lease for one, lease in asked.items() if lease is not None}
+
+    def _ask(self, members: Iterable[str], now: float) -> None:
+        """With the lock held."""
+        try:
+            for one in members:
+                left = max(now + LEASE_TIMEOUT - concurrency.now(), 0)
+                self._known[one] = now, read_lease(self._etcd, one, left)
+        except EtcdError:  # whoever follows the job says that etcd is away
+            self._rests_until = concurrency.now() + LEASE_AGE

@@ -1,16 +1,59 @@
-"""What the page tells of a job's past: the same as `ftcoord history` and `ftcoord why`."""
+"""What the page tells of a job's past: the same as `ftcoord history` and `ftcoord why`. Pure."""
 
 from __future__ import annotations
 
-from ftcoord.etcd.api import EtcdCalls
+from dataclasses import dataclass
+from typing import Final
+
+from ftcoord.etcd.api import KeyValue
+from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.past import explain, tell_history
-from ftcoord.operator.reading import read_events, read_job
-from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import Explanation, JobHistory
+from ftcoord.operator.told import JobStatus, ToldEvent
+
+NEWEST_EVENTS: Final = 100
+"""Events of a history that are told."""
 
 
-def read_past(etcd: EtcdCalls, key_prefix: str, rules: Rules, job: str) -> tuple[JobHistory, Explanation]:
-    """The history of a job, and why it is as it is. Raises EtcdError."""
-    status = tell_job(read_job(etcd, key_prefix, job), rules)
-    events = read_events(etcd, key_prefix, job)
-    return tell_history(job, *events), explain(status, *events)
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What happened to a job.
+
+    Args:
+        why: why it is as it is; empty for nothing.
+        events: the newest, the last one first. The same object as long as there is no other event.
+        total: how many there are.
+    """
+
+    why: str
+    events: tuple[ToldEvent, ...]
+    total: int
+
+
+class PastTeller:
+    """Tells a job's past as often as its status changes, and reads its history as often as that does. For one thread.
+
+    Args:
+        job: its id.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job  # never changes
+        self._kvs: tuple[tuple[KeyValue, ...], tuple[KeyValue, ...]] = (), ()
+        self._past = Past("", (), 0)
+        self._status: JobStatus | None = None  # that was explained last
+
+    def hear(self, keys: JobKeys) -> None:
+        """Of the keys that have just come; those that were read without the history change nothing."""
+        rounds, quorums = keys.rounds.events, keys.quorum.events
+        if rounds is None or quorums is None or (rounds, quorums) == self._kvs:
+            return
+        self._kvs, self._status = (rounds, quorums), None
+        events = tell_history(self._job, *self._kvs).events
+        self._past = Past("", events[: -NEWEST_EVENTS - 1 : -1], len(events))
+
+    def past(self, status: JobStatus) -> Past:
+        """The past of a job that is like this now."""
+        if self._past.total and status is not self._status:
+            self._status = status
+            self._past = Past(explain(status, *self._kvs).text, self._past.events, self._past.total)
+        return self._past

@@ -6,7 +6,6 @@ import signal
 import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
-from functools import partial
 from typing import Any, Final
 
 import uvicorn
@@ -15,7 +14,6 @@ from ftcoord.config import EtcdConfig
 from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
-from ftcoord.dashboard.pasts import read_past
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.lean import LeanClient
@@ -52,8 +50,7 @@ def serve(
         Board(client, key_prefix, rules) as board,
     ):
         actor = PageActor(client, key_prefix, who, etcd.request_timeout) if token else None
-        histories = partial(read_past, client, key_prefix, rules)
-        app = make_app(board, LeaseBook(lean), histories, about, names, actor=actor, token=token)
+        app = make_app(board, LeaseBook(lean), about, names, actor=actor, token=token)
         config = uvicorn.Config(
             app, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=END_TIMEOUT
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ftcoord.core.layout import (
     Span,
     deaths_span,
     decided_key,
     decided_span,
+    events_span,
     members_span,
     quorum_prefix,
     roll_span,
@@ -29,8 +31,12 @@ def follow_job(
     job: str,
     report: Callable[[JobKeys], None],
     failed: Callable[[BaseException], None],
+    *,
+    with_history: bool = False,
 ) -> Informer:
     """Calls `report` with a job's keys, as soon as they were read and after each change, on a thread of its own.
+
+    With `with_history` the keys of its history are among them.
 
     The keys of the two groups are each in the order of etcd's events, but their watches are not one: for a moment the
     one may be ahead of the other. `failed` is called if it ends by an error.
@@ -45,15 +51,28 @@ def follow_job(
         members_span(quorum),
         deaths_span(quorum),
     ]
+    status = len(spans)
+    if with_history:
+        spans += [events_span(prefix), events_span(quorum)]
 
     def look(*mirrors: Mirror) -> None:
-        decided, rolls, members, deaths, heads, replicas, replica_deaths = (mirror.kvs for mirror in mirrors)
+        decided, rolls, members, deaths, heads, replicas, replica_deaths = (mirror.kvs for mirror in mirrors[:status])
+        events: list[tuple[KeyValue, ...] | None] = [tuple(mirror.kvs.values()) for mirror in mirrors[status:]]
+        events = events or [None, None]
         head = decided_key(quorum)
-        rounds = GroupKeys(prefix, decided.get(decided_key(prefix)), None, {}, _by_age(members), (*deaths.values(),))
+        rounds = GroupKeys(
+            prefix,
+            decided.get(decided_key(prefix)),
+            None,
+            {},
+            _by_age(members),
+            tuple(deaths.values()),
+            events[0],
+        )
         if (roll := roll_of(rounds)) is not None:
             chunks = roll_span(prefix, roll)
             kvs = {key: kv for key, kv in rolls.items() if key in chunks}
-            rounds = GroupKeys(prefix, rounds.decided, None, kvs, rounds.below_members, rounds.deaths)
+            rounds = replace(rounds, roll=kvs)
         quorums = GroupKeys(
             quorum,
             heads.get(head),
@@ -61,8 +80,9 @@ def follow_job(
             {},
             _by_age(replicas),
             tuple(replica_deaths.values()),
+            events[1],
         )
-        keys = sum(len(mirror.kvs) for mirror in mirrors)
+        keys = sum(len(mirror.kvs) for mirror in mirrors[:status])
         report(JobKeys(job, max(mirror.revision for mirror in mirrors), rounds, quorums, keys))
 
     return Informer(etcd, spans, look, "ftcoord-follower", failed)

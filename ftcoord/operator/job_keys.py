@@ -31,6 +31,7 @@ class GroupKeys:
         roll: what lies beside it, in large rounds, by key.
         below_members: all keys there, oldest first, also those that are no members'.
         deaths: why members are gone, as keys.
+        events: its history, which no status rests on; None where that was not asked for.
     """
 
     prefix: str
@@ -39,6 +40,7 @@ class GroupKeys:
     roll: Mapping[str, KeyValue] = field(default_factory=dict)
     below_members: tuple[KeyValue, ...] = ()
     deaths: tuple[KeyValue, ...] = ()
+    events: tuple[KeyValue, ...] | None = None
 
     @property
     def is_empty(self) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ftcoord.core.causes import OBEYED, in_causal_order, told_end
-from ftcoord.core.event_records import HistoryEvent, PastEvent, WorkerFailure, read_history
+from ftcoord.core.causes import OBEYED, in_causal_order, is_consequence, told_end, told_first
+from ftcoord.core.event_records import HistoryEvent, PastEvent, WorkerFailure, ends_in, last_life, read_history
 from ftcoord.core.rendezvous_records import FINISHED
 from ftcoord.core.round_history import counted
 from ftcoord.etcd.api import KeyValue
@@ -30,7 +30,11 @@ def tell_history(job: str, rounds: Iterable[KeyValue], quorums: Iterable[KeyValu
 
 def explain(status: JobStatus, rounds: Iterable[KeyValue], quorums: Iterable[KeyValue]) -> Explanation:
     """Why a job is as it is. Of rounds, if it has any; else of its quorums."""
-    past, of_quorums = _past(rounds), _past(quorums)
+    past, of_quorums = last_life(_past(rounds)), last_life(_past(quorums))
+    if status.rounds is not None and _is_of_others(past, status.rounds.state, status.rounds.number, status.revision):
+        past = []
+    if status.quorum is not None and _is_of_others(of_quorums, status.quorum.state, status.quorum.id, status.revision):
+        of_quorums = []
     if past or (status.rounds is not None and not of_quorums):
         return _explain_rounds(status, past)
     return _explain_quorums(status, of_quorums)
@@ -38,6 +42,16 @@ def explain(status: JobStatus, rounds: Iterable[KeyValue], quorums: Iterable[Key
 
 def _past(kvs: Iterable[KeyValue]) -> list[PastEvent]:
     return read_history((kv.key, kv.value, kv.mod_revision) for kv in kvs)
+
+
+def _is_of_others(past: Sequence[PastEvent], state: str, number: int, revision: int) -> bool:
+    """Whether this is what happened to a job that had the id before the one that is there now: until that has decided
+    its first round, or quorum, no event shows it.
+
+    Args:
+        state, number: as the job's status tells them, at this `revision` of etcd.
+    """
+    return state != "unreadable" and any(one.event.number > number for one in past if one.revision <= revision)
 
 
 def _told(group: str, past: Iterable[PastEvent]) -> list[ToldEvent]:
@@ -51,19 +65,13 @@ def _tell(group: str, event: HistoryEvent, revision: int) -> ToldEvent:
     return ToldEvent(revision, group, event.kind, event.number, *who, worker, event.by, at)
 
 
-def _ends(past: Sequence[PastEvent], number: int) -> list[HistoryEvent]:
-    """How parts in this round, or quorum, ended, in the order in which they were told."""
-    ends = [replace(one.event, noted=one.event.noted or one.revision) for one in past if one.event.is_end]
-    return [end for end in ends if end.number == number]
-
-
 # -- rounds -----------------------------------------------------------------------------------------------------
 
 
 def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation:
     now = _now_of_rounds(status, past)
     last = next((one for one in reversed(past) if one.event.kind in ("recalled", "closed")), None)
-    is_over = last is not None and last.event.kind == "closed"
+    is_over = last is not None and last.event.kind == "closed" and _next_round(past, last) is None
     healthy = status.healthy
     if status.rounds is None:  # all but the history has expired
         healthy = last is not None and is_over and _finished(last.event)
@@ -72,19 +80,25 @@ def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation
         return nothing
     if is_over and _finished(last.event):
         return replace(nothing, happened=f"The run has finished: {_after_colon(last.event.reason)}.", now="", do="")
-    number, ends = last.event.number, _ends(past, last.event.number)
+    number, ends = last.event.number, ends_in(past, last.event.number)
     first = _first(last, past, ends)
     return Explanation(
         FORMAT,
         status.job,
         healthy,
-        _happened(last.event, first),
+        _happened(last.event, first, is_over) + _who_was_lost(past, first),
         None if first is None else _tell(ROUNDS, first, _revision_of(past, first)),
         len({end.node for end in ends} - {first.node}) if first is not None else 0,
         _lost(past, last, number),
         now,
         _advice(first) or _do_now(status) if first is not None or not healthy else "",
     )
+
+
+def _next_round(past: Sequence[PastEvent], last: PastEvent) -> HistoryEvent | None:
+    """The first round after that which this event ended."""
+    later = (one.event for one in past if one.event.kind == "round" and one.event.number > last.event.number)
+    return next(later, None)
 
 
 def _first(last: PastEvent, past: Sequence[PastEvent], ends: Sequence[HistoryEvent]) -> HistoryEvent | None:
@@ -97,12 +111,22 @@ def _first(last: PastEvent, past: Sequence[PastEvent], ends: Sequence[HistoryEve
     return in_causal_order(ends)[0]
 
 
-def _happened(last: HistoryEvent, first: HistoryEvent | None) -> str:
-    what = "The run is over" if last.kind == "closed" else f"Round {last.number} ended"
+def _happened(last: HistoryEvent, first: HistoryEvent | None, is_over: bool) -> str:
+    is_closed = last.kind == "closed"
+    what = "The run is over" if is_over else f"Round {last.number} ended"
+    what = f"{what}, and the run with it, which was started again since" if is_closed and not is_over else what
     if first is None:
-        return f"{what}: {_after_colon(last.reason) if last.kind == 'closed' else last.reason}."
-    by = f" ({_after_colon(last.reason)})" if last.kind == "closed" and told_end(first) not in last.reason else ""
-    return f"{what}{by}. It began with this: {told_end(first)}."
+        return f"{what}: {_after_colon(last.reason) if is_closed else last.reason}."
+    by = f" ({_after_colon(last.reason)})" if is_closed and told_end(first) not in last.reason else ""
+    return f"{what}{by}. It began with this: {told_first(first)}."
+
+
+def _who_was_lost(past: Sequence[PastEvent], first: HistoryEvent | None) -> str:
+    """Of a first cause that only follows from another: who may have been that one."""
+    if first is None or not is_consequence(first):
+        return ""
+    silent = [one.event for one in past if one.event.kind == "silent" and one.event.number == first.number]
+    return f" {silent[-1].reason}, the last that looked: it is likely that this one was lost." if silent else ""
 
 
 def _lost(past: Sequence[PastEvent], last: PastEvent, number: int) -> str:
@@ -110,11 +134,9 @@ def _lost(past: Sequence[PastEvent], last: PastEvent, number: int) -> str:
     started = any(one.event.kind == "started" and one.event.number == number for one in past)
     if not started:
         return f"No worker had started in round {number}, so no work was lost." if number else ""
-    next_round = next((one for one in past if one.event.kind == "round" and one.event.number > number), None)
     stopped = f"The workers of round {number} were stopped: what they did since their last checkpoint is lost."
-    if next_round is None or last.event.kind == "closed":
-        return stopped
-    return f"{stopped} Round {next_round.event.number} followed: {_head(next_round.event.reason)}."
+    follower = _next_round(past, last)
+    return f"{stopped} Round {follower.number} followed: {_head(follower.reason)}." if follower else stopped
 
 
 def _now_of_rounds(status: JobStatus, past: Sequence[PastEvent]) -> str:
@@ -155,7 +177,7 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
     last = next((one for one in reversed(past) if one.event.is_end), None)
     if last is None:
         return Explanation(FORMAT, status.job, status.healthy, "", None, 0, "", now, "")
-    number, ends = last.event.number, _ends(past, last.event.number)
+    number, ends = last.event.number, ends_in(past, last.event.number)
     first = in_causal_order(ends)[0]
     follower = next((one.event for one in past if one.event.kind == "quorum" and one.revision >= last.revision), None)
     lost = f"Quorum {follower.number} followed: {follower.reason}." if follower is not None else ""
@@ -163,7 +185,7 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
         FORMAT,
         status.job,
         status.healthy,
-        f"Quorum {number} lost members. It began with this: {told_end(first)}.",
+        f"Quorum {number} lost members. It began with this: {told_first(first)}.",
         _tell(QUORUMS, first, _revision_of(past, first)),
         len({end.node for end in ends} - {first.node}),
         lost,
@@ -179,6 +201,8 @@ def _advice(first: HistoryEvent | None) -> str:
     """What to do about a first cause."""
     if first is None:
         return ""
+    if is_consequence(first):
+        return "See which host of that round does not run, or reaches neither etcd nor the others."
     if first.failures:
         return _advice_for_worker(first, first.failures[0])
     if first.kind == "lost":

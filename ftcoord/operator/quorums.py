@@ -48,7 +48,8 @@ def tell_quorum(keys: GroupKeys, options: QuorumOptions) -> tuple[QuorumStatus, 
         withheld = NextDecision("withheld", str(error))
         return _told("unreadable", None, options, withheld, _statuses(None, replicas), ()), unreadable
     replicas, unreadable = _replicas(keys, previous.profiles if previous else {})
-    situation = QuorumSituation([replica.one for replica in replicas], previous, LOOKED_AT)
+    live = [replica.one for replica in replicas]
+    situation = QuorumSituation(live, previous, LOOKED_AT, unreadable=len(keys.members()) - len(live))
     missing = _missing(previous, replicas, keys.causes())
     next_ = _next(situation, options)
     statuses = _statuses(previous, replicas)

@@ -53,8 +53,14 @@ def read_events(etcd: EtcdCalls, key_prefix: str, job: str) -> tuple[list[KeyVal
 
 def read_leases(etcd: ReadsLeases, members: Iterable[str]) -> dict[str, LeaseTime]:
     """The leases of members, by member id: one request each. Raises EtcdError."""
-    found = {member: etcd.time_left(int(member, 16)) for member in members}
-    return {member: LeaseTime(left, ttl) for member, (left, ttl) in found.items() if left >= 0}
+    found = ((member, read_lease(etcd, member)) for member in members)
+    return {member: lease for member, lease in found if lease is not None}
+
+
+def read_lease(etcd: ReadsLeases, member: str, timeout: float | None = None) -> LeaseTime | None:
+    """The lease of a member; None if it is gone. Raises EtcdError."""
+    left, ttl = etcd.time_left(int(member, 16), timeout=timeout)
+    return LeaseTime(left, ttl) if left >= 0 else None
 
 
 def read_jobs(etcd: EtcdCalls, key_prefix: str) -> JobList:

@@ -70,7 +70,13 @@ def tell_rounds(keys: GroupKeys, options: RoundOptions) -> tuple[RoundsStatus, l
         return _told("unreadable", NO_ROUND, withheld, _nodes(None, members, (0, 0)), (), (0, 0)), unreadable
     causes = keys.causes()
     situation = RoundSituation(
-        [member.candidate for member in members], NOW, previous, NOW, deaths=causes, gone_since=NOW
+        [member.candidate for member in members],
+        NOW,
+        previous,
+        NOW,
+        deaths=causes,
+        gone_since=NOW,
+        unreadable={member_of(kv.key) for kv in keys.members()} - {member.candidate.id for member in members},
     )
     limits = limits_of(situation)
     missing = _missing(previous or NO_ROUND, members, causes)

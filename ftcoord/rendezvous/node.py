@@ -22,7 +22,7 @@ from ftcoord import concurrency
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import RoundOptions, call_back, is_same_round, may_reopen
-from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes
+from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, parse_join_request
 from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
@@ -88,6 +88,8 @@ class Node:
         """and as which member it took its seat there."""
         self._failed: tuple[WorkerFailure, ...] = ()
         """Its worker that failed there."""
+        self._failed_at = 0
+        """etcd's revision at which that was said first, as far as is known; 0 before."""
         self._holder = SeatHolder(self.participant, settings.request_timeout)
         self._run = RunRecord(etcd, settings)
         self.begin()
@@ -138,11 +140,13 @@ class Node:
         """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
         self._holder.end()
         member = self.participant.member
-        lives = member is not None and member.entered and not member.lost
+        lives = member if member is not None and member.entered and not member.lost else None
         # Of the seat that it holds, if it holds one: the others know it by that.
         ask = self._hold(self.round) if self.round is not None else self._new_ask(0)
-        if lives and self.participant.withdraw(replace(ask, leaving=why), LOOK_TIMEOUT, for_all=True):
+        if lives is not None and self.participant.withdraw(replace(ask, leaving=why), LOOK_TIMEOUT, for_all=True):
             self._await_farewell()
+            if lives.record is not None:
+                self._run.note_silent(lives.record, self.host, lives.id)
         self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 
     def waiting(self) -> tuple[int, str]:
@@ -198,7 +202,19 @@ class Node:
         limits = settings.min_nodes, settings.max_nodes
         ask = JoinRequest(self.id, self._address, port, self._after, self.host, "", *limits, reopens=self._reopens)
         is_next = self.round is not None and self._after == self.round.number
-        return replace(ask, failed=self._failed) if is_next else ask
+        if not (is_next and self._failed):
+            return ask
+        self._failed_at = self._failed_at or self._when_said(self._after)
+        return replace(ask, failed=self._failed, failed_at=self._failed_at)
+
+    def _when_said(self, number: int) -> int:
+        """etcd's revision at which this node has said of that round that a worker failed; 0 if it has not."""
+        member = self.participant.member
+        said = member.group.said if member is not None else None
+        if said is None:
+            return 0
+        ask = parse_join_request(said.key, said.value)
+        return said.mod_revision if ask.failed and ask.seated == number else 0
 
     def worker_failed(self, mine: AnyRound, failure: WorkerFailure) -> None:
         """Have the others know at once that a worker of that round failed: this node's agent comes back later, when it
@@ -229,7 +245,7 @@ class Node:
 
     def _started(self, round_: AnyRound) -> AnyRound:
         self._seat = next(one for one in reversed(self.participant.ids) if round_.rank_of(one) is not None)
-        self._failed = ()
+        self._failed, self._failed_at = (), 0
         self.round, self._after = round_, round_.number  # in this order: `waiting` looks at any time
         self._holder.allow()
         return round_

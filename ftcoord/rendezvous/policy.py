@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from math import inf
+from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.core.bystanders import PATIENCE, Bystanders
+from ftcoord.core.causes import UNKNOWN_PEER, in_causal_order
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.invariants import check_fences, check_roll, check_round
 from ftcoord.core.layout import (
@@ -37,7 +41,7 @@ from ftcoord.core.rendezvous_records import (
     round_of,
     with_roll,
 )
-from ftcoord.core.round_history import Ends, VacantSeat, lost_ends, note_ends, round_events
+from ftcoord.core.round_history import MOST_ENDS, Ends, VacantSeat, lost_ends, note_ends, round_events
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue
@@ -46,6 +50,14 @@ from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
+
+LEASE_GRACE: Final = 5.0
+"""Seconds that a lease may live on when its time is over: etcd looks twice a second, and its new leader later."""
+
+
+def _is_explained(round_: Round) -> bool:
+    """Whether a run is over, and nothing that comes tells better why."""
+    return bool(round_.closed) and UNKNOWN_PEER not in round_.closed
 
 
 class RollReplaced(Exception):
@@ -86,6 +98,9 @@ class RendezvousPolicy:
         """How parts in the last round ended: its roll, and the ends."""
         self._written: tuple[bytes, frozenset[tuple[int, str, str]]] = b"", frozenset()
         """The record that this decider published last, and of which ends it wrote with it, or before."""
+        self._bystanders = Bystanders()
+        self._late_since: float | None = None
+        """Since when there are ends that no decision has told of; None if there are none."""
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
@@ -101,7 +116,7 @@ class RendezvousPolicy:
         verdict = decide(situation, self._options, now)
         verdict = self._guard.passed(verdict, lambda one: check_round(situation, one.record), now)
         if isinstance(verdict, Wait):
-            return verdict
+            return self._with_news(verdict, situation, view, me, now)
         head = record if previous is not None and isinstance(record, RoundHead) else None
         published: Verdict[bytes] = self._publish(verdict, previous, head, me, again=view.vanished)
         published = self._guard.passed(published, partial(check_roll, self._prefix, head, verdict.record), now)
@@ -111,6 +126,40 @@ class RendezvousPolicy:
         if isinstance(published, Wait):
             return published
         return replace(published, events=self._events(situation, verdict, published.record, view, me))
+
+    def _with_news(self, verdict: Wait, situation: RoundSituation, view: View, me: str, now: float) -> Wait:
+        """With what the history has to say while nothing is decided. Only the oldest member says it: those that stand
+        by see the same."""
+        if not view.members or member_of(view.members[0].key) != me:
+            return verdict
+        bystanders, look_at = self._bystanders.look(situation, now)
+        ends, tell_at = self._late_ends(situation, view, now)
+        times = [at for at in (verdict.until, look_at, tell_at) if at is not None]
+        wall_ms = self._wall_ms()
+        told = [replace(one, by=me, wall_ms=one.wall_ms or wall_ms) for one in (*ends, *bystanders)]
+        return replace(verdict, until=min(times, default=None), events=told)
+
+    def _late_ends(
+        self, situation: RoundSituation, view: View, now: float
+    ) -> tuple[Sequence[HistoryEvent], float | None]:
+        """How parts in the last round have ended that no decision has told of, and none may for long: others go on
+        (on_member_loss=ignore), nobody comes, or the run is over. And when to look again at the latest."""
+        value, told = self._written
+        if view.decided is None or view.decided.value != value:
+            value, told = view.decided.value if view.decided else b"", frozenset()
+        fresh = {(end.number, end.kind, end.node): end for end in situation.ends}
+        fresh = {key: end for key, end in fresh.items() if key not in told}
+        if not fresh:
+            self._late_since = None
+            return (), None
+        self._late_since = now if self._late_since is None else self._late_since
+        lost = any(end.kind == "lost" for end in fresh.values())
+        due = max(self._late_since, situation.gone_since if lost else -inf) + PATIENCE
+        due = max(due, situation.gone_since + self._options.return_to_seat) if lost else due
+        if now < due:
+            return (), due
+        self._written, self._late_since = (value, told | fresh.keys()), None
+        return in_causal_order([*fresh.values()])[:MOST_ENDS], None
 
     def _events(
         self, situation: RoundSituation, verdict: Publish[Round], value: bytes, view: View, me: str
@@ -122,8 +171,7 @@ class RendezvousPolicy:
         ends = {(end.number, end.kind, end.node): end for end in situation.ends}
         self._written = value, told | ends.keys()
         fresh = [end for key, end in ends.items() if key not in told]
-        wall_ms = int(self._wall_clock() * 1000)
-        return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, wall_ms)
+        return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, self._wall_ms())
 
     def _situation(self, view: View, previous: Round | None, now: float) -> RoundSituation:
         before, self._candidates = self._candidates, {}
@@ -146,7 +194,12 @@ class RendezvousPolicy:
             gone_since,
             self._ends_of(previous, members),
             view.decided.mod_revision if view.decided else 0,
+            self._unreadable(),
         )
+
+    def _unreadable(self) -> frozenset[str]:
+        """The members that live and cannot be read, as far as this has seen."""
+        return frozenset(map(member_of, self._members.unreadable))
 
     def _gone_of(
         self, previous: Round | None, members: Sequence[RoundCandidate], view: View, now: float
@@ -155,7 +208,9 @@ class RendezvousPolicy:
 
         Read once of each: a sentinel says it before its member goes.
         """
-        gone = vacant(previous, members) if previous is not None and not previous.closed else frozenset()
+        gone: Set[str] = frozenset()
+        if previous is not None and not _is_explained(previous):
+            gone = vacant(previous, members, self._unreadable())
         # Of one that was gone and came back to its seat, another cause counts when it is gone again.
         self._gone = {member: known for member, known in self._gone.items() if member in gone}
         if previous is not None and (new := gone - self._gone.keys()):
@@ -164,20 +219,30 @@ class RendezvousPolicy:
                 cause, noted = causes.get(member, ("", view.revision))
                 word = self._last_word(view.departed.get(member_key(self._prefix, member)))
                 seat = previous.seats[previous.ranks[member]]
-                self._gone[member] = now, VacantSeat(seat, cause, noted, word)
+                self._gone[member] = now, VacantSeat(seat, cause, noted, word, self._wall_ms(), self._longest_silence())
         first = min((since for since, _ in self._gone.values()), default=now)
         return {member: known.cause for member, (_, known) in self._gone.items() if known.cause}, first
 
     def _ends_of(self, previous: Round | None, members: Sequence[RoundCandidate]) -> tuple[HistoryEvent, ...]:
         """How parts in the last round have ended, as far as is known."""
-        if previous is None or not previous.seats or previous.closed:
+        if previous is None or not previous.seats or _is_explained(previous):
             return ()
         roll, before = self._ends
         gone = [known for _, known in self._gone.values()]
-        ends = note_ends(before if roll == previous.roll else {}, previous, members, gone)
+        ends = note_ends(before if roll == previous.roll else {}, previous, members, gone, self._wall_ms())
         self._ends = previous.roll, ends
         lost = lost_ends(previous, gone, ends, {member.ask.node for member in members}) if gone else []
+        if previous.closed:  # all leave it, since it is over
+            return *(end for end in ends.values() if end.kind == "died"), *lost
         return *ends.values(), *lost
+
+    def _wall_ms(self) -> int:
+        return int(self._wall_clock() * 1000)
+
+    def _longest_silence(self) -> int:
+        """Milliseconds for which a node may have been lost when its lease ends: etcd may be late to end it."""
+        lease = self._options.return_to_seat
+        return int((lease + LEASE_GRACE) * 1000) if lease else 0
 
     @staticmethod
     def _last_word(departed: KeyValue | None) -> JoinRequest | None:

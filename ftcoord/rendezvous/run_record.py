@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
+from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
-from ftcoord.core.causes import told_ends
-from ftcoord.core.event_records import HistoryEvent, WorkerFailure, read_history
-from ftcoord.core.layout import decided_key, events_span, members_span, number_of, roll_key, rounds_span
+from ftcoord.core.causes import UNKNOWN_PEER, told_ends
+from ftcoord.core.event_records import HistoryEvent, WorkerFailure, ends_in, last_life, read_history
+from ftcoord.core.layout import decided_key, events_span, member_key, members_span, number_of, roll_key, rounds_span
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
-from ftcoord.core.round_history import failure_event
+from ftcoord.core.round_history import failure_event, named
 from ftcoord.core.strict import LARGEST
-from ftcoord.errors import EtcdError, StateError
-from ftcoord.etcd.api import Etcd, Get, Span
+from ftcoord.errors import ClientClosed, EtcdError, StateError
+from ftcoord.etcd.api import Etcd, Get, Span, exists
+from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.rendezvous.ending import RunEnding, end_run, ending
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -33,6 +37,10 @@ class Speaker:
 
     node: str
     members: Sequence[str]
+
+
+MOST_SILENT: Final = 16
+"""Members that are left when one of them looks who has said nothing: of more, others are still to leave."""
 
 
 class _RoundReplaced(Exception):
@@ -116,8 +124,7 @@ class RunRecord:
             log.debug("the history cannot be read: %s", error)
             return []
         past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found.kvs)
-        ends = [replace(one.event, noted=one.event.noted or one.revision) for one in past if one.event.is_end]
-        return [end for end in ends if end.number == number]
+        return ends_in(last_life(past), number)
 
     def _has_seat(self, now: AnyRound, speaker: Speaker) -> bool:
         """Whether a node has a seat in this round. Raises EtcdError, StateError, and _RoundReplaced if it is not the
@@ -151,6 +158,31 @@ class RunRecord:
             except StateError as error:
                 log.debug("not shown as a member: %s", error)
         return asks, found.count
+
+    def note_silent(self, now: AnyRound, host: str, member: str) -> None:
+        """Of a run that is over since a peer was lost, and nobody knows which: say who of its last round has said
+        nothing when this member, which is the last to look, leaves.
+
+        Never raises for an etcd that is away.
+        """
+        settings = self._settings
+        if UNKNOWN_PEER not in now.closed or not settings.history_ttl:
+            return
+        try:
+            asks, count = self.members(MOST_SILENT + 1, HISTORY_TIMEOUT)
+        except EtcdError as error:
+            log.debug("who has said nothing cannot be told: %s", error)
+            return
+        silent = [one for one in asks if one.seated == now.number and not (one.leaving or one.failed)]
+        if not silent or count > MOST_SILENT:
+            return
+        names = named(sorted(one.host for one in silent))
+        who = (silent[0].host, silent[0].node) if len(silent) == 1 else ("", "")
+        reason = f"{names} had said nothing when {host} left"
+        event = HistoryEvent("silent", now.number, *who, reason, by=member, wall_ms=int(concurrency.wall() * 1000))
+        history = EventLog(self._etcd, settings.prefix, settings.history_ttl, uuid.uuid4().hex, keeps=False)
+        with suppress(ClientClosed):
+            history.add([event], [exists(member_key(settings.prefix, member))], 0)
 
     def highest_round(self, timeout: float) -> int:
         """The highest round that has left a key in etcd, even if the record was deleted. Raises EtcdError."""

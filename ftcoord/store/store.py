@@ -53,7 +53,6 @@ from ftcoord.store.waiting import Waiting
 
 T = TypeVar("T")
 
-"""No run's keys lie there: an @ in a run's id is written %40 in its keys."""
 DEFAULT_STORE_TIMEOUT: Final = timedelta(seconds=300)
 """The time-out of a store's operations, unless its user sets another."""
 KEYS_PER_REQUEST: Final = 100

@@ -10,10 +10,10 @@ from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import TxnResult
 from ftcoord.testing.keyspace import Transaction
 
-LEAST: Final = 0.05
+LAST_ATTEMPT: Final = 0.05
 """Seconds that a transaction gets though those before it took all its time."""
 
-PATIENCE: Final = 2.0
+CLOSE_TIMEOUT: Final = 2.0
 """Seconds that `close()` waits for the thread: in a scheduler, its process may be paused."""
 
 
@@ -58,7 +58,7 @@ class Submitter:
         if thread is not None:
             self._queue.put(None)
             if thread is not concurrency.current_thread():
-                thread.join(PATIENCE)
+                thread.join(CLOSE_TIMEOUT)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -72,7 +72,7 @@ class Submitter:
     def _carry(self, entry: _Submitted) -> None:
         result: TxnResult | EtcdError
         try:
-            result = self._send(entry.asked, max(entry.deadline - concurrency.now(), LEAST))
+            result = self._send(entry.asked, max(entry.deadline - concurrency.now(), LAST_ATTEMPT))
         except EtcdError as error:
             result = error
         with self._lock:

@@ -14,7 +14,7 @@ from ftcoord.testing.backend import Backend, Subscription
 
 log = logging.getLogger(__name__)
 
-PATIENCE: Final = 2.0
+CLOSE_TIMEOUT: Final = 2.0
 """Seconds that `close()` waits for the thread: in a scheduler, its process may be paused."""
 
 
@@ -123,7 +123,7 @@ class MemoryWatches:
         if thread is not None:
             self._inbox.put(None)
             if thread is not concurrency.current_thread():
-                thread.join(PATIENCE)
+                thread.join(CLOSE_TIMEOUT)
 
     # -- with the lock held -------------------------------------------------------------------------------------------
 

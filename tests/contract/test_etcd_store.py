@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers import DEADLINE, eventually, in_fork, python
+import warm
+from helpers import DEADLINE, eventually, in_fork
 from members import Door
 from rdzv_nodes import keys_under, spawn
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
@@ -477,7 +478,7 @@ print(total.item(), shapes)
 def test_process_group(etcd: EtcdServer, prefix: str) -> None:
     with ExitStack() as stack:
         arguments = ["-c", WORKER, etcd.get_endpoint(), f"{prefix}/"]
-        workers = [stack.enter_context(python(*arguments, str(rank))) for rank in range(2)]
+        workers = [stack.enter_context(warm.python(*arguments, str(rank))) for rank in range(2)]
         outputs = [worker.communicate(timeout=DEADLINE)[0].strip() for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0]
     assert outputs[0] == outputs[1] == "6.0 [{'rank': 0}, {'rank': 1}]"

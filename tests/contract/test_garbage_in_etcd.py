@@ -31,7 +31,7 @@ def anything(dice: random.Random, kind: str) -> bytes:
     return {
         "random": lambda: dice.randbytes(dice.randint(1, 200)),
         "pickle": lambda: pickle.dumps(["a", {"state": 1}]),
-        "newer": lambda: b'{"v":3,"number":9}',
+        "newer": lambda: b'{"v":99,"number":9}',
         "other": lambda: b'{"round":%d,"complete":true}' % dice.randint(0, 99),
         "large": lambda: dice.randbytes(1_400_000),
         "empty": lambda: b"",

@@ -282,7 +282,8 @@ def test_a_failure_ends_the_run_on_all_nodes(make_nodes: MakeNodes) -> None:
     nodes[0].end_with(FAILURE)
     all_signalled(nodes[1:])
     for node in nodes[1:]:
-        with pytest.raises(RendezvousClosedError, match=r"is over: .* failed; it may be started again"):
+        told = r"is over: .* failed; first cause: .* exited with code 1; it may be started again"
+        with pytest.raises(RendezvousClosedError, match=told):
             node.join().result(DEADLINE)
     assert nodes[1].info is not None
     with pytest.raises((RoundOver, RuntimeError)):  # so torch's exit barrier waits for nobody

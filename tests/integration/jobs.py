@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import warm
 from helpers import eventually
 
 import ftcoord
@@ -41,10 +42,11 @@ class Event:
 class Agent:
     """One torchrun process in a session of its own. Its terminal is the file `log`."""
 
-    def __init__(self, name: str, command: Sequence[str], env: dict[str, str], log: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], env: dict[str, str], log: Path, cold: bool) -> None:
         self.name, self.log = name, log
+        start = subprocess.Popen if cold or warm.LOADED_WITH & env.keys() else warm.Popen
         with log.open("wb") as terminal:
-            self._process = subprocess.Popen(
+            self._process = start(
                 command,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -116,9 +118,18 @@ class Job:
     # -- doing --------------------------------------------------------------------------------------------------
 
     def start(
-        self, names: Iterable[str], *options: str, entry: Sequence[str] = (), conf: dict[str, object] | None = None
+        self,
+        names: Iterable[str],
+        *options: str,
+        entry: Sequence[str] = (),
+        conf: dict[str, object] | None = None,
+        cold: bool = False,
     ) -> None:
-        """Start an agent for each name, with more torchrun `options` and another `entry` point if given."""
+        """Start an agent for each name, with more torchrun `options` and another `entry` point if given.
+
+        `cold`: as a user's command, from the first line on; the others are the same command in a process that has torch
+        loaded, see warm.py.
+        """
         chosen = {**self._conf, **(conf or {})}
         for name in names:
             command = [
@@ -130,7 +141,8 @@ class Job:
                 *options,
                 *(entry or [str(SCRIPTS / self._script)]),
             ]
-            self.agents[name] = Agent(name, command, self._environment(name), self.folder / "terminals" / name)
+            terminal = self.folder / "terminals" / name
+            self.agents[name] = Agent(name, command, self._environment(name), terminal, cold)
 
     def kill(self, name: str) -> None:
         """SIGKILL for an agent and its workers: what others see of a machine that dies."""

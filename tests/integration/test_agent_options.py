@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from jobs import QUICK, SCRIPTS, Job
 
 from ftcoord.embedded.server import EtcdServer
@@ -62,8 +61,7 @@ def test_runs_of_any_id_share_an_etcd(etcd: EtcdServer, tmp_path: Path) -> None:
 
 
 def test_started_from_python(etcd: EtcdServer) -> None:
-    command = [sys.executable, str(SCRIPTS / "launch.py"), etcd.get_endpoint()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(str(SCRIPTS / "launch.py"), etcd.get_endpoint())
     assert done.stdout.strip() == "{0: 'rank 0', 1: 'rank 1'}", done.stderr
 
 
@@ -83,5 +81,5 @@ def test_torch_distributed_run_from_python(etcd: EtcdServer, tmp_path: Path) -> 
         *(f"--log-dir={tmp_path}", str(SCRIPTS / "ranks.py")),
     ]
     code = f"from torch.distributed.run import main\nmain({arguments!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.run("-c", code)
     assert sorted(done.stdout.split()) == ["0/2", "1/2"], done.stderr

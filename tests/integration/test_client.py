@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+import warm
 from helpers import DEADLINE, eventually, in_fork, python
 
 from ftcoord.config import Credentials, EtcdConfig
@@ -383,7 +384,7 @@ def test_children_that_are_forked_before_the_first_client_have_their_own(etcd: E
 
 
 IDLE_CHILDREN = """
-import multiprocessing, os, sys, threading
+import gc, multiprocessing, os, sys, threading
 from torch.utils.data import DataLoader
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.api import Get, Span
@@ -405,7 +406,8 @@ for _ in range(3):
 context = multiprocessing.get_context("fork")
 with context.Pool(2) as pool:
     assert pool.map(abs, range(-10, 0)) == list(range(10, 0, -1))
-for _ in range(20):
+gc.freeze()  # collected in the end of each child, all of torch would cost it half a second
+for _ in range(10):
     process = context.Process(target=sys.exit)
     process.start()
     process.join()
@@ -426,7 +428,7 @@ print("fine")
 
 def test_children_that_do_not_use_etcd_are_left_alone(etcd: EtcdServer, capfd: pytest.CaptureFixture[str]) -> None:
     """DataLoader's workers and other forked processes, while calls are under way."""
-    with python("-c", IDLE_CHILDREN, etcd.get_endpoint()) as process:
+    with warm.python("-c", IDLE_CHILDREN, etcd.get_endpoint()) as process:
         answer, _ = process.communicate(timeout=3 * DEADLINE)
     assert (process.returncode, answer) == (0, "fine\n"), capfd.readouterr().err
 

@@ -10,9 +10,14 @@ from urllib.parse import quote
 import pytest
 from browser import CHROMIUM, Browser
 from helpers import eventually
-from pages import page, write_quorum, write_run
+from pages import page, write_history, write_quorum, write_run
 
+from ftcoord.core import death_records
+from ftcoord.core.death_records import Death
+from ftcoord.core.event_records import HistoryEvent, WorkerFailure
+from ftcoord.core.layout import KEY_PREFIX, death_key, member_id, member_of, members_span, run_prefix
 from ftcoord.embedded.server import EtcdServer
+from ftcoord.etcd.api import Get
 from ftcoord.etcd.client import EtcdClient
 
 pytestmark = pytest.mark.browser
@@ -62,10 +67,47 @@ def test_names_from_etcd_are_text(browser: Browser, address: str, client: EtcdCl
     for path in ("", f"?job={quote(job)}", f"?job={quote(EVIL)}"):
         browser.open(f"{address}/{path}")
         browser.shows("<img src=x")
+    worker = WorkerFailure(5, 1, 1, 3, fate=EVIL, exception=EVIL, traceback=EVIL, timer=EVIL)
+    failed = HistoryEvent("failed", 1, EVIL, EVIL, EVIL, (worker,), by=EVIL, wall_ms=5)
+    write_history(client, job, [failed, HistoryEvent("recalled", 1, reason=EVIL)])
+    lease = int(member_of(client.range(Get(members_span(run_prefix(KEY_PREFIX, job)))).kvs[0].key), 16)
+    death = death_key(run_prefix(KEY_PREFIX, job), member_id(lease))
+    client.put(death, death_records.encode(Death(EVIL, 5)))
+    client.revoke(lease)
     browser.open(f"{address}/?job={quote(job)}")
+    browser.shows("missing (1)")
     browser.shows("<img src=x", "table")
+    browser.shows("<img src=x", "pre.traceback")
+    browser.shows("<img src=x", "#why")
     assert browser.run("document.images.length + document.querySelectorAll('script').length") == 1  # the page's own
     assert browser.said == []
+
+
+def test_a_job_of_which_only_the_history_is_left_shows_it(browser: Browser, address: str, client: EtcdClient) -> None:
+    worker = WorkerFailure(5, 1, 1, 3, fate="exited with code 3", exception="E: x", traceback="line 7, in train")
+    failed = HistoryEvent("failed", 1, "host1", "node1", worker.line, (worker,), wall_ms=1_700_000_000_000)
+    over = HistoryEvent("closed", 1, reason="failed: node1 used up its restarts", wall_ms=1_700_000_000_000)
+    write_history(client, "page past", [failed, over])
+    browser.open(f"{address}/?job=page%20past")
+    browser.shows("no key of this job but its history")
+    browser.shows("used up its restarts", "table")
+    browser.shows("line 7, in train", "pre.traceback")
+    browser.shows("raised E: x (exit code 3)", "table")
+
+
+def test_tabs_that_nobody_sees_leave_connections_for_the_one_that_somebody_does(
+    browser: Browser, address: str, client: EtcdClient
+) -> None:
+    """A browser has six for one server."""
+    write_run(client, "page tabs", ["host0"])
+    tabs = [browser.tab() for _ in range(7)]
+    for tab in (*tabs, tabs[0]):
+        tab.front()
+        if tab.run("location.pathname") == "blank":
+            tab.open(f"{address}/?job=page%20tabs")
+        tab.shows("healthy", "#health")
+    eventually(lambda: tabs[1].run("document.body.dataset.link") == "opening", "it is not live")
+    assert "healthy" not in tabs[1].text("main")
 
 
 def test_an_etcd_that_is_lost_is_said_until_it_is_back(browser: Browser, fragile: EtcdServer) -> None:

@@ -11,6 +11,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import warm
 from helpers import DEADLINE, eventually
 from jobs import Job
 
@@ -80,12 +81,11 @@ def test_a_worker_hears_of_what_its_peer_died(etcd: EtcdServer, tmp_path: Path) 
 
         def start(rank: int) -> subprocess.Popen[bytes]:
             with (tmp_path / f"{rank}.log").open("wb") as output:
-                process = subprocess.Popen(
+                process = warm.Popen(
                     [sys.executable, str(EXAMPLES / "lost_peer.py")],
                     env={**env, "RANK": str(rank)},
                     stdout=output,
                     stderr=output,
-                    start_new_session=True,
                 )
             ends.callback(process.wait)
             ends.callback(process.kill)

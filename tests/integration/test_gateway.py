@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from cutting import Cutter
 from helpers import DEADLINE, eventually, freeze, python
 from natives import Natives
 
@@ -25,6 +26,7 @@ from ftcoord import EtcdServer
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import Gateway, ManagerClient, ManagerServer
 from ftcoord.coordination.address import fresh_name, parse_address
+from ftcoord.coordination.gateway_sessions import QUIET_FOR
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.api import Get, Span
@@ -245,12 +247,61 @@ def test_short_heartbeat_time_outs_are_kept(natives: Natives, etcd: EtcdServer) 
             others = [natives.do("quorum", name=name) for name in "abc"]
             mortal.ask("d")
             assert {one.result(DEADLINE)["replica_world_size"] for one in others} == {4}
-            died_at = time.monotonic()
-            mortal.kill()
-        assert natives.ask("a", "b", "c", step=1)[0]["replica_world_size"] == 3
-        assert time.monotonic() - died_at > 1.0
+            silent_at = time.monotonic()
+            freeze(mortal.pid)
+            assert natives.ask("a", "b", "c", step=1)[0]["replica_world_size"] == 3
+        assert time.monotonic() - silent_at > 1.0
         threading.Event().wait(3 * 2.9)  # nobody is called dead who beats
         assert natives.ask("a", "b", "c", step=2)[0]["replica_world_size"] == 3
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::]:0", "[::1]:0"])
+def test_a_native_replica_that_is_killed_is_out_at_once(natives: Natives, etcd: EtcdServer, listen: str) -> None:
+    """Long before its heartbeat times out; and nobody else is taken for dead."""
+    job = job_of(etcd, heartbeat_timeout_ms=int(DEADLINE * 1000))
+    with Gateway(job, listen) as gateway:
+        address = re.sub("//.*:", "//localhost:" if listen != "[::1]:0" else "//[::1]:", gateway.address())
+        natives.manage(address, "a", "b")
+        with Natives() as mortal:
+            mortal.manage(address, "d")
+            others = [natives.do("quorum", name=name) for name in "ab"]
+            mortal.ask("d")
+            assert {one.result(DEADLINE)["replica_world_size"] for one in others} == {3}
+            threading.Event().wait(3 * QUIET_FOR)  # who has beaten once may do so through a new connection each time
+            mortal.kill()
+        died_at = time.monotonic()
+        assert natives.ask("a", "b", step=1)[0]["replica_world_size"] == 2
+        assert time.monotonic() - died_at < DEADLINE / 2
+        threading.Event().wait(10 * QUIET_FOR)
+        assert members(job) == 2
+
+
+def test_a_native_replica_that_connects_again_is_the_same_member(natives: Natives, etcd: EtcdServer) -> None:
+    """Its connections are cut in turn by what stands between; each time it beats again through the next one."""
+    job = job_of(etcd, min_replicas=1, heartbeat_timeout_ms=int(DEADLINE * 1000))
+    with Gateway(job) as gateway, Cutter(int(gateway.address().rpartition(":")[2])) as cutter:
+        natives.manage(f"http://127.0.0.1:{cutter.port}", "a")
+        eventually(lambda: members(job) == 1, "it has beaten")
+        before = member_keys(job)
+        for taken in range(cutter.taken, cutter.taken + 5):
+            threading.Event().wait(5 * QUIET_FOR)  # for it to beat often enough
+            cutter.cut()
+            eventually(lambda: cutter.taken > taken, "it connects again")  # noqa: B023
+        threading.Event().wait(5 * QUIET_FOR)
+        assert member_keys(job) == before
+
+
+def test_one_that_connects_for_each_beat_has_its_heartbeat_time_out(etcd: EtcdServer) -> None:
+    """Nobody knows how often it beats."""
+    job = job_of(etcd, min_replicas=1, heartbeat_timeout_ms=int(DEADLINE * 1000))
+    with Gateway(job) as gateway:
+        for _ in range(3):
+            with Natives() as brief:
+                brief.do("beat", lighthouse=gateway.address(), name="a").result(DEADLINE)
+        before = member_keys(job)
+        threading.Event().wait(5 * QUIET_FOR)
+        assert member_keys(job) == before
+        assert len(before) == 1
 
 
 def test_a_gateway_is_killed_and_another_takes_its_port(natives: Natives, job: str) -> None:

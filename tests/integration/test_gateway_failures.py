@@ -74,7 +74,7 @@ def test_a_gateway_that_has_failed_is_unavailable(
     """Also to who waits: it would wait in vain. Another gateway serves the same replicas."""
     job = job_of(etcd, heartbeat_timeout_ms=3_000)
 
-    def fail(_sessions: GatewaySessions) -> None:
+    def fail(*_arguments: object) -> None:
         raise MemoryError("made by the test")
 
     with Gateway(job) as gateway:

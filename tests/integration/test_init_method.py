@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import warm
 from helpers import DEADLINE, eventually
 from rdzv_nodes import keys_under
 
@@ -26,7 +27,7 @@ def world(*arguments: Sequence[object]) -> Iterator[list[Process]]:
     """A process for each list of arguments. All begin together, when each of them has loaded torch."""
     commands = [[sys.executable, str(SCRIPT), *map(str, one)] for one in arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    running = [subprocess.Popen(command, text=True, **pipes) for command in commands]  # type: ignore[call-overload]
+    running = [warm.Popen(command, text=True, **pipes) for command in commands]
     try:
         for process in running:
             assert process.stdout.readline() == "ready\n", process.communicate()[1]
@@ -75,7 +76,7 @@ def test_ranks_from_the_arguments_the_url_or_by_arrival(etcd: EtcdServer) -> Non
 
 
 def test_a_world_of_all_that_come_during_the_last_call(etcd: EtcdServer) -> None:
-    url = f"etcd://{etcd.get_endpoint()}/open?last_call_timeout=20"
+    url = f"etcd://{etcd.get_endpoint()}/open?last_call_timeout=8"
     with world([url], [url], [url]) as processes:
         assert told(processes) == expected(3)
         end(processes)
@@ -83,7 +84,7 @@ def test_a_world_of_all_that_come_during_the_last_call(etcd: EtcdServer) -> None
 
 def test_a_run_that_is_started_again_meets_nothing_of_its_former_life(etcd: EtcdServer, client: EtcdClient) -> None:
     """After an end in peace, and after kill -9."""
-    url = f"etcd://{etcd.get_endpoint()}/again?lease_ttl=2&run_ttl=9"
+    url = f"etcd://{etcd.get_endpoint()}/again?lease_ttl=2&run_ttl=9&history_ttl=9"
     first = [[url, rank, 2] for rank in range(2)]
     with world(*first) as processes:
         assert told(processes) == expected(2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -14,6 +16,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from helpers import DEADLINE, eventually, in_fork
@@ -26,6 +29,7 @@ from ftcoord.coordination import (
     ManagerClient,
     ManagerServer,
     Observer,
+    kills,
     policy,
     rank_group,
 )
@@ -34,9 +38,10 @@ from ftcoord.coordination.gateway_sessions import GatewaySessions
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.ranks import VoteCounter
 from ftcoord.coordination.replica import Replica
+from ftcoord.core.layout import kill_key
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable, ServerError
+from ftcoord.errors import EtcdUnavailable, ServerError, ThreadNotStarted
 from ftcoord.etcd.api import KeyValue, Put
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group import participant
@@ -86,7 +91,7 @@ def ask(server: ManagerServer, rank: int = 0, timeout: timedelta = LONG) -> Futu
 
 
 def together(*asks: Callable[[], Any]) -> tuple[int, list[str]]:
-    """JoinRequest at the same time; the quorum that all were told."""
+    """Ask at the same time; the quorum that all were told."""
     told = [future.result(DEADLINE) for future in [spawn(one) for one in asks]]
     assert len({quorum.quorum_id for quorum in told}) == 1
     return told[0].quorum_id, [member.replica_id for member in told[0].participants]
@@ -188,6 +193,34 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_manager_that_hears_no_orders_any_more_leaves_the_job(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.manager("a")
+    monkeypatch.setattr(kills, "member_of", fail)
+    job.client.put(kill_key(parse_address(job.address).prefix, "nobody"), b"why")
+    eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
+    eventually(lambda: not job.keys("members/"), "nobody counts on it")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_manager_whose_port_fails_leaves_the_job(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    server = job.manager("a")
+
+    def fail_once(*_: Any) -> None:
+        undo.undo()
+        fail()
+
+    with pytest.MonkeyPatch.context() as undo:
+        undo.setattr(asyncio.SelectorEventLoop, "_run_once", fail_once)
+        with contextlib.suppress(OSError):  # whatever comes to the port wakes its loop
+            address = urlsplit(server.address())
+            socket.create_connection((address.hostname or "", address.port or 0), DEADLINE).close()
+        eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
+    eventually(lambda: not job.keys("members/"), "nobody counts on it")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_manager_that_cannot_come_back_any_more_leaves_the_job(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,10 +239,10 @@ def test_a_manager_that_cannot_come_back_any_more_leaves_the_job(
 def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would keep dead replicas alive."""
     job.rules(heartbeat_timeout_ms=3_000)
-    sessions = GatewaySessions(job.client, parse_address(job.address))
+    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: ())
     job.stack.callback(sessions.close)
     deadline = time.monotonic() + DEADLINE
-    sessions.beat("a", deadline)
+    sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
     assert len(job.keys("members/")) == 1
 
     def fail(*args: Any) -> None:
@@ -218,8 +251,31 @@ def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeyp
     monkeypatch.setattr(sessions, "_take_silent", fail)
     eventually(lambda: sessions.has_failed, "it has failed")
     with pytest.raises(ServerError, match="restart it"):
-        sessions.beat("a", deadline)
+        sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
     eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
+
+
+@pytest.mark.parametrize("error", [ThreadNotStarted("ftcoord-leaving", RuntimeError("too many")), MemoryError("no")])
+def test_who_has_gone_silent_is_not_kept_alive_though_it_cannot_be_ended(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Its lease expires; the gateway goes on."""
+    job.rules(heartbeat_timeout_ms=3_000)
+    sessions = GatewaySessions(job.client, parse_address(job.address))
+    job.stack.callback(sessions.close)
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    where: Any = sessions._leaving if isinstance(error, ThreadNotStarted) else Replica
+    monkeypatch.setattr(where, "submit" if isinstance(error, ThreadNotStarted) else "leave", fail)
+    sessions.beat("a", time.monotonic() + DEADLINE)
+    assert len(job.keys("members/")) == 1
+    eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
+    assert not sessions.has_failed
+    assert "replica a" in caplog.text
+    assert "is left to expire" in caplog.text
+    sessions.beat("b", time.monotonic() + DEADLINE)
 
 
 def test_the_command_ends_when_its_gateway_has_failed(
@@ -286,7 +342,7 @@ def test_who_lost_its_lease_knows_what_it_heard_though_etcd_forgot_all(job: Job)
     others.close()
     for kv in [*job.keys("members/").values(), *job.keys("decided").values()]:
         job.client.revoke(kv.lease)
-    assert not job.keys("")
+    assert all("/events/" in key for key in job.keys("")), "all but the history is gone"
     listener.heartbeat("b")
     assert together(partial(listener.quorum, "b", LONG)) == (4, ["b"])
 

@@ -422,7 +422,7 @@ def test_either_end_notices_a_host_that_lost_its_power(far: Far) -> None:
     for descriptor in fork._hidden:
         with socket.socket(fileno=os.dup(descriptor)) as one:
             assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == tcp.IDLE
+            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == tcp.KEEPALIVE_IDLE
 
 
 # -- forks -----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ftcoord import concurrency
 from ftcoord.core import barrier as core_barrier
 from ftcoord.core import election as core_election
 from ftcoord.core.lease import SessionState
+from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Began, Lease, Span
@@ -31,6 +32,7 @@ from ftcoord.recipes.barrier import Barrier
 from ftcoord.recipes.election import Election
 from ftcoord.rendezvous import policy
 from ftcoord.rendezvous.node import Node
+from ftcoord.rendezvous.seat import SeatHolder
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
 from ftcoord.timer.client import EtcdTimerClient
@@ -282,6 +284,26 @@ def test_a_node_whose_thread_fails_raises(
     assert found is not None
     assert found.ready
     node.leave("the test is over")
+
+
+class Mute:
+    """A participant that fails where its node says something."""
+
+    joined = True
+
+    def say(self, *_: object) -> None:
+        fail()
+
+
+def test_a_seat_whose_thread_fails_says_so_and_the_next_one_has_another() -> None:
+    seat = SeatHolder(Mute(), DEADLINE)
+    for number in (1, 2):
+        seat.allow()
+        assert seat.failure is None
+        seat.begin(JoinRequest("node", "host", 1234, number, "host", "", 1, 1, seated=number))
+        failure = eventually(lambda: seat.failure, "it says so")
+        assert "says that this node holds its seat" in str(failure)
+    seat.end()
 
 
 def test_an_election_whose_thread_fails_raises(

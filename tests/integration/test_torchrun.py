@@ -49,7 +49,8 @@ def await_members(server: EtcdServer, job: Job, count: int) -> None:
 def test_a_job_of_three_agents_runs(etcd: EtcdServer, tmp_path: Path) -> None:
     with Job(tmp_path, etcd.get_endpoint(), "3", run_id="team/jöb 1", conf={"lease_ttl": 30}) as job:
         (tmp_path / "logs" / "team").mkdir()  # torch puts the logs into <log dir>/<run id>_...
-        job.start("abc")
+        job.start("a", cold=True)
+        job.start("bc")
         job.round_of("abc")
         joined = job.events("joined")
         assert {(event.sum, event.size, event.restarts) for event in joined} == {(3.0, 3, 0)}
@@ -64,7 +65,8 @@ def test_a_job_of_three_agents_runs(etcd: EtcdServer, tmp_path: Path) -> None:
 
 def test_agents_that_die_are_replaced(etcd: EtcdServer, tmp_path: Path) -> None:
     """Longer than every time to live, so this also shows that the state of a run is kept as long as it runs."""
-    with Job(tmp_path, etcd.get_endpoint(), "2:3", conf={"run_ttl": 9, "last_call_timeout": 15}) as job:
+    conf = {"run_ttl": 9, "history_ttl": 9, "last_call_timeout": 15}
+    with Job(tmp_path, etcd.get_endpoint(), "2:3", conf=conf) as job:
         job.start("abc")
         first = job.round_of("abc")
         ranks = job.ranks(first)

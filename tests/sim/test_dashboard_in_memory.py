@@ -8,12 +8,14 @@ import pytest
 from worlds import World, simulated
 
 from ftcoord import concurrency
-from ftcoord.core import rendezvous_records
-from ftcoord.core.layout import member_id, member_key, run_prefix
+from ftcoord.core import event_records, rendezvous_records
+from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.layout import event_key, member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.dashboard import board as boards
-from ftcoord.dashboard.board import LEASE_AGE, Board, LeaseBook, Shown, TooManyViewers, Viewing
-from ftcoord.errors import ClientClosed
+from ftcoord.dashboard.board import LEASE_AGE, LEASE_TIMEOUT, Board, LeaseBook, Shown, TooManyViewers, Viewing
+from ftcoord.errors import ClientClosed, EtcdUnavailable
+from ftcoord.etcd.api import Get, RangeResult
 from ftcoord.operator.status import Rules
 from ftcoord.operator.told import JobList, JobStatus
 from ftcoord.testing import MemoryClient
@@ -144,6 +146,43 @@ def test_viewers_and_jobs_are_bounded(world: World) -> None:
         Eye(board, "three")
 
 
+def write_event(client: MemoryClient, reason: str) -> None:
+    event = HistoryEvent("recalled", 1, reason=reason)
+    client.put(event_key(run_prefix("/f", "job"), client.get("x").revision, "w", 0), event_records.encode(event))
+
+
+@simulated
+def test_the_past_is_told_to_all_viewers_without_reading_etcd_for_each(world: World) -> None:
+    client, other = world.etcd.client(), world.etcd.client()
+    lease = join(other, "a")
+    write_event(other, "the first")
+    reads = list[Get]()
+
+    def read(get: Get, *, timeout: float | None = None) -> RangeResult:
+        reads.append(get)
+        return MemoryClient.range(client, get, timeout=timeout)
+
+    with pytest.MonkeyPatch.context() as patch, Board(client, "/f", Rules()) as board:
+        patch.setattr(client, "range", read)
+        eyes = [Eye(board)]
+        eyes[0].sees(lambda news: reasons(news) == ["the first"])
+        before = len(reads)
+        eyes += [Eye(board) for _ in range(9)]
+        write_event(other, "the second")
+        for eye in eyes:
+            eye.sees(lambda news: reasons(news) == ["the second", "the first"])
+        assert len(reads) - before <= 2  # whether etcd is there, while nothing comes of it
+        other.revoke(lease)
+        gone = eyes[0].sees(lambda news: not hosts(news))
+        assert isinstance(gone.told, JobStatus)
+        assert not gone.told.exists
+        assert reasons(gone) == ["the second", "the first"]
+
+
+def reasons(news: Shown) -> list[str]:
+    return [one.reason for one in news.past.events] if news.past else []
+
+
 class Clerk:
     """Answers for leases, and counts."""
 
@@ -166,3 +205,33 @@ def test_leases_are_asked_once_for_all_who_look(world: World) -> None:
     concurrency.sleep(LEASE_AGE)
     book.of(["a"])
     assert clerk.asked == [0, 10, 10]
+
+
+class AwayClerk:
+    """An etcd that does not answer, each time for as long as one waits for it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+        self.asked += 1
+        concurrency.sleep(5.0 if timeout is None else timeout)
+        raise EtcdUnavailable("away")
+
+
+@simulated
+def test_nobody_waits_for_the_leases_of_others_while_etcd_is_away(world: World) -> None:
+    clerk, taken = AwayClerk(), concurrency.inbox()
+    book, began = LeaseBook(clerk), concurrency.now()
+
+    def ask(member: str) -> None:
+        assert book.of([member, "ff"]) == {}
+        taken.put(concurrency.now() - began)
+
+    for at in range(10):
+        concurrency.thread(ask, f"viewer {at}", f"{at}").start()
+    assert max(taken.get(timeout=PATIENCE) for _ in range(10)) < LEASE_TIMEOUT + 0.1
+    assert clerk.asked == 1
+    concurrency.sleep(LEASE_AGE)
+    assert book.of(["a"]) == {}
+    assert clerk.asked == 2

@@ -19,19 +19,36 @@ from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.death_records import Death, encode
 from ftcoord.core.event_records import HISTORY_TTL, KEPT_EVENTS, HistoryEvent, PastEvent, WorkerFailure, read_history
-from ftcoord.core.layout import Span, death_key, decided_key, event_revision, events_span, member_id
-from ftcoord.core.rendezvous_records import Round, RoundHead, parse_decided
+from ftcoord.core.layout import (
+    KEY_PREFIX,
+    Span,
+    death_key,
+    decided_key,
+    event_revision,
+    events_span,
+    member_id,
+    member_key,
+    members_span,
+)
+from ftcoord.core.rendezvous_records import FAILED, Round, RoundHead, parse_decided, parse_join_request
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, RequestRefused
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put, TxnResult
+from ftcoord.operator.past import explain
+from ftcoord.operator.reading import read_events, read_job
+from ftcoord.operator.status import Rules, tell_job
+from ftcoord.operator.told import Explanation
 from ftcoord.primitives.group.beside import MOST_OPERATIONS
 from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
 from ftcoord.primitives.group.event_log import OFF, EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
+from ftcoord.rendezvous.policy import LEASE_GRACE
+from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
 DECISIONS: Final = {"round", "started", "recalled", "limits", "closed"}
 OUT_OF_MEMORY: Final = WorkerFailure(7, 1, 0, -1, 9, "was killed by signal 9 (SIGKILL)")
+EXITED: Final = WorkerFailure(9, 1, 0, 3, 0, "exited with code 3")
 RESET: Final = WorkerFailure(8, 0, 0, 1, 0, "exited with code 1", "RuntimeError: Connection reset by peer")
 
 
@@ -97,6 +114,8 @@ def test_each_decision_is_in_the_history_and_nothing_else_is(world: World) -> No
     assert told_decisions(world) == decisions(world), "written in one transaction"
     ends = {(one.event.kind, one.event.who) for one in history(world) if one.event.is_end}
     assert ends == {("failed", "node0"), ("died", "node1"), ("lost", "node9")}
+    (lost,) = (one.event for one in history(world) if one.event.kind == "lost")
+    assert lost.wall_ms - lost.since_ms == 1000 * (LEASE_TTL + LEASE_GRACE)
     world.sleep(30)
     before = world.etcd.revision
     world.sleep(600)
@@ -150,6 +169,116 @@ def test_a_worker_s_failure_is_no_failure_of_the_next_round(world: World) -> Non
     failed = [one.event.number for one in history(world) if one.event.is_end]
     assert failed == [first]
     end(world, group)
+
+
+@simulated
+def test_a_node_that_asks_again_says_since_when_it_is_known_that_its_worker_failed(world: World) -> None:
+    """A decider that takes over compares that with what its victims said."""
+    group = agents(world, 2, (1, 2))
+    first = work_together(world, group)[0].number
+    fail(group[0], EXITED)
+    group[0].worker_fails.set()
+    work_together(world, group, after=first)
+    said = []
+    for event in world.events(member_key(PREFIX, member_id(group[0].lease()))):
+        if event.kind == "put":
+            ask = parse_join_request(event.kv.key, event.kv.value)
+            if ask.failed:
+                said.append((ask.failed_at, event.kv.mod_revision))
+    assert said[0][0] == 0
+    assert [at for at, _ in said[1:]] == [said[0][1]] * (len(said) - 1)
+    assert len(said) > 1
+    end(world, group)
+
+
+def give_up(agent: Agent, failure: WorkerFailure) -> str:
+    """Its agent has used up its restarts: it closes the run, and leaves. What all others are told."""
+    assert agent.node is not None
+    run = RunRecord(agent.client, agent.settings)
+    run.close(f"{agent.name} failed", FAILED, agent.node.speaker, failure, agent.name)
+    record = run.read()
+    assert record is not None
+    end(agent.world, [agent])
+    return record.closed
+
+
+def why(world: World) -> Explanation:
+    """As `ftcoord why` tells it."""
+    keys = read_job(world.observer, KEY_PREFIX, "run")
+    return explain(tell_job(keys, Rules()), *read_events(world.observer, KEY_PREFIX, "run"))
+
+
+@simulated
+def test_a_run_that_ends_since_an_unknown_peer_was_lost_says_so_and_who_it_may_be(world: World) -> None:
+    """With max_restarts=0 nobody is there any more when the lost host's lease ends."""
+    group = agents(world, 3, (3, 3))
+    work_together(world, group)
+    lost, peer, other = group
+    world.sleep(1)
+    lost.crash()
+    fail(peer, RESET)
+    closed = give_up(peer, RESET)
+    assert closed.startswith("node1 failed; first cause: a peer was lost, and nobody knows yet which: node1: worker 8 ")
+    end(world, [other])
+    found = why(world)
+    assert "a peer was lost, and nobody knows yet which: node1: worker 8" in found.happened
+    likely = "node0 had said nothing when node2 left, the last that looked: it is likely that this one was lost."
+    assert found.happened.endswith(likely)
+    assert found.do.startswith("See which host of that round")
+
+
+@simulated
+def test_a_node_that_is_still_there_when_the_lease_ends_says_which_host_was_lost(world: World) -> None:
+    """Its agent stops its workers, which takes up to 30 s."""
+    group = agents(world, 3, (3, 3))
+    for agent in group:
+        agent.looks_every = 60
+    work_together(world, group)
+    oldest = world.observer.range(Get(members_span(PREFIX), limit=1, order="oldest")).one
+    assert oldest is not None
+    other, lost, peer = sorted(group, key=lambda agent: agent.lease() != oldest.lease)
+    lost.crash()
+    fail(peer, RESET)
+    give_up(peer, RESET)
+    world.until(lambda: any(one.event.kind == "lost" for one in history(world)), "it is told", 30)
+    found = why(world)
+    assert found.first is not None
+    assert (found.first.kind, found.first.who) == ("lost", lost.name)
+    assert f"It began with this: {lost.name} is gone (its lease ended)." in found.happened
+    end(world, [other])
+
+
+@simulated
+def test_a_spare_and_a_node_that_contradicts_the_run_are_in_the_history(world: World) -> None:
+    group = agents(world, 3, (2, 2))
+    world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
+    spare = next(agent for agent in group if not agent.rounds)
+    group.append(Agent(world, "node9", world.etcd.client(), (4, 4)))
+    world.sleep(30)
+    quiet = world.etcd.revision
+    seen = [(one.event.kind, one.event.who, one.event.number) for one in history(world)]
+    number = next(agent for agent in group if agent.rounds).rounds[-1].number
+    assert seen.count(("waiting", spare.name, number)) == 1
+    assert ("refused", "node9", number) in seen
+    world.sleep(600)
+    since = [one for one in history(world) if one.revision > quiet]
+    assert len(since) < 20, "whoever comes back each half second is not told of each time"
+    end(world, group)
+
+
+@simulated
+def test_with_on_member_loss_ignore_a_death_is_in_the_history(world: World) -> None:
+    group = [Agent(world, f"node{at}", world.etcd.client(), (1, 3), on_member_loss="ignore") for at in range(3)]
+    first = work_together(world, group)[0].number
+    died, lost, other = group
+    died.die("node0 was killed by signal 9 (SIGKILL)")
+    world.sleep(1)
+    lost.crash()
+    world.sleep(60)
+    ends = {(one.event.kind, one.event.who, one.event.number) for one in history(world) if one.event.is_end}
+    assert ends == {("died", "node0", first), ("lost", "node1", first)}
+    assert other.rounds[-1].number == first, "and it goes on"
+    end(world, [other])
 
 
 @simulated

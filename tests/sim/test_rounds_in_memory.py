@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 from test_participants_in_memory import LEASE_TTL, Machine, end
@@ -50,7 +50,13 @@ class Agent(Machine):
     """A node that takes part in every round that it is called back to."""
 
     def __init__(
-        self, world: World, name: str, client: MemoryClient, nnodes: tuple[int, int], rolls: RollSizes | None = None
+        self,
+        world: World,
+        name: str,
+        client: MemoryClient,
+        nnodes: tuple[int, int],
+        rolls: RollSizes | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(world, name, client)
         self.rounds: list[Started] = []
@@ -60,7 +66,15 @@ class Agent(Machine):
         self.looks_every = 0.1
         self._rolls = rolls or (IN_TWOS if world.seed % 2 else ROLLS)
         self.settings = RendezvousSettings(
-            "etcd-v3", "run", *nnodes, None, None, last_call_timeout=2.0, lease_ttl=LEASE_TTL, close_timeout=1.0
+            "etcd-v3",
+            "run",
+            *nnodes,
+            None,
+            None,
+            last_call_timeout=2.0,
+            lease_ttl=LEASE_TTL,
+            close_timeout=1.0,
+            **settings,
         )
         self._port = 10_000
         self.begin(self._work)
@@ -585,7 +599,7 @@ class Settler:
         (kv,) = self._world.observer.get(DECIDED).kvs
         raw = json.loads(kv.value)
         raw |= {"number": raw["number"] + 1, "roll": "nobody", "chunks": 1, "recalled": "so", "ready": False, "by": "x"}
-        chunk = {"v": 2, "members": [], "nodes": [], "hosts": [], "ranks": [], "away": [], "rounds": []}
+        chunk = {"v": 3, "members": [], "nodes": [], "hosts": [], "ranks": [], "away": [], "rounds": []}
         raw["size"] = 1
         chunk |= {"members": ["00"], "nodes": ["00"], "hosts": ["00"], "ranks": [0]}
         key = f"{roll_span(PREFIX, 'nobody').start}0"

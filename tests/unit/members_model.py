@@ -24,6 +24,7 @@ from ftcoord.core.rendezvous_records import (
     AnyRound,
     HeardRound,
     JoinRequest,
+    RollChunk,
     Round,
     RoundHead,
     chunks_of,
@@ -106,6 +107,7 @@ class MemberWorld:
     longest: float = LAST_CALL + RETURN
     met: set[Standing] = field(default_factory=set)
     _calm: set[State] = field(default_factory=set)
+    _heard: dict[tuple[Round, RollChunk | None, int], HeardRound] = field(default_factory=dict)
 
     def walk(self, *events: str) -> State:
         """Where these events lead, one after the other."""
@@ -228,13 +230,19 @@ class MemberWorld:
         """What a member is sent of the decided record: with what it has read of the same roll before."""
         if record is None or not (self.chunk and record.seats):
             return record
-        chunks = self._chunks(record)
-        value = encode(head_of(record, roll_id(record, chunks, "d"), chunks, ""))
-        head = parse_decided("decided", value)
-        assert isinstance(head, RoundHead)
+        head = self._told_all(record, None, 0)
         if isinstance(before, HeardRound) and before.roll == head.roll and not before.gone:
-            return HeardRound.of(head, before.chunk, before.at)
-        return HeardRound.of(head)
+            return self._told_all(record, before.chunk, before.at)
+        return head
+
+    def _told_all(self, record: Round, chunk: RollChunk | None, at: int) -> HeardRound:
+        """What went through etcd is known by what was written: to write and to read it takes long."""
+        if (known := self._heard.get((record, chunk, at))) is None:
+            chunks = self._chunks(record)
+            head = parse_decided("decided", encode(head_of(record, roll_id(record, chunks, "d"), chunks, "")))
+            assert isinstance(head, RoundHead)
+            known = self._heard[record, chunk, at] = HeardRound.of(head, chunk, at)
+        return known
 
     def _is_news(self, mind: Mind, state: State) -> bool:
         told = self._told(state.view.previous, mind.heard)

@@ -8,7 +8,7 @@ later round is the same state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -28,6 +28,7 @@ SEATS: Final = LAST_CALL
 FRESH: Final = LAST_CALL
 """For how long it counts that one was."""
 TICK: Final = 1.0
+NODES: Final = "ABC"
 BASE: Final = 2
 """What the present round's number is counted from."""
 
@@ -75,6 +76,11 @@ def participants(view: RoundSituation) -> list[str]:
 def quick(recall_on_loss: bool = True) -> RoundOptions:
     """RoundOptions that fit the ticks."""
     return RoundOptions(LAST_CALL, SETTLE, recall_on_loss, seat_timeout=SEATS, fresh=FRESH)
+
+
+def nameless(state: State) -> Hashable:
+    """No rule depends on how nodes, members and requests are called, so the world without names is the same world."""
+    return exploring.nameless(state, NODES)
 
 
 # -- what must hold of every decision ---------------------------------------------------------------------------
@@ -161,7 +167,7 @@ class World:
 
     def explore(self, depth: int, start: State = START) -> int:
         """Every order of events up to this depth: the number of states. InvariantBroken says which events led there."""
-        return exploring.explore(start, self._events, self._check_liveness, depth)
+        return exploring.explore(start, self._events, self._check_liveness, depth, nameless)
 
     def _events(self, state: State) -> Iterator[Step]:
         view = state.view
@@ -190,7 +196,7 @@ class World:
         known = {0, view.previous.number if view.previous else 0}
         text = _written_names(state)
         fresh_one = False
-        for node in "ABC"[: self.nodes]:
+        for node in NODES[: self.nodes]:
             if any(member.ask.node == node for member in view.members):
                 continue
             if node not in text:
@@ -279,8 +285,9 @@ class World:
         for member in live(state.view)[: self.deciders]:
             verdict = self._verdict(state)
             if isinstance(verdict, Publish) and all(p.decider != member for p in state.pending):
-                pending = tuple(sorted((*state.pending, Pending(member, replace(verdict, reason=""), True))))
-                yield f"{member} decides", state._replace(pending=pending)
+                pending = (*state.pending, Pending(member, replace(verdict, reason=""), True))
+                older_first = tuple(sorted(pending, key=lambda one: live(state.view).index(one.decider)))
+                yield f"{member} decides", state._replace(pending=older_first)
         for p in state.pending:
             left = state._replace(pending=tuple(q for q in state.pending if q is not p))
             if p.fresh or not self.guarded:

@@ -146,7 +146,7 @@ def test_a_step_writes_no_roster() -> None:
 @EACH
 def test_one_record_is_always_the_same_bytes(parse: Parse, value: bytes) -> None:
     assert b"\n" not in value
-    assert fields(value)["v"] == 2
+    assert fields(value)["v"] == 3
     assert json.dumps(fields(value), separators=(",", ":"), sort_keys=True).encode() == value
     parse(KEY, value)
 
@@ -162,12 +162,12 @@ def test_the_form_of_the_records() -> None:
         "handles": ["h0", "h1"],
     }
     progress = {"replica_id": "rep_0:4f1c", "step": 7, "shrink_only": False, "commit_failures": 2}
-    asked = {"v": 2, "asked": 3, "after": 12, "beat": 99, "heard": 40}
+    asked = {"v": 3, "asked": 3, "after": 12, "beat": 99, "heard": 40}
     assert fields(encode(PETITION)) == {**asked, "request": profile | progress, "profile": ""}
     assert fields(encode(SHORT)) == {**asked, "request": progress, "profile": digest_of(SEATED)}
-    assert fields(ROSTER) == {"v": 2, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}
+    assert fields(ROSTER) == {"v": 3, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}
     assert fields(HEAD) == {
-        "v": 2,
+        "v": 3,
         "number": 5,
         "id": 4,
         "roster": parse_roster(KEY, ROSTER).digest,
@@ -187,7 +187,7 @@ def test_a_digest_is_the_same_in_all_releases() -> None:
     assert (
         digest_of(SEATED)
         == blake2b(
-            json.dumps({"v": 2, **asdict(SEATED)}, separators=(",", ":"), sort_keys=True).encode(), digest_size=8
+            json.dumps({"v": 3, **asdict(SEATED)}, separators=(",", ":"), sort_keys=True).encode(), digest_size=8
         ).hexdigest()
     )
 
@@ -204,7 +204,7 @@ def test_a_thousand_replicas_of_eight_ranks_fit_into_one_request() -> None:
 
 
 @EACH
-@pytest.mark.parametrize("version", [0, 1, "2", None, True, 2.0], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None, True, 3.0], ids=repr)
 def test_another_layout_version_is_refused(parse: Parse, value: bytes, version: object) -> None:
     assert f"version {version!r}" in refused(parse, {**fields(value), "v": version})
 

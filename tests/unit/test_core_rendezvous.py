@@ -19,6 +19,7 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import (
     FRESH,
     MOMENT,
+    REATTACHING,
     RULES,
     SAY_AGAIN,
     SEATING,
@@ -703,6 +704,16 @@ def test_who_works_in_a_round_before_the_one_that_etcd_lost_has_that_recalled() 
     assert call_back(verdict.record, before)[0]
 
 
+def test_who_seems_to_work_in_an_earlier_round_has_a_lease_s_time_to_say_what_it_does() -> None:
+    """A restored etcd shows what it said then."""
+    before = a_round("A B C")
+    rest = [asks("B", 1, seated=2), asks("C", 1, seated=2)]
+    still = judge_lost([asks("A", 0, seated=1, seen=-9.0), *rest], before)
+    assert isinstance(still, Wait)
+    assert (still.until, still.rule) == (1.0, REATTACHING)
+    assert isinstance(judge_lost([asks("A", 0, seated=1, seen=-10.0), *rest], before), Publish)
+
+
 def of_the_same_round(case: Case, *fields: str) -> Round | None:
     """The record that is decided, if it is that of before with other values in some of these fields."""
     verdict, before = case.verdict, case.situation.previous
@@ -973,3 +984,14 @@ def test_a_worker_that_failed_recalls_the_round_before_its_node_is_back() -> Non
     assert waits(judge(alive, previous, recall_on_loss=False), None)
     again = judge([*all_ask("A C", 1), failing], recalled("A B C"))
     assert waits(again, RETURN), "its node has still to come back"
+
+
+def test_who_failed_first_counts_and_not_who_asked_again_last() -> None:
+    failure = WorkerFailure(7, exit_code=3, fate="exited with code 3")
+    again = JoinRequest("a", "a", 1, 1, "hosta", "n", 2, 3, failed=(failure,), failed_at=10)
+    victim = JoinRequest("b", "b", 1, 0, "hostb", "n", 2, 3, seated=1, failed=(failure,))
+    members = [RoundCandidate("a1", again, 0.0, 40), RoundCandidate("b1", victim, 0.0, 20)]
+    ends = note_ends(
+        {}, Round(1, (Seat("a1", "a", "hosta"), Seat("b1", "b", "hostb")), "a", 1, ready=True), members, ()
+    )
+    assert {end.node: end.noted for end in ends.values()} == {"a": 10, "b": 20}

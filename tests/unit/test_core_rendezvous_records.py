@@ -102,7 +102,7 @@ def test_a_round_is_read_as_it_was_written(round_: Round) -> None:
 def test_one_record_is_always_the_same_bytes(parse: Parse, record: JoinRequest | Round) -> None:
     assert encode(parse(KEY, encode(record))) == encode(record)
     assert b"\n" not in encode(record)
-    assert fields(record)["v"] == 1
+    assert fields(record)["v"] == 3
 
 
 def test_thousands_of_seats_fit_into_one_request() -> None:
@@ -134,7 +134,7 @@ def test_what_is_counted_on_from_leaves_room_for_more(number: int) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("version", [0, 2, 99, -1, "1", None, [1], True, 1.0], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 2, 99, -1, "3", None, [3], True, 3.0], ids=repr)
 def test_another_layout_version_is_refused_with_advice(
     parse: Parse, record: JoinRequest | Round, version: object
 ) -> None:

@@ -31,7 +31,6 @@ from ftcoord.core.rendezvous_records import (
     in_order,
     parse_chunk,
     parse_decided,
-    parse_round,
     roll_id,
     round_of,
 )
@@ -197,14 +196,11 @@ def test_a_head_has_one_size_and_a_chunk_too() -> None:
         assert max(len(encode(one)) for one in chunks_of(decided, chunks)) < 5000
 
 
-def test_a_release_that_knows_only_v1_refuses_a_head_and_says_why() -> None:
-    """`parse_round` is what such a release has."""
+def test_either_form_of_a_round_is_told_from_the_other() -> None:
     decided = round_with(7, "m")
-    with pytest.raises(
-        StateError, match=r"layout version 2, and this ftcoord reads 1: use one release in all of a job"
-    ):
-        parse_round("decided", encode(head_of(decided, "7-x-y", 2, "x")))
-    assert parse_decided("decided", encode(decided)) == decided, "and what such a release decides can be read"
+    head = head_of(decided, "7-x-y", 2, "x")
+    assert parse_decided("decided", encode(decided)) == decided
+    assert parse_decided("decided", encode(head)) == head
 
 
 @pytest.mark.parametrize(

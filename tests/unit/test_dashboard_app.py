@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,19 +14,19 @@ from urllib.parse import urlencode
 import pytest
 from helpers import DEADLINE, eventually
 
-from ftcoord.core import rendezvous_records
-from ftcoord.core.layout import death_key, decided_key, member_id, member_key, members_span, run_prefix
+from ftcoord.core import event_records, rendezvous_records
+from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.layout import death_key, decided_key, event_key, member_id, member_key, members_span, run_prefix
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.dashboard import app as apps
 from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
-from ftcoord.dashboard.pasts import read_past
 from ftcoord.etcd.api import Get
 from ftcoord.operator.status import Rules
-from ftcoord.operator.told import Explanation, JobHistory
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
+RUN = run_prefix("/f", "a/b")
 TOKEN = "0123456789abcdef"
 
 
@@ -50,14 +51,11 @@ class Site:
 
     def __init__(self, client: MemoryClient, board: Board) -> None:
         self.client, self.board = client, board
-        self.app = make_app(board, LeaseBook(Clerk()), self.past, {"version": "1"})
-
-    def past(self, job: str) -> tuple[JobHistory, Explanation]:
-        return read_past(self.client, "/f", Rules(), job)
+        self.app = make_app(board, LeaseBook(Clerk()), {"version": "1"})
 
     def may_act(self) -> None:
         actor = PageActor(self.client, "/f", "me@here", DEADLINE)
-        self.app = make_app(self.board, LeaseBook(Clerk()), self.past, {}, actor=actor, token=TOKEN)
+        self.app = make_app(self.board, LeaseBook(Clerk()), {}, actor=actor, token=TOKEN)
 
     def order(self, authorization: str = f"Bearer {TOKEN}", **order: object) -> Answer:
         body = json.dumps({"what": "evict", "job": "a/b", "name": "n", "who": "ann", **order}).encode()
@@ -168,6 +166,30 @@ def test_a_lost_etcd_is_in_the_stream(site: Site) -> None:
     assert found["error"]
 
 
+def test_a_lost_etcd_is_told_though_it_was_just_being_asked_for_leases(site: Site) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    class Stuck(Clerk):
+        def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+            asked.set()
+            over.wait(DEADLINE)
+            return super().time_left(lease_id)
+
+    site.app = make_app(site.board, LeaseBook(Stuck()), {})
+    said = []
+
+    def is_lost(answer: Answer) -> bool:
+        if asked.is_set():
+            site.client.cut_off()
+        said.extend(one for one in answer.events("page") if not one["connected"])
+        if said:
+            over.set()
+        return bool(said)
+
+    site.get("/api/job", job="a/b", until=is_lost)
+    assert said[0]["page"]["job"] == "a/b"
+
+
 def test_a_viewer_that_takes_nothing_is_dropped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apps, "SLOWEST", 0.05)
     site.get("/api/job", job="a/b", takes=lambda: False)
@@ -274,9 +296,29 @@ def test_a_lost_etcd_does_nothing_and_says_so(site: Site) -> None:
 def test_what_happened_is_told_newest_first_and_by_whom(site: Site) -> None:
     site.may_act()
     site.order(what="close", reason="the disk is full")
-    told = json.loads(site.get("/api/history", job="a/b").body)
+    (told,) = site.get("/api/job", job="a/b", until=lambda told: bool(told.events("past"))).events("past")
     assert (told["events"][0]["kind"], told["events"][0]["by"]) == ("closed", "ann")
     assert "the disk is full" in told["why"]
-    assert site.get("/api/history").status == 400
-    site.client.cut_off()
-    assert site.get("/api/history", job="a/b").status == 503
+
+
+def test_events_are_sent_again_only_when_there_are_more(site: Site) -> None:
+    """Why a job is as it is changes with its members."""
+    write_event(site.client, "first")
+    (member,) = site.client.range(Get(members_span(RUN))).kvs
+    orders = iter([lambda: site.client.revoke(member.lease), lambda: write_event(site.client, "second")])
+
+    def enough(told: Answer) -> bool:
+        if len(told.events("past")) > len(sent):
+            sent.append(told.events("past")[-1])
+            next(orders, lambda: None)()
+        return len(sent) == 3
+
+    sent: list[Any] = []
+    site.get("/api/job", job="a/b", until=enough)
+    assert [[one["reason"] for one in past.get("events", ())] for past in sent] == [["first"], [], ["second", "first"]]
+    assert sent[0]["why"] != sent[1]["why"]
+
+
+def write_event(client: MemoryClient, reason: str) -> None:
+    value = event_records.encode(HistoryEvent("recalled", 1, reason=reason))
+    client.put(event_key(RUN, client.get("x").revision, "w", 0), value)

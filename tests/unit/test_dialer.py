@@ -28,7 +28,7 @@ class Names:
 
     def __init__(self) -> None:
         self.addresses: list[tuple[str, int]] = []
-        self.problem: OSError | None = None
+        self.problem: BaseException | None = None
         self.hold = threading.Event()
         self.hold.set()
         self.calls = 0
@@ -94,6 +94,16 @@ def test_the_time_is_over_when_no_address_answers(names: Names, black_hole: tupl
     names.addresses = [black_hole, black_hole]
     with pytest.raises(TimeoutError):
         Dialer(Endpoint("etcd")).dial(soon())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whoever_dials_hears_what_ended_the_look_up(names: Names, server: socket.socket) -> None:
+    names.problem = MemoryError("made by the test")
+    dialer = Dialer(Endpoint("etcd"))
+    with pytest.raises(OSError, match=r"look-up of its name failed.*made by the test"):
+        dialer.dial(later())
+    names.problem, names.addresses = None, [server.getsockname()]
+    assert connects(dialer, server, later())
 
 
 def test_a_look_up_that_hangs_ends_with_the_time_and_is_not_repeated_meanwhile(

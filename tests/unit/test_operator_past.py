@@ -92,6 +92,65 @@ def test_what_workers_do_while_they_are_stopped_is_not_to_blame() -> None:
     assert found.first is None
 
 
+FIRST_LIFE = (
+    replace(DECIDED, number=1),
+    replace(STARTED, number=1),
+    ended("died", "hostZ", "hostZ was killed by signal 9 (SIGKILL)", 0, number=1),
+    recalled("hostZ was killed", 1),
+    replace(DECIDED, number=2),
+    HistoryEvent("closed", 2, reason="failed: hostZ failed"),
+)
+
+
+def test_a_run_whose_id_was_used_before_is_not_blamed_on_the_last_one() -> None:
+    again = replace(DECIDED, number=1, by="b"), replace(STARTED, number=1, by="b"), recalled("hostD waits to join", 1)
+    found = why(running(2, "hostA"), *FIRST_LIFE, *again)
+    assert found.first is None
+    assert found.happened == "Round 1 ended: hostD waits to join."
+    assert "Round 2 followed" not in found.lost
+    then = ended("died", "hostB", "hostB was killed by signal 11 (SIGSEGV)", 0, number=1)
+    found = why(running(2, "hostA"), *FIRST_LIFE, *again[:2], then, recalled("hostB was killed", 1))
+    assert found.first is not None
+    assert found.first.who == "hostB"
+
+
+def test_a_run_that_waits_for_its_first_round_is_not_blamed_on_the_last_one() -> None:
+    waiting = replace(told_of(rounds=GroupKeys(RUN, None, below_members=nodes(ask("hostA")))), revision=200)
+    found = why(waiting, *FIRST_LIFE)
+    assert (found.happened, found.first, found.lost) == ("", None, "")
+    assert found.now.startswith("Now it is forming: 1 of at least 2 nodes")
+
+
+def test_a_decision_that_is_newer_than_the_status_is_no_other_run_s() -> None:
+    found = why(
+        replace(running(7, "hostA"), revision=102), DECIDED, STARTED, recalled("x", 7), replace(DECIDED, number=8)
+    )
+    assert found.happened == "Round 7 ended: x."
+
+
+def test_a_job_whose_replicas_keep_their_ids_is_not_blamed_on_the_last_one() -> None:
+    def life(cause: str) -> tuple[HistoryEvent, ...]:
+        decided = HistoryEvent("quorum", 1, reason="2 replicas", by=cause)
+        return decided, ended("died", "r0", cause, 0, number=1)
+
+    found = explain(told_of(), (), events(*life("r0 was killed"), *life("r0 was evicted"), prefix=QUORUM))
+    assert found.first is not None
+    assert found.first.reason == "r0 was evicted"
+
+
+def test_a_run_that_was_started_again_is_not_over() -> None:
+    closed, again = HistoryEvent("closed", 7, reason="failed: hostB failed"), replace(DECIDED, number=8, reason="x")
+    found = why(running(8, "hostA"), DECIDED, STARTED, failed("hostB", RAISED, 0), closed, again)
+    assert found.healthy
+    assert found.happened.startswith(
+        "Round 7 ended, and the run with it, which was started again since (hostB failed). It began with this: hostB: "
+    )
+    assert found.lost.endswith("Round 8 followed: x.")
+    finished = HistoryEvent("closed", 7, reason="finished: hostB finished")
+    found = why(running(8, "hostA"), DECIDED, STARTED, finished, again)
+    assert "The run has finished" not in found.text
+
+
 def test_a_run_that_finished_needs_nothing() -> None:
     closed = HistoryEvent("closed", 7, reason="finished: hostA finished")
     found = why(told_of(), DECIDED, STARTED, closed)

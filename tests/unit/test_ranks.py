@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
+from helpers import DEADLINE
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcoord import concurrency
+from ftcoord.coordination.askers import Askers
 from ftcoord.coordination.ranks import RankBarrier, RankRequest, VoteCounter
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.errors import EtcdUnavailable
+from ftcoord.errors import EtcdUnavailable, ThreadNotStarted
 
 
 def ask(rank: int) -> RankRequest:
@@ -28,7 +32,7 @@ def test_a_failure_is_told_to_all(error: Exception) -> None:
     first, _ = barrier.join(ask(0))
     second, conclude = barrier.join(ask(1))
     assert conclude is not None
-    conclude()
+    conclude.run()
     assert first.exception(0) is second.exception(0) is error
 
 
@@ -41,7 +45,7 @@ def test_an_interrupt_is_its_owners_and_the_others_are_told_to_ask_again() -> No
     _, conclude = barrier.join(ask(1))
     assert conclude is not None
     with pytest.raises(KeyboardInterrupt):
-        conclude()
+        conclude.run()
     with pytest.raises(RuntimeError, match="ask again"):
         first.result(0)
 
@@ -71,7 +75,7 @@ def test_both_calls_of_a_rank_are_answered_and_the_last_request_counts() -> None
     second, _ = barrier.join(replace(ask(0), step=2))
     third, conclude = barrier.join(ask(1))
     assert conclude is not None
-    conclude()
+    conclude.run()
     assert [one.result(0).number for one in (first, second, third)] == [1, 1, 1]
     assert [one.step for one in decide.asked[0].values()] == [2, 1]
 
@@ -84,7 +88,7 @@ def test_a_request_that_was_given_up_does_not_count_for_an_earlier_call_of_its_r
     assert barrier.leave(0, given_up)
     _, conclude = barrier.join(ask(1))
     assert conclude is not None
-    conclude()
+    conclude.run()
     assert kept.result(0).number == 1
     assert not given_up.done()
     assert decide.asked[0][0].handle == ""
@@ -102,7 +106,7 @@ def test_a_second_call_while_the_group_asks_is_answered_too_and_leaves_nothing()
         first, _ = barrier.join(ask(0))
         _, conclude = barrier.join(ask(1))
         assert conclude is not None
-        conclude()
+        conclude.run()
         assert first.result(0).number == late[-1].result(0).number == number
     assert barrier.join(ask(1))[1] is None, "the second call does not stand for the rank's next one"
 
@@ -117,9 +121,9 @@ def test_a_call_for_the_next_quorum_is_not_answered_by_the_last_one() -> None:
     first, second = conclusions
     assert first is not None
     assert second is not None
-    first()
+    first.run()
     following, _ = barrier.join(ask(0))
-    second()
+    second.run()
     assert not following.done()
 
 
@@ -137,7 +141,7 @@ def test_a_second_call_outlives_the_failure_of_the_first() -> None:
     for _ in range(2):
         _, conclude = barrier.join(ask(1))
         assert conclude is not None
-        conclude()
+        conclude.run()
     assert isinstance(first.exception(0), TimeoutError)
     assert late[0].result(0).number == 1
 
@@ -201,3 +205,33 @@ def test_an_outcome_is_what_the_waiting_calls_said(history: list[tuple[int, bool
         if complete:
             assert {one.result(0) for one in waiting} == {all(said for _, said in waiting.values())}
             waiting.clear()
+
+
+# -- the threads that ask for ranks of other processes ----------------------------------------------------------------
+
+
+def test_where_no_thread_can_be_started_all_ranks_hear_that_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They waited out their whole time. And later, when there are threads again, the next request has one."""
+    barrier, askers = RankBarrier(2, Decides()), Askers(lambda function: function())
+    real = concurrency.thread
+    monkeypatch.setattr(concurrency, "thread", lambda *args: NoThread())
+    for _ in range(2):
+        calls = [barrier.join(ask(rank)) for rank in (0, 1)]
+        (group_ask,) = [found for _, found in calls if found is not None]
+        askers.ask(group_ask)
+        for future, _ in calls:
+            with pytest.raises(ThreadNotStarted):
+                future.result(0)
+    monkeypatch.setattr(concurrency, "thread", real)
+    first, _ = barrier.join(ask(0))
+    second, found = barrier.join(ask(1))
+    assert found is not None
+    askers.ask(found)
+    assert [first.result(DEADLINE).number, second.result(DEADLINE).number] == [1, 1]
+    assert askers._started == 1
+    askers.close()
+
+
+class NoThread:
+    def start(self) -> NoReturn:
+        raise ThreadNotStarted("ftcoord-ask", RuntimeError("there are too many"))

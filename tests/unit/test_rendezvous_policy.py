@@ -79,6 +79,6 @@ def test_a_seat_that_is_held_in_another_round_is_vacant(policy: RendezvousPolicy
     """So it is known since when it is, and why."""
     client.put(death_key(PREFIX, member_id(1)), encode_death(Death("a was killed", 0)))
     others = {1 + at: (seated(NAMES[at]), -60.0) for at in (1, 2, 3)}
-    verdict = policy.decide(seen({**others, 5: (replace(holding("A"), seated=4, after=4), 0.0)}), member_id(2), 0.0)
+    verdict = policy.decide(seen({**others, 5: (replace(holding("A"), seated=2), 0.0)}), member_id(2), 0.0)
     assert isinstance(verdict, Publish)
     assert "a was killed" in verdict.reason

@@ -233,34 +233,23 @@ function quorumCard(group) {
   ], about.acts ? [...replicaColumns, evictColumn, killColumn] : replicaColumns);
 }
 
-let past = null, pastOf = null, asking = false;
+let past = null;
+// Of a worker's failure the reason says it in a line; below it stands what else its agent knew.
+function whyCell(row) {
+  const worker = row.worker;
+  if (!worker) return row.reason;
+  const ended = worker.signal ? `signal ${worker.signal}` : worker.exit_code >= 0 ? `exit code ${worker.exit_code}` : "";
+  return make("span", {}, row.reason, ended && !row.reason.includes(ended) ? ` (${ended})` : "",
+    worker.traceback ? make("pre", { class: "traceback" }, worker.traceback) : null);
+}
 const eventColumns = [
   { head: "time", of: (row) => row.at ? new Date(row.at * 1000).toLocaleString() : "" },
   { head: "what", of: (row) => word(row.kind) },
   { head: "of", of: (row) => `${row.group === "quorums" ? "quorum" : "round"} ${row.number}` },
   { head: "who", of: (row) => row.who },
-  { head: "why", of: (row) => row.reason },
+  { head: "why", of: whyCell },
   { head: "revision", number: true, of: (row) => row.revision },
 ];
-
-// The history is asked for again when the job has changed, one question at a time.
-async function readPast() {
-  const of = told?.page?.revision;
-  if (asking || of === undefined || of === pastOf) return;
-  asking = true;
-  try {
-    const answer = await fetch(`/api/history?${new URLSearchParams({ job })}`);
-    if (answer.ok) {
-      past = await answer.json();
-      pastOf = of;
-      drawPage();
-    }
-  } catch {
-    // the stream says that the server, or etcd, is gone; it is asked again with the next beat
-  } finally {
-    asking = false;
-  }
-}
 
 function pastCard() {
   if (!past?.events.length) return null;
@@ -273,7 +262,10 @@ function drawJob(page) {
   if (!page.exists) {
     counted.replaceChildren();
     body.replaceChildren(make("p", { class: "card" },
-      "etcd has no key of this job: it never began, or was forgotten. It is shown here as soon as it begins."));
+      past?.events.length
+        ? "etcd has no key of this job but its history: it is over, and what it left has expired or was deleted."
+        : "etcd has no key of this job: it never began, or was forgotten. It is shown here as soon as it begins."),
+      pastCard() ?? "");
     return;
   }
   counted.replaceChildren(make("span", { id: "health" }), make("span", { class: "dim" }, `revision ${page.revision}`));
@@ -292,7 +284,7 @@ function drawJob(page) {
 function draw() {
   const link = document.getElementById("link"), lost = document.getElementById("lost");
   const silent = heardAt && Date.now() - heardAt > STALE_AFTER;
-  const state = silent ? "lost" : !told ? "opening" : told.connected ? "live" : "lost";
+  const state = silent ? "lost" : source === null || !told ? "opening" : told.connected ? "live" : "lost";
   document.body.dataset.link = state;
   link.replaceChildren(word(state));
   // What is old may have been healthy. It is not said to be.
@@ -312,6 +304,7 @@ function drawPage() {
 }
 
 function open() {
+  if (document.hidden) return; // it is opened again when somebody looks
   const path = job === null ? "/api/jobs" : "/api/job";
   const asked = { find: look.find, offset: look.offset, ...(job === null ? {} : { job }) };
   const before = source, mine = new EventSource(`${path}?${new URLSearchParams(asked)}`);
@@ -326,12 +319,14 @@ function open() {
     // While etcd is lost, its last words stay; the time is that of the last page that was true.
     told = found.connected ? found : { ...found, at: told?.at && !found.connected ? told.at : found.at };
     drawPage();
-    if (job !== null && told.connected) readPast();
+  }));
+  mine.addEventListener("past", heard((found) => {
+    past = { ...past, ...found }; // it comes without events where those are the same
+    drawPage();
   }));
   mine.addEventListener("beat", heard((found) => {
     leases = found.leases;
     drawPage();
-    if (job !== null) readPast();
   }));
   mine.addEventListener("error", () => {
     if (mine !== source) return;
@@ -339,6 +334,19 @@ function open() {
     if (mine.readyState === EventSource.CLOSED) setTimeout(() => { if (mine === source) open(); }, 2000);
   });
 }
+
+// A browser has six connections to a server for all of its tabs, and a stream takes one: a tab that nobody sees has none.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) {
+    source?.close();
+    source = null;
+    heardAt = 0;
+    told = null; // what was drawn stays, and does not say that it is live
+    draw();
+  } else if (source === null) {
+    open();
+  }
+});
 
 if (job !== null) {
   document.title = `${job} · ftcoord`;

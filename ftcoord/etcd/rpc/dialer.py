@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -83,6 +84,9 @@ class Dialer:
         except OSError as error:
             self._problem = error
         finally:
+            failure = sys.exc_info()[1]
+            if failure is not None:  # whoever waits for the addresses hears of it, and not that the time is over
+                self._problem = OSError(f"the look-up of its name failed: {failure!r}")
             answered.set()
 
     def _addresses(self, flags: int = 0) -> list[_Address]:

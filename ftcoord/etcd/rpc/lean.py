@@ -62,7 +62,7 @@ _STATUS: Final = [
 _PREFIX: Final = struct.Struct(">?I")
 """What stands before a message: whether it is compressed, and its length."""
 _RECEIVED_AT_ONCE: Final = 65536
-PAUSE: Final = 0.1
+RETRY_PAUSE: Final = 0.1
 """Seconds between two attempts when no endpoint answered."""
 
 
@@ -167,9 +167,9 @@ class LeanClient:
                 return method.parse(self._once(method.path, body, deadline, write))
             except EtcdUnavailable:
                 seconds = deadline - concurrency.now()
-                if seconds <= PAUSE:  # the next attempt could say nothing but that the time is over
+                if seconds <= RETRY_PAUSE:  # the next attempt could say nothing but that the time is over
                     raise
-                concurrency.sleep(PAUSE)
+                concurrency.sleep(RETRY_PAUSE)
 
     def _once(self, path: str, body: bytes, deadline: float, write: bool) -> bytes:
         where = self._config.endpoints[self._index]

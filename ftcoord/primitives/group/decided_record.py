@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ftcoord import concurrency
+from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import Span, decided_key, decided_span, roster_key
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
@@ -150,6 +151,11 @@ class DecidedRecord:
             own.wrote(outcome.kv.mod_revision)  # before anybody is told, and asks for the next decision
         self._learn(outcome, puts)
         return outcome.done
+
+    def note(self, events: Sequence[HistoryEvent], guards: Sequence[Compare]) -> None:
+        """Add to the history what goes with no decision, as long as the guards hold. Raises ClientClosed."""
+        if self._history is not None:
+            self._history.add(events, guards, self.mirror.revision)
 
     def rest(self) -> None:
         """Keep the leases no longer: this member does not decide any more. Idempotent."""

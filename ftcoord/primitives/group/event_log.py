@@ -14,7 +14,7 @@ from ftcoord import concurrency
 from ftcoord.core.event_records import KEPT_EVENTS, HistoryEvent, encode
 from ftcoord.core.layout import Span, event_key, event_revision, events_span
 from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
-from ftcoord.etcd.api import Delete, EtcdCalls, Get, KeyValue, Lease, Op, Put
+from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Lease, Op, Put
 from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.primitives.session import KeptLease
 from ftcoord.primitives.write_once import WriteOutcome
@@ -107,8 +107,29 @@ class EventLog:
                 return outcome
         outcome = write(())
         if outcome.done:
-            self._owed = [*self._owed, *events][-OWED:]
+            self._owe(events)
         return outcome
+
+    def add(self, events: Sequence[HistoryEvent], guards: Sequence[Compare], revision: int) -> None:
+        """Write these by themselves, as long as the guards hold. What etcd does not take now goes with the next
+        decision.
+
+        Raises ClientClosed.
+        """
+        ops = self.writes(events, revision)
+        try:
+            if ops and self._etcd.txn(guards, ops, timeout=CALL_TIMEOUT).succeeded:
+                self._note_written(ops)
+        except ClientClosed:
+            raise
+        except EtcdError as error:
+            self.refused(error)
+            ops = []
+        if not ops:
+            self._owe(events)
+
+    def _owe(self, events: Sequence[HistoryEvent]) -> None:
+        self._owed = [*self._owed, *events][-OWED:]
 
     def _note_written(self, ops: Sequence[Op]) -> None:
         keys = [op.key for op in ops if isinstance(op, Put)]

@@ -135,6 +135,11 @@ class Group:
         return self._member_key.key
 
     @property
+    def said(self) -> KeyValue | None:
+        """What it holds, as far as is known; None before this member joined."""
+        return self._member_key.kv
+
+    @property
     def entered(self) -> bool:
         """Whether this member has its key."""
         return self._member_key.kv is not None
@@ -377,6 +382,8 @@ class Group:
         self._calm_until = concurrency.now() + rest(len(in_order))
         if isinstance(verdict, Wait):
             self._say(_with_rule(verdict))
+            if verdict.events:
+                self._record.note(verdict.events, (exists(self.key),))
             self._rests = basis, verdict.until
             return self._succession.rest(verdict.until)
         before = self._record.known

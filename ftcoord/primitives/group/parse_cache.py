@@ -29,15 +29,18 @@ class ParsedKey(Generic[T]):
 
 
 class ParsedKeys(Generic[T]):
-    """What each member says, as `parse(key, value)` reads it. A value it raises StateError for is left out."""
+    """What each member says, as `parse(key, value)` reads it. Those whose value it raises StateError for are apart."""
 
     def __init__(self, parse: Callable[[str, bytes], T]) -> None:
         self._parse = parse
         self._known: dict[str, tuple[bytes, T | None]] = {}
+        self.unreadable: Sequence[str] = ()
+        """The keys of the members that could not be read when `of` was called last: they live, and nobody knows what
+        they ask."""
 
     def of(self, members: Sequence[KeyValue]) -> list[tuple[KeyValue, T]]:
         """The members that can be read, in the order given."""
-        before, self._known, said = self._known, {}, []
+        before, self._known, said, unreadable = self._known, {}, [], []
         for kv in members:
             known = before.get(kv.key)
             if known is None or known[0] != kv.value:
@@ -45,11 +48,14 @@ class ParsedKeys(Generic[T]):
             self._known[kv.key] = known
             if known[1] is not None:
                 said.append((kv, known[1]))
+            else:
+                unreadable.append(kv.key)
+        self.unreadable = unreadable
         return said
 
     def _read(self, kv: KeyValue) -> T | None:
         try:
             return self._parse(kv.key, kv.value)
         except StateError as error:
-            log.warning("not counted as a member: %s", error)
+            log.warning("a member counts as alive, and as asking for nothing: %s", error)
             return None

@@ -101,7 +101,8 @@ class PlainPolicy(Generic[N, A]):
         previous = self._decided.of(view.decided) if view.decided else None
         members = [Asking(member_of(kv.key), ask) for kv, ask in self._members.of(view.members)]
         # An etcd that lost its last writes may show an older record than this participant has heard of.
-        situation = Situation(members, previous, view.vanished, self._heard.highest)
+        unreadable = frozenset(map(member_of, self._members.unreadable))
+        situation = Situation(members, previous, view.vanished, self._heard.highest, unreadable)
         verdict = self._rules.decide(situation)
         verdict = self._guard.passed(verdict, lambda one: self._rules.check(situation, one.record), now)
         if isinstance(verdict, Wait):

@@ -1,0 +1,104 @@
+"""What the death of an agent, or of a worker, does to workers that would hang: on real torchrun agents."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from helpers import eventually
+from jobs import Job
+from test_torchrun import decided
+
+from ftcoord.demo.agents import descendants
+from ftcoord.embedded.server import EtcdServer
+from ftcoord.primitives.orphans import GRACE
+from ftcoord.primitives.sentinel import PROGRAM
+
+
+def run_of_one(folder: Path, endpoint: str, **conf: object) -> Job:
+    """A run with one agent and one worker, which does not end by SIGTERM."""
+    folder.mkdir()
+    return Job(folder, endpoint, "1", "idle.py", conf={"lease_ttl": 600, **conf}, env={"STUBBORN": "a"})
+
+
+def worker_of(job: Job) -> int:
+    """The pid of the one worker, once it runs."""
+    job.round_of("a", kind="started")
+    (started,) = job.events("started")
+    return started.pid
+
+
+def sentinel_of(job: Job) -> int:
+    """The pid of the agent's sentinel, once there is one."""
+
+    def found() -> list[int]:
+        return [pid for pid in descendants(job.agents["a"].pid) if PROGRAM in command(pid)]
+
+    (pid,) = eventually(found, "the agent has a sentinel")
+    return pid
+
+
+def command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""
+
+
+def kill_agent(job: Job) -> None:
+    """With -9, alone: it leaves its worker behind."""
+    job.agents["a"].signal(signal.SIGKILL)
+    assert job.agents["a"].wait() == -signal.SIGKILL
+
+
+def test_the_worker_of_an_agent_that_is_killed_ends_and_that_of_another_run_lives(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    """Both runs are on one host, and the workers take no notice of SIGTERM."""
+    endpoint = etcd.get_endpoint()
+    with run_of_one(tmp_path / "dies", endpoint) as dies, run_of_one(tmp_path / "lives", endpoint) as lives:
+        for job in (dies, lives):
+            job.start("a")
+        orphan, other = worker_of(dies), worker_of(lives)
+        sentinel_of(dies)
+        kill_agent(dies)
+        eventually(lambda: not dies.processes("a"), lambda: f"its worker {orphan} ends\n{dies.story()}")
+        assert other in lives.processes("a"), lives.story()
+        lives.finish("a")
+        assert [event.pid for event in lives.events("finished")] == [other]
+
+
+def test_workers_are_left_alone_where_that_is_wanted(etcd: EtcdServer, tmp_path: Path) -> None:
+    with run_of_one(tmp_path / "run", etcd.get_endpoint(), orphans="leave") as job:
+        job.start("a")
+        orphan, sentinel = worker_of(job), sentinel_of(job)
+        kill_agent(job)
+        eventually(lambda: PROGRAM not in command(sentinel), "the sentinel has done all that it does")
+        threading.Event().wait(GRACE + 1)  # nothing tells that nobody will kill it
+        assert job.processes("a") == [orphan]
+        job.order("stop")
+        eventually(lambda: job.events("finished"), job.story)
+
+
+def test_peers_of_a_worker_that_fails_are_called_back_though_another_one_of_its_node_does_not_end(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    """Its agent waits for that one for 30 s before it comes back, and its peers may hang in a collective."""
+    conf, env = {"lease_ttl": 600}, {"STUBBORN": "b"}
+    with Job(tmp_path, etcd.get_endpoint(), "2", "idle.py", workers=2, conf=conf, env=env) as job:
+        job.start("ab")
+        address = job.round_of("ab", kind="started")
+        first = {event.rank: event for event in job.rounds("started")[address]}
+        failing = max(rank for rank, event in first.items() if event.agent == "b")
+        (stubborn,) = (event.pid for rank, event in first.items() if event.agent == "b" and rank != failing)
+        peers = {event.pid for event in first.values() if event.agent == "a"}
+        job.order(f"crash-{failing}")
+        eventually(lambda: not peers & set(job.processes("a")), lambda: f"the peers are stopped\n{job.story()}")
+        assert stubborn in job.processes("b"), "its agent still waits for it, so it has not come back"
+        recalled = decided(etcd, job).recalled
+        assert f"(rank {failing}, local rank 1) exited with code 1" in recalled, recalled
+        os.kill(stubborn, signal.SIGKILL)  # else it takes the rest of the 30 s
+        job.round_of("ab", kind="started", after=[address])
+        job.finish("ab")

@@ -1,0 +1,80 @@
+"""What the history says of nodes without a seat, and how seldom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ftcoord.core.bystanders import LONGEST_PAUSE, PATIENCE, Bystanders
+from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.rendezvous import RoundCandidate, RoundSituation
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
+
+RUNNING = Round(3, (Seat("A", "A", "hostA"), Seat("B", "B", "hostB")), "a", 1, (), 1, 2, ready=True)
+
+
+def node(name: str, limits: tuple[int, int] = (1, 2)) -> RoundCandidate:
+    return RoundCandidate(name, JoinRequest(name, name, 1, 0, f"host{name}", "n", *limits), 0.0)
+
+
+def situation(names: str, previous: Round | None = RUNNING, *more: RoundCandidate) -> RoundSituation:
+    return RoundSituation([*map(node, names), *more], 0.0, previous, 0.0)
+
+
+def told(events: list[HistoryEvent]) -> list[tuple[str, int, str, str]]:
+    return [(one.kind, one.number, one.who, one.reason) for one in events]
+
+
+def test_a_spare_is_told_of_once_and_not_at_once() -> None:
+    by = Bystanders()
+    assert by.look(situation("ABC"), 100.0) == ([], 100.0 + PATIENCE)
+    events, again = by.look(situation("ABC"), 100.0 + PATIENCE)
+    assert told(events) == [("waiting", 3, "hostC", "hostC waits as a spare: the round has all of its 2 nodes")]
+    assert again is None
+    assert by.look(situation("ABC"), 900.0) == ([], None)
+
+
+def test_who_is_in_the_next_round_a_moment_later_is_not_told_of() -> None:
+    by = Bystanders()
+    by.look(situation("AB", None), 100.0)
+    assert by.look(situation("AB"), 101.0) == ([], None)
+
+
+def test_who_comes_back_is_told_of_again() -> None:
+    by = Bystanders()
+    for now in (100.0, 106.0):
+        by.look(situation("ABC"), now)
+    by.look(situation("AB"), 200.0)
+    by.look(situation("ABC"), 300.0)
+    assert len(by.look(situation("ABC"), 306.0)[0]) == 1
+
+
+def test_nodes_that_contradict_the_run_are_told_of() -> None:
+    by = Bystanders()
+    there = situation("AB", RUNNING, node("X", (4, 4)), node("Y", (4, 4)))
+    by.look(there, 100.0)
+    assert told(by.look(there, 106.0)[0]) == [
+        (
+            "refused",
+            3,
+            "",
+            "of 2 nodes (hostX, hostY) each is refused: it wants --nnodes=4, and the run has --nnodes=1:2",
+        )
+    ]
+
+
+def test_thousands_that_come_over_hours_leave_few_events() -> None:
+    by = Bystanders()
+    there, events, now = [node("A", (5000, 5000))], 0, 100.0
+    while len(there) < 3000:
+        now += 4.0
+        there.append(node(f"n{len(there)}", (5000, 5000)))
+        events += len(by.look(RoundSituation(there, now, None, 0.0), now)[0])
+    assert 5 < events < 30, f"in {now / 3600:.1f} hours"
+    assert now > LONGEST_PAUSE
+
+
+def test_of_a_run_that_is_over_nobody_is_told() -> None:
+    by = Bystanders()
+    over = replace(RUNNING, closed="hostA failed", outcome="failed")
+    by.look(situation("ABC", over), 100.0)
+    assert by.look(situation("ABC", over), 200.0) == ([], None)

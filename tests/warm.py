@@ -1,0 +1,109 @@
+"""Processes with torch in them, at a tenth of the price: one process, the zygote, loads torch and forks all others.
+
+To load torch takes a processor two seconds, and the tests start two hundred processes that do. `Popen` starts a Python
+program like subprocess's, but from the zygote. What comes of it is a process of its own session with its own pid,
+environment (also for /proc) and end, which runs the program in `__main__` to the interpreter's own end: exit hooks,
+signals and exit codes are those of any program. Its parent is the zygote, which waits for it when it is asked to: so a
+pid stays its own until then, as with subprocess. multiprocessing's forkserver skips the exit hooks, and loads pytest.
+
+The zygote has loaded neither gRPC nor anything of ftcoord's but the leaf that torch loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import crashes
+from helpers import DEADLINE
+from zygote import ROOM, Forked, Forks
+
+LOADED_WITH: Final = frozenset({"LOGLEVEL", "FTCOORD_REPLACE_LEGACY"})
+"""Variables that torch, or what it loads, reads while it is loaded: who sets one of them starts the program cold."""
+_HERE: Final = Path(__file__).parent
+
+
+class Zygote(Forks):
+    """The process that forks for this one, and ends with it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        inherited = {name: value for name, value in os.environ.items() if name not in LOADED_WITH}
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, str(_HERE / "zygote.py"), str(its.fileno())],
+                pass_fds=[its.fileno()],
+                env={**inherited, "PYTHONPATH": str(_HERE.parent), "OMP_NUM_THREADS": "1", "ROOM": "x" * ROOM},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        super().__init__(own)
+
+    def _ask(self, order: dict[str, Any], descriptors: list[int]) -> int:
+        with self._lock:
+            return super()._ask(order, descriptors)
+
+
+@functools.cache
+def zygote() -> Zygote:
+    """That of this process."""
+    return Zygote()
+
+
+class Popen(Forked, crashes.NoticedPopen):
+    """subprocess's, for `[sys.executable, ...]` with "-m" and a module, "-c" and a program, or a script, and arguments.
+    It has a session of its own, and OMP_NUM_THREADS is 1 there."""
+
+    def fork(self, order: dict[str, Any], streams: list[int]) -> int:
+        assert not LOADED_WITH & order["environment"].keys(), "start it cold: torch reads that while it is loaded"
+        pid = zygote().fork(order, streams)
+        self._pidfd = os.pidfd_open(pid)
+        return pid
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        waits = select.poll()
+        waits.register(self._pidfd, select.POLLIN)
+        if not waits.poll(0 if wait_flags & os.WNOHANG else None):
+            return 0, 0
+        os.close(self._pidfd)
+        return self.pid, zygote().reap(self.pid)
+
+    def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    if pid:
+                        self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+def run(*arguments: str, timeout: float = DEADLINE, **how: Any) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, **how)`."""
+    with python(*arguments, stderr=subprocess.PIPE, **how) as process:
+        out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@contextlib.contextmanager
+def python(*arguments: str, **how: Any) -> Iterator[Popen]:
+    """As `helpers.python`: with pipes, and killed in the end."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, **how}
+    process = Popen([sys.executable, *arguments], text=True, **pipes)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
