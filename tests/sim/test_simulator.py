@@ -75,6 +75,12 @@ def test_an_error_that_no_oracle_raises_is_not_taken_for_a_find() -> None:
     assert replace(broken, raises=(report.oracle,)).is_seen_in(report)
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
+def test_each_fault_can_be_planted(mutant: Mutant) -> None:
+    with planted(mutant):
+        pass
+
+
 def test_what_changes_nothing_is_not_planted() -> None:
     text = Mutant("a text", "ftcoord.recipes.election", "One leader at a time.", "Two leaders at a time.", ("recipes",))
     with pytest.raises(ValueError, match="no function"), planted(text):

@@ -145,7 +145,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "of a round that etcd lost nobody in an earlier one hears", "ftcoord.core.rendezvous",
-        "wanting = [*poll.asking, *(member for member in poll.busy if member.ask.seated < lost)]",
+        "wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]",
         "wanting = [*poll.asking]", RESTORES,
     ),
     Mutant(
@@ -206,7 +206,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a leader that is gone leads on", "ftcoord.core.election",
-        "any(one.member == last.member for one in situation.members)", "situation.members", RECIPES,
+        "and last.member in live:", "and live:", RECIPES,
     ),
     Mutant(
         "a term's fence stays when the next one begins", "ftcoord.recipes.election",
