@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# Each process of the tests would compile ftcoord anew, and pytest the tests.
+# Else hundreds of processes would each compile all of ftcoord, and each of pytest's workers all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-torchft test test-browser test-cluster sim sim-shrink sim-mutants soak etcd-image lint benchmark docs clean
@@ -13,10 +13,6 @@ demo: $(VENV)/.ready
 
 demo-torchft: $(VENV)/.torchft
 	$(BIN)/python examples/torchft_demo.py
-
-# Bytecode is kept, whatever the environment says: a container image's would have hundreds of processes compile all of
-# ftcoord, and each of pytest's workers all tests.
-test test-browser test-cluster: export PYTHONDONTWRITEBYTECODE =
 
 # All but what needs containers or a newer etcd (`make test-cluster` runs that), and without a chromium all but what needs
 # a browser (`make test-browser`).
