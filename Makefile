@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Else hundreds of processes would each compile all of ftcoord, and each of pytest's workers all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-torchft test test-browser test-cluster sim sim-shrink sim-mutants soak etcd-image lint benchmark docs clean
 
 demo: $(VENV)/.ready
@@ -15,7 +18,8 @@ demo-torchft: $(VENV)/.torchft
 # a browser (`make test-browser`).
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone and not browser'
-	$(BIN)/python -m pytest -q -m 'alone and not docker' --ignore tests/cluster/test_upgrade.py
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not docker' --ignore tests/cluster/test_upgrade.py tests/cluster
+	$(BIN)/python -m pytest -q -m 'alone and not docker' --ignore tests/cluster
 	@if [ -n "$$FTCOORD_TEST_CHROMIUM" ] || command -v chromium >/dev/null; then $(MAKE) test-browser; else \
 		echo "LEFT OUT: the tests of the page in a browser. Install chromium, and run: make test-browser"; fi
 
@@ -34,15 +38,17 @@ test-cluster: $(VENV)/.ready
 etcd-image: $(VENV)/.ready
 	$(BIN)/python docker/image.py
 
-# Whole jobs under faults, in virtual time: `make sim SEEDS=10000`, and what to do with one that fails.
+# Whole jobs under faults, in virtual time: `make sim SEEDS=10000`, and what to do with one that fails:
+# `make sim-shrink SEED=4711 PROFILE='whole jobs'`.
 sim: $(VENV)/.ready
 	PYTHONPATH=tests/sim $(BIN)/python -m simulator run --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)
 
 sim-shrink: $(VENV)/.ready
-	PYTHONPATH=tests/sim $(BIN)/python -m simulator shrink $(SEED)
+	PYTHONPATH=tests/sim $(BIN)/python -m simulator shrink $(SEED) $(if $(PROFILE),--profile '$(PROFILE)')
 
+# The table of planted faults in docs/reliability.md.
 sim-mutants: $(VENV)/.ready
-	PYTHONPATH=tests/sim $(BIN)/python -m simulator mutants
+	PYTHONPATH=tests/sim $(BIN)/python -m simulator mutants --seeds $(or $(SEEDS),10000) --write docs/reliability.md
 
 soak: $(VENV)/.ready
 	$(BIN)/python tests/soak.py $(or $(MINUTES),30)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.quorum --write docs/benchmarks.md
 
-Needs `pip install torchft==0.2.0`. A few minutes.
+Needs `pip install torchft==0.2.0`. A few minutes. Two of its sections can be measured alone: `benchmarks.ranks` and
+`benchmarks.restarts` take `--write` too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,7 @@ def run_far(sizes: tuple[int, ...], repeat: int) -> str:
                 cells += [f"{1000 * far:.2f}", f"{(far - near[kind]) / round_trip:.1f}"]
             rows.append([str(count), f"{1000 * round_trip:g}", *cells])
     names = [f"{kind}, {what}" for kind in (OURS, TORCHFT) for what in ("ms", "round trips")]
-    return f"""### Quorums over a slow network
+    return f"""## Quorums over a slow network
 
 Each replica a process of its own; a proxy adds the round trip to etcd, or to torchft's lighthouse. "Round trips" is
 what a round takes longer than without it, in added round trips (target: at most 2 more than torchft).
@@ -181,18 +182,19 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=30, help="rounds of each")
     parser.add_argument("--world-sizes", nargs="+", type=int, default=ranks.WORLD_SIZES, help="ranks of a group")
     parser.add_argument("--trials", type=int, default=10, help="deaths of each")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="report whose section to replace; default: print it")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="report whose sections to replace")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     sizes, world_sizes = tuple(options.sizes), tuple(options.world_sizes)
     near = tuple(size for size in sizes if size <= MOST_PROCESSES)
-    parts = [
-        run(sizes, options.repeat),
-        run_far(near, options.repeat),
-        ranks.run(world_sizes, options.repeat),
-        restarts.run(options.trials),
+    parts: list[Callable[[], str]] = [
+        lambda: run(sizes, options.repeat),
+        lambda: run_far(near, options.repeat),
+        lambda: ranks.run(world_sizes, max(options.repeat, ranks.REPEAT)),
+        lambda: restarts.run(options.trials),
     ]
-    publish("\n".join(parts), options.write)
+    for part in parts:
+        publish(part(), options.write)
 
 
 if __name__ == "__main__":

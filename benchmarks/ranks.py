@@ -16,12 +16,14 @@ from torch.distributed import TCPStore
 
 from benchmarks.lighthouses import OURS, TIMEOUT, TORCHFT, classes, serving
 from benchmarks.processes import Processes, free_port
-from benchmarks.report import table
+from benchmarks.report import run_alone, table
 from ftcoord.core.layout import decided_key
 from ftcoord.etcd.client import EtcdClient
 
 WORLD_SIZES: Final = (1, 2, 4, 8)
 STEPS_A_TURN: Final = 20
+REPEAT: Final = 200
+"""Steps of each; of fewer the 90th percentile says little."""
 TARGET: Final = 1.5
 """Times torchft's."""
 
@@ -115,23 +117,29 @@ def _group(kind: str, world_size: int) -> Iterator[Group]:
         yield Group(stack.enter_context(Processes(world_size, _serve, *arguments, processes=world_size)), etcd)
 
 
+def turns(repeat: int) -> list[int]:
+    """How many steps each turn has, so that there are `repeat` in all."""
+    return [min(STEPS_A_TURN, repeat - done) for done in range(0, repeat, STEPS_A_TURN)]
+
+
 def measure(world_size: int, repeat: int) -> tuple[Group, Group]:
     """Steps of one group of ours and of one of torchft's, each alone in its job, by turns."""
     with _group(OURS, world_size) as ours, _group(TORCHFT, world_size) as theirs:
-        for _ in range(max(repeat // STEPS_A_TURN, 1)):
+        for count in turns(repeat):
             for group in (ours, theirs):
-                group.turn("step", STEPS_A_TURN)
-                group.turn("commit", STEPS_A_TURN)
+                group.turn("step", count)
+                group.turn("commit", count)
         return ours, theirs
 
 
 def run(world_sizes: tuple[int, ...], repeat: int) -> str:
     """Measure, and tell it in Markdown."""
-    rows = []
+    rows, samples = [], 0
     quorum = 0.0
     """Seconds of one quorum, of a group of one rank: the first row's."""
     for size in world_sizes:
         ours, theirs = measure(size, repeat)
+        samples = len(ours.times("step").seconds)
         cells = [size, *(of.times(method) for method in ("step", "commit") for of in (ours, theirs))]
         step, commit = ((ours.times(method), theirs.times(method)) for method in ("step", "commit"))
         quorum = quorum or step[0].median - commit[0].median
@@ -140,10 +148,11 @@ def run(world_sizes: tuple[int, ...], repeat: int) -> str:
             [*map(str, cells), *(f"{ratio:.2f}" for ratio in ratios), f"{step[0].writes:.2f} / {commit[0].writes:.2f}"]
         )
     header = ["ranks", *(f"{call}, {kind}" for call in ("step", "`should_commit`") for kind in (OURS, TORCHFT))]
-    return f"""### The ranks of a group
+    return f"""## The ranks of a group
 
-One group that is alone in its job, each rank a process, rank 0's with the manager; both kinds by turns. Milliseconds
-until the last rank is answered, median / 90th percentile of {repeat}. A step is a `_quorum` and a `should_commit`.
+Written by `python -m benchmarks.ranks --write docs/benchmarks.md`. One group that is alone in its job, each rank a
+process, rank 0's with the manager; both kinds by turns. Milliseconds until the last rank is answered,
+median / 90th percentile of {samples}. A step is a `_quorum` and a `should_commit`.
 Targets: without the one quorum's own time (that of one rank), a step takes at most {TARGET} times torchft's;
 `should_commit` at most {TARGET} times, and no write.
 
@@ -151,4 +160,4 @@ Targets: without the one quorum's own time (that of one rank), a step takes at m
 
 
 if __name__ == "__main__":
-    print(run(WORLD_SIZES, 200))
+    run_alone("benchmarks.ranks", lambda repeat: run(WORLD_SIZES, repeat), REPEAT)

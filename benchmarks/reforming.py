@@ -82,12 +82,13 @@ def _ask(quorum: Callable[..., object], step: int, commit_failures: int, deadlin
 
 
 class Replicas:
-    """Replicas a, b, ..., each a process; context manager."""
+    """Replicas, one at each address, each a process; context manager."""
 
-    def __init__(self, kind: str, address: str, count: int) -> None:
-        names = [f"replica_{number}" for number in range(count)]
+    def __init__(self, kind: str, addresses: Sequence[str]) -> None:
         self._stack = contextlib.ExitStack()
-        self._all = [Processes(1, _replica, kind, address, name) for name in names]
+        self._all = [
+            Processes(1, _replica, kind, address, f"replica_{number}") for number, address in enumerate(addresses)
+        ]
 
     def __enter__(self) -> Replicas:
         for one in self._all:
@@ -101,6 +102,11 @@ class Replicas:
         """All ask together."""
         with ThreadPoolExecutor(len(self._all)) as pool:
             return [reply for (reply,) in pool.map(lambda one: one.ask((LIMIT, commit_failures)), self._all)]
+
+    def ask_rest(self) -> list[Reply]:
+        """All but the first one ask, now and from now on."""
+        self._all.pop(0)
+        return self.ask()
 
     def kill(self) -> None:
         """Kill -9 the first one."""
@@ -123,7 +129,7 @@ DEATHS: Final[Sequence[tuple[str, Callable[[Replicas], None]]]] = (
 
 def death(kind: str, happens: Callable[[Replicas], None], phase: float) -> float:
     """Seconds from the death of one of three until the others have a quorum."""
-    with serving(kind, 2) as (address, _), Replicas(kind, address, 3) as replicas:
+    with serving(kind, 2) as (address, _), Replicas(kind, [address] * 3) as replicas:
         replicas.ask()
         time.sleep(BEFORE + phase * RENEWAL)
         began = time.monotonic()
@@ -142,8 +148,8 @@ class Outage:
     problem: str
 
 
-Coordinator: TypeAlias = tuple[str, Callable[[], object], Callable[[], object]]
-"""Its address, how to kill it, and how to start it again at that address."""
+Coordinator: TypeAlias = tuple[Sequence[str], Callable[[], object], Callable[[], object]]
+"""The address of each of two replicas, how to kill what is at the first, and how to start that again there."""
 
 
 @contextlib.contextmanager
@@ -162,7 +168,7 @@ def torchfts() -> Iterator[Coordinator]:
 
     start()
     try:
-        yield f"http://127.0.0.1:{port}", lambda: processes[-1].kill(), start
+        yield [f"http://127.0.0.1:{port}"] * 2, lambda: processes[-1].kill(), start
     finally:
         processes[-1].kill()
 
@@ -177,14 +183,14 @@ def _light(port: int, ready: Connection) -> None:
 def single() -> Iterator[Coordinator]:
     """One etcd."""
     with EtcdServer() as etcd:  # it is killed: a release that would lose a write then must commit each by itself
-        yield job_at(etcd.get_endpoint(), 2), etcd.kill, etcd.restart
+        yield [job_at(etcd.get_endpoint(), 2)] * 2, etcd.kill, etcd.restart
 
 
 @contextlib.contextmanager
 def three() -> Iterator[Coordinator]:
     """Three etcds, of which the leader is killed."""
     with EtcdCluster(3) as cluster:
-        yield job_at(cluster.endpoints, 2), lambda: cluster.kill(cluster.leader()), lambda: None
+        yield [job_at(cluster.endpoints, 2)] * 2, lambda: cluster.kill(cluster.leader()), lambda: None
 
 
 OUTAGES: Final[Sequence[tuple[str, str, Callable[[], AbstractContextManager[Coordinator]], bool]]] = (
@@ -195,9 +201,11 @@ OUTAGES: Final[Sequence[tuple[str, str, Callable[[], AbstractContextManager[Coor
 )
 
 
-def outage(kind: str, case: Callable[[], AbstractContextManager[Coordinator]], restart: bool) -> Outage:
-    """Two replicas in mid-training when their coordinator is killed, and perhaps started again at once."""
-    with case() as (address, kill, start), Replicas(kind, address, 2) as replicas:
+def outage(
+    kind: str, case: Callable[[], AbstractContextManager[Coordinator]], restart: bool, pause: float = 0.0
+) -> Outage:
+    """Two replicas in mid-training when their coordinator is killed, and perhaps started again, `pause` s later."""
+    with case() as (addresses, kill, start), Replicas(kind, addresses) as replicas:
         for _ in range(3):
             replicas.ask(commit_failures=1)  # each gives a new quorum id
         before = max(reply.quorum_id for reply in replicas.ask())
@@ -206,6 +214,7 @@ def outage(kind: str, case: Callable[[], AbstractContextManager[Coordinator]], r
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(replicas.ask)
             if restart:
+                time.sleep(pause)
                 start()
             replies = asked.result()
         last = max(replies, key=lambda reply: reply.at)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 import math
 import os
 import platform
@@ -305,6 +307,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def run_alone(module: str, run: Callable[[int], str], repeat: int) -> None:
+    """The command line of a module that measures one section: `run` measures as often as it is told, and tells it."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Measure one section of the report.")
+    parser.add_argument("--repeat", type=int, default=repeat, help="how often to measure each")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="report whose section to replace; default: print it")
+    options = parser.parse_args()
+    if options.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    logging.disable(logging.WARNING)
+    publish(run(options.repeat), options.write)
 
 
 def publish(section: str, target: Path | None) -> None:

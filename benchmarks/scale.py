@@ -284,7 +284,7 @@ def quorums_section(sizes: Sequence[int], members: int, processes: int, patience
     about = f"""Written by `python -m benchmarks.scale --quorums --write docs/scaling.md`. {_machine()} N replicas in
     {processes} processes, or more so that none has over {MOST_IN_ONE}, ask at once, {STEPS} times; ms until the last
     one is answered (median). The last four columns are ftcoord's, for each replica and step. Replicas of one process
-    share a connection, and their writes travel together; each has watches of its own."""
+    share a connection; each has watches of its own, and requests of its own."""
     return _section("## Quorums of many replicas", about, table(names, rows), problems)
 
 

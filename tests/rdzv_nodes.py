@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
+import warm
 from grpc import _channel
 from helpers import DEADLINE, eventually, freeze
 from torch.distributed import DistNetworkError, DistStoreError
@@ -242,12 +243,8 @@ class NodeProcess:
         self, endpoint: str, run_id: str, nodes: tuple[int, int], clock_offset: float = 0.0, **conf: Any
     ) -> None:
         request = {"endpoint": endpoint, "run_id": run_id, "nodes": nodes, "clock_offset": clock_offset, "conf": conf}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(request)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, __file__, json.dumps(request)]
+        self._process = warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def send(self, command: str) -> None:
         assert self._process.stdin is not None

@@ -59,7 +59,7 @@ def _evict(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         members = find_members(etcd, options.key_prefix, job, name)
         _ask(options, [f"evict {one} from {job!r}" for one in members])
-        return _say(terminal, evict_members(etcd, job, members, cause))
+        return _say(terminal, evict_members(etcd, job, members, cause, who()))
 
 
 def _close(options: argparse.Namespace) -> int:
@@ -82,7 +82,7 @@ def _kill(options: argparse.Namespace) -> int:
     _ask(options, [f"end the process of the manager of {replica!r} of {job!r}"])
     message = because(f"killed by {who()}", options.reason)
     with EtcdClient(config) as etcd:
-        return _say(terminal, kill_replica(etcd, options.key_prefix, job, replica, message, options.wait))
+        return _say(terminal, kill_replica(etcd, options.key_prefix, job, replica, message, options.wait, who()))
 
 
 def _gc(options: argparse.Namespace) -> int:
@@ -97,7 +97,7 @@ def _gc(options: argparse.Namespace) -> int:
         if going:
             _ask(options, [f"delete the {one.keys} keys of {one.job!r}" for one in going])
         for one in going:
-            if remove(etcd, options.key_prefix, one):
+            if remove(etcd, options.key_prefix, one, who()):
                 did.append(f"deleted the {one.keys} keys of {one.job!r}")
             else:
                 left.append(f"{one.job!r}: somebody has written there since")

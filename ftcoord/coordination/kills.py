@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -17,7 +17,7 @@ from ftcoord.coordination.rank_group import end_process
 from ftcoord.core.layout import kill_key, kills_span, member_key, member_of, members_span
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import EtcdError, NotInQuorum, StateError
-from ftcoord.etcd.api import Delete, Etcd, Get, Put, Span, exists
+from ftcoord.etcd.api import Delete, Etcd, Get, Op, Put, Span, exists
 from ftcoord.etcd.retry import UNANSWERED, retry_until_answered
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror
@@ -49,9 +49,11 @@ def watch_kills(
     return Informer(etcd, [kills_span(prefix)], look, "ftcoord-kills", failed)
 
 
-def order_kill(etcd: Etcd, prefix: str, replica_id: str, message: str, deadline: float) -> None:
+def order_kill(
+    etcd: Etcd, prefix: str, replica_id: str, message: str, deadline: float, also: Sequence[Op] = ()
+) -> None:
     """End the process of the manager that is this replica now, the newest one of that name; and wait until it has taken
-    the order or is gone. One that comes later is left alone.
+    the order or is gone. One that comes later is left alone. What is to be written `also` goes with the order.
 
     Raises NotInQuorum if there is no such replica, TimeoutError after the monotonic `deadline`, and EtcdError.
     """
@@ -61,7 +63,7 @@ def order_kill(etcd: Etcd, prefix: str, replica_id: str, message: str, deadline:
     lease = etcd.grant(math.ceil(max(deadline - concurrency.now(), 0)) + LEASE_MARGIN)
     try:
         order = Put(kill_key(prefix, member), message.encode(), lease.id)
-        retry_until_answered(partial(_put_order, etcd, prefix, member, order), deadline, concurrency.event())
+        retry_until_answered(partial(_put_order, etcd, prefix, member, [order, *also]), deadline, concurrency.event())
         _await_taken(etcd, prefix, member, deadline)
     except UNANSWERED as error:
         raise TimeoutError(str(error)) from None
@@ -79,9 +81,9 @@ def _newest(etcd: Etcd, prefix: str, replica_id: str) -> str | None:
     return None
 
 
-def _put_order(etcd: Etcd, prefix: str, member: str, order: Put, timeout: float) -> None:
+def _put_order(etcd: Etcd, prefix: str, member: str, order: Sequence[Op], timeout: float) -> None:
     """Unless the member is gone. A second copy would only end a process that was ordered to end."""
-    etcd.txn([exists(member_key(prefix, member))], [order], timeout=timeout)
+    etcd.txn([exists(member_key(prefix, member))], order, timeout=timeout)
 
 
 def _await_taken(etcd: Etcd, prefix: str, member: str, deadline: float) -> None:

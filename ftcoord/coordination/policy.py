@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from ftcoord import concurrency
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.invariants import check_quorum
-from ftcoord.core.layout import decided_key, member_of, roster_key
+from ftcoord.core.layout import decided_key, member_key, member_of, roster_key
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_history import lost_seats, quorum_events
 from ftcoord.core.quorum_records import (
@@ -25,7 +25,7 @@ from ftcoord.core.quorum_records import (
     parse_roster,
 )
 from ftcoord.core.verdict import Publish, Verdict, Wait
-from ftcoord.errors import EtcdError
+from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKeys
@@ -155,11 +155,11 @@ class QuorumPolicy:
         verdict = self._guard.passed(verdict, check, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
-            return replace(self._encoded(verdict, view, roster), events=self._events(previous, verdict.record))
+            return replace(self._encoded(verdict, view, roster), events=self._events(view, previous, verdict.record))
         times = [at for at in (verdict.until, next_death) if at is not None]
         return Wait(verdict.reason, min(times, default=None), verdict.rule)
 
-    def _events(self, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
+    def _events(self, view: View, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
         """What the history has to say: nothing, and no request, in a step of the same replicas."""
         if previous is not None and previous.id == new.id:
             return []
@@ -169,7 +169,20 @@ class QuorumPolicy:
         except EtcdError as error:  # nothing is decided by it
             log.debug("why members are gone cannot be told: %s", error)
             causes = {}
-        return quorum_events(previous, new, causes, int(self._wall_clock() * 1000))
+        words = {member: word for member in gone if (word := self._word_of(view, member)) is not None}
+        return quorum_events(previous, new, causes, words, int(self._wall_clock() * 1000))
+
+    def _word_of(self, view: View, member: str) -> str | None:
+        """Why a member is not in the next quorum, as it says itself; None if it is gone without a word."""
+        key = member_key(self._prefix, member)
+        if key in self._known:
+            return self._known[key].record.leaving or "it is there, and did not ask"
+        last = view.departed.get(key)
+        try:
+            said = parse_replica(last.key, last.value).leaving if last is not None else ""
+        except StateError:
+            return None
+        return said or None
 
     def _encoded(self, decision: Publish[QuorumRecord], view: View, known: Roster | None) -> Publish[bytes]:
         """The same decision, as etcd is to hold it."""

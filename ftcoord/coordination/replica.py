@@ -6,13 +6,14 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
-from ftcoord.coordination.use import QuorumUse, asking, idle
+from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
 from ftcoord.core.layout import members_span
 from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
@@ -30,6 +31,9 @@ RECORD_TTL: Final = 7 * 24 * 3600
 """Seconds that the last quorum is remembered when all replicas are gone, so that its id does not come again."""
 CAUSE_TIMEOUT: Final = 1.0
 """Seconds that a quorum which is there already may wait for what the log says of it."""
+WORD_TIMEOUT: Final = 0.5
+"""Seconds that a replica which leaves may take to say so."""
+LEFT: Final = "its manager was closed"
 BEAT_FRACTION: Final = 1 / 4
 """Of a heartbeat time-out that is too short for leases: the time between two beats that are written."""
 
@@ -128,19 +132,8 @@ class Replica:
 
         Raises TimeoutError after the monotonic `deadline`, ServerError once it left, and EtcdError if etcd refuses.
         """
-        nothing = QuorumRequest(
-            replica_id=self.replica_id,
-            address="",
-            store_address="",
-            step=0,
-            world_size=0,
-            shrink_only=False,
-            data="",
-            commit_failures=0,
-            handles=(),
-        )
         with _in_time(self.replica_id):
-            self._participant.touch(idle(nothing), deadline, by_writing=self._by_writing)
+            self._participant.touch(idle(nothing_of(self.replica_id)), deadline, by_writing=self._by_writing)
 
     def nudge(self) -> None:
         """Have those that wait look at once whether they are `gone`."""
@@ -152,8 +145,11 @@ class Replica:
         self._participant.wait_for(lambda: not self._participant.joined, timeout)
 
     def leave(self, timeout: float) -> None:
-        """Be gone at once. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
+        """Be gone at once, and say so. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
         self._participant.stop()
+        if self._participant.joined:
+            word = replace(idle(nothing_of(self.replica_id)), leaving=LEFT)
+            self._participant.withdraw(word, min(timeout, WORD_TIMEOUT), for_all=True)
         self._participant.leave(timeout)
 
     def orphan(self) -> None:

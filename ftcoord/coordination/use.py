@@ -76,13 +76,13 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         if self._last is not None and 0 < ask.asked < self._asked:
             ask = replace(self._last, profile="")  # else nobody would know of the last request any longer
         now = self._seen.highest
-        return ReplicaRecord(ask.request, ask.asked, now.id, self._writes, ask.profile, now.number)
+        return ReplicaRecord(ask.request, ask.asked, now.id, self._writes, ask.profile, now.number, ask.leaving)
 
     def encode(self, ask: ReplicaRecord) -> bytes:
         """A request that needs no answer any more is none, also when a new member repeats it."""
         asked, now = ask.asked if ask.asked > self._closed else 0, self._seen.highest
         if (asked, now.id, now.number) != (ask.asked, ask.after, ask.heard):  # a record that is written again, later
-            ask = ReplicaRecord(ask.request, asked, now.id, ask.beat, ask.profile, now.number)
+            ask = ReplicaRecord(ask.request, asked, now.id, ask.beat, ask.profile, now.number, ask.leaving)
         return encode(ask)
 
     def nobody_asks(self) -> None:
@@ -99,6 +99,21 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
 def idle(request: QuorumRequest) -> ReplicaRecord:
     """What a replica writes while it asks for nothing."""
     return ReplicaRecord(request, 0, 0, 0)
+
+
+def nothing_of(replica_id: str) -> QuorumRequest:
+    """The request of a replica that has none."""
+    return QuorumRequest(
+        replica_id=replica_id,
+        address="",
+        store_address="",
+        step=0,
+        world_size=0,
+        shrink_only=False,
+        data="",
+        commit_failures=0,
+        handles=(),
+    )
 
 
 def asking(request: QuorumRequest) -> ReplicaRecord:

@@ -14,10 +14,10 @@ from ftcoord.core.rendezvous import RoundSituation, limits_of, spelled
 from ftcoord.core.rendezvous_records import NO_ROUND
 from ftcoord.core.round_history import counted, named
 
-PATIENCE: Final = 5.0
+TELL_AFTER: Final = 5.0
 """Seconds for which something must be so before it is told."""
 LONGEST_PAUSE: Final = 600.0
-"""Seconds between two such events at most; the first pause is PATIENCE, and each one is twice as long as the last."""
+"""Seconds between two such events at most; the first pause is TELL_AFTER, and each one is twice as long as the last."""
 
 
 class _Standing(NamedTuple):
@@ -33,21 +33,21 @@ class Bystanders:
         """When each node was seen to stand like that first,"""
         self._told: set[tuple[str, _Standing]] = set()
         """and of which of them that was told."""
-        self._pause, self._not_before = PATIENCE, 0.0
+        self._pause, self._not_before = TELL_AFTER, 0.0
         self._number = -1
 
     def look(self, situation: RoundSituation, now: float) -> tuple[list[HistoryEvent], float | None]:
         """What is to be told now, and when to look again at the latest."""
         number = (situation.previous or NO_ROUND).number
         if number != self._number:
-            self._number, self._pause, self._not_before = number, PATIENCE, now
+            self._number, self._pause, self._not_before = number, TELL_AFTER, now
         hosts = _standings(situation)
         self._since = {one: self._since.get(one, now) for one in hosts}
         self._told &= hosts.keys()
         new = {one: host for one, host in hosts.items() if one not in self._told}
         if not new:
             return [], None
-        due = max(min(self._since[one] for one in new) + PATIENCE, self._not_before)
+        due = max(min(self._since[one] for one in new) + TELL_AFTER, self._not_before)
         if now < due:
             return [], due
         self._told |= new.keys()

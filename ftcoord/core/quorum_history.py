@@ -16,29 +16,37 @@ def lost_seats(previous: QuorumRecord | None, new: QuorumRecord) -> list[QuorumS
 
 
 def quorum_events(
-    previous: QuorumRecord | None, new: QuorumRecord, causes: Mapping[str, tuple[str, int]], wall_ms: int
+    previous: QuorumRecord | None,
+    new: QuorumRecord,
+    causes: Mapping[str, tuple[str, int]],
+    words: Mapping[str, str],
+    wall_ms: int,
 ) -> list[HistoryEvent]:
     """What the history has to say when the quorum `new` follows `previous`; nothing where its id stays the same, as in
     most steps.
 
     Args:
         causes: why members of the last one are gone, by their ids, and etcd's revision at which that was said.
+        words: of those that are there, or said so before they went, why they do not take part any more, by their ids.
         wall_ms: when, for people.
     """
     if previous is not None and previous.id == new.id:
         return []
     gone = lost_seats(previous, new)
     ended = previous.id if previous else 0
-    ends = [_end(ended, seat, causes.get(seat.member)) for seat in gone[:MOST_ENDS]]
+    ends = [_end(ended, seat, causes.get(seat.member), words.get(seat.member)) for seat in gone[:MOST_ENDS]]
     told = HistoryEvent("quorum", new.id, reason=_reason(previous, new, [_name(seat) for seat in gone]))
     return [replace(one, by=new.by, wall_ms=wall_ms) for one in (*ends, told)]
 
 
-def _end(number: int, seat: QuorumSeat, known: tuple[str, int] | None) -> HistoryEvent:
+def _end(number: int, seat: QuorumSeat, known: tuple[str, int] | None, word: str | None) -> HistoryEvent:
     name = _name(seat)
     if known is not None:
         return HistoryEvent("died", number, name, name, f"{name}: {known[0]}", noted=known[1])
-    return HistoryEvent("left", number, name, name, f"{name} does not take part any more")
+    if word is not None:
+        return HistoryEvent("left", number, name, name, f"{name} left ({word})")
+    # A decider that has only just taken over has not seen whether it said that it leaves.
+    return HistoryEvent("lost", number, name, name, f"{name} is gone (its lease ended, or it left)")
 
 
 def _reason(previous: QuorumRecord | None, new: QuorumRecord, gone: Sequence[str]) -> str:

@@ -105,6 +105,7 @@ class ReplicaRecord:
         beat: means nothing, but that a record with another one is a sign of life.
         profile: if the request is written without its profile, the digest of that; empty if it is written whole. A
             record that is read without its profile has empty texts and a world size of 0 in its place.
+        leaving: why it is about to give up its lease; empty while it stays. For people.
     """
 
     request: QuorumRequest
@@ -113,6 +114,7 @@ class ReplicaRecord:
     beat: int
     profile: str = ""
     heard: int = 0
+    leaving: str = ""
 
     def completed(self, profiles: Mapping[str, Profile]) -> QuorumRequest | None:
         """The whole request, with the profile that is known by its digest; None if it is not among them."""
@@ -325,7 +327,8 @@ def encode_quorum(quorum: QuorumRecord, known: Roster | None = None) -> tuple[by
 def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     """Raises StateError."""
     raw = load(key, value, V3)
-    record = build(ReplicaRecord, key, {**raw, "request": _parse_request(key, raw)})
+    stays = {"leaving": ""} if raw.get("profile") else {}  # who leaves writes its record whole
+    record = build(ReplicaRecord, key, {**raw, **stays, "request": _parse_request(key, raw)})
     check_number(key, record.after)
     check_number(key, record.heard)
     return record

@@ -83,10 +83,10 @@ class PageActor:
         by = f"by {order.who} through the page of {self._page}, from {sender}"
         if order.what == "kill":
             message = because(f"killed {by}", order.reason)
-            return kill_replica(self._etcd, self._key_prefix, order.job, order.name, message, KILL_WAIT)
+            return kill_replica(self._etcd, self._key_prefix, order.job, order.name, message, KILL_WAIT, order.who)
         if order.what == "close":
             nodes_of_run(self._etcd, self._key_prefix, order.job)
             reason = because(f"closed {by}", order.reason)
             return close_job(self._etcd, self._key_prefix, order.job, reason, order.who, self._timeout)
         members = find_members(self._etcd, self._key_prefix, order.job, order.name)
-        return evict_members(self._etcd, order.job, members, because(f"evicted {by}", order.reason))
+        return evict_members(self._etcd, order.job, members, because(f"evicted {by}", order.reason), order.who)

@@ -27,7 +27,16 @@ from ftcoord.dashboard.board import Board, LeaseBook, Shown, TooManyViewers, Vie
 from ftcoord.dashboard.guarding import HEADERS, is_allowed_host, is_token
 from ftcoord.dashboard.pages import Wanted, members_on, page_of
 from ftcoord.dashboard.pasts import Past
-from ftcoord.errors import ClientClosed, ConfigError, EtcdError, FtcoordError, OutcomeUnknown, ThreadNotStarted
+from ftcoord.errors import (
+    ClientClosed,
+    ConfigError,
+    EtcdError,
+    FtcoordError,
+    OutcomeUnknown,
+    ServerError,
+    ThreadNotStarted,
+)
+from ftcoord.metrics.exporter import Collect, exposed
 from ftcoord.operator.job_keys import LeaseTime
 from ftcoord.operator.told import plain
 
@@ -48,6 +57,7 @@ def make_app(
     board: Board,
     leases: LeaseBook,
     about: Mapping[str, Any],
+    collect: Collect,
     host_names: Collection[str] = (),
     *,
     actor: PageActor | None = None,
@@ -59,6 +69,7 @@ def make_app(
         board: what is told.
         leases: of members.
         about: what the page says of itself.
+        collect: the numbers of all runs for Prometheus. Raises ServerError without prometheus_client.
         host_names: by which browsers may call it, besides addresses and localhost; in lower case.
         actor, token: who does what is ordered with that token; None for a page that is read-only.
     """
@@ -69,6 +80,7 @@ def make_app(
         Route("/api/jobs", streams.jobs),
         Route("/api/job", streams.job),
         Route("/api/act", _Orders(actor, token).order, methods=["POST"]),
+        Route("/metrics", _Metrics(collect).metrics),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     return _Guarded(Starlette(routes=routes), frozenset(host_names))
@@ -115,7 +127,7 @@ class _Orders:
                 return _refusal(413, "an order is shorter than this")
         try:
             order = read_order(json.loads(body))
-            sender = request.client.host if request.client else "an unknown address"
+            sender = _address(request) or "an unknown address"
             return JSONResponse(plain(await to_thread.run_sync(self._actor.act, order, sender)))
         except ValueError as error:  # ConfigError too; no JSON
             return _refusal(400, str(error))
@@ -127,8 +139,29 @@ class _Orders:
             return _refusal(409, str(error))
 
 
+def _address(request: Request) -> str:
+    """The peer's, whatever its headers say: anybody can write those."""
+    return request.client.host if request.client else ""
+
+
 def _refusal(status: int, why: str) -> Response:
     return JSONResponse({"error": why}, status)
+
+
+class _Metrics:
+    """Tells Prometheus of all runs, once at a time: each scrape reads all of them."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect  # never changes
+        self._turn = asyncio.Lock()
+
+    async def metrics(self, _request: Request) -> Response:
+        try:
+            async with self._turn:
+                text, kind = await to_thread.run_sync(exposed, self._collect)
+        except ServerError as error:
+            return PlainTextResponse(f"{error}\n", 501)
+        return Response(text, media_type=kind)
 
 
 class _Streams:
@@ -152,14 +185,15 @@ class _Streams:
         except ConfigError as error:
             return _refusal(400, str(error))
         look = Wanted(request.query_params.get("find", "")[:LONGEST_SEARCH], offset)
-        return _Stream(self._board, self._leases, job, look)
+        return _Stream(self._board, self._leases, job, look, _address(request))
 
 
 class _Stream:
     """One viewer's stream, as long as it takes what it is sent."""
 
-    def __init__(self, board: Board, leases: LeaseBook, job: str | None, look: Wanted) -> None:
-        self._board, self._leases, self._job, self._look = board, leases, job, look  # never change
+    def __init__(self, board: Board, leases: LeaseBook, job: str | None, look: Wanted, client: str) -> None:
+        self._board, self._leases, self._client = board, leases, client  # never change
+        self._job, self._look = job, look  # never change
         self._members: list[str] = []
         self._lease_times: dict[str, LeaseTime] = {}
         self._past: Past | None = None  # that was sent last
@@ -172,7 +206,7 @@ class _Stream:
                 loop.call_soon_threadsafe(changed.set)
 
         try:
-            viewing = await to_thread.run_sync(self._board.view, self._job, wake)
+            viewing = await to_thread.run_sync(self._board.view, self._job, wake, self._client)
         except (TooManyViewers, ThreadNotStarted, ClientClosed) as error:
             await _refusal(503, str(error))(scope, receive, send)
             return

@@ -29,6 +29,8 @@ MOST_VIEWERS: Final = 200
 """Viewers of all jobs together."""
 MOST_JOBS: Final = 50
 """Jobs that are followed at a time."""
+SHARE: Final = 2
+"""One address has at most one part in so many of each: behind a proxy all have one address, and others get in too."""
 FEED_REST: Final = 0.1
 """Seconds between two looks at a job that changes all the time, at least; a look that takes long rests longer."""
 LIST_INTERVAL: Final = 3.0
@@ -80,8 +82,8 @@ class Board(Closing):
         self._viewers = 0
         self._closed = False
 
-    def view(self, job: str | None, wake: Callable[[], None]) -> Viewing:
-        """Look at a job, or at the list of jobs, until the view is closed.
+    def view(self, job: str | None, wake: Callable[[], None], client: str = "") -> Viewing:
+        """Look at a job, or at the list of jobs, until the view is closed. `client` is who looks, as an address.
 
         `wake` is called on a thread of ftcoord's whenever there may be news. It must not block, and not raise. Raises
         TooManyViewers, ThreadNotStarted and ClientClosed.
@@ -92,15 +94,22 @@ class Board(Closing):
             channel = self._channels.get(job)
             if channel is None or channel.has_ended:
                 channel = None
-            is_full = channel is None and len(self._channels) >= MOST_JOBS
-            if self._viewers >= MOST_VIEWERS or is_full:
-                raise TooManyViewers("too many look at this page at the same time: close some, and reload")
+            self._check_room(channel, client)
             if channel is None:
                 channel = _Channel()
                 channel.feed = self._feed(job, channel.publish)
                 self._channels[job] = channel
             self._viewers += 1
-            return Viewing(channel, wake, partial(self._leave, job, channel))
+            return Viewing(channel, wake, client, partial(self._leave, job, channel))
+
+    def _check_room(self, channel: _Channel | None, client: str) -> None:
+        """With the lock held. Raises TooManyViewers."""
+        their = [sum(one.client == client for one in open_.viewers) for open_ in self._channels.values()]
+        if self._viewers >= MOST_VIEWERS or (channel is None and len(self._channels) >= MOST_JOBS):
+            raise TooManyViewers("too many look at this page at the same time: close some, and reload")
+        jobs = sum(count > 0 for count in their)
+        if sum(their) >= MOST_VIEWERS // SHARE or (channel is None and jobs >= MOST_JOBS // SHARE):
+            raise TooManyViewers("too many look at this page from your address: close some, and reload")
 
     @property
     def followed(self) -> set[str | None]:
@@ -136,8 +145,10 @@ class Board(Closing):
 class Viewing(Closing):
     """One viewer's look at a job, or at the list."""
 
-    def __init__(self, channel: _Channel, wake: Callable[[], None], leave: Callable[[Viewing], None]) -> None:
-        self._channel, self._leave = channel, leave  # never change
+    def __init__(
+        self, channel: _Channel, wake: Callable[[], None], client: str, leave: Callable[[Viewing], None]
+    ) -> None:
+        self._channel, self.client, self._leave = channel, client, leave  # never change
         channel.viewers[self] = wake
 
     @property

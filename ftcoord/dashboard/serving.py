@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 
@@ -17,7 +17,11 @@ from ftcoord.dashboard.board import Board, LeaseBook
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.metrics.exporter import Collect
 from ftcoord.operator.status import Rules
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 END_TIMEOUT: Final = 2
 """Seconds that answers under way may take when the server ends."""
@@ -50,9 +54,14 @@ def serve(
         Board(client, key_prefix, rules) as board,
     ):
         actor = PageActor(client, key_prefix, who, etcd.request_timeout) if token else None
-        app = make_app(board, LeaseBook(lean), about, names, actor=actor, token=token)
+        app = make_app(board, LeaseBook(lean), about, _runs(etcd, key_prefix), names, actor=actor, token=token)
         config = uvicorn.Config(
-            app, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=END_TIMEOUT
+            app,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # else whoever calls from this machine says from where orders come
+            timeout_graceful_shutdown=END_TIMEOUT,
         )
         server = uvicorn.Server(config)
 
@@ -63,6 +72,20 @@ def serve(
             signal.signal(number, end)
         ready(f"http://{host}:{listener.getsockname()[1]}")
         server.run([listener])
+
+
+def _runs(etcd: EtcdConfig, key_prefix: str) -> Collect:
+    """The numbers of all runs. What makes them needs prometheus_client, which whoever asks for them has to have."""
+    made = list[Collect]()
+
+    def collect() -> Iterable[Metric]:
+        from ftcoord.metrics.runs import RunsCollector
+
+        if not made:
+            made.append(RunsCollector(etcd, key_prefix).collect)
+        return made[0]()
+
+    return collect
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -97,6 +97,15 @@ def prometheus() -> ModuleType:
         raise ServerError("prometheus_client is not installed: pip install 'ftcoord[metrics]'") from None
 
 
+def exposed(collect: Collect) -> tuple[bytes, str]:
+    """What `collect` tells, in Prometheus' text format, and that format's media type. Raises ServerError without
+    prometheus_client, and what `collect` does."""
+    prometheus_client = prometheus()
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(collect))
+    return prometheus_client.generate_latest(registry), prometheus_client.CONTENT_TYPE_LATEST
+
+
 class MetricsServer(Closing):
     """Serves what `collect` tells, over HTTP, until `close()` or until nobody refers to it.
 

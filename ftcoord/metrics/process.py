@@ -36,6 +36,7 @@ GATEWAY_REPLICAS: Final = Gauge("ftcoord_gateway_replicas", "Replicas that this 
 
 LEASES_KEPT: Final = Gauge("ftcoord_leases", "Leases that this process keeps alive.")
 LEASE_LEFT: Final = Gauge("ftcoord_lease_remaining_seconds", "The time until the first lease of this process may end.")
+LEASE_SHARE: Final = Gauge("ftcoord_lease_remaining_ratio", "The least share of its TTL that a lease of it has left.")
 LEASES_LOST: Final = Counter("ftcoord_leases_lost", "Leases of this process that ended against its will.")
 TIMERS: Final = Gauge("ftcoord_timers_active", "Expiration timers that this process watches.")
 TIMERS_EXPIRED: Final = Counter("ftcoord_timers_expired", "Expiration timers that this process found expired.")
@@ -45,7 +46,7 @@ REQUEST_FAILURES: Final = Counter("ftcoord_etcd_request_failures", "Requests to 
 SERIES: Final = (
     *(ROUND, RANK, ROUND_SEATS, ROUNDS, JOIN_SECONDS, RECALLS, WORKER_FAILURES),
     *(QUORUM_ID, QUORUM_REPLICAS, REPLICA_STEP, QUORUMS, QUORUM_FAILURES, QUORUM_SECONDS, VOTES, GATEWAY_REPLICAS),
-    *(LEASES_KEPT, LEASE_LEFT, LEASES_LOST, TIMERS, TIMERS_EXPIRED, REQUEST_SECONDS, REQUEST_FAILURES),
+    *(LEASES_KEPT, LEASE_LEFT, LEASE_SHARE, LEASES_LOST, TIMERS, TIMERS_EXPIRED, REQUEST_SECONDS, REQUEST_FAILURES),
 )
 
 

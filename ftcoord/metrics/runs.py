@@ -14,7 +14,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.rpc.lean import LeanClient
 from ftcoord.log_once import LogOnce
-from ftcoord.operator.reading import job_ids, read_job
+from ftcoord.operator.reading import live_job_ids, read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
 
@@ -27,7 +27,7 @@ WAITING: Final = ("waiting", "spare")
 
 ONE_ETCD: Final = (
     ("ftcoord_etcd_up", "Whether etcd answered this scrape. If not, nothing is told of runs."),
-    ("ftcoord_runs", "Runs and jobs that have keys in etcd."),
+    ("ftcoord_runs", "Runs and jobs that have keys in etcd, besides a history."),
     ("ftcoord_runs_untold", f"Those beyond the first {MOST_RUNS}, of which nothing else is told."),
 )
 OF_RUN: Final = (
@@ -71,7 +71,7 @@ class RunsCollector:
         """All numbers; of an etcd that does not answer only that. Ends within some request time-outs."""
         try:
             with closing(LeanClient(self._config)) as etcd:
-                ids = list(job_ids(etcd, self._key_prefix))
+                ids = list(live_job_ids(etcd, self._key_prefix))
                 told = [tell_job(read_job(etcd, self._key_prefix, id_), Rules()) for id_ in ids[:MOST_RUNS]]
         except EtcdError as error:
             with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from functools import partial
 from typing import Final
@@ -9,13 +10,16 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
-from ftcoord.core.event_records import HISTORY_TTL
+from ftcoord.core.event_records import HISTORY_TTL, HistoryEvent
+from ftcoord.core.event_records import encode as encode_event
 from ftcoord.core.layout import (
     Span,
     barriers_span,
     death_key,
     decided_key,
     elections_span,
+    event_key,
+    events_span,
     heartbeats_span,
     is_member_key,
     members_span,
@@ -25,8 +29,8 @@ from ftcoord.core.layout import (
     spans_but_history,
     timers_span,
 )
-from ftcoord.core.rendezvous_records import AnyRound
-from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, Put, RangeResult
+from ftcoord.core.rendezvous_records import AnyRound, parse_decided
+from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, Op, Put, RangeResult
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.leftovers import JobRemains
 from ftcoord.operator.naming import NamedMember
@@ -37,7 +41,24 @@ CLOSED_TTL: Final = 3600
 """Seconds that the record of a run lives that never had one: what agents give a run by default."""
 
 
-def evict(etcd: EtcdCalls, member: NamedMember, cause: str) -> bool:
+def ordered(etcd: EtcdCalls, prefix: str, what: str, target: str, by: str) -> list[Op]:
+    """What adds to a transaction that somebody did this by hand, under a history's lease; nothing where there is no
+    history, or etcd takes none.
+
+    Args:
+        prefix: of the group whose history it is.
+        what: in one line, with the target's name and the reason.
+        target: whom it is about: a node, or a replica; empty for all.
+        by: who did it.
+    """
+    newest = etcd.range(Get(events_span(prefix), limit=1, keys_only=True, order="newest")).one
+    if newest is None or not newest.lease:
+        return []
+    event = HistoryEvent("ordered", 0, target, "", what, by=by, wall_ms=int(concurrency.wall() * 1000))
+    return [Put(event_key(prefix, newest.mod_revision, uuid.uuid4().hex, 0), encode_event(event), newest.lease)]
+
+
+def evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
     """End a member's lease, after the others can read why; whether it was still there. Raises EtcdError.
 
     The cause comes first: without it, the others would give the member time to come back to its seat.
@@ -45,7 +66,8 @@ def evict(etcd: EtcdCalls, member: NamedMember, cause: str) -> bool:
     grave = etcd.grant(REMEMBERED_FOR)
     death = Put(death_key(member.prefix, member.id), encode(Death(cause, int(concurrency.wall() * 1000))), grave.id)
     is_there = Compare(member.kv.key, "lease", "=", member.kv.lease)
-    if not etcd.txn([is_there], [death]).succeeded:
+    told = ordered(etcd, member.prefix, f"{member.host or member.owner}: {cause}", member.host or member.owner, by)
+    if not etcd.txn([is_there], [death, *told]).succeeded:
         etcd.revoke(grave.id)
         return False
     etcd.revoke(member.kv.lease)
@@ -66,8 +88,19 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
         over = now.closed
         return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True, by=by)
 
-    end_run(etcd, prefix, CLOSED_TTL, HISTORY_TTL, end, timeout)
+    end_run(etcd, prefix, CLOSED_TTL, HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0, end, timeout)
     return over
+
+
+def _keeps_history(etcd: EtcdCalls, prefix: str, timeout: float) -> bool:
+    """Whether a run keeps a history: one that has had a round and wrote none (history_ttl=0) gets none by being closed.
+
+    Raises StateError and EtcdError.
+    """
+    if etcd.range(Get(events_span(prefix), count_only=True), timeout=timeout).count:
+        return True
+    decided = etcd.range(Get(Span(decided_key(prefix))), timeout=timeout).one
+    return decided is None or parse_decided(decided.key, decided.value).number == 0
 
 
 def remains_of_all(etcd: EtcdCalls, key_prefix: str) -> Iterator[JobRemains]:
@@ -91,7 +124,7 @@ def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
     return JobRemains(job, then.revision, decided, has_quorum, live, keys)
 
 
-def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains) -> bool:
+def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains, by: str) -> bool:
     """Delete all keys of a job but its history, unless anybody has written one since it was looked at; whether they are
     deleted.
 
@@ -100,7 +133,8 @@ def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains) -> bool:
     prefix = run_prefix(key_prefix, remains.job)
     span = run_span(prefix)
     unchanged = Compare(span.start, "mod", "<", remains.revision + 1, span.end)
-    return etcd.txn([unchanged], [Delete(part) for part in spans_but_history(prefix)]).succeeded
+    told = ordered(etcd, prefix, f"its keys were deleted by {by}: {remains.keys} of them", "", by)
+    return etcd.txn([unchanged], [*(Delete(part) for part in spans_but_history(prefix)), *told]).succeeded
 
 
 def _members_in(found: RangeResult) -> int:

@@ -16,9 +16,12 @@ from ftcoord.etcd.rpc.lean import LeanClient
 from ftcoord.operator.acting import remains_of_all
 from ftcoord.operator.findings import EndpointFacts, EtcdFacts
 from ftcoord.operator.leftovers import why_kept
+from ftcoord.operator.member_http import quantile_bound, read_numbers
 
 READS_TIMED: Final = 5
 WRITES_TIMED: Final = 3
+FSYNC: Final = "etcd_disk_wal_fsync_duration_seconds"
+"""The histogram of a member."""
 SHORT_TTL: Final = 10
 """Seconds of a lease that is granted to time a write, and revoked at once."""
 
@@ -47,11 +50,15 @@ def _endpoint(config: EtcdConfig, at: int) -> EndpointFacts:
     etcd, name = LeanClient(replace(config, endpoints=(config.endpoints[at],))), str(config.endpoints[at])
     try:
         etcd.status()  # it connects, and logs in
-        return EndpointFacts(name, etcd.status())
+        facts = EndpointFacts(name, etcd.status())
     except EtcdError as error:
         return EndpointFacts(name, None, str(error))
     finally:
         etcd.close()
+    numbers = read_numbers(config.endpoints[at], config.tls, config.request_timeout)
+    if numbers is None:
+        return facts
+    return replace(facts, fsync_seconds=quantile_bound(numbers.text, FSYNC, 0.99), clock_ahead=numbers.clock_ahead)
 
 
 def _with_alarms(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:

@@ -19,17 +19,28 @@ WASTE: Final = 256 * 1024**2
 """Bytes that compaction has freed and defragmentation would give back."""
 SLOW_READ, SLOW_WRITE = 0.1, 0.25
 """Seconds. A round takes some of each, one after the other."""
+SLOW_FSYNC: Final = 0.016
+"""Seconds: etcd wants 99 of 100 within 10 ms, and counts in steps of 8 and 16 ms."""
+CLOCKS_DIFFER: Final = 3.0
+"""Seconds. HTTP tells whole ones."""
 HOPELESS: Final = 1.0
 """Seconds. Writes that take as long count as lost, and are sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointFacts:
-    """An endpoint, and what it said of itself, or why it said nothing."""
+    """An endpoint, and what it said of itself, or why it said nothing.
+
+    Args:
+        fsync_seconds: 99 of 100 fsyncs of its log took no longer; None where it does not tell.
+        clock_ahead: seconds that its clock is ahead of this host's; None where it does not tell.
+    """
 
     endpoint: str
     status: MemberStatus | None
     error: str = ""
+    fsync_seconds: float | None = None
+    clock_ahead: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +84,8 @@ def findings(facts: EtcdFacts) -> Examination:
         *_security(facts),
         *_rights(facts),
         *_leftovers(facts),
-        Finding(OK, "clocks", "nothing rests on them: time-outs run on one host's own clock, order is etcd's revision"),
+        *_fsync(facts),
+        *_clocks(facts),
     ]
     found.sort(key=lambda one: (PROBLEM, HINT, OK).index(one.level))
     return Examination(FORMAT, all(one.level != PROBLEM for one in found), tuple(found))
@@ -88,7 +100,8 @@ _ALARMS: Final = {
 
 def _alarms(facts: EtcdFacts) -> Iterator[Finding]:
     if facts.alarms is None and _answering(facts):
-        yield Finding(HINT, "alarms", "this user may not see them")
+        do = "look with a user that may: `etcdctl --user root alarm list`"
+        yield Finding(HINT, "alarms", "this user may not see them", do)
     for member, name in facts.alarms or ():
         yield Finding(PROBLEM, "alarm", f"member {member} raises {name}", _ALARMS.get(name, _ALARM))
 
@@ -163,6 +176,34 @@ def _speed(facts: EtcdFacts) -> Iterator[Finding]:
             continue
         level = PROBLEM if seconds >= HOPELESS else HINT if seconds >= slow else OK
         yield Finding(level, f"{what} latency", _ms(seconds), do if level != OK else "")
+
+
+def _fsync(facts: EtcdFacts) -> Iterator[Finding]:
+    told = [(one.endpoint, one.fsync_seconds) for one in facts.endpoints if one.fsync_seconds is not None]
+    if not told and _answering(facts):
+        yield Finding(OK, "fsync latency", "not known: no endpoint tells its numbers at /metrics")
+    for endpoint, seconds in told:
+        said = f"99 of 100 took at most {_ms(seconds)} since it was started"
+        slow = seconds > SLOW_FSYNC
+        do = "give etcd's log a fast disk of its own: each write waits for its fsync" if slow else ""
+        yield Finding(HINT if slow else OK, f"fsync latency {endpoint}", said, do)
+
+
+def _clocks(facts: EtcdFacts) -> Iterator[Finding]:
+    """No decision rests on clocks; what people read does."""
+    told = [(one.endpoint, one.clock_ahead) for one in facts.endpoints if one.clock_ahead is not None]
+    rests = "only times that people read rest on clocks"
+    if not told:
+        yield Finding(OK, "clocks", f"not compared: no endpoint tells its time; {rests}")
+        return
+    off = [(endpoint, ahead) for endpoint, ahead in told if abs(ahead) > CLOCKS_DIFFER]
+    for endpoint, ahead in off:
+        said = f"that of {endpoint} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
+        do = "have both set by NTP: times in histories and logs are hard to compare, and certificates may not count"
+        yield Finding(HINT, "clocks", said, do)
+    if not off:
+        those = ", ".join(endpoint for endpoint, _ in told)
+        yield Finding(OK, "clocks", f"this host's agrees with {those} within {CLOCKS_DIFFER:.0f} s; {rests}")
 
 
 def _security(facts: EtcdFacts) -> Iterator[Finding]:

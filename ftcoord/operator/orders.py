@@ -8,7 +8,7 @@ from ftcoord import concurrency
 from ftcoord.core.layout import quorum_prefix, run_prefix
 from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum
 from ftcoord.etcd.api import Etcd, EtcdCalls
-from ftcoord.operator.acting import close_run, evict
+from ftcoord.operator.acting import close_run, evict, ordered
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.naming import NamedMember, members_called, no_such_job, owners
 from ftcoord.operator.reading import read_job
@@ -36,11 +36,11 @@ def find_members(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> list[
     return members
 
 
-def evict_members(etcd: EtcdCalls, job: str, members: Sequence[NamedMember], cause: str) -> Done:
+def evict_members(etcd: EtcdCalls, job: str, members: Sequence[NamedMember], cause: str, by: str) -> Done:
     """End the leases of members of a job. Raises EtcdError."""
     did, left = list[str](), list[str]()
     for one in members:
-        if evict(etcd, one, cause):
+        if evict(etcd, one, cause, by):
             did.append(f"evicted {one}: the others go on; a process that lives comes back as a new member")
         else:
             left.append(f"{one} was gone already")
@@ -66,7 +66,7 @@ def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, 
     return Done(FORMAT, job, (f"closed {job!r}: {reason}",))
 
 
-def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: str, wait: float) -> Done:
+def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: str, wait: float, by: str) -> Done:
     """End the process of a replica's manager, and wait so many seconds until that has obeyed.
 
     Raises NothingThere and EtcdError.
@@ -74,7 +74,9 @@ def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: s
     from ftcoord.coordination.kills import order_kill  # only here: it brings what managers need
 
     try:
-        order_kill(etcd, quorum_prefix(key_prefix, job), replica, message, concurrency.now() + wait)
+        prefix = quorum_prefix(key_prefix, job)
+        told = ordered(etcd, prefix, f"{replica}: {message}", replica, by)
+        order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=told)
     except NotInQuorum:
         raise NothingThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` shows them") from None
     except TimeoutError as error:

@@ -11,10 +11,12 @@ from ftcoord.core.event_records import HistoryEvent, PastEvent, WorkerFailure, e
 from ftcoord.core.rendezvous_records import FINISHED
 from ftcoord.core.round_history import counted
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.told import FORMAT, Explanation, JobHistory, JobStatus, ToldEvent
+from ftcoord.operator.told import FORMAT, Explanation, JobHistory, JobStatus, QuorumStatus, ReplicaStatus, ToldEvent
 
 ROUNDS, QUORUMS = "rendezvous", "quorums"
 """The groups of a job, as they are told."""
+MOST_BEHIND: Final = 8
+"""Replicas that are named as behind."""
 _SIGKILL: Final = 9
 
 
@@ -180,7 +182,9 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
     number, ends = last.event.number, ends_in(past, last.event.number)
     first = in_causal_order(ends)[0]
     follower = next((one.event for one in past if one.event.kind == "quorum" and one.revision >= last.revision), None)
-    lost = f"Quorum {follower.number} followed: {follower.reason}." if follower is not None else ""
+    lost = f"The others lost the step that they were in, at most. {_healing(quorum)}"
+    if follower is not None:
+        lost = f"Quorum {follower.number} followed: {follower.reason}. {lost}"
     return Explanation(
         FORMAT,
         status.job,
@@ -188,10 +192,22 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
         f"Quorum {number} lost members. It began with this: {told_first(first)}.",
         _tell(QUORUMS, first, _revision_of(past, first)),
         len({end.node for end in ends} - {first.node}),
-        lost,
+        lost.rstrip(),
         now,
         _advice(first),
     )
+
+
+def _healing(quorum: QuorumStatus | None) -> str:
+    """Who is behind, and takes over the state of another one."""
+    behind = [one for one in quorum.replicas if one.behind] if quorum is not None else []
+    told = [_behind(one) for one in behind[:MOST_BEHIND]]
+    return f"{'; '.join(told)}." if told else ""
+
+
+def _behind(one: ReplicaStatus) -> str:
+    heals = f", and heals from {one.heals_from}" if one.heals_from else ""
+    return f"{one.replica_id} is {counted(one.behind, 'step')} behind{heals}"
 
 
 # -- words ------------------------------------------------------------------------------------------------------

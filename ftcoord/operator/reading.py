@@ -83,6 +83,14 @@ def job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
         rest = _behind(branch_of(key_prefix, found.key), everything)
 
 
+def live_job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
+    """The same without those of which only the history is left, which is there for a week. Raises EtcdError."""
+    for job in job_ids(etcd, key_prefix):
+        spans = spans_but_history(run_prefix(key_prefix, job))
+        if any(etcd.range(Get(one, limit=1, keys_only=True)).one for one in spans):
+            yield job
+
+
 def _summaries(etcd: EtcdCalls, key_prefix: str) -> Iterator[tuple[str, JobSummaryKeys]]:
     for job in job_ids(etcd, key_prefix):
         prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)

@@ -314,7 +314,8 @@ class ToldEvent:
     Args:
         revision: etcd's, at which it was written. Events that were written together have the same.
         group: rendezvous or quorums.
-        kind: round, started, limits, recalled, closed, quorum, failed, expired, died, left or lost.
+        kind: round, started, limits, recalled, closed, quorum, failed, expired, died, left, lost, waiting, refused,
+            silent or ordered.
         number: the round's, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id, or the replica's id; empty for all of them.

@@ -73,10 +73,16 @@ class Renewer:
 
     def times_left(self) -> list[float]:
         """Seconds that each lease has left which is kept alive here, as far as is known."""
+        return [lease.time_left for lease in self._leases()]
+
+    def shares_left(self) -> list[float]:
+        """The same as parts of their TTLs."""
+        return [lease.time_left / lease.ttl for lease in self._leases()]
+
+    def _leases(self) -> list[KeptLease]:
         with self._wake:
             leases = [lease for entry in self._due if (lease := entry.lease) is not None]
-            leases += [self._renewing] if self._renewing is not None else []
-        return [lease.time_left for lease in leases]
+            return leases + ([self._renewing] if self._renewing is not None else [])
 
     def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
         """Have `lease` renewed at `due`, unless it was stopped. A lease that is scheduled already keeps its time,
@@ -506,5 +512,11 @@ def _look_at_the_first_end() -> Mapping[tuple[str, ...], float]:
     return {(): min(left)} if left else {}
 
 
+def _look_at_the_least_share() -> Mapping[tuple[str, ...], float]:
+    shares = Renewer.of_process().shares_left()
+    return {(): min(shares)} if shares else {}
+
+
 metrics.LEASES_KEPT.look_with(_look_at_leases)
 metrics.LEASE_LEFT.look_with(_look_at_the_first_end)
+metrics.LEASE_SHARE.look_with(_look_at_the_least_share)

@@ -193,7 +193,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             round_, rank = self._join()
         metrics.note_round(self._settings.run_id, round_.number, rank, round_.size, concurrency.now() - began)
         self._log(round_line(self._settings.run_id, round_, rank), round_, round_.before, rank)
-        self._record("next_rendezvous", f"{self.host} is rank {rank} of {round_.size} in round {round_.number}", rank)
+        ended = f"; the round before ended: {round_.before}" if round_.before else ""
+        place = f"{self.host} is rank {rank} of {round_.size} in round {round_.number}{ended}"
+        self._record("next_rendezvous", place, rank)
         assert self._resources.store is not None
         bootstrap = RendezvousStoreInfo(round_.address, round_.port)
         return RendezvousInfo(self._resources.store, rank, round_.size, bootstrap)
@@ -214,6 +216,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             metrics.RECALLS.add(self._settings.run_id)
             run = self._settings.run_id
             self._log(f"run {run!r}, round {mine.number}: the workers are stopped: {reason}", mine, reason)
+            self._record("num_nodes_waiting", f"round {mine.number} is over: {reason}", state=NodeState.FAILED)
         return count
 
     def is_closed(self) -> bool:

@@ -9,7 +9,7 @@ from math import inf
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.bystanders import PATIENCE, Bystanders
+from ftcoord.core.bystanders import TELL_AFTER, Bystanders
 from ftcoord.core.causes import UNKNOWN_PEER, in_causal_order
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.invariants import check_fences, check_roll, check_round
@@ -154,7 +154,7 @@ class RendezvousPolicy:
             return (), None
         self._late_since = now if self._late_since is None else self._late_since
         lost = any(end.kind == "lost" for end in fresh.values())
-        due = max(self._late_since, situation.gone_since if lost else -inf) + PATIENCE
+        due = max(self._late_since, situation.gone_since if lost else -inf) + TELL_AFTER
         due = max(due, situation.gone_since + self._options.return_to_seat) if lost else due
         if now < due:
             return (), due

@@ -7,13 +7,15 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.errors import Compacted, EtcdError, EtcdNoSpace, Rewound
 from ftcoord.etcd.api import Batch, Began, Event, Get, Lease, RangeResult, Span, TxnResult, WatchItem
 from ftcoord.testing.keyspace import KeySpace, Transaction, concerning
 from ftcoord.testing.leases import Leases
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +30,10 @@ class Subscription:
     span: Span
     deletes_only: bool
     push: Callable[[Subscription, WatchItem | None], None]
+
+
+class NotServed(Exception):
+    """etcd is down: the request reaches nobody."""
 
 
 class Snapshot(NamedTuple):
@@ -56,6 +62,18 @@ class Backend:
     @property
     def revision(self) -> int:
         return self._keys.revision
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it serves nobody."""
+        return self._down
+
+    def serve(self, request: Callable[[], T]) -> T:
+        """Have a client's request, one of those below, take effect now. Raises NotServed, and what the request does."""
+        with self._changed:
+            if self._down:
+                raise NotServed
+            return request()
 
     def range(self, get: Get) -> RangeResult:
         with self._changed:
@@ -91,7 +109,7 @@ class Backend:
             self._keys.compact(revision)
 
     def later(self, seconds: float, request: Callable[[], object]) -> None:
-        """Have a request arrive in so many seconds; nobody hears what becomes of it."""
+        """Have a request arrive in so many seconds, or when etcd is back; nobody hears what becomes of it."""
 
         def arrive() -> None:
             with contextlib.suppress(EtcdError):
@@ -103,8 +121,11 @@ class Backend:
             self._changed.notify_all()
 
     def subscribe(self, subscription: Subscription, start_revision: int) -> None:
-        """Begin a watch: what it tells first is pushed before this returns, in etcd's order."""
+        """Begin a watch: what it tells first is pushed before this returns, in etcd's order. While etcd is down there
+        is none to begin."""
         with self._changed:
+            if self._down:
+                return
             now = self._keys.revision
             if start_revision > now + 1:
                 subscription.push(subscription, Rewound(now, start_revision - 1))
@@ -229,9 +250,9 @@ class Backend:
         with self._changed:
             while not self._closed:
                 now = concurrency.now()
-                if self._late and self._late[0][0] <= now:
-                    return heapq.heappop(self._late)[2]
                 if not self._down:
+                    if self._late and self._late[0][0] <= now:
+                        return heapq.heappop(self._late)[2]
                     for lease_id in self._leases.expired(now) if self._is_time(now) else ():
                         self.revoke(lease_id)
                 self._changed.wait(self._pause(now))
@@ -243,8 +264,10 @@ class Backend:
 
     def _pause(self, now: float) -> float | None:
         """Seconds until something is due; None when nothing is."""
+        if self._down:
+            return None
         due = [entry[0] for entry in self._late[:1]]
-        scan = None if self._down else self._leases.next_scan()
+        scan = self._leases.next_scan()
         if scan is not None:
             due.append(scan)
         return max(min(due) - now, 0) if due else None

@@ -28,7 +28,7 @@ from ftcoord.etcd.api import (
     Watch,
     WatchItem,
 )
-from ftcoord.testing.backend import Backend, Snapshot
+from ftcoord.testing.backend import Backend, NotServed, Snapshot
 from ftcoord.testing.fate import DELIVERED, NEVER, Call, Fate, Method
 from ftcoord.testing.keyspace import Transaction
 from ftcoord.testing.submitting import Submitter
@@ -54,7 +54,6 @@ class MemoryEtcd:
     def __init__(self, *, min_ttl: int = 2) -> None:
         self._backend = Backend(min_ttl)
         self._clients: list[MemoryClient] = []
-        self._down = False
 
     def client(self, fate: Callable[[Call], Fate] | None = None) -> MemoryClient:
         """A client of its own, with its own thread and its own faults: one for each process that a test plays.
@@ -63,9 +62,8 @@ class MemoryEtcd:
             fate: decides of each call what becomes of it, see `MemoryClient.fate`.
         """
         client = MemoryClient(self._backend, fate)
-        if self._down:
-            client.cut_off()
         self._clients.append(client)
+        client._look_for_etcd()
         return client
 
     @property
@@ -114,17 +112,15 @@ class MemoryEtcd:
             hangs: it only stands still, as a server does that was stopped. When it goes on, all leases expire whose
                 time is over.
         """
-        self._down = True
-        for client in self._clients:
-            client.cut_off()
         self._backend.go_down()
+        for client in self._clients:
+            client._look_for_etcd()
         try:
             yield
         finally:
-            self._down = False
             self._backend.come_up(with_old_leader=hangs)
             for client in self._clients:
-                client.reconnect()
+                client._look_for_etcd()
 
     def snapshot(self) -> Snapshot:
         """What it holds now, for `rewind()`."""
@@ -245,14 +241,14 @@ class MemoryClient:
         """Nothing gets through until `reconnect()`: calls time out, watches are interrupted, leases are not renewed."""
         with self._link:
             self._connected = False
-        self._watches.disconnect()
+        self._look_for_etcd()
 
     def reconnect(self) -> None:
-        """End of `cut_off()`: calls that wait go through, and watches go on where they were, after a new Began."""
+        """End of `cut_off()`: calls that wait go through, and watches go on where they were, after a new Began. While
+        etcd is down that waits for the end of the outage."""
         with self._link:
             self._connected = True
-            self._link.notify_all()
-        self._watches.connect()
+        self._look_for_etcd()
 
     def __enter__(self) -> MemoryClient:
         return self
@@ -261,6 +257,19 @@ class MemoryClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _look_for_etcd(self) -> None:
+        """Whether it can be reached has changed, perhaps."""
+        with self._link:
+            reaches = self._reaches()
+            self._link.notify_all()
+        if reaches:
+            self._watches.connect()
+        else:
+            self._watches.disconnect()
+
+    def _reaches(self) -> bool:
+        return self._connected and not self._backend.is_down
 
     # -- calls and their fates ----------------------------------------------------------------------------------------
 
@@ -292,19 +301,23 @@ class MemoryClient:
             raise lost
         if fate.again != NEVER:
             self._backend.later(fate.again, request)
-        answer = request()
+        try:
+            answer = self._backend.serve(request)
+        except NotServed:  # it went down when the request was under way
+            self._pass(NEVER, told_at)
+            raise lost from None
         if not self._pass(fate.answers, told_at):
             raise lost
         return answer
 
     def _reach(self, deadline: float, lost: EtcdError) -> None:
-        """Wait for as long as this client is cut off."""
+        """Wait for as long as this client is cut off, or etcd is down."""
         left = max(deadline - concurrency.now(), 0)
         with self._link:
-            self._link.wait_for(lambda: self._connected or self._closed, left)
+            self._link.wait_for(lambda: self._reaches() or self._closed, left)
             if self._closed:
                 raise ClientClosed(MEMORY_CLIENT_CLOSED)
-            if not self._connected:
+            if not self._reaches():
                 raise lost
 
     def _pass(self, seconds: float, until: float) -> bool:

@@ -87,6 +87,7 @@ class KeySpace:
         for op in ops:
             if isinstance(op, Put) and op.lease and not is_lease(op.lease):
                 raise LeaseLost("etcdserver: requested lease not found; it expired or was revoked: take a new one")
+        for op in ops:
             if isinstance(op, Get) and op.revision > 0:
                 self._at(op.revision)  # raises before anything is written
         events: list[Event] = []

@@ -90,9 +90,6 @@ def prefix() -> str:
     return f"/ftcoord/v1/scenario-{os.getpid()}-{next(_numbers)}"
 
 
-_rows: list[tuple[str, str, str]] = []
-
-
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
     """`figures(kills=5, evictions=0)`: for the table at the end of the run."""
@@ -100,13 +97,17 @@ def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
     def note(**counted: float | int) -> None:
         text = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in counted.items())
         scenario, _, form = request.node.name.removeprefix("test_").replace("_", " ").partition("[")
-        _rows.append((scenario, form.rstrip("]"), text))
+        request.node.user_properties.append(("figures", " | ".join((scenario, form.rstrip("]"), text))))
 
     return note
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if _rows:
+    reports = [
+        one for kind in terminalreporter.stats.values() for one in kind if getattr(one, "when", "") == "teardown"
+    ]
+    rows = [row for report in reports for name, row in report.user_properties if name == "figures"]
+    if rows:
         terminalreporter.section("what was counted while etcd failed")
-        for row in _rows:
-            terminalreporter.line("| " + " | ".join(row) + " |")
+        for row in rows:
+            terminalreporter.line(f"| {row} |")

@@ -156,6 +156,24 @@ def test_a_page_whose_server_is_gone_says_so(browser: Browser, etcd: EtcdServer,
     assert "healthy" not in browser.text("main")
 
 
+def test_a_phone_in_the_dark_shows_all_without_scrolling_sideways(
+    browser: Browser, address: str, client: EtcdClient
+) -> None:
+    write_run(client, "page phone", [f"a-host-with-a-long-name-{at}.example.com" for at in range(3)])
+    worker = WorkerFailure(5, 1, 1, 3, exception="E: x", traceback="File " + "x" * 300)
+    write_history(client, "page phone", [HistoryEvent("failed", 1, "host", "n", worker.line, (worker,))])
+    grounds = []
+    for width, scheme in ((1280, "light"), (360, "dark")):
+        browser.look(width, 740, scheme)
+        browser.open(f"{address}/?job=page%20phone")
+        browser.shows("healthy", "#health")
+        browser.shows("File xxx", "pre.traceback")
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        grounds.append(browser.run("getComputedStyle(document.body).backgroundColor"))
+    assert grounds == ["rgb(246, 247, 249)", "rgb(17, 21, 27)"]
+    assert browser.run("getComputedStyle(document.querySelector('thead')).display") == "none"
+
+
 def test_a_thousand_members_are_usable(browser: Browser, address: str, client: EtcdClient) -> None:
     write_run(client, "page large", [f"host{at:04}" for at in range(1000)])
     browser.open(f"{address}/?job=page%20large")

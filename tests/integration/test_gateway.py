@@ -191,7 +191,7 @@ def test_a_call_whose_time_is_over_says_so_and_does_not_ask_any_more(
 def test_the_gateway_itself_says_so_too(natives: Natives, etcd: EtcdServer) -> None:
     job = job_of(etcd, heartbeat_timeout_ms=60_000)
     with Gateway(job) as gateway:
-        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=10.0)
+        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=5.0)
         eventually(lambda: asked(job) == 1, "it asks")
         freeze(natives.pid)  # its own clock does not see the time-out first
         eventually(lambda: not asked(job), "its time is over")
@@ -251,7 +251,7 @@ def test_short_heartbeat_time_outs_are_kept(natives: Natives, etcd: EtcdServer) 
             freeze(mortal.pid)
             assert natives.ask("a", "b", "c", step=1)[0]["replica_world_size"] == 3
         assert time.monotonic() - silent_at > 1.0
-        threading.Event().wait(3 * 2.9)  # nobody is called dead who beats
+        threading.Event().wait(2 * 2.9)  # nobody is called dead who beats
         assert natives.ask("a", "b", "c", step=2)[0]["replica_world_size"] == 3
 
 

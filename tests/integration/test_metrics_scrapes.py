@@ -28,13 +28,14 @@ from rdzv_nodes import MakeNodes
 
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import ManagerClient, ManagerServer
-from ftcoord.core.layout import KEY_PREFIX
+from ftcoord.core.layout import KEY_PREFIX, decided_key, event_key, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ServerError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.metrics import exporter
+from ftcoord.metrics import exporter, process, runs
 from ftcoord.metrics.exporter import Exporting, MetricsAddress, MetricsServer, collect_process
 from ftcoord.metrics.runs import RunsCollector
+from ftcoord.primitives.session import Session
 
 LONG = timedelta(seconds=DEADLINE)
 ANY_PORT = MetricsAddress("127.0.0.1", 0)
@@ -166,6 +167,29 @@ def test_an_etcd_that_is_away_is_told_and_nothing_else(fragile: EtcdServer, capl
         fragile.restart()
         eventually(lambda: scrape(server.url)["ftcoord_etcd_up"] == {(): 1}, "etcd is back")
     assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
+
+
+def test_jobs_of_which_only_the_history_is_left_do_not_hide_live_ones(
+    etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MOST_RUNS", 2)
+    for job in ("a1", "a2", "a3"):
+        client.put(event_key(run_prefix("/past", job), 1, "w", 0), b"{}")
+    for job in ("b1", "b2", "b3"):
+        client.put(decided_key(run_prefix("/past", job)), b"{}")
+    config = EtcdConfig.load(etcd.get_endpoint(), env={})
+    found = {one.name: one.samples for one in RunsCollector(config, "/past").collect()}
+    assert {sample.labels["run"] for sample in found["ftcoord_run_healthy"]} == {"b1", "b2"}
+    assert found["ftcoord_runs"][0].value == 3
+    assert found["ftcoord_runs_untold"][0].value == 1
+
+
+def test_a_lease_with_a_short_ttl_is_not_at_risk(client: EtcdClient) -> None:
+    with Session(client, 2):
+        ((_, share),) = process.LEASE_SHARE.read().items()
+        ((_, left),) = process.LEASE_LEFT.read().items()
+    assert 0.34 < share <= 1
+    assert left <= 2  # which is why no number of seconds can be the alert's
 
 
 def test_a_scrape_that_fails_hurts_nobody(exporting: Exporting, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import warm
 from helpers import eventually
 
 from ftcoord.coordination import Gateway
@@ -39,7 +39,7 @@ class Trainer:
         self._said, self._log = folder / f"{name}.out", folder / f"{name}.log"
         own = {"REPLICA_GROUP_ID": str(number), "TORCHFT_LIGHTHOUSE": address, "STEPS": str(folder / "last_step")}
         with self._said.open("wb") as out, self._log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 command, env={**os.environ, **own, "OMP_NUM_THREADS": "1"}, stdout=out, stderr=log
             )
 
@@ -83,8 +83,8 @@ class MixedJob:
         self.groups.pop(number).end()
 
     def await_steps(self, replicas: int) -> None:
-        """Until all groups have made 20 further steps, the last of them with so many replicas."""
-        goal = max((one.steps() or [(0, 0)])[-1][0] for one in self.groups.values()) + 20
+        """Until all groups have made 8 further steps, the last of them with so many replicas."""
+        goal = max((one.steps() or [(0, 0)])[-1][0] for one in self.groups.values()) + 8
         eventually(lambda: self._have_come_to(goal, replicas), self.logs, PATIENCE)
 
     def finish(self) -> set[str]:

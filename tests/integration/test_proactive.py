@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from helpers import eventually
 
 import ftcoord
@@ -36,7 +37,7 @@ class Stepping:
 
     def __init__(self, address: str, names: str, hangs: str) -> None:
         own = {"TORCHFT_LIGHTHOUSE": address, "TORCHFT_PROACTIVE_RECOVERY": "1", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [sys.executable, "-m", "ftcoord.torchft", str(SCRIPT), str(TIMEOUT), hangs, *names],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -118,9 +119,7 @@ def test_a_rank_that_is_not_told_where_the_job_is_is_refused() -> None:
 def run(code: str, value: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "TORCHFT_PROACTIVE_RECOVERY": value, "PYTHONPATH": SOURCE}
     env.pop("TORCHFT_LIGHTHOUSE", None)
-    return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    return warm.run("-c", code, env=env)
 
 
 def test_a_process_group_is_aborted_for_the_quorum_that_it_is_configured_for_and_for_no_other(
@@ -129,12 +128,5 @@ def test_a_process_group_is_aborted_for_the_quorum_that_it_is_configured_for_and
     """In a process of its own, since torchft is imported with ftcoord in the place of its native part."""
     address = f"etcd://{etcd.get_endpoint()}/{prefix.strip('/')}"
     program = Path(__file__).parent / "scripts" / "aborting.py"
-    done = subprocess.run(
-        [sys.executable, str(program), address],
-        env={**os.environ, "PYTHONPATH": SOURCE},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = warm.run(str(program), address)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

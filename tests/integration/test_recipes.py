@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import SCRIPTS
 
-from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.etcd.client import EtcdClient
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 
@@ -39,12 +37,13 @@ def test_a_slurm_job(etcd: EtcdServer, recipe: str, script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_requeued_srun_job_is_a_run_of_its_own(etcd: EtcdServer, client: EtcdClient) -> None:
+def test_a_requeued_srun_job_is_a_run_of_its_own() -> None:
+    """Of what its script is told, which the test above meets by."""
     slurm = {"SLURM_JOB_ID": "requeued", "SLURM_NNODES": "1", "SLURM_NTASKS": "1"}
     for restarts, expected in (({}, "0"), ({"SLURM_RESTART_COUNT": "2"}, "2")):
-        done = run("srun.sbatch", "slurm_train.py", FTCOORD_ENDPOINTS=etcd.get_endpoint(), **slurm, **restarts)
+        done = run("srun.sbatch", "told.py", FTCOORD_ENDPOINTS="h1:2379", **slurm, **restarts)
         assert done.returncode == 0, done.stderr
-        assert client.get(f"{KEY_PREFIX}/slurm-requeued-{expected}/decided").one is not None, expected
+        assert f"/slurm-requeued-{expected}" in done.stdout
 
 
 @pytest.mark.parametrize("recipe", ["torchrun.sbatch", "srun.sbatch"])

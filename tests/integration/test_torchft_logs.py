@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 import ftcoord
 from ftcoord.core.layout import KEY_PREFIX, decided_key, quorum_prefix, roster_key
@@ -78,10 +77,7 @@ def test_opentelemetry_hears_of_quorums_commits_and_errors_once_each(
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(Path(str(ftcoord.__file__)).parent.parent),
         }
-        command = [sys.executable, "-m", "ftcoord.torchft", str(SCRIPT), "r"]
-        done = subprocess.run(
-            command, env={**os.environ, **own}, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
+        done = warm.run("-m", "ftcoord.torchft", str(SCRIPT), "r", env={**os.environ, **own}, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
         told = list(drained(received))
     head = decided_key(quorum_prefix(KEY_PREFIX, name))
@@ -119,9 +115,7 @@ def test_a_lost_peer_is_an_error_that_names_it() -> None:
         "print(*(one[name] for name in ('job_id', 'replica_id', 'rank', 'quorum_id', 'error')), sep='\\n')\n"
     )
     env = {**os.environ, "JOB_ID": "j", "PYTHONPATH": str(Path(str(ftcoord.__file__)).parent.parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    done = warm.run("-c", code, env=env, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:4] == ["j", "r1", "0", "7"]
     assert "replica r2 of quorum 7 is lost: host2 was killed" in done.stdout

@@ -1,14 +1,16 @@
-"""torchft's own tests, as its wheel brings them, with ftcoord's classes in place of its native ones."""
+"""torchft's own tests, as its wheel brings them: with ftcoord's classes in place of its native ones, and with its
+native ones behind ftcoord's gateway."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import warm
 
 import ftcoord
 from ftcoord.embedded.server import EtcdServer
@@ -31,18 +33,27 @@ the first does not ask for, draws its weights: torchft's native classes fail the
 TRIES = 3
 
 
-def run(directory: Path, module: str, endpoint: str, *options: str) -> subprocess.CompletedProcess[str]:
+DROP_IN = ("-m", "ftcoord.torchft", "-m", "pytest")
+BEHIND_GATEWAY = ("-m", "pytest", "-p", "behind_gateway")
+"""torchft's native classes: only its lighthouse is replaced."""
+
+
+def run(
+    directory: Path, kind: Sequence[str], module: str, endpoint: str, *options: str
+) -> subprocess.CompletedProcess[str]:
     """pytest on a module of torchft's, on ours; it leaves its report in the directory."""
-    source = str(Path(str(ftcoord.__file__)).parent.parent)
+    sources = [str(Path(str(ftcoord.__file__)).parent.parent), str(Path(__file__).parent.parent)]
     fixed = ("-p", "no:cacheprovider", "--junit-xml=report.xml", f"--rootdir={directory}", *options)
-    return subprocess.run(
-        [sys.executable, "-m", "ftcoord.torchft", "-m", "pytest", *fixed, "--pyargs", f"torchft.{module}"],
+    return warm.run(
+        *(*kind, *fixed, "--pyargs", f"torchft.{module}"),
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": source, "FTCOORD_ENDPOINTS": endpoint, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sources),
+            "FTCOORD_ENDPOINTS": endpoint,
+            "OMP_NUM_THREADS": "1",
+        },
         timeout=LIMIT,
-        check=False,
     )
 
 
@@ -56,22 +67,25 @@ def outcomes(directory: Path) -> tuple[int, set[str]]:
 
 @pytest.mark.timeout(TRIES * LIMIT + 60)
 @pytest.mark.parametrize(
-    ("module", "known"),
+    ("kind", "module", "known"),
     [
-        ("coordination_test", 1),
-        ("lighthouse_test", 4),
-        ("manager_test", 23),
-        ("manager_integ_test", 7),
-        ("local_sgd_integ_test", 28),
+        pytest.param(DROP_IN, "coordination_test", 1, id="coordination_test"),
+        pytest.param(DROP_IN, "lighthouse_test", 4, id="lighthouse_test"),
+        pytest.param(DROP_IN, "manager_test", 23, id="manager_test"),
+        pytest.param(DROP_IN, "manager_integ_test", 7, id="manager_integ_test"),
+        pytest.param(DROP_IN, "local_sgd_integ_test", 28, id="local_sgd_integ_test"),
+        # The modules that speak with a lighthouse; to it local_sgd_integ_test is the same as manager_integ_test.
+        pytest.param(BEHIND_GATEWAY, "lighthouse_test", 4, id="lighthouse_test-behind-the-gateway"),
+        pytest.param(BEHIND_GATEWAY, "manager_integ_test", 7, id="manager_integ_test-behind-the-gateway"),
     ],
 )
-def test_of_torchft(etcd: EtcdServer, tmp_path: Path, module: str, known: int) -> None:
+def test_of_torchft(etcd: EtcdServer, tmp_path: Path, kind: Sequence[str], module: str, known: int) -> None:
     """As many tests as are in torchft 0.2.0; what needs a GPU is skipped there, and does not count."""
-    done = run(tmp_path, module, etcd.get_endpoint())
+    done = run(tmp_path, kind, module, etcd.get_endpoint())
     passed, bad = outcomes(tmp_path)
     for _ in range(TRIES - 1):
         if bad and all(any(racy in name for racy in RACY) for name in bad):
-            done = run(tmp_path, module, etcd.get_endpoint(), "-k", " or ".join(sorted(bad)))
+            done = run(tmp_path, kind, module, etcd.get_endpoint(), "-k", " or ".join(sorted(bad)))
             again, bad = outcomes(tmp_path)
             passed += again
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]

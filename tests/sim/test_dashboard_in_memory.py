@@ -135,6 +135,7 @@ def test_viewers_and_jobs_are_bounded(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch, Board(world.etcd.client(), "/f", Rules()) as board:
         patch.setattr(boards, "MOST_JOBS", 2)
         patch.setattr(boards, "MOST_VIEWERS", 3)
+        patch.setattr(boards, "SHARE", 1)
         first = Eye(board, "one")
         Eye(board, "two")
         with pytest.raises(TooManyViewers):
@@ -144,6 +145,21 @@ def test_viewers_and_jobs_are_bounded(world: World) -> None:
             Eye(board, "two")
         first.viewing.close()
         Eye(board, "three")
+
+
+@simulated
+def test_whoever_looks_at_jobs_that_are_none_leaves_room_for_others(world: World) -> None:
+    with Board(world.etcd.client(), "/f", Rules()) as board:
+        for at in range(boards.MOST_JOBS // 2):
+            board.view(f"none {at}", lambda: None, "10.0.0.1")
+        with pytest.raises(TooManyViewers, match="from your address"):
+            board.view("one more", lambda: None, "10.0.0.1")
+        board.view("job", lambda: None, "10.0.0.2")
+        board.view("job", lambda: None, "10.0.0.1")
+        for _ in range(boards.MOST_VIEWERS // 2 - boards.MOST_JOBS // 2 - 1):
+            board.view("job", lambda: None, "10.0.0.1")
+        with pytest.raises(TooManyViewers, match="from your address"):
+            board.view("job", lambda: None, "10.0.0.1")
 
 
 def write_event(client: MemoryClient, reason: str) -> None:

@@ -13,7 +13,7 @@ from members import Door
 from test_held_asks import PAIR, ask, in_background, replica_of
 from test_participants_in_memory import LEASE_TTL, end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
-from worlds import World, play, simulated
+from worlds import World, long_simulated, play, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
@@ -34,6 +34,8 @@ from ftcoord.core.rendezvous_records import FAILED, Round, RoundHead, parse_deci
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, RequestRefused
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put, TxnResult
+from ftcoord.operator.acting import close_run, remains_of_all, remove
+from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.operator.past import explain
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.status import Rules, tell_job
@@ -107,7 +109,7 @@ def live_through(world: World, group: list[Agent]) -> None:
     work_together(world, group, after=fourth)
 
 
-@simulated
+@long_simulated
 def test_each_decision_is_in_the_history_and_nothing_else_is(world: World) -> None:
     group = agents(world, 3, (1, 4))
     live_through(world, group)
@@ -263,7 +265,9 @@ def test_a_spare_and_a_node_that_contradicts_the_run_are_in_the_history(world: W
     world.sleep(600)
     since = [one for one in history(world) if one.revision > quiet]
     assert len(since) < 20, "whoever comes back each half second is not told of each time"
-    end(world, group)
+    for agent in (spare, group[-1]):
+        agent.crash()
+    end(world, [agent for agent in group[:-1] if agent is not spare])
 
 
 @simulated
@@ -279,6 +283,34 @@ def test_with_on_member_loss_ignore_a_death_is_in_the_history(world: World) -> N
     assert ends == {("died", "node0", first), ("lost", "node1", first)}
     assert other.rounds[-1].number == first, "and it goes on"
     end(world, [other])
+
+
+@simulated
+def test_what_is_done_by_hand_is_in_the_history_with_who_did_it(world: World) -> None:
+    group = agents(world, 3, (2, 2))
+    world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
+    spare = next(agent for agent in group if not agent.rounds)
+    seated = [agent for agent in group if agent is not spare]
+    (member,) = find_members(world.observer, KEY_PREFIX, "run", spare.name)
+    spare.crash()
+    evict_members(world.observer, "run", [member], "evicted by ann@desk: it smells", "ann@desk")
+    end(world, seated)
+    remains = next(iter(remains_of_all(world.observer, KEY_PREFIX)))
+    assert remove(world.observer, KEY_PREFIX, remains, "joe@desk")
+    done = [(one.event.who, one.event.by, one.event.reason) for one in history(world) if one.event.kind == "ordered"]
+    evicted = f"{spare.name}: evicted by ann@desk: it smells"
+    assert done[0] == (spare.name, "ann@desk", evicted)
+    assert done[1][:2] == ("", "joe@desk")
+    assert done[1][2].startswith("its keys were deleted by joe@desk: ")
+
+
+@simulated
+def test_a_run_without_a_history_gets_none_by_being_closed(world: World) -> None:
+    group = [Agent(world, f"node{at}", world.etcd.client(), (2, 2), history_ttl=0) for at in range(2)]
+    work_together(world, group)
+    close_run(world.observer, PREFIX, "closed by ann@desk", "ann@desk", 1.0)
+    end(world, group)
+    assert not world.observer.range(Get(events_span(PREFIX))).kvs
 
 
 @simulated
@@ -331,6 +363,26 @@ def test_a_quorum_without_a_replica_that_died_says_of_what(world: World) -> None
         past = [(one.event.kind, one.event.node, one.event.reason) for one in history(world, job.prefix)]
         assert ("died", "b", "b: b was killed") in past
         assert past[-1] == ("quorum", "", "1 replica; without b")
+
+
+@simulated
+def test_a_quorum_without_a_replica_that_left_or_was_lost_tells_which(world: World) -> None:
+    job = replace(PAIR, min_replicas=1)
+    for last, kind in (("leaves", "left"), ("is lost", "lost")):
+        client = world.etcd.client()
+        with replica_of(world.etcd.client(), job, "a") as one, replica_of(client, job, "b") as other:
+            join = in_background(lambda other=other: until_both(other))
+            until_both(one)
+            join()
+            if last == "leaves":
+                other.leave(5)
+            else:
+                world.etcd.expire(other.lease)
+                client.cut_off()
+            world.until(lambda one=one: len(ask(one, 1).seats) == 1, "it goes on alone")
+            (lost,) = (past.event for past in history(world, job.prefix)[-2:-1])
+            assert (lost.kind, lost.node) == (kind, "b") or "or it left" in lost.reason
+            assert kind == "left" or lost.kind == "lost"
 
 
 # -- an etcd that takes no history -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from worlds import World, simulated
+from worlds import World, long_simulated, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
@@ -159,7 +159,7 @@ def test_a_replica_that_stood_still_comes_back_as_a_new_member(world: World) -> 
     check_quorums(group)
 
 
-@simulated
+@long_simulated
 def test_replicas_train_on_when_an_etcd_that_hung_has_ended_all_leases(world: World) -> None:
     """For 37 seconds, and for ten minutes. And when it was restored."""
     group = trainers(world, 3)

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 from test_participants_in_memory import LEASE_TTL, Machine, end
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
-from worlds import World, simulated
+from worlds import World, long_simulated, simulated
 
 from ftcoord import concurrency
 from ftcoord.core.death_records import Death, encode
@@ -222,7 +222,7 @@ def test_an_outage_longer_than_the_lease_ends_no_round(world: World) -> None:
     check_rounds(group)
 
 
-@simulated
+@long_simulated
 def test_an_etcd_that_hung_ends_no_round(world: World) -> None:
     """For 37 seconds, and for ten minutes. It ends all leases when it goes on."""
     group = agents(world, 3, (1, 3))
@@ -257,7 +257,7 @@ def test_nodes_return_to_their_seats_though_their_agents_seldom_look(world: Worl
     check_rounds(group)
 
 
-@simulated
+@long_simulated
 def test_a_lost_lease_is_no_lost_node(world: World) -> None:
     """An etcd that hung and went on may have ended the leases of all, or of most. Nobody's workers are stopped."""
     group = agents(world, 4, (1, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -12,19 +13,15 @@ from pathlib import Path
 import pytest
 from simulator.history import play
 from simulator.mutants import MUTANTS, Mutant, caught_by, planted
-from simulator.plan import PROFILES, PlannedFault, plan_of
+from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.shrinking import shrink
 
 SEEDS = int(os.environ.get("FTCOORD_SIM_SEEDS", "3"))
 """Of each profile."""
-FOUND = {
-    # What each of these seeds found, in the profile that it found it in. They are played for ever.
-    "a fence that two leaders held after a restore": ("restores", 49),
-    "another fence that two leaders held": ("restores", 232),
-    "a quorum's number that came again after a restore": ("lost quorums", 148),
-    "a number that only a replica which does not decide had heard of": ("lost quorums", 577),
-}
 HERE = Path(__file__).parent
+FOUND = {name: Plan.loaded(plan) for name, plan in json.loads((HERE / "found.json").read_text()).items()}
+"""Histories that found something, by what they found, as `python -m simulator plan` tells them: kept for ever, whatever
+becomes of the profiles."""
 PRINT_TRACES = """
 import sys, hashlib
 from simulator.history import play
@@ -41,9 +38,9 @@ def test_whole_jobs_under_faults(profile: str) -> None:
         assert not report.failed, f"seed {seed} of {profile!r}: {report.problem}\n{report.trace.text(60)}"
 
 
-@pytest.mark.parametrize(("profile", "seed"), FOUND.values(), ids=FOUND)
-def test_seeds_that_found_something(profile: str, seed: int) -> None:
-    report = play(plan_of(seed, profile))
+@pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)
+def test_seeds_that_found_something(plan: Plan) -> None:
+    report = play(plan)
     assert not report.failed, f"{report.problem}\n{report.trace.text(60)}"
 
 
@@ -78,10 +75,21 @@ def test_an_error_that_no_oracle_raises_is_not_taken_for_a_find() -> None:
     assert replace(broken, raises=(report.oracle,)).is_seen_in(report)
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
+def test_each_fault_can_be_planted(mutant: Mutant) -> None:
+    with planted(mutant):
+        pass
+
+
 def test_what_changes_nothing_is_not_planted() -> None:
     text = Mutant("a text", "ftcoord.recipes.election", "One leader at a time.", "Two leaders at a time.", ("recipes",))
     with pytest.raises(ValueError, match="no function"), planted(text):
         pass
+
+
+def test_a_plan_is_kept_as_text() -> None:
+    plan = plan_of(7, "whole jobs")
+    assert Plan.loaded(json.loads(json.dumps(plan.dumped()))) == plan
 
 
 def test_a_failure_is_shrunk_to_what_it_needs() -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from members import Counting, Door
 from test_participants_in_memory import JOB, LEASE_TTL, Trainer, check_quorums, end, train_together, trainers
 from test_rounds_in_memory import Agent, check_rounds, work_together
-from worlds import World, simulated
+from worlds import World, long_simulated, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
@@ -85,7 +85,7 @@ def test_deciders_that_die_one_after_the_other(world: World) -> None:
     check_quorums(group)
 
 
-@simulated
+@long_simulated
 def test_a_decider_that_is_frozen_for_ten_seconds(world: World) -> None:
     """The others have a quorum when the rules let them, not when its lease is over. Then it comes back."""
     group = trainers(world, 4)
@@ -121,7 +121,7 @@ class Waiter:
             self.replica.leave(1)
 
 
-@simulated
+@long_simulated
 def test_waiters_with_nothing_to_decide_look_seldom(world: World) -> None:
     """However many there are, one looks at a time, and each less and less often."""
     count, seconds = (64, 60) if world.seed == 0 else (8, 60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ftcoord.core.bystanders import LONGEST_PAUSE, PATIENCE, Bystanders
+from ftcoord.core.bystanders import LONGEST_PAUSE, TELL_AFTER, Bystanders
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.rendezvous import RoundCandidate, RoundSituation
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
@@ -26,8 +26,8 @@ def told(events: list[HistoryEvent]) -> list[tuple[str, int, str, str]]:
 
 def test_a_spare_is_told_of_once_and_not_at_once() -> None:
     by = Bystanders()
-    assert by.look(situation("ABC"), 100.0) == ([], 100.0 + PATIENCE)
-    events, again = by.look(situation("ABC"), 100.0 + PATIENCE)
+    assert by.look(situation("ABC"), 100.0) == ([], 100.0 + TELL_AFTER)
+    events, again = by.look(situation("ABC"), 100.0 + TELL_AFTER)
     assert told(events) == [("waiting", 3, "hostC", "hostC waits as a spare: the round has all of its 2 nodes")]
     assert again is None
     assert by.look(situation("ABC"), 900.0) == ([], None)

@@ -163,7 +163,7 @@ def test_the_form_of_the_records() -> None:
     }
     progress = {"replica_id": "rep_0:4f1c", "step": 7, "shrink_only": False, "commit_failures": 2}
     asked = {"v": 3, "asked": 3, "after": 12, "beat": 99, "heard": 40}
-    assert fields(encode(PETITION)) == {**asked, "request": profile | progress, "profile": ""}
+    assert fields(encode(PETITION)) == {**asked, "request": profile | progress, "profile": "", "leaving": ""}
     assert fields(encode(SHORT)) == {**asked, "request": progress, "profile": digest_of(SEATED)}
     assert fields(ROSTER) == {"v": 3, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}
     assert fields(HEAD) == {

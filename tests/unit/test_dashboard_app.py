@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from urllib.parse import urlencode
 
 import pytest
 from helpers import DEADLINE, eventually
+from prometheus_client.core import GaugeMetricFamily
 
 from ftcoord.core import event_records, rendezvous_records
 from ftcoord.core.event_records import HistoryEvent
@@ -35,6 +37,10 @@ class Clerk:
         return 7, 10
 
 
+def numbers() -> list[GaugeMetricFamily]:
+    return [GaugeMetricFamily("ftcoord_runs", "Runs.", value=7)]
+
+
 @dataclass
 class Answer:
     status: int = 0
@@ -51,11 +57,11 @@ class Site:
 
     def __init__(self, client: MemoryClient, board: Board) -> None:
         self.client, self.board = client, board
-        self.app = make_app(board, LeaseBook(Clerk()), {"version": "1"})
+        self.app = make_app(board, LeaseBook(Clerk()), {"version": "1"}, numbers)
 
     def may_act(self) -> None:
         actor = PageActor(self.client, "/f", "me@here", DEADLINE)
-        self.app = make_app(self.board, LeaseBook(Clerk()), {}, actor=actor, token=TOKEN)
+        self.app = make_app(self.board, LeaseBook(Clerk()), {}, numbers, actor=actor, token=TOKEN)
 
     def order(self, authorization: str = f"Bearer {TOKEN}", **order: object) -> Answer:
         body = json.dumps({"what": "evict", "job": "a/b", "name": "n", "who": "ann", **order}).encode()
@@ -175,7 +181,7 @@ def test_a_lost_etcd_is_told_though_it_was_just_being_asked_for_leases(site: Sit
             over.wait(DEADLINE)
             return super().time_left(lease_id)
 
-    site.app = make_app(site.board, LeaseBook(Stuck()), {})
+    site.app = make_app(site.board, LeaseBook(Stuck()), {}, numbers)
     said = []
 
     def is_lost(answer: Answer) -> bool:
@@ -208,6 +214,16 @@ def test_one_too_many_is_told_so(site: Site, monkeypatch: pytest.MonkeyPatch) ->
     answer = site.get("/api/jobs")
     assert answer.status == 503
     assert "too many" in json.loads(answer.body)["error"]
+
+
+def test_prometheus_is_told_of_all_runs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = site.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert b"ftcoord_runs 7.0" in answer.body
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    answer = site.get("/metrics")
+    assert answer.status == 501
+    assert b"pip install 'ftcoord[metrics]'" in answer.body
 
 
 def test_a_page_without_a_token_does_nothing(site: Site) -> None:

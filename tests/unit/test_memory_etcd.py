@@ -263,6 +263,50 @@ def test_no_lease_ends_in_an_outage_and_all_begin_again_after_it(world: Schedule
 
 
 @virtual
+def test_who_is_connected_again_reaches_no_etcd_that_is_down(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, items = etcd.client(), list[WatchItem]()
+    client.watch(Span("/key"), 0, items.append)
+    client.cut_off()
+    with etcd.outage():
+        client.reconnect()
+        late, revision = etcd.client(), etcd.revision
+        late.watch(Span("/key"), 0, items.append)
+        for one in (client, late):
+            assert took(lambda one=one: one.put("/key", b"1", timeout=1), OutcomeUnknown) == pytest.approx(1, abs=0.1)
+        assert etcd.revision == revision
+    world.sleep(1)  # a watch from now on begins when etcd is back
+    etcd.client().put("/key", b"2")
+    world.sleep(1)
+    assert values(items) == [b"2", b"2"]
+
+
+@virtual
+def test_who_is_cut_off_stays_so_when_etcd_comes_back(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client, items = etcd.client(), list[WatchItem]()
+    with etcd.outage():
+        client.cut_off()
+        client.watch(Span("/key"), 0, items.append)
+    etcd.client().put("/key", b"1")
+    assert took(lambda: client.get("/key", timeout=1), EtcdUnavailable) == pytest.approx(1, abs=0.1)
+    assert values(items) == []
+    client.reconnect()
+    world.sleep(1)
+    assert client.get("/key").one is not None
+
+
+@virtual
+def test_a_request_that_is_under_way_when_etcd_goes_down_does_nothing(world: Scheduler, etcd: MemoryEtcd) -> None:
+    client = etcd.client(lambda call: Fate(arrives=1.0))
+    writer = concurrency.thread(lambda: took(lambda: client.put("/key", b"1"), OutcomeUnknown), "writer")
+    writer.start()
+    world.sleep(0.5)
+    with etcd.outage():
+        world.sleep(20)
+    assert not writer.is_alive()
+    assert etcd.client().get("/key").one is None
+
+
+@virtual
 def test_an_etcd_that_hung_ends_the_leases_whose_time_is_over(world: Scheduler, etcd: MemoryEtcd) -> None:
     client = etcd.client()
     short, long = client.grant(10).id, client.grant(200).id

@@ -14,6 +14,7 @@ from ftcoord.etcd.api import KeyValue, MemberStatus
 from ftcoord.operator.findings import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
 from ftcoord.operator.leftovers import JobRemains, why_kept
+from ftcoord.operator.member_http import quantile_bound
 from ftcoord.operator.naming import members_called, owners
 
 STATUS = MemberStatus("3.6.9", "a", "a", 3, 1000, 1000, 0, False, (), 0.001)
@@ -28,12 +29,35 @@ def said(facts: EtcdFacts) -> dict[str, str]:
         (one.level for one in found.findings), key=["problem", "hint", "ok"].index
     )
     odd = [one for one in found.findings if one.level != "ok"]
-    assert all(one.do for one in odd if one.about != "alarms")
+    assert all(one.do for one in odd)
     return {one.about: one.level for one in odd}
 
 
 def with_status(**fields: object) -> EtcdFacts:
     return replace(FACTS, endpoints=[EndpointFacts("h1:2379", replace(STATUS, **fields))])  # type: ignore[arg-type]
+
+
+def endpoint(**fields: float) -> EtcdFacts:
+    return replace(FACTS, endpoints=[replace(FACTS.endpoints[0], **fields)])  # type: ignore[arg-type]
+
+
+def test_clocks_are_told_as_they_were_seen() -> None:
+    def clocks(facts: EtcdFacts) -> str:
+        return next(one.found for one in findings(facts).findings if one.about == "clocks")
+
+    assert clocks(FACTS).startswith("not compared")
+    assert "h1:2379 within 3 s" in clocks(endpoint(clock_ahead=1.0))
+    assert clocks(endpoint(clock_ahead=60.0)) == "that of h1:2379 is 60 s ahead of this host's"
+
+
+def test_a_share_of_a_histogram_has_a_bound() -> None:
+    counts = {"0.001": 90, "0.002": 98, "0.004": 99, "+Inf": 100}
+    text = "# TYPE f histogram\n" + "".join(f'f_bucket{{le="{le}"}} {count}\n' for le, count in counts.items())
+    assert quantile_bound(text, "f", 0.9) == 0.001
+    assert quantile_bound(text, "f", 0.99) == 0.004
+    assert quantile_bound(text, "f", 1) == float("inf")
+    assert quantile_bound(text, "g", 0.99) is None
+    assert quantile_bound('f_bucket{le="+Inf"} 0', "f", 0.99) is None
 
 
 def test_nothing_is_wrong_with_a_good_etcd() -> None:
@@ -58,6 +82,10 @@ def test_nothing_is_wrong_with_a_good_etcd() -> None:
         (replace(FACTS, is_loopback=False), {"TLS": "hint", "login": "hint", "endpoints": "hint"}),
         (replace(FACTS, over=["a"]), {"leftovers": "hint"}),
         (replace(FACTS, idle=["a"]), {"leftovers": "hint"}),
+        (endpoint(fsync_seconds=0.128), {"fsync latency h1:2379": "hint"}),
+        (endpoint(fsync_seconds=0.008), {}),
+        (endpoint(clock_ahead=-60.4), {"clocks": "hint"}),
+        (endpoint(clock_ahead=0.9), {}),
         (with_status(version="3.4.1"), {"release": "hint"}),
         (with_status(leader_id=""), {"member h1:2379": "problem"}),
         (with_status(is_learner=True), {"member h1:2379": "hint"}),

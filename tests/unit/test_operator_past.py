@@ -19,7 +19,7 @@ from ftcoord.core.rendezvous_records import Round
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys
 from ftcoord.operator.past import explain, tell_history
-from ftcoord.operator.told import Explanation, JobStatus
+from ftcoord.operator.told import Explanation, JobStatus, NextDecision, QuorumStatus, ReplicaStatus
 
 RAISED = WorkerFailure(90, 5, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", "Traceback ...")
 RESET = replace(RAISED, pid=91, exception="RuntimeError: Connection reset by peer")
@@ -208,7 +208,12 @@ def test_of_quorums_the_last_that_lost_members_is_told() -> None:
     )
     found = explain(told_of(), (), events(*past, prefix=QUORUM))
     assert found.happened == ("Quorum 3 lost members. It began with this: b: hostB was killed by signal 9 (SIGKILL).")
-    assert found.lost == "Quorum 4 followed: 2 replicas; without b."
+    followed = "Quorum 4 followed: 2 replicas; without b. The others lost the step that they were in, at most."
+    assert found.lost == followed
+    heals = ReplicaStatus(0, "b", "1", "asking", 4, 3, 0, False, 1, "", 1, heals_from="a")
+    status = QuorumStatus("training", True, 4, 4, 2, 7, 0.0, 1, NextDecision("wait", "x"), (heals,), ())
+    found = explain(replace(told_of(), quorum=status), (), events(*past, prefix=QUORUM))
+    assert found.lost == f"{followed} b is 3 steps behind, and heals from a."
 
 
 def test_a_job_without_history_is_told_as_such() -> None:

@@ -58,14 +58,14 @@ from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import View
 
 ROUNDS_AND_QUORUMS: Final = {
-    JoinRequest: "node address port after host nonce min_nodes max_nodes seated reopens leaving holds failed",
+    JoinRequest: "node address port after host nonce min_nodes max_nodes seated reopens leaving holds failed failed_at",
     Round: "number seats address port away min_nodes max_nodes ready recalled waiting closed outcome before by",
     RoundHead: "number size roll chunks address port min_nodes max_nodes ready recalled waiting closed outcome before "
     "by",
     RollChunk: "members nodes hosts ranks away rounds",
     Seat: "member node host",
     Away: "member round",
-    ReplicaRecord: "request asked after beat profile heard",
+    ReplicaRecord: "request asked after beat profile heard leaving",
     QuorumRequest: "replica_id address store_address step world_size shrink_only data commit_failures handles",
     Progress: "replica_id step shrink_only commit_failures",
     Profile: "replica_id address store_address world_size data handles",
@@ -81,7 +81,7 @@ V_ROUNDS_AND_QUORUMS: Final = 3
 OTHERS: Final = {
     Beat: "name data left",
     Death: "cause wall_ms",
-    HistoryEvent: "kind number who node reason failures noted by wall_ms",
+    HistoryEvent: "kind number who node reason failures noted by wall_ms since_ms",
     Candidacy: "name after nonce",
     Term: "number member name by",
     Arrival: "party parties after known nonce",
@@ -112,8 +112,8 @@ def as_release_before(value: bytes, version: int, *without: str) -> bytes:
     return json.dumps({**raw, "v": version}).encode()
 
 
-OLD_REPLICA = as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 2, "heard")
-OLD_ASK = as_release_before(encode_round(ASK), 1, "holds", "failed")
+OLD_REPLICA = as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 2, "heard", "leaving")
+OLD_ASK = as_release_before(encode_round(ASK), 1, "holds", "failed", "failed_at")
 
 
 @pytest.mark.parametrize("value", [OLD_REPLICA, as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 4)])

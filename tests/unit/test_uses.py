@@ -145,6 +145,13 @@ def public(use: Found) -> str:
     return f"ftcoord/__init__.py lacks {missing} in __all__ or among its typed imports" if missing else ""
 
 
+def makers(use: Found) -> str:
+    """What users hold of it has threads and leases: it must be shown that all is gone when it is dropped."""
+    source = text("tests/forgettable.py")
+    named = any(f'"{name}": ' in source for name in public_names(use))
+    return "" if named else "MAKERS in tests/forgettable.py makes nothing that is public of it"
+
+
 def in_memory(use: Found) -> str:
     for path in (ROOT / "tests" / "sim").glob("test_*.py"):
         source = path.read_text(encoding="utf-8")
@@ -191,6 +198,7 @@ STEPS: tuple[Callable[[Found], str], ...] = (
     floors,
     in_memory,
     public,
+    makers,
     contract,
     protocol,
     architecture,

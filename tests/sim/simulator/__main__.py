@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from simulator.history import Report, play
-from simulator.mutants import MUTANTS, Mutant, caught_by
+from simulator.mutants import MUTANTS, Mutant, caught_by, table
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.shrinking import shrink
 
@@ -40,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(work=_run)
     for name, work, text in (
         ("show", _show, "play one seed, and show all that happens in it"),
+        ("plan", _show_plan, "tell what a seed brings, as tests/sim/found.json keeps it"),
         ("shrink", _shrink, "find fewer faults with which a seed fails in the same way"),
     ):
         command = commands.add_parser(name, help=text)
@@ -50,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     mutants = commands.add_parser("mutants", help="plant faults, and tell by which seed and oracle each is seen")
     mutants.add_argument("--seeds", type=int, default=10_000, help="how many are tried of each at the most")
     mutants.add_argument("--processes", type=int, default=2)
+    mutants.add_argument("--first", type=int, default=0, help="the first seed")
+    mutants.add_argument("--write", type=Path, help="the document that has the table, which is brought up to date")
     mutants.add_argument("--only", default="", help="those whose name has this in it")
     mutants.set_defaults(work=_mutants)
     return parser
@@ -96,21 +102,28 @@ def _run(options: argparse.Namespace) -> int:
     print(
         f"{options.seeds} seeds, {len(failed)} failed; {steps:,} steps, {hours:.1f} virtual hours, "
         f"{counts['changes']:,} changes of etcd, {counts['decisions']:,} decisions in {took:.0f} s "
-        f"({1000 * took / options.seeds:.0f} ms a seed)"
+        f"({1000 * took / options.seeds:.0f} ms a seed, {counts['answers'] / took:,.0f} rounds, quorums, terms and "
+        "generations that a member was told of a second)"
     )
     print(f"{faults.total():,} faults: {', '.join(f'{count:,} {kind}' for kind, count in faults.most_common())}")
     return bool(failed)
 
 
 def line_of(report: Report) -> str:
-    """What a shell plays the same history by."""
-    return f"PYTHONPATH=tests/sim python -m simulator show {report.plan.seed} --profile '{report.plan.profile}'"
+    """What a shell plays the same history by, where the repository lies."""
+    python = os.path.relpath(sys.executable)
+    return f"PYTHONPATH=tests/sim {python} -m simulator show {report.plan.seed} --profile '{report.plan.profile}'"
 
 
 def _show(options: argparse.Namespace) -> int:
     report = play(_plan(options))
     print(report.trace.text(), report.place or report.problem or "nothing is wrong with it", sep="")
     return report.failed
+
+
+def _show_plan(options: argparse.Namespace) -> int:
+    print(json.dumps(_plan(options).dumped()))
+    return 0
 
 
 def _shrink(options: argparse.Namespace) -> int:
@@ -135,16 +148,16 @@ def _hunt(task: tuple[Mutant, range]) -> tuple[Mutant, Report | None]:
 
 
 def _mutants(options: argparse.Namespace) -> int:
-    tasks = [(one, range(options.seeds)) for one in MUTANTS if options.only in one.name]
-    missed = 0
+    tasks = [(one, range(options.first, options.first + options.seeds)) for one in MUTANTS if options.only in one.name]
+    found: dict[str, str] = {}
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
         for mutant, report in pool.imap_unordered(_hunt, tasks):
-            missed += report is None
-            where = (
-                "**not found**" if report is None else f"{report.plan.seed} of {report.plan.profile} | {report.oracle}"
-            )
-            print(f"| {mutant.name} | `{mutant.module.removeprefix('ftcoord.')}` | {where} |", flush=True)
-    print(f"{len(tasks)} planted, {missed} not found")
+            found[mutant.name] = line = table.line(mutant, report, options.first + options.seeds)
+            print(line, flush=True)
+    if options.write is not None:
+        options.write.write_text(table.updated(options.write.read_text(), found))
+    missed = sum(table.NOT_SEEN in line for line in found.values())
+    print(f"{len(tasks)} planted, {missed} not seen")
     return bool(missed)
 
 

@@ -199,7 +199,7 @@ class Faults:
         victim = self._world.victim(draw)
         if victim is None:
             return ""
-        decided = [decided_key(prefix) for prefix in self._world.groups[1:2]]
+        decided = [decided_key(prefix) for prefix in self._world.groups]
         lost: list[object] = []
 
         def loses(event: object) -> bool:
@@ -208,7 +208,7 @@ class Faults:
             return event in lost
 
         victim.client.loses = loses
-        return f"a watch of {victim.name} will miss the next quorum"
+        return f"a watch of {victim.name} will miss the next decision"
 
     def _restore(self, draw: random.Random) -> str:
         """From a backup, which is taken now and then."""

@@ -28,7 +28,7 @@ from ftcoord.core.rendezvous_records import AnyRound, parse_decided
 from ftcoord.core.store_history import Operation
 from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Event, KeyValue
+from ftcoord.etcd.api import Compare, Event, KeyValue
 from simulator.quorum_rules import Last, Member, may_decide
 
 RUN: Final = run_prefix("/ftcoord/v1", "run")
@@ -68,9 +68,14 @@ class StartedRound:
 
 
 class RoundOracle:
-    """S1, S2 and S3 of the rounds, as etcd holds them and as handlers tell them."""
+    """S1, S2 and S3 of the rounds, as etcd holds them and as handlers tell them.
 
-    def __init__(self) -> None:
+    Args:
+        nnodes: the fewest and the most nodes of a round.
+    """
+
+    def __init__(self, nnodes: tuple[int, int]) -> None:
+        self._nnodes = nnodes
         self.record: AnyRound | None = None
         self._was_restored = False
         self._ready: set[tuple[int, str]] = set()
@@ -86,6 +91,9 @@ class RoundOracle:
             return
         old, self.record = self.record, new
         require("L2 nobody ends the run", not new.closed, f"round {new.number} is closed: {new.closed}")
+        least, most = self._nnodes
+        is_whole = least <= new.size <= most or not new.size  # one of which nobody knows the seats has none
+        require("S1 min <= n <= max", is_whole, f"round {new.number} has {new.size} seats of {least} to {most}")
         if new.ready:
             self._ready.add((new.number, new.roll))
         if old is None:
@@ -263,7 +271,8 @@ class ElectionOracle:
     def __init__(self) -> None:
         self.term: Term | None = None
         self._numbers: dict[str, int] = {}
-        self.leading: dict[str, int] = {}
+        self._leading: dict[str, Compare] = {}
+        """The fences of those that believe to lead."""
 
     def decided(self, kv: KeyValue) -> None:
         try:
@@ -286,10 +295,18 @@ class ElectionOracle:
         leads = now is not None and (now.number, now.name) == (int(number), name)
         require("no write of a leader that was replaced", leads, f"{name} writes in term {number}, and {now} leads")
 
-    def elected(self, process: str, number: int) -> None:
+    def elected(self, process: str, number: int, fence: Compare, kvs: Mapping[str, KeyValue]) -> None:
+        """It leads from now on, as far as it knows; `kvs` are what etcd holds."""
         last = self._numbers.get(process, 0)
         require("S2 terms only grow", number >= last, f"{process}: {number} after {last}")
         self._numbers[process] = number
+        self._leading[process] = fence
+        live = [name for name, one in self._leading.items() if one.key in kvs and kvs[one.key].value == one.operand]
+        require("S1 one leads with a live fence", len(live) <= 1 or process not in live, f"{live} lead")
+
+    def resigned(self, process: str) -> None:
+        """It knows that it leads no longer."""
+        self._leading.pop(process, None)
 
 
 class BarrierOracle:
@@ -326,10 +343,14 @@ class Oracles:
     job: Job
     owner: Callable[[str], str]
     """The name of the process that a member belongs to, by the member's id."""
+    is_dead: Callable[[str], bool]
+    """Whether that process was killed, by the member's id."""
+    nnodes: tuple[int, int]
+    """The fewest and the most nodes of a round."""
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.rounds, self.quorums = RoundOracle(), QuorumOracle(self.job, self.owner)
+        self.rounds, self.quorums = RoundOracle(self.nnodes), QuorumOracle(self.job, self.owner)
         self.election, self.barrier = ElectionOracle(), BarrierOracle()
         self.was_restored = False
         self.operations: list[Operation] = []
@@ -375,6 +396,16 @@ class Oracles:
                 self._decided[key](kv)
         self._judge_quorum(now)
 
+    def leftovers(self) -> list[str]:
+        """The keys of rounds that are over, when all have left: what the last one has stays for a while."""
+        last = self.rounds.record
+        number, roll = (last.number, last.roll) if last is not None else (0, "")
+        fences = [key for key in self.kvs if key in self._fences and number_of(key) != number]
+        here = f"{self._round_stores}{number}/"
+        stores = [key for key in self.kvs if key.startswith(self._round_stores) and not key.startswith(here)]
+        rolls = [key for key in self.kvs if key.startswith(f"{RUN}/rolls/") and key.split("/")[-2] != roll]
+        return [*fences, *stores, *rolls]
+
     def finish(self) -> None:
         """S4, when nothing is under way any longer."""
         states = {key.removeprefix(self._data): history for key, history in self._store.items()}
@@ -398,6 +429,9 @@ class Oracles:
         elif kv.key.startswith(self._data):
             value = plain(kv.value, kv.version) if event.kind == "put" else None
             self._store.setdefault(kv.key, []).append((kv.mod_revision, value))
+        elif "/deaths/" in kv.key and event.kind == "put":
+            member = member_of(kv.key)
+            require("who is said to be dead is dead", self.is_dead(member), f"{kv.key}: {self.owner(member)} lives")
         elif kv.key == WRITTEN:
             self.election.written(kv.value)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,17 @@ class Plan:
     rolls_in_twos: bool = False
     drifts: bool = False
     options: Mapping[str, float] = field(default_factory=dict)
+
+    def dumped(self) -> dict[str, Any]:
+        """As JSON can hold it: what a seed brings changes with the profiles, this does not."""
+        return {**asdict(self), "faults": [str(one) for one in self.faults]}
+
+    @classmethod
+    def loaded(cls, dumped: Mapping[str, Any]) -> Plan:
+        """What `dumped` made."""
+        faults = tuple(map(PlannedFault.parse, dumped["faults"]))
+        nnodes = tuple(dumped["nnodes"])
+        return cls(**{**dumped, "faults": faults, "network": Network(**dumped["network"]), "nnodes": nnodes})
 
     def without(self, *faults: PlannedFault) -> Plan:
         """The same with fewer faults."""

@@ -287,7 +287,6 @@ class StoreUser(Role):
 class Candidate(Role):
     """Leads when it is elected, writes with its fence, and resigns now and then."""
 
-    leads: Leadership | None = None
     wrote_at = -1.0
 
     def live(self, process: Process) -> None:
@@ -300,12 +299,13 @@ class Candidate(Role):
                     process.rest(RESTART_PAUSE)
                     continue
                 process.note("#", f"leads term {leadership.number}")
-                process.check(self.world.oracles.election.elected, leadership.number)
+                oracles = self.world.oracles
+                process.check(oracles.election.elected, leadership.number, leadership.fence, oracles.kvs)
                 self._lead(process, leadership)
+                process.check(oracles.election.resigned)
 
     def _lead(self, process: Process, leadership: Leadership) -> None:
         value = f"{leadership.number} {process.name}".encode()
-        self.leads = leadership
         while not leadership.lost and not process.leaves.is_set():
             with contextlib.suppress(EtcdError):
                 if process.client.txn([leadership.fence], [Put(WRITTEN, value)]).succeeded:
@@ -315,7 +315,6 @@ class Candidate(Role):
                 leadership.resign()
         with contextlib.suppress(EtcdError):  # as one that has not looked yet
             process.client.txn([leadership.fence], [Put(WRITTEN, value)])
-        self.leads = None
 
     @classmethod
     def missing(cls, world: World, since: float) -> str:

@@ -69,7 +69,7 @@ class Process:
         self.link = Link(world.plan.network, draw, self.note)
         self.client = self._client()
         self.leaves = concurrency.event()
-        self.is_killed = self.is_stopped = self.is_done = False
+        self.is_killed = self.is_stopped = self.is_done = self._has_lost_its_host = False
         self.killed_at = 0.0
         self._sentinels_client = self._client(sentinel=True)
         self.sentinel = SentinelStub(name, self._sentinels_client, self._begin_sentinel)
@@ -103,6 +103,7 @@ class Process:
 
     def check(self, told: Callable[..., None], *what: object) -> None:
         """Have an oracle judge what this process was told: it may not be heard by who catches errors."""
+        self.world.oracles.counts["answers"] += 1
         try:
             told(self.name, *what)
         except Violation as violation:
@@ -112,8 +113,7 @@ class Process:
 
     def kill(self, *, with_host: bool) -> None:
         """SIGKILL; or its host is lost, and its sentinel with it."""
-        self.is_killed, self.killed_at = True, self.world.scheduler.time
-        self.link.cut = ""
+        self.is_killed, self.killed_at, self._has_lost_its_host = True, self.world.scheduler.time, with_host
         self.client.cut_off()
         self.world.scheduler.pause(self.name)
         if with_host:
@@ -133,19 +133,23 @@ class Process:
             self.world.scheduler.resume(self.name)
 
     def cut(self, direction: str) -> None:
-        """Nothing gets through any longer in this direction: requests, answers, or both."""
-        if direction == "requests":
-            self.link.cut = direction
-        elif direction == "answers":
-            self.link.cut = direction
-            self.client._watches.disconnect()
-        else:
+        """Nothing gets through any longer in this direction: requests, answers, or both. Of its sentinel neither: the
+        two are on one host."""
+        if direction == "both":
             self.client.cut_off()
+            self._sentinels_client.cut_off()
+            return
+        self.link.cut = direction  # the sentinel's too
+        if direction == "answers":
+            self.client._watches.disconnect()
 
     def mend(self) -> None:
+        """End of `cut()`, also for the sentinel of a process that was killed meanwhile, unless its host is lost."""
         self.link.cut = ""
         if not self.is_killed:
             self.client.reconnect()
+        if not self._has_lost_its_host:
+            self._sentinels_client.reconnect()
 
     def jump(self, seconds: float) -> None:
         """Its wall clock is set."""
@@ -192,8 +196,9 @@ class World:
             "etcd", "", "job", min_replicas=least, join_timeout_ms=wait, heartbeat_timeout_ms=1000 * LEASE_TTL
         )
         self.owners: dict[int, Process] = {}
-        self.oracles = Oracles(self.job, self._name_of)
+        self.oracles = Oracles(self.job, self._name_of, self._is_dead, plan.nnodes)
         self.processes: dict[str, Process] = {}
+        self.restored_at = -1e9
         self.observer = etcd.client()
         etcd.listen(self._committed)
         self.groups = (RUN, self.job.prefix, ELECTION, BARRIER)
@@ -237,8 +242,13 @@ class World:
 
     def restored(self) -> None:
         """etcd holds something else now."""
+        self.restored_at = self.scheduler.time
         kvs = self.etcd.snapshot().keys.range(Get(Span("/", is_prefix=True))).kvs
         self.oracles.restored(kvs, self.scheduler.time)
+
+    def _is_dead(self, member: str) -> bool:
+        owner = self.owners.get(int(member, 16))
+        return owner is not None and owner.is_killed
 
     def _name_of(self, member: str) -> str:
         """That of the process that a member belongs to."""

@@ -89,6 +89,16 @@ MUTANTS: Final = (
         "verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())",
         "verdict = self._policy.decide(self._view(in_order), self.id, concurrency.wall())", QUORUMS,
     ),
+    Mutant(
+        "the member ahead is not watched", "ftcoord.primitives.group.succession",
+        "Mirror(self._etcd, Span(predecessor.key), self._post, deletes_only=True)",
+        "Mirror(self._etcd, Span(predecessor.key), lambda *_: None, deletes_only=True)", ALL,
+    ),
+    Mutant(
+        "a watch that goes on drops the first event", "ftcoord.testing.backend",
+        "missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)",
+        "missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)[1:]", ALL,
+    ),
     # -- leases -------------------------------------------------------------------------------------------------------
     Mutant(
         "a lease is renewed when its time is over", "ftcoord.core.lease",
@@ -111,6 +121,10 @@ MUTANTS: Final = (
         "a sentinel does not give up leases", "ftcoord.primitives.sentinel_main",
         "etcd.revoke(one.id, timeout=CALL_TIMEOUT)", "pass", ALL,
     ),
+    Mutant(
+        "a lease is trusted to its full TTL", "ftcoord.core.lease",
+        "return self.sent_at + self.ttl * TRUST_FOR", "return self.sent_at + self.ttl * 1.0", ALL,
+    ),
     # -- rounds -------------------------------------------------------------------------------------------------------
     Mutant(
         "a round starts before all have taken their seats", "ftcoord.core.rendezvous",
@@ -131,7 +145,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "of a round that etcd lost nobody in an earlier one hears", "ftcoord.core.rendezvous",
-        "wanting = [*poll.asking, *(member for member in poll.busy if member.ask.seated < lost)]",
+        "wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]",
         "wanting = [*poll.asking]", RESTORES,
     ),
     Mutant(
@@ -141,6 +155,10 @@ MUTANTS: Final = (
     Mutant(
         "the last round's store stays open", "ftcoord.rendezvous.policy",
         "fences = [Span(round_key(self._prefix, before)) for before in over]", "fences = []", ROUNDS,
+    ),
+    Mutant(
+        "a chunk of another round's roll is taken for this one's", "ftcoord.rendezvous.use",
+        "if read is None or read[0] != record.roll:", "if read is None:", ROUNDS,
     ),
     # -- quorums ------------------------------------------------------------------------------------------------------
     Mutant(
@@ -171,6 +189,15 @@ MUTANTS: Final = (
         "a replica does not remember which quorums it heard of", "ftcoord.coordination.policy",
         "self.highest, self._last = self.highest.and_of(quorum), quorum", "self._last = quorum", ("lost quorums",),
     ),
+    Mutant(
+        "another member's answer is taken for one's own", "ftcoord.core.quorum",
+        "if any(answered.get(member, 0) >= asked for member in me):",
+        "if any(count >= asked for count in answered.values()):", QUORUMS,
+    ),
+    Mutant(
+        "a head counts on from another roster", "ftcoord.core.quorum_records",
+        "if roster.digest != head.roster:", "if False:", QUORUMS,
+    ),
     # -- elections and barriers ---------------------------------------------------------------------------------------
     Mutant(
         "a leader's fence names no leader", "ftcoord.recipes.election",
@@ -179,7 +206,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a leader that is gone leads on", "ftcoord.core.election",
-        "any(one.member == last.member for one in situation.members)", "situation.members", RECIPES,
+        "and last.member in live:", "and live:", RECIPES,
     ),
     Mutant(
         "a term's fence stays when the next one begins", "ftcoord.recipes.election",

@@ -1,0 +1,77 @@
+"""What a member of etcd tells over HTTP, at the port that clients use: its numbers for Prometheus, and its clock."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.config import Endpoint, Tls
+
+MOST_READ: Final = 4 * 1024 * 1024
+"""Bytes of an answer; a member's numbers are some 100 kB."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberNumbers:
+    """What one member told.
+
+    Args:
+        text: its numbers, as Prometheus reads them.
+        clock_ahead: seconds that its clock is ahead of this host's, in whole ones; None if it does not say.
+    """
+
+    text: str
+    clock_ahead: float | None
+
+
+def read_numbers(endpoint: Endpoint, tls: Tls | None, timeout: float) -> MemberNumbers | None:
+    """None if this member does not tell its numbers there: not every etcd does."""
+    connection = HTTPConnection(endpoint.host, endpoint.port, timeout=timeout)
+    try:
+        plain = socket.create_connection((endpoint.host, endpoint.port), timeout)
+        connection.sock = plain if tls is None else _encrypted(plain, endpoint, tls)
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        now = concurrency.wall()
+        if answer.status != 200:
+            return None
+        date = answer.getheader("Date")
+        ahead = parsedate_to_datetime(date).timestamp() - now if date else None
+        return MemberNumbers(answer.read(MOST_READ).decode(errors="replace"), ahead)
+    except (OSError, HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+
+
+def _encrypted(plain: socket.socket, endpoint: Endpoint, tls: Tls) -> socket.socket:
+    try:
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.cert:
+            context.load_cert_chain(tls.cert, tls.key)
+        return context.wrap_socket(plain, server_hostname=tls.server_name or endpoint.host)
+    except OSError:
+        plain.close()
+        raise
+
+
+def quantile_bound(text: str, histogram: str, share: float) -> float | None:
+    """A bound that this share of the values in a histogram does not exceed; None if there are none."""
+    buckets = sorted(_buckets(text, histogram))
+    if not buckets or not buckets[-1][1]:
+        return None
+    return next(bound for bound, count in buckets if count >= share * buckets[-1][1])
+
+
+def _buckets(text: str, histogram: str) -> Iterator[tuple[float, float]]:
+    start = f'{histogram}_bucket{{le="'
+    for line in text.splitlines():
+        if line.startswith(start):
+            bound, _, rest = line.removeprefix(start).partition('"')
+            yield float(bound), float(rest.rpartition(" ")[2])
