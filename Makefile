@@ -17,7 +17,7 @@ demo-torchft: $(VENV)/.torchft
 # All but what needs containers or a newer etcd (`make test-cluster` runs that), and without a chromium all but what needs
 # a browser (`make test-browser`).
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone and not browser'
+	$(BIN)/python -m pytest -q -n 6 --dist worksteal -m 'not alone and not browser'
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not docker' --ignore tests/cluster/test_upgrade.py tests/cluster
 	$(BIN)/python -m pytest -q -m 'alone and not docker' --ignore tests/cluster
 	@if [ -n "$$FTCOORD_TEST_CHROMIUM" ] || command -v chromium >/dev/null; then $(MAKE) test-browser; else \

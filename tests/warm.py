@@ -27,6 +27,8 @@ import crashes
 from helpers import DEADLINE
 from zygote import ROOM, Forked, Forks
 
+from ftcoord.primitives.orphans import MARK
+
 LOADED_WITH: Final = frozenset({"LOGLEVEL", "FTCOORD_REPLACE_LEGACY"})
 """Variables that torch, or what it loads, reads while it is loaded: who sets one of them starts the program cold."""
 _HERE: Final = Path(__file__).parent
@@ -38,7 +40,8 @@ class Zygote(Forks):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        inherited = {name: value for name, value in os.environ.items() if name not in LOADED_WITH}
+        # Nor the mark of a handler's workers: the zygote is none, and must not be ended with them.
+        inherited = {name: value for name, value in os.environ.items() if name not in {*LOADED_WITH, MARK}}
         with its:
             self._process = subprocess.Popen(
                 [sys.executable, str(_HERE / "zygote.py"), str(its.fileno())],

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import random
+import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
@@ -16,6 +17,7 @@ from ftcoord import EtcdServer
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import (
     Batch,
+    Began,
     Compare,
     Delete,
     Event,
@@ -51,7 +53,10 @@ class Side:
         self.client = client
         self.leases: list[int] = []
         self.seen: list[Event | Exception] = []
+        began = threading.Event()
+        self._began = began.set
         self._watch = client.watch(EVERYTHING, 0, self._hear)
+        eventually(began.is_set, "the watch stands: it tells of all that comes from now on")
 
     def lease(self, index: int) -> int:
         """The id of a lease; of one that there never was, beyond the last."""
@@ -97,6 +102,8 @@ class Side:
             self.seen.extend(item.events)
         elif isinstance(item, Exception):
             self.seen.append(item)
+        elif isinstance(item, Began):
+            self._began()
 
 
 def _is_told(items: list[WatchItem], until: int) -> bool:

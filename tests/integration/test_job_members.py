@@ -261,7 +261,7 @@ def test_who_has_gone_silent_is_not_kept_alive_though_it_cannot_be_ended(
 ) -> None:
     """Its lease expires; the gateway goes on."""
     job.rules(heartbeat_timeout_ms=3_000)
-    sessions = GatewaySessions(job.client, parse_address(job.address))
+    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: ())
     job.stack.callback(sessions.close)
 
     def fail(*args: Any) -> None:
@@ -269,13 +269,13 @@ def test_who_has_gone_silent_is_not_kept_alive_though_it_cannot_be_ended(
 
     where: Any = sessions._leaving if isinstance(error, ThreadNotStarted) else Replica
     monkeypatch.setattr(where, "submit" if isinstance(error, ThreadNotStarted) else "leave", fail)
-    sessions.beat("a", time.monotonic() + DEADLINE)
+    sessions.beat("a", "peer", time.monotonic() + DEADLINE)
     assert len(job.keys("members/")) == 1
     eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
     assert not sessions.has_failed
     assert "replica a" in caplog.text
     assert "is left to expire" in caplog.text
-    sessions.beat("b", time.monotonic() + DEADLINE)
+    sessions.beat("b", "peer", time.monotonic() + DEADLINE)
 
 
 def test_the_command_ends_when_its_gateway_has_failed(

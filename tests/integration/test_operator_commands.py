@@ -117,7 +117,9 @@ def test_gc_deletes_what_is_over_and_nothing_else(make_nodes: MakeNodes, run: Co
     assert any("of 'gc over'" in line for line in done["did"])
     assert any(line.startswith("'gc live': 1 members") for line in done["left"])
     assert all("/events/" in kv.key for kv in client.range(keys).kvs), "history is left to expire"
-    assert run.json("history", "gc over")["events"][-1]["reason"].startswith("closed: closed by ")
+    *_, closed, deleted = [event["reason"] for event in run.json("history", "gc over")["events"]]
+    assert closed.startswith("closed: closed by ")
+    assert deleted.startswith("its keys were deleted by ")
     assert run.json("status", "gc live")["exists"]
     assert run("status", "gc over")[0] == 1
 
