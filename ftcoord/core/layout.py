@@ -307,14 +307,9 @@ def election_prefix(prefix: str, name: str) -> str:
     return f"{prefix}/elections/{quote(name, safe='')}"
 
 
-def elections_span(prefix: str) -> Span:
-    """All elections of a run."""
-    return Span(f"{prefix}/elections/", is_prefix=True)
-
-
-def barriers_span(prefix: str) -> Span:
-    """All barriers of a run."""
-    return Span(f"{prefix}/barriers/", is_prefix=True)
+def recipe_spans(prefix: str) -> tuple[Span, ...]:
+    """All groups of a run's recipes, kind by kind: `ftcoord gc` looks there for who lives."""
+    return tuple(Span(f"{prefix}/{kind}/", is_prefix=True) for kind in ("elections", "barriers"))
 
 
 def is_member_key(key: str) -> bool:

@@ -14,16 +14,15 @@ from ftcoord.core.event_records import HISTORY_TTL, HistoryEvent
 from ftcoord.core.event_records import encode as encode_event
 from ftcoord.core.layout import (
     Span,
-    barriers_span,
     death_key,
     decided_key,
-    elections_span,
     event_key,
     events_span,
     heartbeats_span,
     is_member_key,
     members_span,
     quorum_prefix,
+    recipe_spans,
     run_prefix,
     run_span,
     spans_but_history,
@@ -119,8 +118,8 @@ def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
     keys = sum(found.count for found in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
     counted = (members_span(prefix), members_span(quorum), timers_span(prefix), heartbeats_span(prefix))
     live = sum(found.count for found in then.ranges(Get(span, count_only=True) for span in counted))
-    recipes = elections_span(prefix), barriers_span(prefix)
-    live += sum(_members_in(found) for found in then.ranges(Get(span, keys_only=True) for span in recipes))
+    recipes = (Get(span, keys_only=True) for span in recipe_spans(prefix))
+    live += sum(_members_in(found) for found in then.ranges(recipes))
     return JobRemains(job, then.revision, decided, has_quorum, live, keys)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -50,8 +51,7 @@ KEYS = {
     "kills_span": layout.kills_span(RUN).start,
     "kill_key": layout.kill_key(RUN, HEX),
     "election_prefix": ELECTION,
-    "elections_span": layout.elections_span(RUN).start,
-    "barriers_span": layout.barriers_span(RUN).start,
+    "recipe_spans": layout.recipe_spans(RUN)[0].start,
     "term_key": layout.term_key(ELECTION, 7),
     "barrier_prefix": BARRIER,
     "deaths_span": layout.deaths_span(RUN).start,
@@ -106,6 +106,15 @@ def functions() -> list[str]:
 
 def test_each_function_is_known_here() -> None:
     assert set(functions()) == KEYS.keys() | NO_KEYS
+
+
+def test_the_groups_of_each_recipe_are_found() -> None:
+    """Else `ftcoord gc` would delete a run in which somebody still holds one."""
+    named = {one: getattr(layout, one) for one in functions() if one.endswith("_prefix")}
+    groups = [f(RUN, "name") for f in named.values() if [*inspect.signature(f).parameters] == ["prefix", "name"]]
+    assert {ELECTION, BARRIER} <= {*groups}
+    for group in groups:
+        assert any(layout.decided_key(group) in span for span in layout.recipe_spans(RUN)), group
 
 
 @pytest.mark.parametrize("row", documented())
