@@ -125,7 +125,7 @@ def test_workers_that_do_not_notice_are_restarted(etcd: EtcdServer, tmp_path: Pa
         job.agents["c"].signal(signal.SIGINT)
         job.round_of("d", kind="started")
         job.expect_exit(1, "bc")
-        assert not job.processes("abc")
+        eventually(lambda: not job.processes("abc"), lambda: f"nothing of them is left\n{job.story()}")
         job.finish("d")
 
 

@@ -21,7 +21,7 @@ def test_a_job_that_failed_ends_on_all_nodes_though_workers_sleep(etcd: EtcdServ
         job.start("b", entry=["--no-python", "/bin/sh", "-c", "sleep 2; exit 3"])
         job.expect_exit(1, "b")
         job.expect_exit(1, "a")
-        assert not job.processes("ab")
+        eventually(lambda: not job.processes("ab"), lambda: f"nothing of them is left\n{job.story()}")
         assert "failed" in decided(etcd, job).closed
         told = job.agents["a"].terminal()
         (stopped,) = [line for line in told.splitlines() if "the workers are stopped: " in line]
