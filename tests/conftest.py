@@ -74,11 +74,26 @@ def no_sentinel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 _numbers = itertools.count(1)
 
 
+_shared: list[tuple[EtcdServer, Path]] = []
+"""The etcd of all tests of this process, once there is one, and its log."""
+
+
 @pytest.fixture(scope="session")
-def etcd() -> Iterator[EtcdServer]:
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """One etcd for all tests that do no harm to it. Keep to the keys of `prefix`."""
-    with EtcdServer() as server:
+    log = tmp_path_factory.mktemp("etcd") / "log"
+    with EtcdServer(log_path=str(log)) as server:
+        _shared.append((server, log))
         yield server
+        _shared.clear()
+
+
+@pytest.fixture(autouse=True)
+def the_shared_etcd_lives() -> Iterator[None]:
+    """Whoever ends it is told of, and not who needs it next."""
+    yield
+    for server, log in _shared:
+        assert server.is_running(), "the etcd of all tests has ended:\n" + "\n".join(log.read_text().splitlines()[-40:])
 
 
 @pytest.fixture

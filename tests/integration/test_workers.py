@@ -31,11 +31,18 @@ UNTIL_TOLD = "import sys; sys.stdin.read(1); sys.exit(3)"
 @pytest.fixture
 def children() -> Iterator[MarkedChildren]:
     marked = MarkedChildren()
+    before = marked_pids(marked.mark)  # an etcd or a tracker of this process's that was started while a handler lived
     yield marked
     marked.close()
-    for pidfd, one in _workers(marked.mark):  # of a test that failed: they would be workers of the next one
+    for pid in marked_pids(marked.mark) - before:  # of a test that failed: they would be workers of the next one
+        os.kill(pid, signal.SIGKILL)
+
+
+def marked_pids(mark: str) -> set[int]:
+    found = dict(_workers(mark))
+    for pidfd in found:
         os.close(pidfd)
-        os.kill(one.pid, signal.SIGKILL)
+    return {one.pid for one in found.values()}
 
 
 @pytest.fixture

@@ -52,7 +52,10 @@ class Faults:
     def stop(self) -> None:
         """No further faults: all that are to end do so now. Who was to start again starts."""
         while self._due:
-            heapq.heappop(self._due)[2]()
+            # All of these first: one that is put off until etcd is back would else never let that come back.
+            due, self._due = sorted(self._due), []
+            for _, _, act in due:
+                act()
 
     def _sleep_until(self, at: float) -> None:
         if at > self._world.scheduler.time:
