@@ -16,6 +16,8 @@ from ftcoord.core.round_history import counted, named
 
 TELL_AFTER: Final = 5.0
 """Seconds for which something must be so before it is told."""
+LOOK_INTERVAL: Final = 1.0
+"""Seconds between two looks: each goes through all members, and thousands may come within a second."""
 LONGEST_PAUSE: Final = 600.0
 """Seconds between two such events at most; the first pause is TELL_AFTER, and each one is twice as long as the last."""
 
@@ -33,14 +35,17 @@ class Bystanders:
         """When each node was seen to stand like that first,"""
         self._told: set[tuple[str, _Standing]] = set()
         """and of which of them that was told."""
-        self._pause, self._not_before = TELL_AFTER, 0.0
+        self._pause, self._not_before, self._looks_at = TELL_AFTER, 0.0, 0.0
         self._number = -1
 
     def look(self, situation: RoundSituation, now: float) -> tuple[list[HistoryEvent], float | None]:
         """What is to be told now, and when to look again at the latest."""
         number = (situation.previous or NO_ROUND).number
         if number != self._number:
-            self._number, self._pause, self._not_before = number, TELL_AFTER, now
+            self._number, self._pause, self._not_before, self._looks_at = number, TELL_AFTER, now, now
+        if now < self._looks_at:
+            return [], self._looks_at
+        self._looks_at = now + LOOK_INTERVAL
         hosts = _standings(situation)
         self._since = {one: self._since.get(one, now) for one in hosts}
         self._told &= hosts.keys()

@@ -250,7 +250,7 @@ def test_a_node_that_is_still_there_when_the_lease_ends_says_which_host_was_lost
     end(world, [other])
 
 
-@simulated
+@long_simulated
 def test_a_spare_and_a_node_that_contradicts_the_run_are_in_the_history(world: World) -> None:
     group = agents(world, 3, (2, 2))
     world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
@@ -262,7 +262,7 @@ def test_a_spare_and_a_node_that_contradicts_the_run_are_in_the_history(world: W
     number = next(agent for agent in group if agent.rounds).rounds[-1].number
     assert seen.count(("waiting", spare.name, number)) == 1
     assert ("refused", "node9", number) in seen
-    world.sleep(600)
+    world.sleep(300)
     since = [one for one in history(world) if one.revision > quiet]
     assert len(since) < 20, "whoever comes back each half second is not told of each time"
     for agent in (spare, group[-1]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ftcoord.core.bystanders import LONGEST_PAUSE, TELL_AFTER, Bystanders
+from ftcoord.core.bystanders import LONGEST_PAUSE, LOOK_INTERVAL, TELL_AFTER, Bystanders
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.rendezvous import RoundCandidate, RoundSituation
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
@@ -62,10 +62,17 @@ def test_nodes_that_contradict_the_run_are_told_of() -> None:
     ]
 
 
+def test_a_decider_to_which_thousands_come_looks_once_a_second() -> None:
+    by = Bystanders()
+    by.look(situation("AB"), 100.0)
+    assert by.look(situation("ABC"), 100.5) == ([], 100.0 + LOOK_INTERVAL), "and no later than that"
+    assert by.look(situation("ABC"), 101.0) == ([], 101.0 + TELL_AFTER)
+
+
 def test_thousands_that_come_over_hours_leave_few_events() -> None:
     by = Bystanders()
     there, events, now = [node("A", (5000, 5000))], 0, 100.0
-    while len(there) < 3000:
+    while len(there) < 800:
         now += 4.0
         there.append(node(f"n{len(there)}", (5000, 5000)))
         events += len(by.look(RoundSituation(there, now, None, 0.0), now)[0])
