@@ -212,6 +212,8 @@ def run(arguments: list[str]) -> None:
         arguments = arguments[1:]
         sys.stdout, sys.stderr = (unbuffered(number) for number in (1, 2))
     source, name, sys.argv, sys.path[0] = program(arguments)
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in own if folder and folder not in sys.path]
     code = compile(source, name, "exec")
     main = sys.modules["__main__"].__dict__
     fresh = {"__name__": "__main__", "__file__": name, "__spec__": None, "__builtins__": main["__builtins__"]}
