@@ -264,6 +264,7 @@ def test_a_native_replica_that_is_killed_is_out_at_once(natives: Natives, etcd: 
         natives.manage(address, "a", "b")
         with Natives() as mortal:
             mortal.manage(address, "d")
+            eventually(lambda: members(job) == 3, "all have beaten: else the first two have a quorum of their own")
             others = [natives.do("quorum", name=name) for name in "ab"]
             mortal.ask("d")
             assert {one.result(DEADLINE)["replica_world_size"] for one in others} == {3}

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.primitives.orphans import MARK
 from ftcoord.rendezvous.handler import HandlerResources
-from ftcoord.rendezvous.orphans import MarkedChildren
+from ftcoord.rendezvous.orphans import MarkedChildren, ProcessMark
 from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch, _workers
 
@@ -29,20 +29,16 @@ UNTIL_TOLD = "import sys; sys.stdin.read(1); sys.exit(3)"
 
 
 @pytest.fixture
-def children() -> Iterator[MarkedChildren]:
+def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedChildren]:
+    """With a mark of their own: this process's may be on its etcd, if a handler lived when that was started."""
+    mark = ProcessMark()
+    monkeypatch.setattr(ProcessMark, "of_process", lambda: mark)
     marked = MarkedChildren()
-    before = marked_pids(marked.mark)  # an etcd or a tracker of this process's that was started while a handler lived
     yield marked
     marked.close()
-    for pid in marked_pids(marked.mark) - before:  # of a test that failed: they would be workers of the next one
-        os.kill(pid, signal.SIGKILL)
-
-
-def marked_pids(mark: str) -> set[int]:
-    found = dict(_workers(mark))
-    for pidfd in found:
+    for pidfd, one in _workers(marked.mark):  # of a test that failed: they would be workers of the next one
         os.close(pidfd)
-    return {one.pid for one in found.values()}
+        os.kill(one.pid, signal.SIGKILL)
 
 
 @pytest.fixture
