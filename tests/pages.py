@@ -62,9 +62,10 @@ def write_run(client: EtcdClient, job: str, hosts: Sequence[str]) -> list[int]:
 
 def write_history(client: EtcdClient, job: str, events: Sequence[HistoryEvent]) -> None:
     """What happened to a run."""
+    lease = client.grant(TTL).id
     for at, event in enumerate(events):
         key = event_key(run_prefix(KEY_PREFIX, job), client.get("x").revision, "writer", at)
-        client.put(key, event_records.encode(event))
+        client.put(key, event_records.encode(event), lease)
 
 
 def write_quorum(client: EtcdClient, job: str, steps: Mapping[str, int]) -> None:
