@@ -160,6 +160,12 @@ class Mirror:
         """Something does not fit this copy: have the next `sync()` check whether etcd ever held what it says."""
         self.synced, self._doubted = False, self.synced or self._doubted
 
+    def compare(self) -> None:
+        """Ask etcd whether the copy is up to date, and `forget()` it if not. Costs no value. Raises EtcdError."""
+        now = self._etcd.range(Get(self.span, keys_only=True))
+        if {kv.key: kv.mod_revision for kv in now.kvs} != {key: kv.mod_revision for key, kv in self.kvs.items()}:
+            self.forget()
+
     def forget(self) -> None:
         """Have the next `sync()` read all keys again: the watch may not have told of all that matters."""
         self.synced = self._doubted = False

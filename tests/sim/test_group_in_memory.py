@@ -27,6 +27,7 @@ from ftcoord.etcd.api import (
     Watch,
     WatchItem,
 )
+from ftcoord.primitives.group.group import CHECK_AFTER
 from ftcoord.primitives.group.succession import FOLLOW_UP
 from ftcoord.testing import REFUSED, Call, Fate, flaky
 
@@ -307,6 +308,30 @@ def test_changes_that_a_watch_missed_are_made_up_for(world: World) -> None:
     assert third.node.rolls[-1] == before
     third.client.loses = lambda _event: False
     world.agree(first, second, third, fourth, world.host())
+    world.check_one_history()
+
+
+@simulated
+def test_the_last_change_that_a_watch_missed_is_found_too(world: World) -> None:
+    """No later one shows it: the others may all wait for this member."""
+    first, second, third = world.host(), world.host(), world.host()
+    before = world.agree(first, second, third)
+    lost: list[Event] = []
+
+    def loses(event: Event) -> bool:
+        if event.kv.key.endswith("/decided"):
+            lost.append(event)
+        return event in lost
+
+    third.client.loses = loses
+    fourth = world.host()
+    world.agree(first, second, fourth, third, heard_by=(first, second, fourth))
+    assert lost
+    assert third.node.rolls[-1] == before
+    decided = world.etcd.revision
+    world.scheduler.sleep(CHECK_AFTER[1] * TTL + 2)
+    assert third.node.rolls[-1] == first.node.rolls[-1] != before
+    assert world.etcd.revision == decided, "nothing had to be written for it"
     world.check_one_history()
 
 
