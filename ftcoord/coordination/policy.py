@@ -73,6 +73,7 @@ class HighestSeen:
     def __init__(self) -> None:
         self._lock = concurrency.lock("HighestSeen._lock")  # two threads may read a record at the same time
         self.highest: Highest = NOTHING_HEARD
+        self._tried: Highest = NOTHING_HEARD
         self._last: QuorumRecord | None = None
 
     def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
@@ -88,6 +89,17 @@ class HighestSeen:
         if member.heard > known.number or member.after > known.id:
             with self._lock:
                 self.highest = self.highest.and_(member.heard, member.after)
+
+    def tries(self, quorum: QuorumRecord) -> None:
+        """Remember what this replica is about to decide: it may hear neither that it did, nor of the quorum."""
+        with self._lock:
+            self._tried = self._tried.and_of(quorum)
+
+    @property
+    def perhaps(self) -> Highest:
+        """The highest, with what this replica has tried to decide: somebody may have been told of that."""
+        with self._lock:
+            return self.highest.and_(self._tried.number, self._tried.id)
 
     def has_profile_of(self, request: QuorumRequest) -> bool:
         """Whether the quorum that was read last has a seat for this replica, with the same profile."""
@@ -147,7 +159,9 @@ class QuorumPolicy:
         previous, roster = self._read_decided(view)
         self._note(view, previous.profiles if previous else {})
         alive, silent, next_death = self._judge(view, now)
-        highest, created = self._seen.highest, self._wall_clock()
+        # As long as the record is there its revision tells what was decided. Later nobody can: numbers may be left out.
+        highest = self._seen.perhaps if view.vanished else self._seen.highest
+        created = self._wall_clock()
         unreadable = len(self._members.unreadable)
         situation = QuorumSituation(alive, previous, view.decided_at, silent, highest, created, me, unreadable)
         verdict = decide(situation, self._options, now)
@@ -155,6 +169,7 @@ class QuorumPolicy:
         verdict = self._guard.passed(verdict, check, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
+            self._seen.tries(verdict.record)
             return replace(self._encoded(verdict, view, roster), events=self._events(view, previous, verdict.record))
         times = [at for at in (verdict.until, next_death) if at is not None]
         return Wait(verdict.reason, min(times, default=None), verdict.rule)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import layout
 from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord, encode, parse_quorum
-from ftcoord.core.verdict import Publish, Wait
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode, parse_quorum
+from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import View
 
@@ -25,12 +27,33 @@ def replica(name: str, asked: int, after: int = 0, heard: int = 0) -> ReplicaRec
     return ReplicaRecord(QuorumRequest(name, "", "", 0, 1, False, "", 0, ()), asked, after, 0, "", heard)
 
 
+def quorum_of(verdict: Verdict[bytes], roster: bytes | None = None) -> QuorumRecord:
+    assert isinstance(verdict, Publish)
+    roster = next((value for _, value in verdict.puts), roster)
+    return parse_quorum(layout.decided_key(PREFIX), verdict.record, roster)
+
+
+def test_what_a_decider_may_have_decided_is_not_given_again_once_its_record_is_deleted() -> None:
+    """The answer to that was lost, and somebody else may have been told of it."""
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    first = policy.decide(view(a=replica("a", 1)), "a", 0.0)
+    assert isinstance(first, Publish)
+    key, roster = layout.decided_key(PREFIX), first.puts[0][1]
+    both = replace(
+        view(a=replica("a", 2, after=1, heard=1), b=replica("b", 1)),
+        decided=KeyValue(key, first.record, 9, 9, 1, 1),
+        roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
+    )
+    for _ in range(2):  # as long as the record is there, its revision tells that the first try did nothing
+        second = quorum_of(policy.decide(both, "a", 1.0), roster)
+        assert (second.number, second.id) == (2, 2)
+    third = quorum_of(policy.decide(replace(both, vanished=True), "a", 1.0), roster)
+    assert (third.number, third.id) == (3, 3)
+
+
 def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
     policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
     asking = replica("b", 1)
     assert isinstance(policy.decide(view(a=replica("a", 0, after=17, heard=225), b=asking), "b", 0.0), Wait)
-    verdict = policy.decide(view(b=asking), "b", 1.0)
-    assert isinstance(verdict, Publish)
-    roster = next((value for _, value in verdict.puts), None)
-    quorum = parse_quorum(layout.decided_key(PREFIX), verdict.record, roster)
+    quorum = quorum_of(policy.decide(view(b=asking), "b", 1.0))
     assert (quorum.number, quorum.id) == (226, 18)
