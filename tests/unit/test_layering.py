@@ -72,9 +72,10 @@ FLOORS = (
     "recipes.election",
     "recipes",
     (
-        "rendezvous.bootstrap rendezvous.ending rendezvous.logs rendezvous.orphans rendezvous.policy rendezvous.seat "
+        "rendezvous.bootstrap rendezvous.ending rendezvous.logs rendezvous.orphans rendezvous.rolls rendezvous.seat "
         "rendezvous.settings rendezvous.signals rendezvous.timers rendezvous.torchelastic rendezvous.worker_failures"
     ),
+    "rendezvous.policy",
     "rendezvous.run_record rendezvous.url rendezvous.use rendezvous.workers",
     "rendezvous.limits",
     "rendezvous.pace",
