@@ -51,8 +51,8 @@ CHANGES_PER_STEP: Final = 1000
 """Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
 
 
-class _Rest:
-    """What a group's thread remembers of its last decision, so that it decides only when it should. Only the thread."""
+class _LastDecision:
+    """What a group's thread remembers of it, so that it decides, and logs, only when it should. Only the thread."""
 
     def __init__(self) -> None:
         self.calm_until = 0.0
@@ -61,8 +61,10 @@ class _Rest:
         """When the last verdict to wait has to be looked at again; None if only an event can change it."""
         self._basis: tuple[object, ...] | None = None
         """What that verdict rested on: many events change nothing of that. None before the first one."""
+        self.said = ""
+        """The reason that was logged last."""
 
-    def begin(self, basis: tuple[object, ...], until: float | None) -> None:
+    def rest(self, basis: tuple[object, ...], until: float | None) -> None:
         """There is nothing to decide, as long as this is so, and not before then."""
         self._basis, self.until = basis, until
 
@@ -121,8 +123,7 @@ class Group:
         self._has_begun = False
         """Whether the watch on the record has stood before: if it stands again, it was interrupted."""
         self._closing = False  # only ever becomes true; read anywhere
-        self._said = ""  # only the thread
-        self._rest = _Rest()  # only the thread
+        self._last = _LastDecision()  # only the thread
         self._thread = concurrency.thread(self._run, "ftcoord-group")
 
     @property
@@ -313,7 +314,7 @@ class Group:
                     else:
                         self._inbox.is_applied(task[1])
                         self._apply(*task)
-                timeout = max(self._rest.calm_until - concurrency.now(), 0)
+                timeout = max(self._last.calm_until - concurrency.now(), 0)
         except concurrency.Empty:
             pass
 
@@ -371,19 +372,19 @@ class Group:
     def _decide(self) -> float | None:
         self._record.check_readable()
         basis = self._basis()
-        if self._rest.holds(basis):
-            return self._succession.rest(self._rest.until)
+        if self._last.holds(basis):
+            return self._succession.rest(self._last.until)
         in_order = self._members.in_order()
         if not self._members.has(self.key):
             self._member_key.doubted = True  # the next step puts it back, if it is gone
             return concurrency.now() + STEP_RETRY_PAUSE
         verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())
-        self._rest.calm_until = concurrency.now() + rest(len(in_order))
+        self._last.calm_until = concurrency.now() + rest(len(in_order))
         if isinstance(verdict, Wait):
             self._say(_with_rule(verdict))
             if verdict.events:
                 self._record.note(verdict.events, (exists(self.key),))
-            self._rest.begin(basis, verdict.until)
+            self._last.rest(basis, verdict.until)
             return self._succession.rest(verdict.until)
         before = self._record.known
         if not self._publish(verdict):
@@ -393,7 +394,7 @@ class Group:
         self._succession.has_decided()
         if not (verdict.settles and self._record.mirror.synced):
             return concurrency.now()  # and look what follows
-        self._rest.begin(self._basis(), None)
+        self._last.rest(self._basis(), None)
         return self._succession.rest(None)
 
     def _basis(self) -> tuple[object, ...]:
@@ -453,8 +454,8 @@ class Group:
 
     def _say(self, reason: str, level: int = logging.DEBUG) -> None:
         """Log the reason only when it changes."""
-        if reason != self._said:
-            self._said = reason
+        if reason != self._last.said:
+            self._last.said = reason
             log.log(level, "member %s of %s: %s", self.id, self._prefix, reason)
 
 
