@@ -25,7 +25,7 @@ test: $(VENV)/.ready
 
 # The page of `ftcoord dashboard` in a real browser: chromium, or what FTCOORD_TEST_CHROMIUM names.
 test-browser: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -m browser tests/integration
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m browser tests/integration
 
 # A rolling upgrade, where a newer etcd can be had; and the scenarios of tests/cluster on containers, with a Docker engine
 # of its own where none answers.

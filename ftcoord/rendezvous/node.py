@@ -43,6 +43,32 @@ FAREWELL_TIMEOUT: Final = 0.5
 SHUT_DOWN: Final = "this handler was shut down; make a new one"
 
 
+class _FailedWorker:
+    """A worker of a node's that failed in the last round that it took part in: what the others are told of it."""
+
+    def __init__(self) -> None:
+        self.failure: WorkerFailure | None = None  # written by any thread
+        """None if none did."""
+        self.said_at = 0
+        """etcd's revision at which that was said first, as far as is known; 0 before."""
+
+
+class _Numbers:
+    """The numbers of rounds that a node asks with. For the thread that asks, but `highest` is read by any."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+        """The highest round that it knows of: it asks for a later one."""
+        self.reopens = -1
+        """The round with which the run had ended that it starts again; -1 for none."""
+        self.has_looked = False
+        """Whether it is behind all rounds that have left something in etcd, too."""
+
+    def heard(self, *numbers: int) -> None:
+        """It knows of these rounds."""
+        self.highest = max(self.highest, *numbers)
+
+
 class Node:
     """One node in a run, through all of its leases. For one thread, but for `waiting()` and `stop()`.
 
@@ -86,17 +112,11 @@ class Node:
         """The last round that it took part in,"""
         self._seat = ""
         """and as which member it took its seat there."""
-        self._failed: tuple[WorkerFailure, ...] = ()
-        """Its worker that failed there."""
-        self._failed_at = 0
-        """etcd's revision at which that was said first, as far as is known; 0 before."""
+        self._failed = _FailedWorker()
         self._holder = SeatHolder(self.participant, settings.request_timeout)
         self._run = RunRecord(etcd, settings)
+        self._numbers = _Numbers()
         self.begin()
-        self._after = 0
-        """The highest round that it knows of."""
-        self._reopens = -1
-        self._numbers_known = False
 
     def begin(self) -> None:
         """From now on the join time-out runs."""
@@ -173,10 +193,10 @@ class Node:
     # -- asking -------------------------------------------------------------------------------------------------
 
     def _ask(self, port: int, pace: RoundPace) -> AnyRound | None:
-        if not self._numbers_known:
+        if not self._numbers.has_looked:
             # Behind all rounds that have left something, though the record that would tell of them may be gone.
-            highest = retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone)
-            self._after, self._numbers_known = max(self._after, highest), True
+            self._numbers.heard(retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone))
+            self._numbers.has_looked = True
         try:
             look = self.participant.ask(self._new_ask(port), pace)
         finally:
@@ -185,7 +205,7 @@ class Node:
             assert look.record is not None
             return self._started(look.record)
         # etcd may forget what was heard, and the round in which this node has taken its seat
-        self._after = max(self._after, look.ask.seated, look.record.number if look.record is not None else 0)
+        self._numbers.heard(look.ask.seated, look.record.number if look.record is not None else 0)
         if look.standing is Standing.LOST:
             return self._ready_after_all(look)
         if look.standing is Standing.CLOSED:
@@ -198,14 +218,15 @@ class Node:
         return self._run.highest_round(self._settings.request_timeout)
 
     def _new_ask(self, port: int) -> JoinRequest:
-        settings = self._settings
+        settings, after, failed = self._settings, self._numbers.highest, self._failed
         limits = settings.min_nodes, settings.max_nodes
-        ask = JoinRequest(self.id, self._address, port, self._after, self.host, "", *limits, reopens=self._reopens)
-        is_next = self.round is not None and self._after == self.round.number
-        if not (is_next and self._failed):
+        reopens = self._numbers.reopens
+        ask = JoinRequest(self.id, self._address, port, after, self.host, "", *limits, reopens=reopens)
+        is_next = self.round is not None and after == self.round.number
+        if not is_next or failed.failure is None:
             return ask
-        self._failed_at = self._failed_at or self._when_said(self._after)
-        return replace(ask, failed=self._failed, failed_at=self._failed_at)
+        failed.said_at = failed.said_at or self._when_said(after)
+        return replace(ask, failed=(failed.failure,), failed_at=failed.said_at)
 
     def _when_said(self, number: int) -> int:
         """etcd's revision at which this node has said of that round that a worker failed; 0 if it has not."""
@@ -220,7 +241,7 @@ class Node:
         """Have the others know at once that a worker of that round failed: this node's agent comes back later, when it
         has stopped the others. From any thread."""
         if self.round is mine and not self.waiting()[0]:
-            self._failed = (failure,)
+            self._failed.failure = failure
             run, fate = self._settings.run_id, failure.line
             metrics.WORKER_FAILURES.add(run)
             text = f"run {run!r}, round {mine.number}: {fate}; the other nodes are told"
@@ -232,12 +253,12 @@ class Node:
         """What became of the worker that failed first, now that all have ended; None if none did. It is said with what
         this node asks next."""
         if failure is not None:
-            self._failed = (failure,)
+            self._failed.failure = failure
 
     @property
     def failure(self) -> WorkerFailure | None:
         """What became of its worker that failed in the last round that it took part in; None for none."""
-        return self._failed[0] if self._failed else None
+        return self._failed.failure
 
     def _hold(self, mine: AnyRound) -> JoinRequest:
         """Says that this node holds its seat in that round, and asks for nothing."""
@@ -245,8 +266,9 @@ class Node:
 
     def _started(self, round_: AnyRound) -> AnyRound:
         self._seat = next(one for one in reversed(self.participant.ids) if round_.rank_of(one) is not None)
-        self._failed, self._failed_at = (), 0
-        self.round, self._after = round_, round_.number  # in this order: `waiting` looks at any time
+        self._failed = _FailedWorker()
+        self.round = round_  # first: `waiting` looks at any time
+        self._numbers.highest = round_.number
         self._holder.allow()
         return round_
 
@@ -272,7 +294,7 @@ class Node:
         if not pace.has_waited and self.round is None and may_reopen(now, settings.restart):
             text = f"run {settings.run_id!r} is started again; it had ended: {now.closed}"
             log_change(log, text, run=settings.run_id, round=now.number, reason=now.closed, host=self.host)
-            self._reopens = now.number
+            self._numbers.reopens = now.number
             return
         if pace.limits.refusal:  # it was never of this run, so it is no spare of it either
             raise RendezvousStateError(pace.limits.refusal)

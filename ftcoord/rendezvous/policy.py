@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.core.bystanders import TELL_AFTER, Bystanders
@@ -17,10 +17,6 @@ from ftcoord.core.layout import (
     Span,
     member_key,
     member_of,
-    other_rolls,
-    roll_key,
-    roll_span,
-    rolls_span,
     round_key,
     round_store_prefix,
 )
@@ -31,25 +27,18 @@ from ftcoord.core.rendezvous_records import (
     RollSizes,
     Round,
     RoundHead,
-    chunks_of,
-    encode,
-    head_of,
-    parse_chunk,
     parse_decided,
     parse_join_request,
-    roll_id,
-    round_of,
-    with_roll,
 )
 from ftcoord.core.round_history import MOST_ENDS, Ends, VacantSeat, lost_ends, note_ends, round_events
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Etcd, Get, KeyValue
-from ftcoord.etcd.reading import read_snapshot
+from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
+from ftcoord.rendezvous.rolls import RollReplaced, Rolls
 
 LEASE_GRACE: Final = 5.0
 """Seconds that a lease may live on when its time is over: etcd looks twice a second, and its new leader later."""
@@ -60,8 +49,56 @@ def _is_explained(round_: Round) -> bool:
     return bool(round_.closed) and UNKNOWN_PEER not in round_.closed
 
 
-class RollReplaced(Exception):
-    """The roll of a record was deleted: there is another record by now."""
+_EndKey: TypeAlias = tuple[int, str, str]
+
+
+def _by_key(ends: Iterable[HistoryEvent]) -> dict[_EndKey, HistoryEvent]:
+    return {(end.number, end.kind, end.node): end for end in ends}
+
+
+class _ToldEnds:
+    """Which ends of parts in the last round a decider has told the history of, so that each is told once.
+
+    Args:
+        return_to_seat: seconds for which a node that is gone may come back to its seat.
+    """
+
+    def __init__(self, return_to_seat: float) -> None:
+        self._return_to_seat = return_to_seat
+        self._record = b""
+        """The record that this decider published last."""
+        self._told: frozenset[_EndKey] = frozenset()
+        """Of which ends it wrote with that, or before."""
+        self._late_since: float | None = None
+        """Since when there are ends that no decision has told of; None if there are none."""
+
+    def with_decision(self, situation: RoundSituation, view: View, value: bytes) -> list[HistoryEvent]:
+        """Those to tell of with this new record."""
+        told, ends = self._before(view), _by_key(situation.ends)
+        self._record, self._told = value, told | ends.keys()
+        return [end for key, end in ends.items() if key not in told]
+
+    def late(self, situation: RoundSituation, view: View, now: float) -> tuple[Sequence[HistoryEvent], float | None]:
+        """How parts in the last round have ended that no decision has told of, and none may for long: others go on
+        (on_member_loss=ignore), nobody comes, or the run is over. And when to look again at the latest."""
+        told = self._before(view)
+        fresh = {key: end for key, end in _by_key(situation.ends).items() if key not in told}
+        if not fresh:
+            self._late_since = None
+            return (), None
+        self._late_since = now if self._late_since is None else self._late_since
+        lost = any(end.kind == "lost" for end in fresh.values())
+        due = max(self._late_since, situation.gone_since if lost else -inf) + TELL_AFTER
+        due = max(due, situation.gone_since + self._return_to_seat) if lost else due
+        if now < due:
+            return (), due
+        value = view.decided.value if view.decided else b""
+        self._record, self._told, self._late_since = value, told | fresh.keys(), None
+        return in_causal_order([*fresh.values()])[:MOST_ENDS], None
+
+    def _before(self, view: View) -> frozenset[_EndKey]:
+        """Of which it has told; none if others have decided since, or its own decision was refused."""
+        return self._told if view.decided is not None and view.decided.value == self._record else frozenset()
 
 
 class RendezvousPolicy:
@@ -83,24 +120,20 @@ class RendezvousPolicy:
         rolls: RollSizes = ROLLS,
         wall_clock: Callable[[], float] = concurrency.wall,
     ) -> None:
-        self._prefix, self._options, self._etcd, self._sizes = prefix, options, etcd, rolls
+        self._prefix, self._options, self._etcd = prefix, options, etcd
+        self._rolls = Rolls(prefix, etcd, rolls)
         self._wall_clock = wall_clock
         self._members = ParsedKeys(parse_join_request)
         self._candidates: dict[str, RoundCandidate] = {}
         """By key, as they were when this last decided."""
         self._decided = ParsedKey(parse_decided)
-        self._known: dict[str, Round] = {}
-        """By roll id, a record with that roll: of the last round, and of that which this decider wants to follow."""
         self._highest = 0
         self._gone: dict[str, tuple[float, VacantSeat]] = {}
         """Of the members with a seat in the last round that are gone: when this decider saw it, and what is known."""
         self._ends: tuple[str, Ends] = "", {}
         """How parts in the last round ended: its roll, and the ends."""
-        self._written: tuple[bytes, frozenset[tuple[int, str, str]]] = b"", frozenset()
-        """The record that this decider published last, and of which ends it wrote with it, or before."""
         self._bystanders = Bystanders()
-        self._late_since: float | None = None
-        """Since when there are ends that no decision has told of; None if there are none."""
+        self._told = _ToldEnds(options.return_to_seat)
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
@@ -109,7 +142,7 @@ class RendezvousPolicy:
         # An etcd that lost its last writes may show an older record than this member has seen.
         self._highest = max(self._highest, record.number if record else 0)
         try:
-            previous = self._with_roll(record, view) if isinstance(record, RoundHead) else record
+            previous = self._rolls.of(record, view) if isinstance(record, RoundHead) else record
         except RollReplaced:
             return Wait("another record has replaced the one that is known: it is on its way")
         situation = self._situation(view, previous, now)
@@ -133,44 +166,17 @@ class RendezvousPolicy:
         if not view.members or member_of(view.members[0].key) != me:
             return verdict
         bystanders, look_at = self._bystanders.look(situation, now)
-        ends, tell_at = self._late_ends(situation, view, now)
+        ends, tell_at = self._told.late(situation, view, now)
         times = [at for at in (verdict.until, look_at, tell_at) if at is not None]
         wall_ms = self._wall_ms()
         told = [replace(one, by=me, wall_ms=one.wall_ms or wall_ms) for one in (*ends, *bystanders)]
         return replace(verdict, until=min(times, default=None), events=told)
 
-    def _late_ends(
-        self, situation: RoundSituation, view: View, now: float
-    ) -> tuple[Sequence[HistoryEvent], float | None]:
-        """How parts in the last round have ended that no decision has told of, and none may for long: others go on
-        (on_member_loss=ignore), nobody comes, or the run is over. And when to look again at the latest."""
-        value, told = self._written
-        if view.decided is None or view.decided.value != value:
-            value, told = view.decided.value if view.decided else b"", frozenset()
-        fresh = {(end.number, end.kind, end.node): end for end in situation.ends}
-        fresh = {key: end for key, end in fresh.items() if key not in told}
-        if not fresh:
-            self._late_since = None
-            return (), None
-        self._late_since = now if self._late_since is None else self._late_since
-        lost = any(end.kind == "lost" for end in fresh.values())
-        due = max(self._late_since, situation.gone_since if lost else -inf) + TELL_AFTER
-        due = max(due, situation.gone_since + self._options.return_to_seat) if lost else due
-        if now < due:
-            return (), due
-        self._written, self._late_since = (value, told | fresh.keys()), None
-        return in_causal_order([*fresh.values()])[:MOST_ENDS], None
-
     def _events(
         self, situation: RoundSituation, verdict: Publish[Round], value: bytes, view: View, me: str
     ) -> list[HistoryEvent]:
         """What the history has to say of a decision. Ends that were written with an earlier one are not repeated."""
-        record, told = self._written
-        if view.decided is None or view.decided.value != record:  # others have decided since, or that was refused
-            told = frozenset()
-        ends = {(end.number, end.kind, end.node): end for end in situation.ends}
-        self._written = value, told | ends.keys()
-        fresh = [end for key, end in ends.items() if key not in told]
+        fresh = self._told.with_decision(situation, view, value)
         return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, self._wall_ms())
 
     def _situation(self, view: View, previous: Round | None, now: float) -> RoundSituation:
@@ -251,31 +257,6 @@ class RendezvousPolicy:
         except StateError:
             return None
 
-    # -- the roll of the last round -----------------------------------------------------------------------------
-
-    def _with_roll(self, head: RoundHead, view: View) -> Round | None:
-        """The last round, with its roll. None if it vanished with its roll, and this decider never read that."""
-        known = self._known.get(head.roll) or self._read_roll(head, view)
-        if known is None:
-            return None
-        self._known = {head.roll: known}
-        return with_roll(head, known.seats, known.away)
-
-    def _read_roll(self, head: RoundHead, view: View) -> Round | None:
-        """Raises RollReplaced, StateError, EtcdError."""
-        assert view.decided is not None
-        span = roll_span(self._prefix, head.roll)
-        kvs = {kv.key: kv for kv in read_snapshot(self._etcd.range, lambda then: then.pages(span))}
-        keys = [roll_key(self._prefix, head.roll, chunk) for chunk in range(head.chunks)]
-        if all(key in kvs for key in keys):
-            return round_of(span.start, head, (parse_chunk(key, kvs[key].value) for key in keys))
-        if view.vanished:
-            return None
-        now = self._etcd.range(Get(Span(view.decided.key), keys_only=True)).one
-        if now is None or now.mod_revision != view.decided.mod_revision:
-            raise RollReplaced
-        raise StateError(span.start, f"is not whole, though {now.key} names it: delete that, so that all decide anew")
-
     # -- a decision as keys and bytes -----------------------------------------------------------------------------
 
     def _publish(
@@ -289,9 +270,9 @@ class RendezvousPolicy:
         """
         number, last = decision.record.number, previous.number if previous else 0
         if number == last:
-            value, beside = self._said_again(decision.record, head, me, again)
+            value, beside = self._rolls.said_again(decision.record, head, me, again)
             return Publish(value, decision.reason, decision.rule, beside=beside)
-        value, beside = self._new(decision.record, me)
+        value, beside = self._rolls.new(decision.record, me)
         over = sorted({last, number - 1} - {0})
         fences = [Span(round_key(self._prefix, before)) for before in over]
         stores = [Span(round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
@@ -300,34 +281,6 @@ class RendezvousPolicy:
             decision.reason,
             decision.rule,
             puts=((round_key(self._prefix, number), b""),),
-            deletes=[*fences, *stores, *self._old_rolls(decision.record, me)],
+            deletes=[*fences, *stores, *self._rolls.old(decision.record, me)],
             beside=beside,
         )
-
-    def _new(self, record: Round, me: str) -> tuple[bytes, list[tuple[str, bytes]]]:
-        """The record of a new round, and its roll where that lies beside it."""
-        if self._sizes.is_inline(record):
-            return encode(replace(record, by=me)), []
-        chunks = self._sizes.chunks_for(record)
-        roll = roll_id(record, chunks, me)
-        self._known[roll] = record
-        return encode(head_of(record, roll, chunks, me)), self._chunks(record, roll, chunks)
-
-    def _said_again(
-        self, record: Round, head: RoundHead | None, me: str, with_roll: bool
-    ) -> tuple[bytes, list[tuple[str, bytes]]]:
-        """What else is said of a round: in the form that it was decided in, since its participants know it by that."""
-        if head is None:
-            return encode(replace(record, by=me)), []
-        value = encode(head_of(record, head.roll, head.chunks, me))
-        return value, self._chunks(record, head.roll, head.chunks) if with_roll else []
-
-    def _chunks(self, record: Round, roll: str, chunks: int) -> list[tuple[str, bytes]]:
-        parts = enumerate(chunks_of(record, chunks))
-        return [(roll_key(self._prefix, roll, at), encode(chunk)) for at, chunk in parts]
-
-    def _old_rolls(self, record: Round, me: str) -> list[Span]:
-        """All but that of this new round."""
-        if self._sizes.is_inline(record):
-            return [rolls_span(self._prefix)]
-        return list(other_rolls(self._prefix, roll_id(record, self._sizes.chunks_for(record), me)))

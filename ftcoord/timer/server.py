@@ -89,18 +89,15 @@ class EtcdTimerServer(TimerServer):
         super().__init__(self._queue, interval, daemon)
         self.id = uuid.uuid4().hex
         self._reap, self._clock, self._expiring = reap, clock, expiring  # never change
-        self._stopping = concurrency.event()
         # Only the watchdog's thread (torch calls `register_timers`, `clear_timers` and `get_expired_timers` there), and
         # `stop()` when that has ended:
         self._book: Book[TimerRequest] = Book()
         self._leases = WorkerLeases(self._run.etcd)
-        self._planned = math.inf  # when the watchdog meant to look again
-        self._resources = _ServerResources(self._queue, self._leases, self._run, self._stopping)
+        self._gaps = _Gaps(self._book, clock)
+        self._resources = _ServerResources(self._queue, self._leases, self._run)
         # torch's thread would keep this server for ever.
         setattr(self, "_watchdog_loop", partial(_watch, weakref.ref(self), self._resources))  # noqa: B010
         self._cancel_finalizer = concurrency.when_forgotten(self, self._resources.end)
-        self._began = 0  # the queue's `began` that is in the book
-        self._problem = LogOnce(log)
 
     # -- torch's interface --------------------------------------------------------------------------------------
 
@@ -179,9 +176,7 @@ class EtcdTimerServer(TimerServer):
             self._run_watchdog()
         except Exception:  # of a user's subclass; torch's rule: the watchdog goes on
             log.exception("a turn of the timer server failed")
-        now = self._clock()
-        self._planned = now + min(max(self._book.look_at() - now, 0), self._max_interval)
-        return self._planned - now
+        return self._gaps.plan(self._max_interval)
 
     def _run_watchdog(self) -> None:
         try:
@@ -192,33 +187,21 @@ class EtcdTimerServer(TimerServer):
         except EtcdError as error:
             self._wait_for_etcd(error)
             return
-        self._notice_gaps(self._planned)
+        self._gaps.notice(self._queue.began)
         self.register_timers(requests)
         self._leases.keep(self._book.entries.values(), self._clock())
         metrics.TIMERS.set(len(self._book.entries))
         for key, entry in self._book.expired(self._clock()):
-            if self._stopping.is_set() or not self._see_to(key, entry):
+            if self._resources.stopping.is_set() or not self._see_to(key, entry):
                 break
 
-    def _notice_gaps(self, planned: float) -> None:
-        """Give workers time when this server may not know the latest, or was not run."""
-        now = self._clock()
-        if now - planned > LATE_AFTER:
-            log.info("the timer server was not run for %.1f s: all timers have so much more time", now - planned)
-            self._book.shift(now - planned)
-        if self._queue.began != self._began:
-            self._began = self._queue.began
-            self._problem.forget()
-            self._book.hold(now + NO_EXPIRY_AFTER_GAP)
-
     def _wait_for_etcd(self, error: EtcdError) -> None:
-        self._problem.say(f"timers cannot be watched for now, and no worker is reaped: {error}")
-        self._book.hold(self._clock() + NO_EXPIRY_AFTER_GAP)
-        self._stopping.wait(TIMER_RETRY_PAUSE)
+        self._gaps.begin(error)
+        self._resources.stopping.wait(TIMER_RETRY_PAUSE)
 
     def _end(self, error: ClientClosed) -> None:
         """Whoever closed the client has ended the server with it, perhaps without knowing."""
-        if not self._stopping.is_set():
+        if not self._resources.stopping.is_set():
             log.error("no worker is reaped any longer: %s; start another timer server", error)
         self._stop_signaled = True
 
@@ -281,13 +264,51 @@ class EtcdTimerServer(TimerServer):
             self._book.postpone(key, self._clock() + TIMER_RETRY_PAUSE, request)
 
 
+class _Gaps:
+    """The times in which a server may not have known the latest, or was not run: workers get them again. For the
+    watchdog's thread.
+
+    Args:
+        book: the server's timers.
+        clock: its monotonic clock.
+    """
+
+    def __init__(self, book: Book[TimerRequest], clock: Clock) -> None:
+        self._book, self._clock = book, clock
+        self._planned = math.inf  # when the watchdog meant to look again
+        self._began = 0  # the queue's `began` that is in the book
+        self._problem = LogOnce(log)
+
+    def plan(self, max_interval: float) -> float:
+        """Seconds until the watchdog looks again. It was not run if it looks much later."""
+        now = self._clock()
+        self._planned = now + min(max(self._book.look_at() - now, 0), max_interval)
+        return self._planned - now
+
+    def notice(self, began: int) -> None:
+        """Give workers time if there was a gap since the last look. `began` is the queue's: how often its watch has."""
+        now = self._clock()
+        late = now - self._planned
+        if late > LATE_AFTER:
+            log.info("the timer server was not run for %.1f s: all timers have so much more time", late)
+            self._book.shift(late)
+        if began != self._began:
+            self._began = began
+            self._problem.forget()
+            self._book.hold(now + NO_EXPIRY_AFTER_GAP)
+
+    def begin(self, error: EtcdError) -> None:
+        """Etcd cannot be asked: nothing expires now, nor at once when it is back."""
+        self._problem.say(f"timers cannot be watched for now, and no worker is reaped: {error}")
+        self._book.hold(self._clock() + NO_EXPIRY_AFTER_GAP)
+
+
 class _ServerResources:
     """What a server has to end. Does not refer to the server."""
 
-    def __init__(
-        self, queue: EtcdRequestQueue, leases: WorkerLeases, run: Namespace, stopping: concurrency.Event
-    ) -> None:
-        self.queue, self._leases, self._run, self.stopping = queue, leases, run, stopping  # never change
+    def __init__(self, queue: EtcdRequestQueue, leases: WorkerLeases, run: Namespace) -> None:
+        self.queue, self._leases, self._run = queue, leases, run  # never change
+        self.stopping = concurrency.event()
         self.thread: concurrency.Thread | None = None  # set once, by `start()`
 
     def end(self) -> None:

@@ -136,9 +136,9 @@ def test_a_decider_decides_however_much_it_hears(client: EtcdClient, prefix: str
                 assert self.taken <= group_module.CHANGES_PER_STEP, "it takes and takes"
                 return group._record.mirror, group_module.Posted(None, Batch(()))
 
-        group._inbox = Endless()
+        group._inbox._tasks = endless = Endless()
         group._take(None)
-        assert group._inbox.taken == group_module.CHANGES_PER_STEP
+        assert endless.taken == group_module.CHANGES_PER_STEP
 
 
 def test_an_unreadable_record_does_not_hide_what_was_decided_before(client: EtcdClient, prefix: str) -> None:

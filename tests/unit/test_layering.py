@@ -51,7 +51,8 @@ FLOORS = (
     "primitives.deaths primitives.feed primitives.step_thread primitives.exactly_once primitives.leased_keys",
     "primitives.informer",
     "primitives.group.policy primitives.group.invariant_guard primitives.group.parse_cache primitives.group.member_key",
-    "primitives.group.members_view primitives.group.record_lease primitives.group.beside primitives.group.event_log",
+    "primitives.group.inbox primitives.group.members_view primitives.group.record_lease",
+    "primitives.group.beside primitives.group.event_log",
     "primitives.group.decided_record primitives.group.succession",
     "primitives.group.pace primitives.group.use primitives.group.plain_policy",
     "primitives.group.group primitives.group.plain_use",
@@ -71,9 +72,10 @@ FLOORS = (
     "recipes.election",
     "recipes",
     (
-        "rendezvous.bootstrap rendezvous.ending rendezvous.logs rendezvous.orphans rendezvous.policy rendezvous.seat "
+        "rendezvous.bootstrap rendezvous.ending rendezvous.logs rendezvous.orphans rendezvous.rolls rendezvous.seat "
         "rendezvous.settings rendezvous.signals rendezvous.timers rendezvous.torchelastic rendezvous.worker_failures"
     ),
+    "rendezvous.policy",
     "rendezvous.run_record rendezvous.url rendezvous.use rendezvous.workers",
     "rendezvous.limits",
     "rendezvous.pace",

@@ -16,13 +16,12 @@ anywhere.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import random
 import sys
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.layout import members_span
@@ -31,6 +30,7 @@ from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, 
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener, OwnWrite
 from ftcoord.primitives.group.event_log import EventLog
+from ftcoord.primitives.group.inbox import Inbox
 from ftcoord.primitives.group.member_key import HeldAsk, MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy, View
@@ -55,8 +55,27 @@ the most: so it costs a tenth of what renewing the lease does, and not all ask a
 CHANGES_PER_STEP: Final = 1000
 """Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
 
-_Task: TypeAlias = "tuple[Mirror, Posted] | HeldAsk | Callable[[], None]"
-"""What lies in the inbox: what a watch delivered, what this member asks, or what else the thread is to do."""
+
+class _LastDecision:
+    """What a group's thread remembers of it, so that it decides, and logs, only when it should. Only the thread."""
+
+    def __init__(self) -> None:
+        self.calm_until = 0.0
+        """Until then it only takes in what happens."""
+        self.until: float | None = None
+        """When the last verdict to wait has to be looked at again; None if only an event can change it."""
+        self._basis: tuple[object, ...] | None = None
+        """What that verdict rested on: many events change nothing of that. None before the first one."""
+        self.said = ""
+        """The reason that was logged last."""
+
+    def rest(self, basis: tuple[object, ...], until: float | None) -> None:
+        """There is nothing to decide, as long as this is so, and not before then."""
+        self._basis, self.until = basis, until
+
+    def holds(self, basis: tuple[object, ...]) -> bool:
+        """Whether there is still nothing to decide."""
+        return self._basis == basis and not (self.until is not None and self.until <= concurrency.now())
 
 
 class Group:
@@ -93,7 +112,7 @@ class Group:
         members = members_span(prefix)
         self._prefix, self._policy, self._session, self._failed = prefix, policy, session, failed  # these never change
         self._member_key = MemberKey(etcd, prefix, session)  # has a lock of its own
-        self._inbox: concurrency.Queue[_Task] = concurrency.inbox()
+        self._inbox = Inbox()
         self._turn = concurrency.lock("Group._turn")
         """Held by the thread while it works, and by the client's thread for what it may apply itself. It guards:"""
         history = EventLog(etcd, prefix, history_ttl, self._member_key.id) if history_ttl else None
@@ -106,19 +125,12 @@ class Group:
         """Its place in line when it joined, or behind it: how many have joined, itself included, while there was always
         one whose predecessor in line lived. Those that have left meanwhile are counted too, since etcd would need
         longer to count the others, the more there are."""
-        self._queued = self._taken = 0
-        """Changes that were put into the inbox (only the watch's thread counts them), and taken out of it."""
         self._has_begun = False
         """Whether the watch on the record has stood before: if it stands again, it was interrupted."""
         self._check_at = math.inf
         """When to ask whether the watch has missed a decision, if it tells of none before."""
         self._closing = False  # only ever becomes true; read anywhere
-        self._ended = False  # only ever becomes true, by the thread; read anywhere
-        """Whether nobody takes anything out of the inbox any more."""
-        self._said = ""  # only the thread
-        self._calm_until = 0.0  # only the thread
-        self._rests: tuple[tuple[object, ...], float | None] | None = None  # only the thread
-        """What the last verdict to wait rested on, and until when it holds: many events change nothing of that."""
+        self._last = _LastDecision()  # only the thread
         self._thread = concurrency.thread(self._run, "ftcoord-group")
 
     @property
@@ -194,9 +206,7 @@ class Group:
             return
         mine = self._member_key.kv
         held = HeldAsk(value, timeout, done, concurrency.now(), mine.mod_revision if mine else 0)
-        self._inbox.put(held)
-        if self._ended:  # meanwhile: the thread may not have seen it
-            self._refuse_asks()
+        self._inbox.put_ask(held)
 
     def check(self) -> None:
         """Have this member's key put back if it is gone, though its lease is not."""
@@ -213,8 +223,7 @@ class Group:
 
     def _post(self, mirror: Mirror, posted: Posted) -> None:
         if not self._apply_here(mirror, posted):
-            self._queued += isinstance(posted.item, Batch)
-            self._inbox.put((mirror, posted))
+            self._inbox.put_posted(mirror, posted)
 
     def _apply_here(self, mirror: Mirror, posted: Posted) -> bool:
         """Most members only need to be told the decision, and a decider need not be told its own: so this applies both
@@ -226,7 +235,7 @@ class Group:
         if not isinstance(posted.item, Batch) or not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._thread.ident is None or self._taken < self._queued:
+            if self._thread.ident is None or self._inbox.has_changes:
                 return False
             if not (self._is_all_it_hears(mirror) or mirror.has(posted)):
                 return False
@@ -257,14 +266,6 @@ class Group:
         self._member_key.release_held()  # one that was asked before: the two must not change places
         self._member_key.held = held
 
-    def _refuse_asks(self) -> None:
-        """Tell those whose asks the thread has left in the inbox. Any thread, once that one has ended."""
-        with contextlib.suppress(concurrency.Empty):
-            while True:
-                task = self._inbox.get(timeout=0)
-                if isinstance(task, HeldAsk):
-                    task.done(False)
-
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -281,8 +282,7 @@ class Group:
                 self._failed(failure)
             if self._member_key.held is not None:
                 self._member_key.held.done(False)
-            self._ended = True  # before the inbox is emptied: who puts an ask there later sees it
-            self._refuse_asks()
+            self._inbox.end()
             self._record.close()
             self._succession.close()
             self._members.close()
@@ -313,16 +313,16 @@ class Group:
         try:
             timeout = None if until is None else max(until - concurrency.now(), 0)
             for _ in range(CHANGES_PER_STEP):
-                task = self._inbox.get(timeout=timeout)
+                task = self._inbox.get(timeout)
                 with self._turn:
                     if isinstance(task, HeldAsk):
                         self._hold(task)
                     elif callable(task):
                         task()
                     else:
-                        self._taken += isinstance(task[1].item, Batch)
+                        self._inbox.is_applied(task[1])
                         self._apply(*task)
-                timeout = max(self._calm_until - concurrency.now(), 0)
+                timeout = max(self._last.calm_until - concurrency.now(), 0)
         except concurrency.Empty:
             pass
 
@@ -393,19 +393,19 @@ class Group:
     def _decide(self) -> float | None:
         self._record.check_readable()
         basis = self._basis()
-        if self._rests is not None and self._rests[0] == basis and not _is_due(self._rests[1]):
-            return self._succession.rest(self._rests[1])
+        if self._last.holds(basis):
+            return self._succession.rest(self._last.until)
         in_order = self._members.in_order()
         if not self._members.has(self.key):
             self._member_key.doubted = True  # the next step puts it back, if it is gone
             return concurrency.now() + STEP_RETRY_PAUSE
         verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())
-        self._calm_until = concurrency.now() + rest(len(in_order))
+        self._last.calm_until = concurrency.now() + rest(len(in_order))
         if isinstance(verdict, Wait):
             self._say(_with_rule(verdict))
             if verdict.events:
                 self._record.note(verdict.events, (exists(self.key),))
-            self._rests = basis, verdict.until
+            self._last.rest(basis, verdict.until)
             return self._succession.rest(verdict.until)
         before = self._record.known
         if not self._publish(verdict):
@@ -415,7 +415,7 @@ class Group:
         self._succession.has_decided()
         if not (verdict.settles and self._record.mirror.synced):
             return concurrency.now()  # and look what follows
-        self._rests = self._basis(), None
+        self._last.rest(self._basis(), None)
         return self._succession.rest(None)
 
     def _basis(self) -> tuple[object, ...]:
@@ -475,8 +475,8 @@ class Group:
 
     def _say(self, reason: str, level: int = logging.DEBUG) -> None:
         """Log the reason only when it changes."""
-        if reason != self._said:
-            self._said = reason
+        if reason != self._last.said:
+            self._last.said = reason
             log.log(level, "member %s of %s: %s", self.id, self._prefix, reason)
 
 
@@ -488,10 +488,6 @@ def rest(members: int) -> float:
 
 def _wake() -> None:
     """A task that does nothing: the thread looks at what there is to do after each."""
-
-
-def _is_due(until: float | None) -> bool:
-    return until is not None and until <= concurrency.now()
 
 
 def _asking(mine: KeyValue, held: HeldAsk, revision: int) -> KeyValue:

@@ -150,7 +150,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a new node does not look which rounds there were", "ftcoord.rendezvous.node",
-        "self._after, self._numbers_known = max(self._after, highest), True", "self._numbers_known = True", ("rounds",),
+        "self._numbers.heard(retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone))",
+        "retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone)", ("rounds",),
     ),
     Mutant(
         "the last round's store stays open", "ftcoord.rendezvous.policy",
