@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import threading
 from collections import defaultdict
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 import ftcoord
@@ -23,7 +25,8 @@ TABLE: Final = SOURCES.parent / "docs" / "architecture.md"
 
 
 HANDED_OVER: Final = frozenset({"MemberKey._writing"})
-"""Locks whose taker goes on while somebody else's answer releases them: what it takes then says nothing."""
+"""Locks whose taker may go on while somebody else's answer releases them: what it takes says nothing any more when it
+has left the function that took them."""
 
 
 OF_THE_TESTS: Final = frozenset({"Node._heard"})
@@ -64,7 +67,7 @@ class Recorder(concurrency.Python):
         with self._lock:
             self.names.add(lock.name)
             for other in self._held[threading.get_ident()]:
-                if other is not lock and other.name not in HANDED_OVER:  # the same one is reentrant
+                if other is not lock and not other.is_handed_over():  # the same one is reentrant
                     self.seen.setdefault(Taken(other.name, lock.name), threading.current_thread().name)
 
     def got(self, lock: Recorded) -> None:
@@ -89,23 +92,40 @@ class Recorder(concurrency.Python):
             return count
 
 
+def _frames() -> Iterator[FrameType]:
+    """What this thread is in, the innermost call first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 class Recorded:
     """A lock with a name."""
 
     def __init__(self, recorder: Recorder, name: str, inner: Any) -> None:
         self.name = name
         self._recorder, self._inner = recorder, inner
+        self._taker: FrameType | None = None  # the holder sets it, before others see that it holds the lock
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if blocking:
             self._recorder.waits_for(self)
         taken = bool(self._inner.acquire(blocking, timeout))
         if taken:
+            if self.name in HANDED_OVER:
+                self._taker = next(frame for frame in _frames() if frame.f_code.co_filename != __file__)
             self._recorder.got(self)
         return taken
 
+    def is_handed_over(self) -> bool:
+        """Asked on the thread that took it. A generator that took it is a `with` block's, and releases it itself."""
+        taker = self._taker
+        return taker is not None and not taker.f_code.co_flags & inspect.CO_GENERATOR and taker not in _frames()
+
     def release(self) -> None:
         self._recorder.gave(self)
+        self._taker = None  # only now: nobody asks for it any longer
         self._inner.release()
 
     def __enter__(self) -> bool:

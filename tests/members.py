@@ -176,7 +176,11 @@ class Counting(Door):
 
 
 class Node:
-    """One member of the group at `prefix`, from the start until `leave()`."""
+    """One member of the group at `prefix`, from the start until `leave()`.
+
+    It tests `Group` below the Participant, which would hide what these tests look at: it repeats what was not answered,
+    replaces a lost lease, and reads the record in its own words. tests/sim/rolls.py has participants of the same group.
+    """
 
     def __init__(self, etcd: Etcd, prefix: str, ask: str = "", ttl: int = 30, record_ttl: int = RECORD_TTL) -> None:
         self.rolls: list[dict[str, Any]] = []

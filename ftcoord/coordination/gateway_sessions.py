@@ -64,8 +64,8 @@ class _GatewaySession:
         """Whether to ask if its connection still stands: then its host is lost or it hangs, and has its time-out. Else
         its process has ended, for it has beaten through that connection before, and would have connected again."""
         quiet_since = max(self.last_sign_at, self.beat_at)
-        patience = max(MISSED * self.beats_every, QUIET_FOR)
-        return not self.calls and now >= max(quiet_since + patience, self.looks_at)
+        silence = max(MISSED * self.beats_every, QUIET_FOR)
+        return not self.calls and now >= max(quiet_since + silence, self.looks_at)
 
     def stands(self, now: float) -> None:
         """Its connection does: ask again when it has been quiet for twice as long. There may be tens of thousands of

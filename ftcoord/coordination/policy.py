@@ -144,7 +144,7 @@ class QuorumPolicy:
     ) -> None:
         self._prefix, self._options, self._look, self._seen, self._wall_clock = prefix, options, look, seen, wall_clock
         self._causes = causes
-        self._patience = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
+        self._silent_after = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
         self._members = ParsedKeys(parse_replica)
         self._decided: tuple[KeyValue, KeyValue | None] | None = None
         self._last: tuple[QuorumRecord | None, Roster | None] = None, None
@@ -206,7 +206,7 @@ class QuorumPolicy:
         if changed is not None:
             puts, roster = [(roster_key(key), changed)], changed
         _quorums.note(key, head, roster, decision.record)
-        return Publish(head, decision.reason, decision.rule, puts, settles=decision.settles)
+        return Publish(head, decision.reason, decision.rule, puts, nothing_follows=decision.nothing_follows)
 
     def _read_decided(self, view: View) -> tuple[QuorumRecord | None, Roster | None]:
         """The last quorum, and its roster as it lies in etcd. Raises StateError."""
@@ -238,9 +238,9 @@ class QuorumPolicy:
     def _judge(self, view: View, now: float) -> tuple[list[QuorumCandidate], list[QuorumCandidate], float | None]:
         """Who lives, who is silent, and when the next one may be called so."""
         replicas = [(key, known.candidate) for key, known in self._known.items()]
-        if self._patience is None:
+        if self._silent_after is None:
             return [replica for _, replica in replicas], [], None
-        dies_at = {key: view.seen[key] + self._patience for key, _ in replicas}
+        dies_at = {key: view.seen[key] + self._silent_after for key, _ in replicas}
         self._confirm_silence([key for key, at in dies_at.items() if at <= now])
         alive = [replica for key, replica in replicas if key not in self._silent]
         silent = [replica for key, replica in replicas if key in self._silent]

@@ -22,7 +22,7 @@ from ftcoord.etcd.api import Etcd, Get
 from ftcoord.logs import log_change, named
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_known, causes_of
-from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken
+from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken
 from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
 
 log = logging.getLogger(__name__)
@@ -215,26 +215,26 @@ class _QuorumPace:
     ) -> None:
         self.deadline, self.gone = deadline, gone
         self._fewest, self._beats = job.min_replicas, beats
-        self._standby = Standby(participant, token)
+        self._takeover = Takeover(participant, token)
 
     def see(self, look: Look[QuorumRecord, ReplicaRecord]) -> Standing:
         seats = len(look.record.seats) if look.record else self._fewest
-        self._standby.see(look.record, seats, waits=look.standing is not Standing.ANSWERED)
+        self._takeover.see(look.record, seats, waits=look.standing is not Standing.ANSWERED)
         return look.standing
 
     def wake_at(self, standing: Standing) -> float:
-        return 0.0 if self.gone.is_set() else min(self.deadline, self._standby.at(), self._beats.at)
+        return 0.0 if self.gone.is_set() else min(self.deadline, self._takeover.at(), self._beats.at)
 
     def tick(self, look: Look[QuorumRecord, ReplicaRecord]) -> None:
         """Raises TimeoutError."""
         if concurrency.now() >= self.deadline or self.gone.is_set():
             raise TimeoutError("no quorum was decided in time")
         self._beats.tick(self.deadline)
-        self._standby.tick()
+        self._takeover.tick()
 
     def end(self) -> None:
         """Leave the decision to others again."""
-        self._standby.end()
+        self._takeover.end()
 
 
 class _WaitingBeats:

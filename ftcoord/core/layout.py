@@ -244,7 +244,7 @@ def store_queue_span(store: str, key: str) -> Span:
 
 
 def store_counts_span(store: str) -> Span:
-    """The counts of changes, one for each client of a store: they settle lost answers."""
+    """The counts of changes, one for each client of a store: they resolve lost answers."""
     return Span(f"{store}ops/", is_prefix=True)
 
 

@@ -61,7 +61,7 @@ class LeaseTimes:
         """When to send the next renewal of a lease that is wanted again: at once, unless it is fresh."""
         return self.renew_at() if now - self.sent_at < self.ttl * FRESH_FOR else now
 
-    def patience(self, now: float) -> float:
+    def renewal_timeout(self, now: float) -> float:
         """Seconds that a renewal sent now may take: while there is trust left, only until that ends."""
         left = self.trusted_until - now
         return left if left > RETRY_BETWEEN[0] else self.ttl * RENEW_AFTER

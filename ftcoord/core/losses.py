@@ -24,15 +24,15 @@ class Losses:
     """What became of the members of one quorum.
 
     Whoever is said to be dead is lost. Whoever is gone without a word may have left when it had done its part, or may
-    have lost no more than its lease: it is lost if nobody of its name is back after `patience` seconds.
+    have lost no more than its lease: it is lost if nobody of its name is back after `timeout` seconds.
 
     Args:
         seats: the replica ids of the quorum's members, by member id.
-        patience: in seconds.
+        timeout: in seconds.
     """
 
-    def __init__(self, seats: Mapping[str, str], patience: float) -> None:
-        self._patience = patience  # never changes
+    def __init__(self, seats: Mapping[str, str], timeout: float) -> None:
+        self._timeout = timeout  # never changes
         self._there = dict(seats)
         self._waited_for: dict[str, tuple[str, float]] = {}  # by member id: the replica id, and until when
 
@@ -50,7 +50,7 @@ class Losses:
         replica_id = self._there.pop(member)
         if cause:
             return Loss(replica_id, cause)
-        self._waited_for[member] = (replica_id, now + self._patience)
+        self._waited_for[member] = (replica_id, now + self._timeout)
         return None
 
     def over(self, now: float) -> list[str]:

@@ -179,8 +179,8 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
     else:
         reason, rule = f"Valid quorum found {poll}", ENOUGH
     # If each live member has a seat in it, nobody asks any more.
-    settles = len(poll.eligible) == len(situation.members)
-    return Publish(_conclude(poll.eligible, situation), reason, rule, settles=settles)
+    nothing_follows = len(poll.eligible) == len(situation.members)
+    return Publish(_conclude(poll.eligible, situation), reason, rule, nothing_follows=nothing_follows)
 
 
 def _poll(situation: QuorumSituation, answered: Mapping[str, int], before: frozenset[str]) -> _QuorumPoll:

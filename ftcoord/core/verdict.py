@@ -28,7 +28,7 @@ class Publish(Generic[R]):
             only through the record. Their keys must be unlike all that another decider, or another decision of the same
             one, ever wrote, or hold the same. They are written with the record if they fit into one transaction, and
             else before it.
-        settles: whether nothing is due once this is decided, as long as no member comes, changes or goes.
+        nothing_follows: whether nothing is due once this is decided, as long as no member comes, changes or goes.
         events: what the job's history has to say of it, written in the same transaction where etcd takes it.
     """
 
@@ -38,7 +38,7 @@ class Publish(Generic[R]):
     puts: Sequence[tuple[str, bytes]] = ()
     deletes: Sequence[Span] = ()
     beside: Sequence[tuple[str, bytes]] = ()
-    settles: bool = False
+    nothing_follows: bool = False
     events: Sequence[HistoryEvent] = ()
 
 

@@ -23,8 +23,8 @@ ATTEMPT_TIMEOUT: Final = 2.0
 """Seconds after which an attempt counts as unanswered; see `write_once.WRITE_ATTEMPT_TIMEOUT` for why so few."""
 SHORTEST_ATTEMPT: Final = 0.1
 """Seconds that an attempt gets even if less is left: with none, it could not be answered at all."""
-SHORTEST_PATIENCE: Final = 2.0
-"""Seconds that etcd gets even if the caller's time-out is shorter: that one is about the keys, not the network."""
+SHORTEST_TIMEOUT: Final = 2.0
+"""Seconds that etcd gets even if the caller's time-out is shorter: the caller's is about the keys, not the network."""
 FIRST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 1.0
 
@@ -34,7 +34,7 @@ def retry_until_answered(attempt: Callable[[float], T], deadline: float, cancell
 
     The attempt must be safe to repeat after OutcomeUnknown. Raises what the last attempt raised.
     """
-    deadline = max(deadline, concurrency.now() + SHORTEST_PATIENCE)
+    deadline = max(deadline, concurrency.now() + SHORTEST_TIMEOUT)
 
     def once() -> T:
         return attempt(min(max(deadline - concurrency.now(), SHORTEST_ATTEMPT), ATTEMPT_TIMEOUT))

@@ -137,8 +137,8 @@ def _lost(past: Sequence[PastEvent], last: PastEvent, number: int) -> str:
     if not started:
         return f"No worker had started in round {number}, so no work was lost." if number else ""
     stopped = f"The workers of round {number} were stopped: what they did since their last checkpoint is lost."
-    follower = _next_round(past, last)
-    return f"{stopped} Round {follower.number} followed: {_head(follower.reason)}." if follower else stopped
+    successor = _next_round(past, last)
+    return f"{stopped} Round {successor.number} followed: {_head(successor.reason)}." if successor else stopped
 
 
 def _now_of_rounds(status: JobStatus, past: Sequence[PastEvent]) -> str:
@@ -181,10 +181,10 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
         return Explanation(FORMAT, status.job, status.healthy, "", None, 0, "", now, "")
     number, ends = last.event.number, ends_in(past, last.event.number)
     first = in_causal_order(ends)[0]
-    follower = next((one.event for one in past if one.event.kind == "quorum" and one.revision >= last.revision), None)
+    successor = next((one.event for one in past if one.event.kind == "quorum" and one.revision >= last.revision), None)
     lost = f"The others lost the step that they were in, at most. {_healing(quorum)}"
-    if follower is not None:
-        lost = f"Quorum {follower.number} followed: {follower.reason}. {lost}"
+    if successor is not None:
+        lost = f"Quorum {successor.number} followed: {successor.reason}. {lost}"
     return Explanation(
         FORMAT,
         status.job,

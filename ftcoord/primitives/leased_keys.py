@@ -68,7 +68,7 @@ class WantedKeys:
     def wait(self, name: str, timeout: float, through_outage: bool) -> bool:
         """Raises ClientClosed and ThreadFailed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_settled(name) or (self._away and not through_outage), timeout)
+            self._changed.wait_for(lambda: self._is_resolved(name) or (self._away and not through_outage), timeout)
             self._check_thread()
             done = name not in self._dirty
             if not done:
@@ -81,7 +81,7 @@ class WantedKeys:
             self._closing = True
             self._changed.notify_all()
 
-    def _is_settled(self, name: str) -> bool:
+    def _is_resolved(self, name: str) -> bool:
         return name not in self._dirty or self._failure is not None
 
     def _check_thread(self) -> None:

@@ -328,7 +328,7 @@ class KeptLease:
         sent_at = self._renewer.clock()
         due = None
         try:
-            ttl = self._etcd.renew(self.id, timeout=min(timeout, self._times.patience(sent_at)))
+            ttl = self._etcd.renew(self.id, timeout=min(timeout, self._times.renewal_timeout(sent_at)))
             self._times = LeaseTimes(sent_at, ttl)
             due = self._times.renew_at()
             self._tell_of_renewal()

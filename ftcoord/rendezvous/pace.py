@@ -12,10 +12,10 @@ from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import SAY_AGAIN, seating_time, unhurried
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
-from ftcoord.core.standby import rare_slot
+from ftcoord.core.takeover import rare_slot
 from ftcoord.errors import EtcdError
 from ftcoord.logs import SHOWN, log_change, named
-from ftcoord.primitives.group.pace import Look, Standby, TakeoverToken, signals_at
+from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken, signals_at
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.rendezvous.limits import OtherLimits
 from ftcoord.rendezvous.logs import attendance
@@ -53,7 +53,7 @@ class RoundPace:
     ) -> None:
         now = concurrency.now()
         self._participant, self._settings, self._run, self._host = participant, settings, run, host
-        self._standby = Standby(participant, TakeoverToken(), rare_slot)
+        self._takeover = Takeover(participant, TakeoverToken(), rare_slot)
         self.gone = concurrency.event()
         self.deadline = now + settings.join_timeout
         self.has_waited = False
@@ -85,7 +85,7 @@ class RoundPace:
             self._check_at = min(self._check_at, self._say_again_at(look.record, now))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
             self.deadline = now + self._settings.join_timeout
-        self._standby.see(look.record, self._waiters(look.record), _may_look(look.record, standing))
+        self._takeover.see(look.record, self._waiters(look.record), _may_look(look.record, standing))
         if standing in (Standing.PENDING, Standing.SPARE):
             self.has_waited = True
         return standing
@@ -94,7 +94,7 @@ class RoundPace:
         now = concurrency.now()
         if standing is Standing.REFUSED:
             return now
-        return min(self.deadline, self._check_at, self._line_at + self._turn, self._standby.at(), signals_at())
+        return min(self.deadline, self._check_at, self._line_at + self._turn, self._takeover.at(), signals_at())
 
     def tick(self, look: Look[AnyRound, JoinRequest]) -> None:
         """Raises RendezvousTimeoutError after the join time-out, and RendezvousStateError where the limits differ."""
@@ -108,7 +108,7 @@ class RoundPace:
             raise RendezvousTimeoutError(self._why_no_round())
         if look.standing is Standing.SPARE and look.record is not None:
             self._log_spare(look.record)
-        self._standby.tick()
+        self._takeover.tick()
         if now >= self._check_at:
             self._check(look, now)
         if now >= self._line_at + self._turn:
@@ -128,7 +128,7 @@ class RoundPace:
 
     def rest(self) -> None:
         """This node waits no longer, for now."""
-        self._standby.end()
+        self._takeover.end()
 
     @property
     def _place(self) -> int:

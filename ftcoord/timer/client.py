@@ -101,7 +101,7 @@ class EtcdTimerClient(TimerClient):
         ttl: int = 10,
     ) -> None:
         super().__init__()
-        self._timeout = _patience(timeout)
+        self._timeout = _acquire_timeout(timeout)
         ttl = _ttl("ttl", ttl)
         if run is None and etcd is not None:
             raise ConfigError("run", None, "name the run too, where you name its etcd")
@@ -242,7 +242,7 @@ def _scope(scope_id: object) -> str:
     return scope_id
 
 
-def _patience(timeout: object) -> float:
+def _acquire_timeout(timeout: object) -> float:
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 <= timeout <= MAX_SECONDS:
         return float(timeout)
     raise ConfigError("timeout", redacted(timeout), "give the seconds that acquire may wait, 0 or more, such as 0.5")

@@ -239,9 +239,9 @@ class EtcdTimerServer(TimerServer):
         )
         self._expiring(info)
         reap = self._reap
-        settled = self._reap_worker_no_throw(claimed.worker_id) if reap is None else _no_throw(reap, info)
-        self._finish(key, claimed, settled)
-        if settled:
+        is_reaped = self._reap_worker_no_throw(claimed.worker_id) if reap is None else _no_throw(reap, info)
+        self._finish(key, claimed, is_reaped)
+        if is_reaped:
             try:
                 self._mark(claimed, reaped=True)
             except EtcdError as error:
@@ -257,8 +257,8 @@ class EtcdTimerServer(TimerServer):
             return None
         return EtcdTimerRequest(outcome.kv, timer) if outcome.done and outcome.kv else None
 
-    def _finish(self, key: Hashable, request: TimerRequest, settled: bool) -> None:
-        if settled:
+    def _finish(self, key: Hashable, request: TimerRequest, is_reaped: bool) -> None:
+        if is_reaped:
             self._book.drop(key)
         else:
             self._book.postpone(key, self._clock() + TIMER_RETRY_PAUSE, request)

@@ -86,7 +86,7 @@ def test_the_last_call_lets_more_nodes_in(make_nodes: MakeNodes) -> None:
     assert len(seats_of(joins)) == 3
 
 
-def test_the_next_round_settles_without_the_last_call(make_nodes: MakeNodes) -> None:
+def test_the_next_round_is_decided_without_the_last_call(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(1, 4, last_call_timeout=600, settle_timeout=0.5).add(4)
     join_all(nodes)
     nodes[3].fail()

@@ -276,7 +276,7 @@ def test_a_write_whose_second_answer_is_lost_too_stays_unknown(unfriendly: Any) 
     assert len(calls) > 2
 
 
-def test_a_write_is_settled_as_soon_as_etcd_answers_again(unfriendly: Any) -> None:
+def test_a_write_is_resolved_as_soon_as_etcd_answers_again(unfriendly: Any) -> None:
     """Each try is given up in time, not only the first: the election may have taken longer than that."""
     client, calls, answers = unfriendly
     attempts = itertools.count(1)

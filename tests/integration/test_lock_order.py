@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +13,18 @@ import locks
 import pytest
 from helpers import DEADLINE, eventually
 from members import Node
+from natives import Natives
+from rdzv_nodes import MakeNodes, all_signalled, join_all, join_as_agents, waits
 
 from ftcoord import concurrency
+from ftcoord.coordination import Gateway
+from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.lighthouse import LighthouseClient
 from ftcoord.coordination.manager import ManagerServer
 from ftcoord.coordination.manager_client import ManagerClient
+from ftcoord.core.layout import members_span
 from ftcoord.embedded.server import EtcdServer
+from ftcoord.etcd.api import Get
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.heartbeat import Heartbeat
 from ftcoord.store import EtcdStore
@@ -117,6 +125,40 @@ def test_direct_replicas(recorder: locks.Recorder, etcd: EtcdServer, prefix: str
             assert len({ask.result(DEADLINE).quorum_id for ask in asks}) == 1
     client.close()
     assert "LighthouseClient._lock" in recorder.names
+
+
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14) or (sys.platform, platform.machine()) != ("linux", "x86_64"),
+    reason="torchft 0.2.0 has wheels for Linux on x86_64 and Python up to 3.13 only; see setup.cfg",
+)
+def test_a_gateway(recorder: locks.Recorder, etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
+    """Its replicas ask, beat and vote through it, and one of them is killed."""
+    job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=3"
+    with Gateway(job) as gateway, Natives() as natives, Natives() as killed:
+        natives.manage(gateway.address(), "a", "b")
+        killed.manage(gateway.address(), "c")
+        for step in range(3):
+            others = [natives.do("quorum", name=name, step=step) for name in "ab"]
+            (found,) = killed.ask("c", step=step)
+            assert {one.result(DEADLINE)["quorum_id"] for one in others} == {found["quorum_id"]}
+        killed.kill()
+        members = Get(members_span(parse_address(job).prefix), keys_only=True)
+        eventually(lambda: len(client.range(members).kvs) == 2, "the one that was killed is a member no longer")
+    assert {"GatewaySessions._lock", "DaemonPool._lock", "Participant._writing", "Batcher._lock"} <= recorder.names
+
+
+def test_a_round_of_three_handlers(recorder: locks.Recorder, make_nodes: MakeNodes) -> None:
+    """Then one dies, and another one comes and closes the run."""
+    made = make_nodes(2, 3)
+    nodes = made.add(3)
+    assert {seat.world for seat in join_all(nodes)} == {3}
+    nodes[0].crash()
+    left = [*nodes[1:], made.one()]
+    joins = [waits(left[-1])]
+    all_signalled(left[:2])
+    assert {seat.world for seat in join_as_agents(left, [*(node.join() for node in left[:2]), *joins])} == {3}
+    assert left[0].finish()
+    assert {"Node._changed", "Participant._writing", "Group._turn", "MemberKey._writing"} <= recorder.names
 
 
 def test_a_store_timers_and_heartbeats(

@@ -164,11 +164,10 @@ def test_an_etcd_that_is_away_is_told_and_nothing_else(fragile: EtcdServer, capl
         fragile.kill()
         for _ in range(2):
             assert scrape(server.url) == {"ftcoord_etcd_up": {(): 0}}
-        fragile.restart()
+        (warned,) = (one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING)
+        assert "etcd cannot be read, so nothing is told of runs" in warned
+        fragile.restart()  # on a busy machine it may take longer than a request at first, which is another problem
         eventually(lambda: scrape(server.url)["ftcoord_etcd_up"] == {(): 1}, "etcd is back")
-    warned = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert warned, "it is said"
-    assert len(warned) == len({*warned}), "once for each way in which etcd is away: refused, or not answering"
 
 
 def test_jobs_of_which_only_the_history_is_left_do_not_hide_live_ones(

@@ -77,17 +77,17 @@ def test_trust_left_is_halved_by_each_retry(times: LeaseTimes) -> None:
 
 @given(leases, delays)
 def test_a_renewal_is_awaited_for_some_time_whatever_happened(times: LeaseTimes, later: float) -> None:
-    patience = times.patience(times.sent_at + later)
-    assert SHORTEST < patience <= times.ttl * TRUST_FOR + ROUNDING
+    timeout = times.renewal_timeout(times.sent_at + later)
+    assert SHORTEST < timeout <= times.ttl * TRUST_FOR + ROUNDING
 
 
 @given(leases, delays)
-def test_patience_ends_with_the_trust_while_there_is_some(times: LeaseTimes, later: float) -> None:
+def test_a_renewal_is_given_up_with_the_trust_while_there_is_some(times: LeaseTimes, later: float) -> None:
     now = times.sent_at + later
     if times.trusted_until - now > SHORTEST:
-        assert now + times.patience(now) == pytest.approx(times.trusted_until)
+        assert now + times.renewal_timeout(now) == pytest.approx(times.trusted_until)
     else:
-        assert times.patience(now) == times.ttl * RENEW_AFTER
+        assert times.renewal_timeout(now) == times.ttl * RENEW_AFTER
 
 
 @given(leases, delays)

@@ -8,12 +8,12 @@ import pytest
 
 from ftcoord.core.losses import Loss, Losses
 
-PATIENCE = 5.0
+TIMEOUT = 5.0
 
 
 @pytest.fixture
 def losses() -> Losses:
-    return Losses({"1": "a", "2": "b", "3": "c"}, PATIENCE)
+    return Losses({"1": "a", "2": "b", "3": "c"}, TIMEOUT)
 
 
 def test_nobody_is_gone_that_is_there_and_strangers_do_not_count(losses: Losses) -> None:
@@ -32,8 +32,8 @@ def test_the_dead_are_lost_at_once_and_once(losses: Losses) -> None:
 def test_who_is_gone_without_a_word_is_lost_if_it_does_not_come_back_in_time(losses: Losses) -> None:
     assert [losses.note(member, "", at) for member, at in (("1", 10.0), ("2", 11.0), ("3", 12.0))] == [None] * 3
     assert losses.gone(set()) == []
-    assert losses.due == 10.0 + PATIENCE
-    assert losses.judge({"b"}, {"1": "it was killed"}, 11.0 + PATIENCE) == ([Loss("a", "it was killed")], ["b"])
-    assert losses.due == 12.0 + PATIENCE
-    assert losses.judge({"b"}, {}, 12.0 + PATIENCE) == ([Loss("c", "")], [])
+    assert losses.due == 10.0 + TIMEOUT
+    assert losses.judge({"b"}, {"1": "it was killed"}, 11.0 + TIMEOUT) == ([Loss("a", "it was killed")], ["b"])
+    assert losses.due == 12.0 + TIMEOUT
+    assert losses.judge({"b"}, {}, 12.0 + TIMEOUT) == ([Loss("c", "")], [])
     assert losses.due == inf

@@ -63,13 +63,13 @@ def judge(
     assert verdict.rule in RULES
     if isinstance(verdict, Publish):
         check_quorum(situation, options, verdict.record)
-        check_settled(situation, options, verdict)
+        check_nothing_follows(situation, options, verdict)
     return verdict
 
 
-def check_settled(situation: QuorumSituation, options: QuorumOptions, verdict: Publish[QuorumRecord]) -> None:
+def check_nothing_follows(situation: QuorumSituation, options: QuorumOptions, verdict: Publish[QuorumRecord]) -> None:
     """Nothing is due, now or ever, while its members say what they said."""
-    if verdict.settles:
+    if verdict.nothing_follows:
         then = decide(replace(situation, previous=verdict.record), options, 10 * HOUR)
         assert isinstance(then, Wait)
         assert then.until is None
@@ -89,14 +89,14 @@ def waits(verdict: Verdict, why: str, until: float | None = None) -> bool:
     return why in verdict.reason and verdict.until == until
 
 
-def test_a_quorum_of_all_settles_all() -> None:
+def test_nothing_follows_a_quorum_of_all() -> None:
     verdicts = [
         judge(all_ask("a b")),
         judge([*all_ask("a b"), beats("c")], quorum("a b")),
         judge(all_ask("a c", shrink_only=True), quorum("a b")),
         judge([*all_ask("a b"), asks("b", member="another")]),
     ]
-    assert [isinstance(one, Publish) and one.settles for one in verdicts] == [True, False, False, False]
+    assert [isinstance(one, Publish) and one.nothing_follows for one in verdicts] == [True, False, False, False]
 
 
 # -- torchft's own scenarios --------------------------------------------------------------------------------------

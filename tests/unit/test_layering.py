@@ -25,7 +25,7 @@ FLOORS = (
     "files fork pidfd pool metrics.series",
     "config metrics.process",
     "metrics.exporter logs",
-    "core.strict core.layout core.outlook core.standby core.lease core.vote core.store_values core.store_history",
+    "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values core.store_history",
     "core.event_records",
     "core.verdict core.situation core.causes core.election_records core.barrier_records",
     "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records core.death_records",

@@ -6,7 +6,7 @@ import math
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Standby, TakeoverToken, UntilDeadline
+from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Takeover, TakeoverToken, UntilDeadline
 from ftcoord.primitives.group.succession import Judged
 from ftcoord.testing import Scheduler
 
@@ -32,7 +32,7 @@ def test_a_call_that_ends_leaves_the_look_of_another_one_alone() -> None:
 
     def scenario() -> None:
         participant, token, record = Takes(), TakeoverToken(), object()
-        looks, gives_up = Standby(participant, token), Standby(participant, token)
+        looks, gives_up = Takeover(participant, token), Takeover(participant, token)
         for call in (looks, gives_up):
             call.see(record, 2, waits=True)
         concurrency.sleep(looks.at() - concurrency.now())
@@ -51,7 +51,7 @@ def test_a_call_that_ends_leaves_the_look_of_another_one_alone() -> None:
 def test_a_call_that_ends_takes_its_own_look_back() -> None:
     def scenario() -> None:
         participant, token = Takes(), TakeoverToken()
-        call = Standby(participant, token)
+        call = Takeover(participant, token)
         call.see(object(), 2, waits=True)
         concurrency.sleep(call.at() - concurrency.now())
         call.tick()

@@ -8,7 +8,7 @@ import pytest
 
 from ftcoord import concurrency
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
-from ftcoord.etcd.retry import ATTEMPT_TIMEOUT, SHORTEST_PATIENCE, UNANSWERED, backoff, retry, retry_until_answered
+from ftcoord.etcd.retry import ATTEMPT_TIMEOUT, SHORTEST_TIMEOUT, UNANSWERED, backoff, retry, retry_until_answered
 
 
 class VirtualTime(concurrency.Python):
@@ -119,5 +119,5 @@ def test_etcd_gets_time_to_answer_even_if_the_caller_has_none(clock: VirtualTime
     begun = clock.time
     with pytest.raises(EtcdUnavailable):
         retry_until_answered(attempt, begun, concurrency.event())
-    assert given[0] == min(ATTEMPT_TIMEOUT, SHORTEST_PATIENCE)
-    assert clock.time - begun < SHORTEST_PATIENCE + ATTEMPT_TIMEOUT
+    assert given[0] == min(ATTEMPT_TIMEOUT, SHORTEST_TIMEOUT)
+    assert clock.time - begun < SHORTEST_TIMEOUT + ATTEMPT_TIMEOUT

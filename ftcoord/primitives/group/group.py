@@ -413,7 +413,7 @@ class Group:
                 self._succession.was_overtaken()
             return concurrency.now() + STEP_RETRY_PAUSE
         self._succession.has_decided()
-        if not (verdict.settles and self._record.mirror.synced):
+        if not (verdict.nothing_follows and self._record.mirror.synced):
             return concurrency.now()  # and look what follows
         self._last.rest(self._basis(), None)
         return self._succession.rest(None)

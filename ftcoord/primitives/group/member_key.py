@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 HOLD: Final = 0.05
 """Seconds that a decider holds back what it asks itself, so that it can go with the decision: several times as long as
 the asks of one step take to come, or each step has one write more. While it does, nobody else knows that it
-asks; whoever would decide in its place waits for three times as long (`core.standby.FIRST_PATIENCE`)."""
+asks; whoever would decide in its place waits for three times as long (`core.takeover.FIRST_LOOK_DELAY`)."""
 
 
 class MemberLost(LeaseLost):

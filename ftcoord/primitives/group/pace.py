@@ -9,7 +9,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.core.standby import Looking, Slot, slot
+from ftcoord.core.takeover import Looking, Slot, slot
 from ftcoord.primitives.group.succession import Judged
 
 R = TypeVar("R")
@@ -125,8 +125,8 @@ class TakesOver(Protocol):
     def nudge(self) -> None: ...
 
 
-class Standby:
-    """One call's looks at whether a decision is due that the decider does not make; see `core.standby`.
+class Takeover:
+    """One call's looks at whether a decision is due that the decider does not make; see `core.takeover`.
 
     For the thread that calls; `see` and `at` run under the participant's lock.
 

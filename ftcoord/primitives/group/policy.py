@@ -44,5 +44,5 @@ class Policy(Protocol):
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """What to do now. After a Wait this is not asked again before its `until`, unless the view has changed, nor
-        after a decision that settles all: so a verdict must rest on nothing else that may change meanwhile, but for
+        after a decision that nothing follows: so a verdict must rest on nothing else that may change meanwhile, but for
         numbers that only grow."""

@@ -17,7 +17,7 @@ from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
 from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.core.rendezvous_records import parse_decided
-from ftcoord.core.standby import SLOT, patience, stagger
+from ftcoord.core.takeover import SLOT, look_delay, stagger
 from ftcoord.etcd.api import Compare, Get, Op, Put, Span, TxnResult
 from ftcoord.testing import MemoryClient
 
@@ -32,7 +32,7 @@ DECISION = 0.1
 
 def soon(waiters: int) -> float:
     """Seconds for which nobody decides at most, where a decision is due: of several waiters the first one does."""
-    return patience(0) + stagger(waiters) + DECISION
+    return look_delay(0) + stagger(waiters) + DECISION
 
 
 def restarted(world: World, dead: Trainer, name: str) -> Trainer:
@@ -93,7 +93,7 @@ def test_a_decider_that_is_frozen_for_ten_seconds(world: World) -> None:
     world.scheduler.pause("replica0")
     frozen = world.scheduler.time
     train_together(world, group[1:], steps=1)
-    assert world.scheduler.time - frozen < STEP + soon(4) + JOIN + patience(0)
+    assert world.scheduler.time - frozen < STEP + soon(4) + JOIN + look_delay(0)
     for trainer in group:  # ten seconds of full steps would show no more, and take a minute for all seeds
         trainer.rest = SELDOM
     world.sleep(10)
@@ -131,7 +131,7 @@ def test_waiters_with_nothing_to_decide_look_seldom(world: World) -> None:
     span = members_span(job.prefix)
     looks = [waiter.door.begun.count(span) for waiter in waiters]
     assert min(looks) >= 1, "everybody looks"
-    most = seconds / patience(99) + 5  # the first looks come faster than that
+    most = seconds / look_delay(99) + 5  # the first looks come faster than that
     assert max(looks) <= most
     assert sum(looks) <= min(count * most, 1.1 * seconds / (SLOT * (1 + count / 200)) + count)
     watching = sum(waiter.door.watched.count(span) for waiter in waiters)
