@@ -1,4 +1,4 @@
-"""`ftcoord evict`, `close`, `kill` and `gc`: what acts on jobs. Each asks first, and says what it did."""
+"""`ftcoord evict`, `drain`, `close`, `kill` and `gc`: what acts on jobs. Each asks first, and says what it did."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ DONE, NOT_DONE = 0, 1
 COMMON: Final = (*ETCD_FLAGS, KEYS_FLAG, YES_FLAG, *OUTPUT_FLAGS)
 
 _REASON: Final = Flag("--reason", "FTCOORD_REASON", "why, for those who read it later", full_text, None, "TEXT")
+_FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "also if fewer nodes stay than a round needs", whole(0, 1), 0)
 _IDLE: Final = Flag("--idle", "FTCOORD_GC_IDLE", "also jobs that are not over but have nobody left", whole(0, 1), 0)
 _WAIT: Final = Flag(
     "--wait", "FTCOORD_KILL_WAIT", "seconds until the manager must have obeyed", seconds, 10.0, "SECONDS"
@@ -34,6 +35,12 @@ def add_commands(commands: Any) -> None:
     evict.add_argument("node", metavar="NODE", help="its host, node id, replica id or member id")
     add(evict, (_REASON, *COMMON))
     evict.set_defaults(run=_evict)
+
+    drain = commands.add_parser("drain", help="have a node leave a run, without an error and without a time-out")
+    add_job(drain)
+    drain.add_argument("node", metavar="NODE", help="its host, node id or member id")
+    add(drain, (_REASON, _FORCE, *COMMON))
+    drain.set_defaults(run=_drain)
 
     close = commands.add_parser("close", help="end a run for all of its nodes")
     add_job(close)
@@ -60,6 +67,18 @@ def _evict(options: argparse.Namespace) -> int:
         members = find_members(etcd, options.key_prefix, job, name)
         _ask(options, [f"evict {one} from {job!r}" for one in members])
         return _say(terminal, evict_members(etcd, job, members, cause, who()))
+
+
+def _drain(options: argparse.Namespace) -> int:
+    from ftcoord.operator.orders import because, drain, find_leavers
+
+    job, name = full_text("JOB", options.job), full_text("NODE", options.node)
+    terminal, reason = terminal_of(options), because(f"was drained by {who()}", options.reason)
+    with client_of(options) as etcd:
+        leavers = find_leavers(etcd, options.key_prefix, job, name, force=bool(options.force))
+        _ask(options, [f"have {leavers[0].node} on {leavers[0].host} leave {job!r}"])
+        timeout = etcd.config.request_timeout
+        return _say(terminal, drain(etcd, options.key_prefix, job, leavers, reason, who(), timeout))
 
 
 def _close(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""What a run's history says of nodes while nothing is decided: who waits, and who is refused. Pure.
+"""What a run's history says of nodes while nothing is decided: who waits, and who is refused.
 
 Most nodes that come are in the next round a moment later, which says so itself. Only those that are not are told of,
-all of them in one event, and seldom: thousands may wait for hours.
+all of them in one event, and seldom: thousands may wait for hours. No clock, no I/O.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _standings(situation: RoundSituation) -> Mapping[tuple[str, _Standing], str]
     found = {}
     for member in situation.members:
         ask = member.ask
-        if ask.leaving or ask.node in previous.nodes:
+        if ask.leaving or ask.node in previous.nodes or ask.node in previous.drained:
             continue
         if ask.limits != limits:
             text = f"is refused: it wants --nnodes={spelled(ask.limits)}, and the run has --nnodes={spelled(limits)}"

@@ -96,6 +96,7 @@ def _check_new_round(situation: RoundSituation, old: Round, new: Round) -> None:
     require("S1 one seat for each", len(set(chosen)) == len(chosen) == len({seat.node for seat in new.seats}))
     require("S1 only live members are seated", members.keys() >= set(chosen))
     require("S1 min <= n <= max", new.min_nodes <= len(chosen) <= new.max_nodes)
+    require("S1 nobody that is drained is seated", not {seat.node for seat in new.seats} & {*old.drained})
     require("S1 only those that ask are seated", all(_asks(members[one], old, one) for one in chosen))
     require("S1 nobody starts before all have taken their seats", not new.ready)
     require("S1 a new round is neither recalled nor closed", not (new.recalled or new.closed or new.outcome))

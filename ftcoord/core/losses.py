@@ -1,4 +1,4 @@
-"""Which members of a quorum are lost to the others. Pure."""
+"""Which members of a quorum are lost to the others. No clock, no I/O."""
 
 from __future__ import annotations
 

@@ -29,6 +29,8 @@ class Standing(enum.Enum):
     """It is all over."""
     REFUSED = "refused"
     """It asks for what cannot be had beside what the others ask for."""
+    DRAINED = "drained"
+    """An operator wants it to leave."""
     LOST = "lost"
     """Its lease is gone, and what it asked with it. Only the participant says so: no record tells."""
 

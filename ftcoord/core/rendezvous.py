@@ -25,7 +25,8 @@ Rules
   R7 closed. A closed run stays closed, unless the user's `restart` lets new members go on from it. They say so, and
      wait until nobody of the closed round is left.
   R8 leaving. A member that says that it is leaving counts as gone from then on, so that the others learn why. A member
-     whose key vanishes is gone: because it died, if its sentinel said so, or else because its lease ended.
+     whose key vanishes is gone: because it died, if its sentinel said so, or else because its lease ended. A node that
+     an operator drains is as good as gone: the record names it, it gets no seat any more, and leaves when it reads so.
   R9 reattaching. A lost lease is no lost node: etcd may have hung, and ended the leases of all. A node whose lease is
      gone while its workers run takes another one, and says as which member it took its seat in which round. It holds
      that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
@@ -252,7 +253,8 @@ class _RoundPoll:
     Args:
         asking: those that ask for a round, oldest first.
         busy: those that still have one to end.
-        leaving: those that are about to go, by the member that has the seat, and why; they count as gone.
+        leaving: those that are about to go, by the member that has the seat, and why; they count as gone. So do those
+            that are drained, of which the recall itself tells.
         held: the seats that are held through another lease, by the members that took them: their holders.
     """
 
@@ -284,6 +286,7 @@ def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
     previous = situation.previous
     newest = {member.ask.node: member for member in situation.members}
     last = previous.last_seats if previous else {}
+    drained = previous.drained if previous else ()
     asking: list[RoundCandidate] = []
     busy: list[RoundCandidate] = []
     leaving: dict[str, str] = {}
@@ -292,6 +295,8 @@ def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
         if ask.leaving:
             is_holder = previous is not None and _holds_seat(member, previous)
             leaving[ask.holds if is_holder else member.id] = ask.leaving
+        elif ask.node in drained:
+            continue
         elif newest[ask.node] is member and ask.limits == limits:
             has_seat = ask.holds or ask.after < max(ask.seated, last.get(member.id, 0))
             (busy if has_seat else asking).append(member)
@@ -496,8 +501,15 @@ def _complete(poll: _RoundPoll) -> Publish[Round]:
         ),
         *poll.limits,
         before=previous.closed or why_ended(previous.recalled, situation.decided_revision, situation.ends),
+        drained=_still_there(previous.drained, situation.members),
     )
     return Publish(decided, f"round {number} on {len(ranked)} nodes", FORMING)
+
+
+def _still_there(drained: Sequence[str], members: Sequence[RoundCandidate]) -> tuple[str, ...]:
+    """Those nodes that have not left yet. Another process on the same host is another node."""
+    nodes = {member.ask.node for member in members} if drained else frozenset()
+    return tuple(node for node in drained if node in nodes)
 
 
 def _rank(chosen: Sequence[RoundCandidate], nodes_before: Mapping[str, int]) -> list[RoundCandidate]:
@@ -533,13 +545,16 @@ def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequ
     """What the decided record `now` means for the member `me`, which asks for this.
 
     SEATED: it writes that it takes its seat. ANSWERED: all have, so it starts. MISSED: its round came to nothing, or
-    the others went on without it, and it asks again. SPARE: a round runs without it. CLOSED: the run is over. REFUSED:
-    the run has other limits; it counts for nothing as long as any other member shares those.
+    the others went on without it, and it asks again. SPARE: a round runs without it. CLOSED: the run is over. DRAINED:
+    an operator wants it to leave. REFUSED: the run has other limits; it counts for nothing as long as any other member
+    shares those.
 
     Of a head, a member first reads the chunk of its roll that it is in, if that matters.
     """
     if now is None or (now.closed and now.number == ask.reopens) or (isinstance(now, HeardRound) and now.gone):
         return _PENDING
+    if not now.closed and ask.node in now.drained:
+        return Outlook(Standing.DRAINED, Next.RETURN)
     if not now.closed and now.number < ask.seated:
         return Outlook(Standing.MISSED, Next.RETURN)  # an etcd that lost writes has lost the round
     if not now.closed and now.limits not in (ask.limits, NO_ROUND.limits):
@@ -601,3 +616,24 @@ def close(now: AnyRound, reason: str, outcome: str, *, speaks: bool) -> Round | 
             without a node, what became of its workers says nothing.
     """
     return replace(now, closed=reason, outcome=outcome) if speaks and not now.closed else None
+
+
+def drain(now: AnyRound, leavers: Sequence[JoinRequest], reason: str) -> Round | RoundHead | None:
+    """The record that has nodes leave; None if the run is over, or if it has all of them leave already.
+
+    Args:
+        leavers: what the members of these nodes ask.
+        reason: what their round is recalled for.
+    """
+    more = [node for node in dict.fromkeys(ask.node for ask in leavers) if node not in now.drained]
+    if now.closed or not more:
+        return None
+    recalled = now.recalled or (reason if any(_may_have_seat(now, ask) for ask in leavers) else "")
+    return replace(now, drained=(*now.drained, *more), recalled=recalled)
+
+
+def _may_have_seat(now: AnyRound, ask: JoinRequest) -> bool:
+    """Of a head this errs on the safe side while seats are being taken: nobody has begun to work by then."""
+    if isinstance(now, Round):
+        return ask.node in now.nodes
+    return ask.seated == now.number or not now.ready

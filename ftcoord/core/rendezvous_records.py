@@ -118,6 +118,7 @@ class Round:
         outcome: how it ended: FINISHED, FAILED or CLOSED; empty while it is not over.
         before: why the round before this one ended; empty for the first.
         by: the member that decided this.
+        drained: the nodes that an operator wants to leave, as long as they are there. They get no seat any more.
     """
 
     number: int
@@ -134,6 +135,7 @@ class Round:
     outcome: str = ""
     before: str = ""
     by: str = ""
+    drained: tuple[str, ...] = ()
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -205,6 +207,7 @@ class RoundHead:
     outcome: str = ""
     before: str = ""
     by: str = ""
+    drained: tuple[str, ...] = ()
 
     @property
     def limits(self) -> tuple[int, int]:

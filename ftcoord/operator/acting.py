@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -28,13 +28,13 @@ from ftcoord.core.layout import (
     spans_but_history,
     timers_span,
 )
-from ftcoord.core.rendezvous_records import AnyRound, parse_decided
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, parse_decided
 from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, Op, Put, RangeResult
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.leftovers import JobRemains
 from ftcoord.operator.naming import NamedMember
 from ftcoord.operator.reading import job_ids
-from ftcoord.rendezvous.ending import RunEnding, end_run, ending
+from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
 
 CLOSED_TTL: Final = 3600
 """Seconds that the record of a run lives that never had one: what agents give a run by default."""
@@ -82,13 +82,39 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
     """
     over = ""
 
-    def end(now: AnyRound) -> RunEnding | None:
+    def end(now: AnyRound) -> RecordChange | None:
         nonlocal over
         over = now.closed
         return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True, by=by)
 
-    end_run(etcd, prefix, CLOSED_TTL, HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0, end, timeout)
+    history_ttl = HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0
+    change_record(etcd, prefix, CLOSED_TTL, history_ttl, end, timeout)
     return over
+
+
+def drain_nodes(
+    etcd: EtcdCalls, prefix: str, leavers: Sequence[JoinRequest], reason: str, by: str, timeout: float
+) -> bool:
+    """Have nodes leave a run, within `timeout` seconds for each request; whether that was news to it.
+
+    They and the others hear of it at once: with the record.
+
+    Args:
+        leavers: what the members of these nodes ask.
+        reason: what is said of each, behind the name of its host. The history says `by` whom.
+
+    Raises StateError, if the record is not ftcoord's, and EtcdError.
+    """
+    found: RecordChange | None = None
+
+    def change(now: AnyRound) -> RecordChange | None:
+        nonlocal found
+        found = draining(now, leavers, reason, by=by)
+        return found
+
+    history_ttl = HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0
+    change_record(etcd, prefix, CLOSED_TTL, history_ttl, change, timeout)
+    return found is not None
 
 
 def _keeps_history(etcd: EtcdCalls, prefix: str, timeout: float) -> bool:

@@ -21,7 +21,7 @@ class NamedMember:
         prefix: its group's.
         kv: its key.
         owner: what its leases belong to: the node's id, or the replica's name.
-        host: its machine; empty where it does not say so.
+        host: its machine, mostly with the pid of its agent, as `host7 (pid 4711)`; empty where it does not say so.
         group: rendezvous or quorums.
     """
 
@@ -35,14 +35,22 @@ class NamedMember:
     def id(self) -> str:
         return member_of(self.kv.key)
 
+    @property
+    def machine(self) -> str:
+        """The host's name by itself; empty where it does not say so."""
+        return self.host.partition(" (pid ")[0]
+
     def __str__(self) -> str:
         where = f" on {self.host}" if self.host else ""
         return f"{self.owner}{where} (member {self.id} of the {self.group})"
 
 
 def members_called(keys: JobKeys, name: str) -> list[NamedMember]:
-    """The members with this member id, node id, replica id or host, the oldest first."""
-    return [one for one in _members(keys) if name in (one.id, one.owner, one.host) and name]
+    """The members with this member id, node id, replica id or host, the oldest first.
+
+    A host may be named without the pid that its agent tells with it.
+    """
+    return [one for one in _members(keys) if name in (one.id, one.owner, one.host, one.machine) and name]
 
 
 def no_such_job(job: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from ftcoord import concurrency
 from ftcoord.core.layout import quorum_prefix, run_prefix
-from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum
+from ftcoord.core.rendezvous_records import JoinRequest, parse_join_request
+from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum, StateError
 from ftcoord.etcd.api import Etcd, EtcdCalls
-from ftcoord.operator.acting import close_run, evict, ordered
-from ftcoord.operator.job_keys import JobKeys
+from ftcoord.operator.acting import close_run, drain_nodes, evict, ordered
+from ftcoord.operator.job_keys import GroupKeys, JobKeys
 from ftcoord.operator.naming import NamedMember, members_called, no_such_job, owners
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.told import FORMAT, Done
@@ -45,6 +47,49 @@ def evict_members(etcd: EtcdCalls, job: str, members: Sequence[NamedMember], cau
         else:
             left.append(f"{one} was gone already")
     return Done(FORMAT, job, tuple(did), tuple(left))
+
+
+def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force: bool) -> list[JoinRequest]:
+    """What the members of a node ask that is to leave a run, the oldest first.
+
+    Args:
+        force: also if fewer nodes stay than a round needs.
+
+    Raises NothingThere, also for fewer; ConfigError for the name of several nodes, or of a replica; StateError and
+    EtcdError.
+    """
+    members = find_members(etcd, key_prefix, job, name)
+    if members[0].group != "rendezvous":
+        raise ConfigError("NODE", name, "it is a replica of a quorum, which has no rounds to leave: `ftcoord kill` it")
+    rounds = read_job(etcd, key_prefix, job).rounds
+    asks = [parse_join_request(one.kv.key, one.kv.value) for one in members]
+    stay = {ask.node for ask in _asks(rounds) if not ask.leaving} - {ask.node for ask in asks}
+    if len(stay) < asks[0].min_nodes and not force:
+        raise NothingThere(
+            f"{len(stay)} of at least {asks[0].min_nodes} nodes would be left of {job!r}, which would stand still:"
+            " start another node first, or give --force"
+        )
+    return asks
+
+
+def _asks(rounds: GroupKeys) -> Iterator[JoinRequest]:
+    """What all members ask whose keys can be read."""
+    for kv in rounds.members():
+        with contextlib.suppress(StateError):
+            yield parse_join_request(kv.key, kv.value)
+
+
+def drain(
+    etcd: EtcdCalls, key_prefix: str, job: str, leavers: Sequence[JoinRequest], reason: str, by: str, timeout: float
+) -> Done:
+    """Have a node leave a run, within `timeout` seconds for each request. Its history says `by` whom.
+
+    Raises StateError and EtcdError.
+    """
+    node = f"{leavers[0].node} on {leavers[0].host}"
+    if drain_nodes(etcd, run_prefix(key_prefix, job), leavers, reason, by, timeout):
+        return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
+    return Done(FORMAT, job, (), (f"{node} is to leave already, or the run is over",))
 
 
 def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:

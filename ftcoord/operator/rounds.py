@@ -37,6 +37,7 @@ _STANDINGS: Final = {
     Standing.SPARE: "spare",
     Standing.CLOSED: "over",
     Standing.REFUSED: "refused",
+    Standing.DRAINED: "draining",
 }
 
 

@@ -49,7 +49,8 @@ class NodeStatus:
         node: the agent's id, through all of its leases.
         host: its machine.
         member: its member id, which is its lease, in hexadecimal.
-        standing: running, called back, seating, seated, waiting, spare, away, leaving, refused, replaced or over.
+        standing: running, called back, seating, seated, waiting, spare, away, leaving, draining, refused, replaced or
+            over.
         said: why it leaves, or what became of its worker; empty for nothing.
         since_revision: etcd's, at which it became a member.
         lease_left, lease_ttl: seconds; None where that was not asked.

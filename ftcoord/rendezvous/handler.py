@@ -177,7 +177,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Take part in the next round; returns when it is decided.
 
         A surplus node waits here without limit as long as others run, and leaves with SystemExit(0) when the run closes
-        (`on_spare_close=raise`: RendezvousGracefulExitError).
+        (`on_spare_close=raise`: RendezvousGracefulExitError). So does a node that an operator drains.
 
         Raises:
             RendezvousTimeoutError: no round came about within `join_timeout` seconds.

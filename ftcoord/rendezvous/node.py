@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, NoReturn
 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -149,8 +149,13 @@ class Node:
                 return self._ask(port, self.pace)
         except (RendezvousError, SystemExit) as error:
             if not isinstance(error, RendezvousStateError) or self.pace.limits.refusal:
-                self.leave("other limits" if isinstance(error, RendezvousStateError) else type(error).__name__)
+                self.leave("other limits" if isinstance(error, RendezvousStateError) else self._why_parted(error))
             raise
+
+    def _why_parted(self, error: BaseException) -> str:
+        member = self.participant.member
+        record = member.record if member is not None else None
+        return "drained" if record is not None and self.id in record.drained else type(error).__name__
 
     def stop(self) -> None:
         """Have the thread that waits end with RendezvousClosedError. From any thread."""
@@ -208,6 +213,9 @@ class Node:
         self._numbers.heard(look.ask.seated, look.record.number if look.record is not None else 0)
         if look.standing is Standing.LOST:
             return self._ready_after_all(look)
+        if look.standing is Standing.DRAINED:
+            run = self._settings.run_id
+            self._end_without_error(f"run {run!r} goes on without this node, which was drained: `ftcoord why {run}`")
         if look.standing is Standing.CLOSED:
             assert look.record is not None
             self._go_on_or_end(look.record, pace)
@@ -305,10 +313,16 @@ class Node:
             again = "it may be started again once all of its nodes have ended, or start"
             advice = again if may_reopen(now, settings.restart) else "start"
             raise RendezvousClosedError(f"{text}; {advice} a new run under another --rdzv-id")
+        self._end_without_error(f"{text}; this node was a spare and is not needed any more")
+
+    def _end_without_error(self, text: str) -> NoReturn:
+        """Raise what ends this node's agent as if its workers were done."""
+        settings, member = self._settings, self.participant.member
         if settings.on_spare_close == "raise":
             raise RendezvousGracefulExitError(text)
-        text += "; this node was a spare and is not needed any more"
-        log_change(log, text, run=settings.run_id, round=now.number, reason=now.closed, host=self.host)
+        record = member.record if member is not None else None
+        number, reason = (record.number, record.closed or record.recalled) if record is not None else (0, "")
+        log_change(log, text, run=settings.run_id, round=number, reason=reason, host=self.host)
         raise SystemExit(0)
 
     def _await_farewell(self) -> None:

@@ -22,7 +22,7 @@ from ftcoord.core.strict import LARGEST
 from ftcoord.errors import ClientClosed, EtcdError, StateError
 from ftcoord.etcd.api import Etcd, Get, Span, exists
 from ftcoord.primitives.group.event_log import EventLog
-from ftcoord.rendezvous.ending import RunEnding, end_run, ending
+from ftcoord.rendezvous.record_change import RecordChange, change_record, ending
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class RunRecord:
         """
         settings = self._settings
 
-        def end(now: AnyRound) -> RunEnding | None:
+        def end(now: AnyRound) -> RecordChange | None:
             speaks = speaker is None or bool(now.closed) or self._has_seat(now, speaker)
             told, ends = reason, list[HistoryEvent]()
             if speaks and not now.closed and failure is not None and speaker is not None:
@@ -107,11 +107,13 @@ class RunRecord:
         except EtcdError as error:
             raise RendezvousConnectionError(f"run {settings.run_id!r} could not be closed: {error}") from None
 
-    def _is_ended(self, end: Callable[[AnyRound], RunEnding | None]) -> bool:
+    def _is_ended(self, end: Callable[[AnyRound], RecordChange | None]) -> bool:
         """End the run. False if another round was decided meanwhile."""
         settings = self._settings
         try:
-            end_run(self._etcd, settings.prefix, settings.run_ttl, settings.history_ttl, end, settings.close_timeout)
+            change_record(
+                self._etcd, settings.prefix, settings.run_ttl, settings.history_ttl, end, settings.close_timeout
+            )
         except _RoundReplaced:
             return False
         return True

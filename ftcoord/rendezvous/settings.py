@@ -141,7 +141,8 @@ class RendezvousSettings:
         orphans: when this process dies, ``end`` what it has started (its workers), or ``leave`` it.
         restart: which closed runs a new start may go on from, once nobody of the old one is left: one that ``failed``,
             ``always`` any, ``never``.
-        on_spare_close: a spare whose run closes ends with ``exit`` code 0, or will ``raise`` torch's error.
+        on_spare_close: a spare whose run closes, and a drained node, ends with ``exit`` code 0, or will ``raise``
+            torch's error.
         key_prefix: where in etcd the runs live; begins with ``/`` and does not end with it.
         request_timeout: how long one call to etcd may take; the same as `etcd.request_timeout` if there is `etcd`.
         timers: whether the agent reaps workers whose expiration timers have expired.

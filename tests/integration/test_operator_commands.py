@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import pytest
 from helpers import DEADLINE, eventually, python
+from pages import write_quorum
 from rdzv_nodes import MakeNodes, spawn, waits
 from replicas import ReplicaProcess
 
@@ -90,6 +91,66 @@ def test_an_evicted_node_is_called_back_with_the_reason(make_nodes: MakeNodes, r
     why = eventually(lambda: run.json("status", "evicting")["rounds"]["recalled"], "the round is recalled")
     assert re.fullmatch(r"evicted by \S+@\S+: it smells .*", why, re.DOTALL)
     assert run("evict", "evicting", one["member"], "--yes")[0] == 1
+
+
+def test_a_drained_node_leaves_without_an_error_and_the_others_go_on(make_nodes: MakeNodes, run: Commands) -> None:
+    nodes = make_nodes(2, 3, run_id="draining", lease_ttl=600)
+    three = nodes.add(3)
+    seats = [join.result(DEADLINE) for join in [node.join() for node in three]]
+    leaver, *others = sorted(three, key=lambda node: seats[three.index(node)].rank != 1)
+    code, shown, _ = run("drain", "draining", leaver.member().id, "--yes", "--reason", "its disk is worn out")
+    assert code == 0
+    assert shown.startswith("drained ")
+    assert {one["standing"] for one in run.json("status", "draining")["rounds"]["members"]} >= {"draining"}
+    for node in three:
+        eventually(node.signalled, "all are called back, the leaver too")
+    again = [node.join() for node in others]
+    with pytest.raises(SystemExit) as left:
+        leaver.join().result(DEADLINE)
+    assert left.value.code == 0
+    assert sorted((seat.rank, seat.world) for seat in (join.result(DEADLINE) for join in again)) == [(0, 2), (1, 2)]
+    leaver.end_with(left.value)
+    events = run.json("history", "draining")["events"]
+    told = [(one["kind"], one["reason"]) for one in events if "its disk is worn out" in one["reason"]]
+    assert [kind for kind, _ in told] == ["ordered", "recalled", "round"]
+    assert all(re.search(r"was drained by \S+@\S+: its disk is worn out", reason) for _, reason in told)
+    assert run.json("status", "draining")["rounds"]["state"] == "running"
+
+
+def test_a_spare_is_drained_and_nobody_is_called_back(make_nodes: MakeNodes, run: Commands) -> None:
+    nodes = make_nodes(2, 2, run_id="spare")
+    running = nodes.add(2)
+    for join in [node.join() for node in running]:
+        join.result(DEADLINE)
+    (spare,) = nodes.add(1)
+    waiting = waits(spare)
+    assert run("drain", "spare", spare.member().id, "--yes")[0] == 0
+    assert isinstance(waiting.exception(DEADLINE), SystemExit)
+    found = run.json("status", "spare")["rounds"]
+    assert (found["number"], found["recalled"]) == (1, "")
+
+
+def test_only_a_node_that_can_be_spared_is_drained(make_nodes: MakeNodes, run: Commands) -> None:
+    nodes = make_nodes(2, 3, run_id="short")
+    two = nodes.add(2)
+    for join in [node.join() for node in two]:
+        join.result(DEADLINE)
+    id_ = two[0].member().id
+    code, _, said = run("drain", "short", id_, "--yes")
+    assert code == 1
+    assert "1 of at least 2 nodes would be left of 'short'" in said
+    code, _, said = run("drain", "short", id_, "--force")
+    assert (code, "--yes" in said) == (2, True)
+    assert not two[0].signalled()
+    assert run("drain", "short", id_, "--yes", "--force")[0] == 0
+    assert run("drain", "short", id_, "--yes", "--force")[1].startswith("left alone: ")
+
+
+def test_a_replica_has_no_round_to_leave(run: Commands, client: EtcdClient) -> None:
+    write_quorum(client, "drain quorum", {"east": 1})
+    code, _, said = run("drain", "drain quorum", "east", "--yes")
+    assert code == 2
+    assert "`ftcoord kill` it" in said
 
 
 def test_a_closed_run_ends_for_its_nodes(make_nodes: MakeNodes, run: Commands) -> None:

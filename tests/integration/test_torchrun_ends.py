@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,22 @@ def test_a_job_that_is_done_on_one_node_goes_on_on_the_others(etcd: EtcdServer, 
         assert decided(etcd, job).outcome == rendezvous_records.FINISHED
         assert len(job.events("finished")) == 1
         assert "are stopped" not in job.terminals()
+
+
+def test_a_drained_agent_ends_with_0_and_the_others_train_on(etcd: EtcdServer, tmp_path: Path) -> None:
+    """No lease ends by time here, and no restart is to be had."""
+    with Job(tmp_path, etcd.get_endpoint(), "2:3", "idle.py", restarts=0, conf={"lease_ttl": 600}) as job:
+        job.start("abc")
+        job.round_of("abc", kind="started")
+        host = f"{socket.gethostname()} (pid {job.agents['b'].pid})"
+        assert cli.main(["drain", job.run_id, host, "--endpoints", etcd.get_endpoint(), "--yes"]) == 0
+        job.round_of("ac", kind="started")
+        job.expect_exit(0, "b")
+        eventually(lambda: not job.processes("b"), lambda: f"nothing of it is left\n{job.story()}")
+        assert "goes on without this node, which was drained" in job.agents["b"].terminal()
+        assert "Traceback" not in job.terminals()
+        job.finish("ac")
+        assert decided(etcd, job).outcome == rendezvous_records.FINISHED
 
 
 def test_a_failure_lets_those_go_that_are_done_and_wait_for_others(etcd: EtcdServer, tmp_path: Path) -> None:

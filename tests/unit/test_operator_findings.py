@@ -152,7 +152,7 @@ def keys(*nodes: KeyValue) -> JobKeys:
     return JobKeys("job", 5, rounds, GroupKeys(QUORUM, below_members=(replica,)), 9)
 
 
-TWO = keys(node(1, "n1", "h"), node(2, "n1", "h"), node(3, "n2", "h"))
+TWO = keys(node(1, "n1", "h (pid 7)"), node(2, "n1", "h (pid 7)"), node(3, "n2", "h (pid 8)"))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,7 @@ TWO = keys(node(1, "n1", "h"), node(2, "n1", "h"), node(3, "n2", "h"))
         ("n1", [1, 2], 1),
         ("n2", [3], 1),
         ("h", [1, 2, 3], 2),
+        ("h (pid 8)", [3], 1),
         ("r1", [9], 1),
         ("x", [], 0),
         ("", [], 0),

@@ -59,9 +59,9 @@ from ftcoord.primitives.group.policy import View
 
 ROUNDS_AND_QUORUMS: Final = {
     JoinRequest: "node address port after host nonce min_nodes max_nodes seated reopens leaving holds failed failed_at",
-    Round: "number seats address port away min_nodes max_nodes ready recalled waiting closed outcome before by",
+    Round: "number seats address port away min_nodes max_nodes ready recalled waiting closed outcome before by drained",
     RoundHead: "number size roll chunks address port min_nodes max_nodes ready recalled waiting closed outcome before "
-    "by",
+    "by drained",
     RollChunk: "members nodes hosts ranks away rounds",
     Seat: "member node host",
     Away: "member round",

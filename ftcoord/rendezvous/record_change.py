@@ -1,4 +1,5 @@
-"""What ends a run, in one transaction: for its nodes, and for whoever ends it by hand."""
+"""What changes a run's record beside its decider, in one transaction: nodes and operators that end the run, and
+operators that have nodes leave it."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ from ftcoord import concurrency
 from ftcoord.core import rendezvous, rendezvous_records
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import decided_key, round_key
-from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, parse_decided
+from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, parse_decided
+from ftcoord.core.round_history import named
 from ftcoord.etcd.api import Delete, EtcdCalls, Get, Op, Put, Span
 from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnding:
-    """The record that ends a run, what goes with it, and what its history has to say."""
+class RecordChange:
+    """The record that replaces the one that is there, what goes with it, and what the history has to say."""
 
     value: bytes
     also: Sequence[Op]
@@ -34,7 +36,7 @@ def ending(
     speaks: bool,
     by: str = "",
     ends: Sequence[HistoryEvent] = (),
-) -> RunEnding | None:
+) -> RecordChange | None:
     """What ends a run; None to leave the run as it is.
 
     If the run did not finish, its round ends too: torch's agents wait in the round's store, in their exit barrier, for
@@ -54,33 +56,56 @@ def ending(
     wall_ms = int(concurrency.wall() * 1000)
     told = [replace(end, by=by, wall_ms=wall_ms) for end in ends]
     event = HistoryEvent("closed", now.number, reason=f"{outcome}: {reason}", by=by, wall_ms=wall_ms)
-    return RunEnding(value, () if outcome == rendezvous_records.FINISHED else (fence,), [*told, event])
+    return RecordChange(value, () if outcome == rendezvous_records.FINISHED else (fence,), [*told, event])
 
 
-def end_run(
+def draining(now: AnyRound, leavers: Sequence[JoinRequest], reason: str, *, by: str) -> RecordChange | None:
+    """What has nodes leave a run; None if it is over, or if all of them are to leave already.
+
+    Args:
+        leavers: what the members of these nodes ask.
+        reason: what is said of each, behind the name of its host.
+        by: who wants it, for people.
+    """
+    hosts = {ask.node: ask.host for ask in leavers}
+    text = f"{named(sorted({*hosts.values()}))} {reason}"
+    drained = rendezvous.drain(now, leavers, text)
+    if drained is None:
+        return None
+    wall_ms = int(concurrency.wall() * 1000)
+    told = [
+        HistoryEvent("ordered", now.number, host, node, f"{host} {reason}", by=by, wall_ms=wall_ms)
+        for node, host in hosts.items()
+    ]
+    if drained.recalled != now.recalled:
+        told.append(HistoryEvent("recalled", now.number, reason=text, by=by, wall_ms=wall_ms))
+    return RecordChange(rendezvous_records.encode(replace(drained, by=uuid.uuid4().hex)), (), told)
+
+
+def change_record(
     etcd: EtcdCalls,
     prefix: str,
     run_ttl: int,
     history_ttl: int,
-    end: Callable[[AnyRound], RunEnding | None],
+    change: Callable[[AnyRound], RecordChange | None],
     timeout: float,
 ) -> None:
-    """Replace a run's record by what `end` makes of it, under its lease, or else a new one of `run_ttl` seconds.
+    """Replace a run's record by what `change` makes of it, under its lease, or else a new one of `run_ttl` seconds.
 
-    `end` gets the record as it is, and is called again when somebody else changed it meanwhile. If it returns None the
-    record stays as it is. Raises StateError, and OutcomeUnknown and EtcdUnavailable when etcd cannot be reached; each
-    of the requests of a try may take `timeout` seconds.
+    `change` gets the record as it is, and is called again when somebody else changed it meanwhile. If it returns None
+    the record stays as it is. Raises StateError, and OutcomeUnknown and EtcdUnavailable when etcd cannot be reached;
+    each of the requests of a try may take `timeout` seconds.
     """
     key, done = decided_key(prefix), False
     history = EventLog(etcd, prefix, history_ttl, uuid.uuid4().hex, keeps=False) if history_ttl else None
     while not done:
         kv = etcd.range(Get(Span(key)), timeout=timeout).one
-        ended = end(parse_decided(kv.key, kv.value) if kv else NO_ROUND)
-        if ended is None:
+        changed = change(parse_decided(kv.key, kv.value) if kv else NO_ROUND)
+        if changed is None:
             return
         expected = kv.mod_revision if kv else 0
-        put = Put(key, ended.value, kv.lease if kv and kv.lease else etcd.grant(run_ttl).id)
-        also = ended.also
+        put = Put(key, changed.value, kv.lease if kv and kv.lease else etcd.grant(run_ttl).id)
+        also = changed.also
 
         def write(
             more: Sequence[Op], put: Put = put, expected: int = expected, also: Sequence[Op] = also
@@ -90,4 +115,4 @@ def end_run(
         if history is None:
             done = write(()).done
         else:
-            done = history.send(history.writes(ended.events, expected), ended.events, write).done
+            done = history.send(history.writes(changed.events, expected), changed.events, write).done

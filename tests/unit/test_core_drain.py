@@ -1,0 +1,125 @@
+"""A node that an operator drains: what the record, the decider and the node itself make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from ftcoord.core.bystanders import TELL_AFTER, Bystanders
+from ftcoord.core.invariants import InvariantBroken, check_round
+from ftcoord.core.outlook import Next, Standing
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, call_back, decide, drain, outlook
+from ftcoord.core.rendezvous_records import JoinRequest, Round, RoundHead, Seat, head_of
+from ftcoord.core.verdict import Publish, Wait
+
+WHY = "hostB was drained by ann"
+OPTIONS = RoundOptions(last_call_timeout=30.0, settle_timeout=1.0)
+NOW = 100.0
+
+
+def ask(node: str, after: int = 0, seated: int = 0) -> JoinRequest:
+    return JoinRequest(node, f"{node}.example", 1000, after, f"host{node}", f"{node}/{after}", 2, 3, seated=seated)
+
+
+def candidates(*asks: JoinRequest) -> list[RoundCandidate]:
+    return [RoundCandidate(one.node, one, 0.0) for one in asks]
+
+
+def a_round(nodes: str, *, ready: bool = True, recalled: str = "") -> Round:
+    seats = tuple(Seat(node, node, f"host{node}") for node in nodes)
+    return Round(1, seats, "A.example", 1000, (), 2, 3, ready=ready, recalled=recalled)
+
+
+def situation(members: Sequence[JoinRequest], previous: Round) -> RoundSituation:
+    return RoundSituation(candidates(*members), 0.0, previous, 0.0)
+
+
+def drained(now: Round, *leavers: JoinRequest) -> Round:
+    found = drain(now, leavers, WHY)
+    assert isinstance(found, Round)
+    return found
+
+
+def test_its_round_is_recalled_and_all_come_back() -> None:
+    mine = a_round("ABC")
+    now = drained(mine, ask("B", seated=1))
+    assert (now.drained, now.recalled, now.seats) == (("B",), WHY, mine.seats)
+    assert call_back(now, mine) == (1, WHY)
+
+
+def test_the_next_round_is_complete_without_it_though_it_still_ends_its_workers() -> None:
+    now = drained(a_round("ABC"), ask("B", seated=1))
+    members = [ask("A", after=1, seated=1), ask("B", seated=1), ask("C", after=1, seated=1)]
+    verdict = decide(situation(members, now), OPTIONS, NOW)
+    assert isinstance(verdict, Publish)
+    assert [seat.node for seat in verdict.record.seats] == ["A", "C"]
+    assert verdict.record.before == WHY
+    assert verdict.record.drained == ("B",)  # it may ask before it has read so
+    check_round(situation(members, now), verdict.record)
+
+
+def test_one_that_asks_before_it_has_heard_gets_no_seat() -> None:
+    now = drained(a_round("ABC"), ask("B", seated=1))
+    members = [ask(node, after=1, seated=1) for node in "ABC"]
+    verdict = decide(situation(members, now), OPTIONS, NOW)
+    assert isinstance(verdict, Publish)
+    assert [seat.node for seat in verdict.record.seats] == ["A", "C"]
+    seated = replace(verdict.record, seats=a_round("ABC").seats)
+    with pytest.raises(InvariantBroken, match="nobody that is drained is seated"):
+        check_round(situation(members, now), seated)
+
+
+def test_one_that_is_gone_is_forgotten_and_its_host_may_bring_another() -> None:
+    now = drained(a_round("ABC"), ask("B", seated=1))
+    verdict = decide(situation([ask("A", after=1, seated=1), ask("C", after=1, seated=1), ask("D")], now), OPTIONS, NOW)
+    assert isinstance(verdict, Publish)
+    assert ([seat.node for seat in verdict.record.seats], verdict.record.drained) == (["A", "D", "C"], ())
+
+
+def test_one_without_a_seat_calls_nobody_back() -> None:
+    now = drained(a_round("AC"), ask("B"))
+    assert (now.drained, now.recalled) == (("B",), "")
+    members = [ask("A", seated=1), ask("B"), ask("C", seated=1)]
+    assert isinstance(decide(situation(members, now), OPTIONS, NOW), Wait)
+    told, _ = Bystanders().look(situation(members, now), NOW + TELL_AFTER)
+    assert told == []
+
+
+@pytest.mark.parametrize("recalled", ["", WHY])
+@pytest.mark.parametrize("asks", [ask("B"), ask("B", seated=1), ask("B", after=1, seated=1)])
+def test_it_leaves_wherever_it_stands(asks: JoinRequest, recalled: str) -> None:
+    now = replace(a_round("ABC", recalled=recalled), drained=("B",))
+    found = outlook(now, "B", asks)
+    assert (found.standing, found.next) == (Standing.DRAINED, Next.RETURN)
+    assert outlook(now, "A", ask("A", seated=1)).standing is not Standing.DRAINED
+
+
+def test_a_run_that_is_over_says_that() -> None:
+    closed = replace(a_round("ABC"), closed="by hand", outcome="closed", drained=("B",))
+    assert outlook(closed, "B", ask("B", seated=1)).standing is Standing.CLOSED
+    assert drain(closed, [ask("C")], WHY) is None
+
+
+def test_twice_is_once_and_an_earlier_recall_stays() -> None:
+    now = drained(a_round("ABC", recalled="hostA left"), ask("B", seated=1))
+    assert now.recalled == "hostA left"
+    assert drain(now, [ask("B", seated=1)], WHY) is None
+
+
+@pytest.mark.parametrize(
+    ("ready", "asks", "recalled"),
+    [
+        (True, ask("B", seated=1), WHY),
+        (True, ask("B"), ""),
+        (False, ask("B"), WHY),  # it may have a seat that it has not taken yet
+    ],
+)
+def test_of_a_large_round_its_own_word_says_whether_it_has_a_seat(
+    ready: bool, asks: JoinRequest, recalled: str
+) -> None:
+    head = head_of(a_round("ABC", ready=ready), "1-A-0", 1, "A")
+    found = drain(head, [asks], WHY)
+    assert isinstance(found, RoundHead)
+    assert (found.recalled, found.drained) == (recalled, ("B",))
