@@ -131,7 +131,7 @@ def test_a_spare_is_drained_and_nobody_is_called_back(make_nodes: MakeNodes, run
 
 
 def test_only_a_node_that_can_be_spared_is_drained(make_nodes: MakeNodes, run: Commands) -> None:
-    nodes = make_nodes(2, 3, run_id="short")
+    nodes = make_nodes(2, 2, run_id="short")
     two = nodes.add(2)
     for join in [node.join() for node in two]:
         join.result(DEADLINE)
