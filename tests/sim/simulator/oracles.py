@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Final
 from ftcoord.coordination.address import Job
 from ftcoord.core import store_history
 from ftcoord.core.barrier_records import Generation, parse_generation
-from ftcoord.core.election_records import Term, parse_term
+from ftcoord.core.election_records import Term, parse_candidacy, parse_term
 from ftcoord.core.layout import (
     barrier_prefix,
     decided_key,
@@ -266,11 +267,22 @@ class QuorumOracle:
 
 
 class ElectionOracle:
-    """One leader a term, and no write of one whose term is over."""
+    """One leader a term, and no write of one whose term is over.
 
-    def __init__(self) -> None:
+    Args:
+        owner: the name of the process that a member belongs to, by the member's id.
+    """
+
+    def __init__(self, owner: Callable[[str], str]) -> None:
+        self._owner = owner
         self.term: Term | None = None
+        self._has_vanished = False
+        self._views: list[dict[str, int]] = [{}]
+        """What the candidates were since the last decision, each with the highest term that it says it knows of."""
+        self._by_revision: dict[int, int] = {}
+        """The number of each record, by its revision."""
         self._numbers: dict[str, int] = {}
+        """The highest term that each process was told it leads."""
         self._leading: dict[str, Compare] = {}
         """The fences of those that believe to lead."""
 
@@ -280,13 +292,44 @@ class ElectionOracle:
         except StateError:
             return
         old, self.term = self.term, new
-        if old is not None:
-            require("S2 terms only grow", new.number >= old.number, f"{new.number} after {old.number}")
-            same = new.number > old.number or new.member == old.member
-            require("S1 one leader a term", same, f"term {new.number}: {old.name} and {new.name}")
+        self._by_revision[kv.mod_revision] = new.number
+        views, self._views = self._views, self._views[-1:]
+        has_vanished, self._has_vanished = self._has_vanished, False
+        if old is None:
+            return
+        if has_vanished and (known := self._known(new, views)) < old.number:
+            # Who was told of that term is dead, or no candidate: docs/protocol.md lets the others begin anew.
+            require("S2 terms only grow", new.number > known, f"{new.number}, and the candidates know {known}")
+            return
+        require("S2 terms only grow", new.number >= old.number, f"{new.number} after {old.number}")
+        same = new.number > old.number or new.member == old.member
+        require("S1 one leader a term", same, f"term {new.number}: {old.name} and {new.name}")
 
-    def restored(self) -> None:
-        self.term = None
+    def _known(self, new: Term, views: Sequence[Mapping[str, int]]) -> int:
+        """The highest term that who decided this must know of: by the record that it names, by what it was told, or by
+        a candidate that was there all the time since it joined. Where somebody has deleted the record, nothing else
+        tells of the terms before."""
+        decider, _, base = new.by.partition(" ")
+        said = min((max(view.values()) for view in views if decider in view), default=0)
+        return max(said, self._by_revision.get(int(base), 0), self._numbers.get(self._owner(decider), 0))
+
+    def candidate(self, event: Event) -> None:
+        """A candidate has written its candidacy, or is gone."""
+        kv, view = event.kv, {**self._views[-1]}
+        view.pop(member_of(kv.key), None)
+        if event.kind == "put" and kv.lease:
+            with contextlib.suppress(StateError):
+                view[member_of(kv.key)] = parse_candidacy(kv.key, kv.value).after
+        self._views.append(view)
+
+    def vanished(self) -> None:
+        """The operator has deleted the record."""
+        self._has_vanished = True
+
+    def restored(self, candidates: Iterable[Event]) -> None:
+        self.term, self._has_vanished, self._views, self._by_revision = None, False, [{}], {}
+        for event in candidates:
+            self.candidate(event)
 
     def written(self, value: bytes) -> None:
         """A leader's write with its fence was accepted."""
@@ -351,7 +394,7 @@ class Oracles:
 
     def __post_init__(self) -> None:
         self.rounds, self.quorums = RoundOracle(self.nnodes), QuorumOracle(self.job, self.owner)
-        self.election, self.barrier = ElectionOracle(), BarrierOracle()
+        self.election, self.barrier = ElectionOracle(self.owner), BarrierOracle()
         self.was_restored = False
         self.operations: list[Operation] = []
         self.kvs: dict[str, KeyValue] = {}
@@ -360,11 +403,13 @@ class Oracles:
         self._round_stores = f"{RUN}/store/"
         self._data = store_values_span(STORE).start
         self._members = members_span(self.job.prefix)
+        self._candidates = members_span(ELECTION)
         self._head = decided_key(self.job.prefix)
         self._roster = roster_key(self._head)
+        self._term = decided_key(ELECTION)
         self._decided: dict[str, Callable[[KeyValue], None]] = {
             decided_key(RUN): self.rounds.decided,
-            decided_key(ELECTION): self.election.decided,
+            self._term: self.election.decided,
             decided_key(BARRIER): self.barrier.decided,
         }
 
@@ -389,7 +434,7 @@ class Oracles:
         self.was_restored = True
         self.kvs = {kv.key: kv for kv in kvs}
         self.rounds.restored()
-        self.election.restored()
+        self.election.restored([Event("put", kv) for kv in self.kvs.values() if kv.key in self._candidates])
         self.quorums.restored([Event("put", kv) for kv in self.kvs.values() if kv.key in self._members], now)
         for key, kv in self.kvs.items():
             if key in self._decided:
@@ -418,8 +463,12 @@ class Oracles:
             if event.kind == "put":
                 self.counts["decisions"] += 1
                 self._decided[kv.key](kv)
+            elif kv.key == self._term:
+                self.election.vanished()
         elif kv.key in self._members:
             self.quorums.member(event, now)
+        elif kv.key in self._candidates:
+            self.election.candidate(event)
         elif kv.key in self._fences:
             self._judge_fences(event)
         elif kv.key.startswith(self._round_stores):
