@@ -136,6 +136,10 @@ class QuorumOracle:
         """The number and the id of the highest quorums that a process was told of, or decided."""
         self._members: dict[str, tuple[Member, ReplicaRecord]] = {}
         self._views: list[dict[str, Member]] = [{}]
+        self._lost_views: list[dict[str, Member]] = []
+        """What the members were since the last decision, in an etcd that was restored since."""
+        self._restored_from: tuple[QuorumRecord | None, list[dict[str, Member]]] = None, []
+        """The record of that etcd, and such views, until the restored one's record is known."""
         self.last: QuorumRecord | None = None
         self._last = Last(frozenset(), frozenset(), {}, -1e9)
         self._by_number: dict[int, QuorumRecord] = {}
@@ -185,6 +189,10 @@ class QuorumOracle:
             return
         old, views, self._views = self.last, self._views, self._views[-1:]
         before, self.last = self._last, new
+        # A decision may be on its way while etcd is restored, or its decider may not have heard of that yet. It is done
+        # where the restored record is the one that it replaces, and may rest on the members as they were before.
+        (was, lost), self._restored_from = self._restored_from, (None, [])
+        lost_views, self._lost_views = self._lost_views, lost if was == new else []
         answered = {one.member: one.asked for one in (*new.idle, *new.seats)}
         names_now = frozenset(one.request.replica_id for one in new.seats)
         at = self._decided_at.setdefault((new.number, new.id, new.created, new.by), now)
@@ -198,7 +206,7 @@ class QuorumOracle:
         self._learn(self._owner(new.by), new)
         wait = self._job.join_timeout_ms / 1000 / FASTEST - 0.01
         own = {id_: self._members[id_][0] for id_ in with_ if id_ in self._members}
-        seen = [[*one.values()] for view in views for one in ((view, view | own) if own else (view,))]
+        seen = [[*one.values()] for view in (*views, *lost_views) for one in ((view, view | own) if own else (view,))]
         # Who decides may have read a request when an earlier quorum had its profile.
         lasts = before, replace(before, profiles=frozenset(self._profiles))
         allowed = {may_decide(view, last, self._job.min_replicas, wait, now) for view in seen for last in lasts}
@@ -243,6 +251,7 @@ class QuorumOracle:
         self._garbled = True
 
     def restored(self, events: Iterable[Event], now: float) -> None:
+        self._restored_from = self.last, [*self._views, *self._lost_views]
         self._members, self._views, self.last, self._garbled = {}, [{}], None, True
         # Who is not back yet may know a number that its decider does not: it must not hear another one by it.
         self._by_number, self._by_id = {}, {}
