@@ -323,6 +323,12 @@ def term_key(prefix: str, number: int) -> str:
     return f"{prefix}/terms/{number}"
 
 
+def other_terms(prefix: str, number: int) -> tuple[Span, Span]:
+    """The fences of all terms but this one, which may be written in the same transaction that deletes them."""
+    terms, mine = Span(f"{prefix}/terms/", is_prefix=True), term_key(prefix, number)
+    return Span(terms.start, stop=mine), Span(f"{mine}\0", stop=decode_key(terms.end))
+
+
 def barrier_prefix(prefix: str, name: str) -> str:
     """The prefix of a barrier of a run."""
     return f"{prefix}/barriers/{quote(name, safe='')}"

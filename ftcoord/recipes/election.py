@@ -6,13 +6,13 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ftcoord.config import full_text
 from ftcoord.core import election
 from ftcoord.core.election_records import Candidacy, Term, encode, parse_candidacy, parse_term
 from ftcoord.core.invariants import check_term
-from ftcoord.core.layout import KEY_PREFIX, Span, decided_key, election_prefix, term_key
+from ftcoord.core.layout import KEY_PREFIX, Span, decided_key, election_prefix, other_terms, term_key
 from ftcoord.etcd.api import Compare, Get
 from ftcoord.primitives.group.pace import UntilDeadline
 from ftcoord.primitives.group.plain_policy import PlainRules, Writes
@@ -22,8 +22,6 @@ from ftcoord.recipes.member import EtcdLike, RecipeMember
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MOST_FENCES: Final = 32
-"""Fences that are deleted at once; etcd takes 128 operations in a transaction."""
 
 
 class ElectionUse(PlainUse[Term, Candidacy]):
@@ -36,13 +34,13 @@ class ElectionUse(PlainUse[Term, Candidacy]):
     def tell(self, ask: Candidacy, highest: int) -> Candidacy:
         return replace(ask, after=highest)
 
-    def writes(self, before: Term | None, now: Term) -> Writes:
-        """The fence of a term goes with the transaction that begins the next one. Numbers are left out only where etcd
-        lost a record: the terms in between may have left theirs. It names its leader: where etcd lost a term that only
-        a leader which was cut off remembers, its number is given again, and its fence must not hold for that one."""
-        first = max(before.number if before else 1, now.number - MOST_FENCES)
-        old = [Span(term_key(self.prefix, number)) for number in range(first, now.number)]
-        return Writes(((term_key(self.prefix, now.number), now.member.encode()),), old)
+    def writes(self, now: Term) -> Writes:
+        """All other fences go with the transaction that begins a term. Where etcd lost a record, or somebody deleted it
+        while no candidate lived, there may be some of any number, also of higher ones. It names its leader: where only
+        a leader which was cut off remembers a term, its number is given again, and its fence must not hold for that
+        one."""
+        fence = term_key(self.prefix, now.number), now.member.encode()
+        return Writes((fence,), other_terms(self.prefix, now.number))
 
 
 class Election(RecipeMember[Term, Candidacy]):

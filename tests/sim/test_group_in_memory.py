@@ -336,6 +336,19 @@ def test_the_last_change_that_a_watch_missed_is_found_too(world: World) -> None:
 
 
 @simulated
+def test_a_decider_that_missed_a_decision_reads_the_members_again_too(world: World) -> None:
+    """They may be those of before that decision, or of an etcd that was restored since."""
+    first, second = world.host(), world.host()
+    world.agree(first, second)
+    first.client.loses = lambda _event: True
+    third = world.host()
+    world.decide(50)
+    world.sleep(1)
+    first.client.loses = lambda _event: False
+    assert world.agree(first, second, third)["number"] == 51
+
+
+@simulated
 def test_two_deciders_at_once_decide_as_one(world: World) -> None:
     hosts = [world.host() for _ in range(4)]
     world.agree(*hosts)

@@ -12,8 +12,9 @@ from worlds import World, simulated
 
 import ftcoord
 from ftcoord import concurrency
+from ftcoord.core.layout import decided_key, election_prefix, run_prefix
 from ftcoord.errors import ConfigError, EtcdError, FtcoordError
-from ftcoord.etcd.api import Put
+from ftcoord.etcd.api import Put, Span
 from ftcoord.recipes.election import Leadership
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
@@ -103,6 +104,29 @@ def test_a_leader_that_stood_still_beyond_its_lease_writes_nothing_more(world: W
     assert led[0].wait_lost(60)
     first.close()
     second.close()
+
+
+@simulated
+def test_a_leader_writes_nothing_more_when_terms_began_anew(world: World) -> None:
+    """Somebody deleted the record while no candidate lived. The new leader's term has a lower number than the old
+    one's, who does not know yet that it was replaced."""
+    client = world.etcd.client()
+    led: list[Leadership] = []
+    with world.scheduler.process("first"):
+        first = ftcoord.Election("run", "e", "first", etcd=client, lease_ttl=LEASE_TTL)
+        first.campaign(60).resign()
+        led.append(first.campaign(60))
+    world.scheduler.pause("first")
+    world.sleep(LEASE_TTL + 2)
+    with world.etcd.client() as observer:
+        observer.delete(Span(decided_key(election_prefix(run_prefix("/ftcoord/v1", "run"), "e"))))
+    with ftcoord.Election("run", "e", "second", etcd=world.etcd.client(), lease_ttl=LEASE_TTL) as second:
+        after = second.campaign(60)
+        assert after.number < led[0].number
+        world.scheduler.resume("first")
+        assert not write(client, led[0])
+        assert write(client, after)
+        first.close()
 
 
 @simulated

@@ -13,8 +13,13 @@ from pathlib import Path
 import pytest
 from simulator.history import play
 from simulator.mutants import MUTANTS, Mutant, caught_by, planted
+from simulator.oracles import ELECTION, ElectionOracle, Violation
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.shrinking import shrink
+
+from ftcoord.core.election_records import Candidacy, Term, encode
+from ftcoord.core.layout import decided_key, member_key
+from ftcoord.etcd.api import Compare, Event, KeyValue
 
 SEEDS = int(os.environ.get("FTCOORD_SIM_SEEDS", "3"))
 """Of each profile."""
@@ -85,6 +90,34 @@ def test_what_changes_nothing_is_not_planted() -> None:
     text = Mutant("a text", "ftcoord.recipes.election", "One leader at a time.", "Two leaders at a time.", ("recipes",))
     with pytest.raises(ValueError, match="no function"), planted(text):
         pass
+
+
+@pytest.mark.parametrize("knows", ["nobody", "another candidate", "who decides", "the process that decides"])
+def test_terms_begin_anew_only_where_no_candidate_knows_the_last_one(knows: str) -> None:
+    oracle = ElectionOracle({"a": "old", "b": "new", "c": "other"}.__getitem__)
+
+    def decide(term: Term, revision: int) -> None:
+        oracle.decided(KeyValue(decided_key(ELECTION), encode(term), 1, revision, 1, 0))
+
+    def join(member: str, after: int, revision: int) -> None:
+        value = encode(Candidacy(member, after))
+        oracle.candidate(Event("put", KeyValue(member_key(ELECTION, member), value, revision, revision, 1, 1)))
+
+    join("a", 0, 2)
+    decide(Term(4, "a", "a", "a 0"), 3)
+    if knows == "the process that decides":
+        oracle.elected("new", 4, Compare("/fence", "value", "=", b""), {})
+    oracle.candidate(Event("delete", KeyValue(member_key(ELECTION, "a"), b"", 0, 4, 0, 0)))
+    oracle.vanished()
+    if knows == "another candidate":
+        join("c", 4, 5)
+    join("b", 0, 6)
+    begun_anew = Term(1, "b", "b", "b 3" if knows == "who decides" else "b 0")
+    if knows == "nobody":
+        decide(begun_anew, 7)
+    else:
+        with pytest.raises(Violation, match="terms only grow: 1 after 4"):
+            decide(begun_anew, 7)
 
 
 def test_a_plan_is_kept_as_text() -> None:

@@ -53,6 +53,7 @@ KEYS = {
     "election_prefix": ELECTION,
     "recipe_spans": layout.recipe_spans(RUN)[0].start,
     "term_key": layout.term_key(ELECTION, 7),
+    "other_terms": layout.other_terms(ELECTION, 7)[0].start,
     "barrier_prefix": BARRIER,
     "deaths_span": layout.deaths_span(RUN).start,
     "death_key": layout.death_key(RUN, HEX),

@@ -364,7 +364,10 @@ class Group:
 
     def _go_on(self) -> float | None:
         if not self._record.mirror.synced:
+            before = self._record.mirror.kvs
             self._record.mirror.sync()
+            if self._record.mirror.kvs != before:  # the members as they were before that go with another record
+                self._members.forget()
             self._record.tell()
         if self._member_key.doubted:
             self._member_key.restore()

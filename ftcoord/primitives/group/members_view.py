@@ -68,6 +68,11 @@ class MembersView:
             self.mirror.close()
             self.mirror = None
 
+    def forget(self) -> None:
+        """Have the next `sync()` read all of them: they may have been seen before what was read meanwhile."""
+        if self.mirror is not None:
+            self.mirror.forget()
+
     def sync(self) -> None:
         """Make one step towards a true copy. Raises EtcdError, and may then be called again."""
         assert self.mirror is not None

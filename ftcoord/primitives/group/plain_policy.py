@@ -88,10 +88,10 @@ class PlainPolicy(Generic[N, A]):
     Args:
         rules: of the use.
         heard: reads the record, and remembers its number. One for all leases of a participant.
-        writes: what changes with a record; gets the record before, and the new one.
+        writes: what changes with a record.
     """
 
-    def __init__(self, rules: PlainRules[N, A], heard: Heard[N], writes: Callable[[N | None, N], Writes]) -> None:
+    def __init__(self, rules: PlainRules[N, A], heard: Heard[N], writes: Callable[[N], Writes]) -> None:
         self._rules, self._heard, self._writes = rules, heard, writes
         self._members, self._decided = ParsedKeys(rules.parse_ask), ParsedKey(heard.read)
         self._guard = InvariantGuard()
@@ -110,5 +110,5 @@ class PlainPolicy(Generic[N, A]):
         # The record that it replaces makes it unlike all that were published before.
         base = view.decided.mod_revision if view.decided else 0
         record = replace(verdict.record, by=f"{me} {base}")  # type: ignore[type-var]
-        writes = self._writes(previous, record)
+        writes = self._writes(record)
         return Publish(self._rules.encode(record), verdict.reason, verdict.rule, writes.puts, writes.deletes)

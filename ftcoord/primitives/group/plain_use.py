@@ -32,8 +32,8 @@ class PlainUse(Use[N, A], abc.ABC, Generic[N, A]):
     def tell(self, ask: A, highest: int) -> A:
         """The ask, which also says the highest number that this participant heard of: the next decider must know it."""
 
-    def writes(self, before: N | None, now: N) -> Writes:
-        """What changes in the transaction that replaces the record `before` by `now`: nothing, unless a use says so."""
+    def writes(self, now: N) -> Writes:
+        """What changes in the transaction that writes the record `now`: nothing, unless a use says so."""
         return Writes()
 
     @property

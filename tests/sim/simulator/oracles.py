@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Final
 from ftcoord.coordination.address import Job
 from ftcoord.core import store_history
 from ftcoord.core.barrier_records import Generation, parse_generation
-from ftcoord.core.election_records import Term, parse_term
+from ftcoord.core.election_records import Term, parse_candidacy, parse_term
 from ftcoord.core.layout import (
     barrier_prefix,
     decided_key,
@@ -135,6 +136,10 @@ class QuorumOracle:
         """The number and the id of the highest quorums that a process was told of, or decided."""
         self._members: dict[str, tuple[Member, ReplicaRecord]] = {}
         self._views: list[dict[str, Member]] = [{}]
+        self._lost_views: list[dict[str, Member]] = []
+        """What the members were since the last decision, in an etcd that was restored since."""
+        self._restored_from: tuple[QuorumRecord | None, list[dict[str, Member]]] = None, []
+        """The record of that etcd, and such views, until the restored one's record is known."""
         self.last: QuorumRecord | None = None
         self._last = Last(frozenset(), frozenset(), {}, -1e9)
         self._by_number: dict[int, QuorumRecord] = {}
@@ -184,6 +189,10 @@ class QuorumOracle:
             return
         old, views, self._views = self.last, self._views, self._views[-1:]
         before, self.last = self._last, new
+        # A decision may be on its way while etcd is restored, or its decider may not have heard of that yet. It is done
+        # where the restored record is the one that it replaces, and may rest on the members as they were before.
+        (was, lost), self._restored_from = self._restored_from, (None, [])
+        lost_views, self._lost_views = self._lost_views, lost if was == new else []
         answered = {one.member: one.asked for one in (*new.idle, *new.seats)}
         names_now = frozenset(one.request.replica_id for one in new.seats)
         at = self._decided_at.setdefault((new.number, new.id, new.created, new.by), now)
@@ -197,7 +206,7 @@ class QuorumOracle:
         self._learn(self._owner(new.by), new)
         wait = self._job.join_timeout_ms / 1000 / FASTEST - 0.01
         own = {id_: self._members[id_][0] for id_ in with_ if id_ in self._members}
-        seen = [[*one.values()] for view in views for one in ((view, view | own) if own else (view,))]
+        seen = [[*one.values()] for view in (*views, *lost_views) for one in ((view, view | own) if own else (view,))]
         # Who decides may have read a request when an earlier quorum had its profile.
         lasts = before, replace(before, profiles=frozenset(self._profiles))
         allowed = {may_decide(view, last, self._job.min_replicas, wait, now) for view in seen for last in lasts}
@@ -242,6 +251,7 @@ class QuorumOracle:
         self._garbled = True
 
     def restored(self, events: Iterable[Event], now: float) -> None:
+        self._restored_from = self.last, [*self._views, *self._lost_views]
         self._members, self._views, self.last, self._garbled = {}, [{}], None, True
         # Who is not back yet may know a number that its decider does not: it must not hear another one by it.
         self._by_number, self._by_id = {}, {}
@@ -266,11 +276,22 @@ class QuorumOracle:
 
 
 class ElectionOracle:
-    """One leader a term, and no write of one whose term is over."""
+    """One leader a term, and no write of one whose term is over.
 
-    def __init__(self) -> None:
+    Args:
+        owner: the name of the process that a member belongs to, by the member's id.
+    """
+
+    def __init__(self, owner: Callable[[str], str]) -> None:
+        self._owner = owner
         self.term: Term | None = None
+        self._has_vanished = False
+        self._views: list[dict[str, int]] = [{}]
+        """What the candidates were since the last decision, each with the highest term that it says it knows of."""
+        self._by_revision: dict[int, int] = {}
+        """The number of each record, by its revision."""
         self._numbers: dict[str, int] = {}
+        """The highest term that each process was told it leads."""
         self._leading: dict[str, Compare] = {}
         """The fences of those that believe to lead."""
 
@@ -280,13 +301,44 @@ class ElectionOracle:
         except StateError:
             return
         old, self.term = self.term, new
-        if old is not None:
-            require("S2 terms only grow", new.number >= old.number, f"{new.number} after {old.number}")
-            same = new.number > old.number or new.member == old.member
-            require("S1 one leader a term", same, f"term {new.number}: {old.name} and {new.name}")
+        self._by_revision[kv.mod_revision] = new.number
+        views, self._views = self._views, self._views[-1:]
+        has_vanished, self._has_vanished = self._has_vanished, False
+        if old is None:
+            return
+        if has_vanished and (known := self._known(new, views)) < old.number:
+            # Who was told of that term is dead, or no candidate: docs/protocol.md lets the others begin anew.
+            require("S2 terms only grow", new.number > known, f"{new.number}, and the candidates know {known}")
+            return
+        require("S2 terms only grow", new.number >= old.number, f"{new.number} after {old.number}")
+        same = new.number > old.number or new.member == old.member
+        require("S1 one leader a term", same, f"term {new.number}: {old.name} and {new.name}")
 
-    def restored(self) -> None:
-        self.term = None
+    def _known(self, new: Term, views: Sequence[Mapping[str, int]]) -> int:
+        """The highest term that who decided this must know of: by the record that it names, by what it was told, or by
+        a candidate that was there all the time since it joined. Where somebody has deleted the record, nothing else
+        tells of the terms before."""
+        decider, _, base = new.by.partition(" ")
+        said = min((max(view.values()) for view in views if decider in view), default=0)
+        return max(said, self._by_revision.get(int(base), 0), self._numbers.get(self._owner(decider), 0))
+
+    def candidate(self, event: Event) -> None:
+        """A candidate has written its candidacy, or is gone."""
+        kv, view = event.kv, {**self._views[-1]}
+        view.pop(member_of(kv.key), None)
+        if event.kind == "put" and kv.lease:
+            with contextlib.suppress(StateError):
+                view[member_of(kv.key)] = parse_candidacy(kv.key, kv.value).after
+        self._views.append(view)
+
+    def vanished(self) -> None:
+        """The operator has deleted the record."""
+        self._has_vanished = True
+
+    def restored(self, candidates: Iterable[Event]) -> None:
+        self.term, self._has_vanished, self._views, self._by_revision = None, False, [{}], {}
+        for event in candidates:
+            self.candidate(event)
 
     def written(self, value: bytes) -> None:
         """A leader's write with its fence was accepted."""
@@ -351,7 +403,7 @@ class Oracles:
 
     def __post_init__(self) -> None:
         self.rounds, self.quorums = RoundOracle(self.nnodes), QuorumOracle(self.job, self.owner)
-        self.election, self.barrier = ElectionOracle(), BarrierOracle()
+        self.election, self.barrier = ElectionOracle(self.owner), BarrierOracle()
         self.was_restored = False
         self.operations: list[Operation] = []
         self.kvs: dict[str, KeyValue] = {}
@@ -360,11 +412,13 @@ class Oracles:
         self._round_stores = f"{RUN}/store/"
         self._data = store_values_span(STORE).start
         self._members = members_span(self.job.prefix)
+        self._candidates = members_span(ELECTION)
         self._head = decided_key(self.job.prefix)
         self._roster = roster_key(self._head)
+        self._term = decided_key(ELECTION)
         self._decided: dict[str, Callable[[KeyValue], None]] = {
             decided_key(RUN): self.rounds.decided,
-            decided_key(ELECTION): self.election.decided,
+            self._term: self.election.decided,
             decided_key(BARRIER): self.barrier.decided,
         }
 
@@ -389,7 +443,7 @@ class Oracles:
         self.was_restored = True
         self.kvs = {kv.key: kv for kv in kvs}
         self.rounds.restored()
-        self.election.restored()
+        self.election.restored([Event("put", kv) for kv in self.kvs.values() if kv.key in self._candidates])
         self.quorums.restored([Event("put", kv) for kv in self.kvs.values() if kv.key in self._members], now)
         for key, kv in self.kvs.items():
             if key in self._decided:
@@ -418,8 +472,12 @@ class Oracles:
             if event.kind == "put":
                 self.counts["decisions"] += 1
                 self._decided[kv.key](kv)
+            elif kv.key == self._term:
+                self.election.vanished()
         elif kv.key in self._members:
             self.quorums.member(event, now)
+        elif kv.key in self._candidates:
+            self.election.candidate(event)
         elif kv.key in self._fences:
             self._judge_fences(event)
         elif kv.key.startswith(self._round_stores):

@@ -211,7 +211,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a term's fence stays when the next one begins", "ftcoord.recipes.election",
-        "for number in range(first, now.number)]", "for number in range(0)]", RECIPES,
+        "other_terms(self.prefix, now.number))", "())", RECIPES,
     ),
     Mutant(
         "a party that has passed has arrived again", "ftcoord.core.barrier",
