@@ -121,6 +121,9 @@ def unhurried(size: int, elapsed: float) -> float:
     return max(1.0, size / AT_ONCE, elapsed / (2 * FRESH))
 
 
+DRAINED_KEPT: Final = 8
+"""Nodes that were drained and are gone whose names a record keeps: all nodes are sent it."""
+
 Restart: TypeAlias = Literal["failed", "always", "never"]
 """Which closed runs may be gone on from."""
 
@@ -501,15 +504,17 @@ def _complete(poll: _RoundPoll) -> Publish[Round]:
         ),
         *poll.limits,
         before=previous.closed or why_ended(previous.recalled, situation.decided_revision, situation.ends),
-        drained=_still_there(previous.drained, situation.members),
+        drained=_still_drained(previous.drained, situation.members),
     )
     return Publish(decided, f"round {number} on {len(ranked)} nodes", FORMING)
 
 
-def _still_there(drained: Sequence[str], members: Sequence[RoundCandidate]) -> tuple[str, ...]:
-    """Those nodes that have not left yet. Another process on the same host is another node."""
+def _still_drained(drained: Sequence[str], members: Sequence[RoundCandidate]) -> tuple[str, ...]:
+    """Those nodes that have not left yet, and the last few that seem to have: who has lost its lease may come back
+    without having read that it is to leave."""
     nodes = {member.ask.node for member in members} if drained else frozenset()
-    return tuple(node for node in drained if node in nodes)
+    gone = [node for node in drained if node not in nodes][-DRAINED_KEPT:]
+    return tuple(node for node in drained if node in nodes or node in gone)
 
 
 def _rank(chosen: Sequence[RoundCandidate], nodes_before: Mapping[str, int]) -> list[RoundCandidate]:
@@ -619,14 +624,15 @@ def close(now: AnyRound, reason: str, outcome: str, *, speaks: bool) -> Round | 
 
 
 def drain(now: AnyRound, leavers: Sequence[JoinRequest], reason: str) -> Round | RoundHead | None:
-    """The record that has nodes leave; None if the run is over, or if it has all of them leave already.
+    """The record that has nodes leave; None if the run is over, if it has all of them leave already, or if there is
+    none: etcd may have lost one that nodes work by, and what replaced it would have no number.
 
     Args:
         leavers: what the members of these nodes ask.
         reason: what their round is recalled for.
     """
     more = [node for node in dict.fromkeys(ask.node for ask in leavers) if node not in now.drained]
-    if now.closed or not more:
+    if now.closed or now == NO_ROUND or not more:
         return None
     recalled = now.recalled or (reason if any(_may_have_seat(now, ask) for ask in leavers) else "")
     return replace(now, drained=(*now.drained, *more), recalled=recalled)

@@ -118,7 +118,7 @@ class Round:
         outcome: how it ended: FINISHED, FAILED or CLOSED; empty while it is not over.
         before: why the round before this one ended; empty for the first.
         by: the member that decided this.
-        drained: the nodes that an operator wants to leave, as long as they are there. They get no seat any more.
+        drained: the nodes that an operator wants to leave, and a few that did. They get no seat any more.
     """
 
     number: int

@@ -95,7 +95,8 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
 def drain_nodes(
     etcd: EtcdCalls, prefix: str, leavers: Sequence[JoinRequest], reason: str, by: str, timeout: float
 ) -> bool:
-    """Have nodes leave a run, within `timeout` seconds for each request; whether that was news to it.
+    """Have nodes leave a run, within `timeout` seconds for each request; whether that was news to it, and it
+    has a record to say it in.
 
     They and the others hear of it at once: with the record.
 

@@ -89,7 +89,7 @@ def drain(
     node = f"{leavers[0].node} on {leavers[0].host}"
     if drain_nodes(etcd, run_prefix(key_prefix, job), leavers, reason, by, timeout):
         return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
-    return Done(FORMAT, job, (), (f"{node} is to leave already, or the run is over",))
+    return Done(FORMAT, job, (), (f"{node} is to leave already, or the run has no record, or is over",))
 
 
 def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:

@@ -60,7 +60,7 @@ def ending(
 
 
 def draining(now: AnyRound, leavers: Sequence[JoinRequest], reason: str, *, by: str) -> RecordChange | None:
-    """What has nodes leave a run; None if it is over, or if all of them are to leave already.
+    """What has nodes leave a run; None to leave the record as it is: see `core.rendezvous.drain`.
 
     Args:
         leavers: what the members of these nodes ask.

@@ -10,8 +10,17 @@ import pytest
 from ftcoord.core.bystanders import TELL_AFTER, Bystanders
 from ftcoord.core.invariants import InvariantBroken, check_round
 from ftcoord.core.outlook import Next, Standing
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, call_back, decide, drain, outlook
-from ftcoord.core.rendezvous_records import JoinRequest, Round, RoundHead, Seat, head_of
+from ftcoord.core.rendezvous import (
+    DRAINED_KEPT,
+    RoundCandidate,
+    RoundOptions,
+    RoundSituation,
+    call_back,
+    decide,
+    drain,
+    outlook,
+)
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead, Seat, head_of
 from ftcoord.core.verdict import Publish, Wait
 
 WHY = "hostB was drained by ann"
@@ -71,11 +80,21 @@ def test_one_that_asks_before_it_has_heard_gets_no_seat() -> None:
         check_round(situation(members, now), seated)
 
 
-def test_one_that_is_gone_is_forgotten_and_its_host_may_bring_another() -> None:
+def test_one_that_is_gone_gets_no_seat_when_it_comes_back_but_its_host_may_bring_another() -> None:
     now = drained(a_round("ABC"), ask("B", seated=1))
     verdict = decide(situation([ask("A", after=1, seated=1), ask("C", after=1, seated=1), ask("D")], now), OPTIONS, NOW)
     assert isinstance(verdict, Publish)
-    assert ([seat.node for seat in verdict.record.seats], verdict.record.drained) == (["A", "D", "C"], ())
+    assert ([seat.node for seat in verdict.record.seats], verdict.record.drained) == (["A", "D", "C"], ("B",))
+
+
+def test_only_the_last_that_are_gone_are_remembered() -> None:
+    """Whoever has still to leave always is."""
+    gone = tuple(f"gone{number}" for number in range(DRAINED_KEPT + 3))
+    now = replace(a_round("ABC", recalled=WHY), drained=("B", *gone))
+    members = [ask("A", after=1, seated=1), ask("B", seated=1), ask("C", after=1, seated=1)]
+    verdict = decide(situation(members, now), OPTIONS, NOW)
+    assert isinstance(verdict, Publish)
+    assert verdict.record.drained == ("B", *gone[3:])
 
 
 def test_one_without_a_seat_calls_nobody_back() -> None:
@@ -100,6 +119,10 @@ def test_a_run_that_is_over_says_that() -> None:
     closed = replace(a_round("ABC"), closed="by hand", outcome="closed", drained=("B",))
     assert outlook(closed, "B", ask("B", seated=1)).standing is Standing.CLOSED
     assert drain(closed, [ask("C")], WHY) is None
+
+
+def test_a_record_that_etcd_has_lost_is_not_made_up() -> None:
+    assert drain(NO_ROUND, [ask("B", seated=7)], WHY) is None
 
 
 def test_twice_is_once_and_an_earlier_recall_stays() -> None:

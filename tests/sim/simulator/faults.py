@@ -12,13 +12,17 @@ from typing import Final
 
 from ftcoord import errors as ftcoord_errors
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.layout import decided_key, member_id, member_key, roster_key, tail_key
+from ftcoord.core.layout import decided_key, member_id, member_key, members_span, roster_key, tail_key
+from ftcoord.core.rendezvous_records import JoinRequest, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
+from ftcoord.operator.acting import drain_nodes
 from ftcoord.testing.backend import Snapshot
 from simulator.plan import PlannedFault
 from simulator.roles import ROLES, Agent
-from simulator.world import LEASE_TTL, Process, World
+from simulator.world import LEASE_TTL, RUN, Process, World
 
+CALL_TIMEOUT: Final = 1.0
+"""Seconds that an order of the operator's may take."""
 WORKER_FAILURE: Final = WorkerFailure(4711, signal=9, fate="was killed by signal 9 (SIGKILL)")
 GARBAGE: Final = (b"", b"garbage", b"{}", b'{"v":1}', b'{"v":9,"number":3}', b"\xff\xfe")
 
@@ -127,6 +131,22 @@ class Faults:
         else:
             self._after(draw.uniform(1, 10), lambda: setattr(watch, "watches", False))
         return f"a worker of {process.name} fails"
+
+    def _drain(self, draw: random.Random) -> str:
+        """Another agent is started on its host when it has left."""
+        members = [] if self._etcd_is_away else self._world.observer.range(Get(members_span(RUN))).kvs
+        asks = list[JoinRequest]()
+        for kv in members:
+            with contextlib.suppress(ftcoord_errors.StateError):
+                asks.append(parse_join_request(kv.key, kv.value))
+        if not asks:
+            return ""
+        leaver = draw.choice(asks)
+        with contextlib.suppress(ftcoord_errors.EtcdNoSpace, ftcoord_errors.StateError):
+            leavers = [one for one in asks if one.node == leaver.node]
+            if drain_nodes(self._world.observer, RUN, leavers, "was drained", "somebody", CALL_TIMEOUT):
+                return f"{leaver.host} is drained"
+        return ""
 
     # -- the network --------------------------------------------------------------------------------------------------
 

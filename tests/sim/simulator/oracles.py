@@ -25,7 +25,7 @@ from ftcoord.core.layout import (
     store_values_span,
 )
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_quorum, parse_replica
-from ftcoord.core.rendezvous_records import AnyRound, parse_decided
+from ftcoord.core.rendezvous_records import AnyRound, Round, parse_decided
 from ftcoord.core.store_history import Operation
 from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
@@ -79,6 +79,8 @@ class RoundOracle:
         self._nnodes = nnodes
         self.record: AnyRound | None = None
         self._was_restored = False
+        self._drained: set[str] = set()
+        """As long as etcd has not lost the order."""
         self._ready: set[tuple[int, str]] = set()
         self._starts: dict[object, tuple[int, str, int]] = {}
         self._ranks: dict[tuple[int, str, int], str] = {}
@@ -86,9 +88,12 @@ class RoundOracle:
 
     def decided(self, kv: KeyValue) -> None:
         """Somebody has written the record. What is none is the operator's garbage."""
+        if kv.version == 1:
+            self._drained.clear()
         try:
             new = parse_decided(kv.key, kv.value)
         except StateError:
+            self._drained.clear()
             return
         old, self.record = self.record, new
         require("L2 nobody ends the run", not new.closed, f"round {new.number} is closed: {new.closed}")
@@ -100,6 +105,10 @@ class RoundOracle:
         if old is None:
             return
         require("S2 rounds only grow", new.number >= old.number, f"{new.number} after {old.number}")
+        if new.number > old.number and isinstance(new, Round):
+            drained = new.nodes.keys() & self._drained
+            require("S1 nobody that is drained is seated", not drained, f"{drained} in round {new.number}")
+        self._drained |= {*new.drained}
         is_lost = new.recalled and not new.size  # the operator has deleted the record, and nobody knows its seats
         if new.number == old.number and old.size and not is_lost:
             same = (new.roll, new.size, new.address, new.port) == (old.roll, old.size, old.address, old.port)
@@ -109,6 +118,7 @@ class RoundOracle:
 
     def restored(self) -> None:
         self.record, self._was_restored = None, True
+        self._drained.clear()
 
     def started(self, process: str, now: StartedRound) -> None:
         """A handler has told its agent of a round."""

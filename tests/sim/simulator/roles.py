@@ -110,7 +110,7 @@ class Agent(Role):
                 raise Leaves
             except Leaves:
                 handler.shutdown()
-            except RendezvousError as error:
+            except (RendezvousError, SystemExit) as error:  # the latter ends an agent that was drained
                 process.note("!", f"ends: {type(error).__name__}: {error}")
                 handler.shutdown()
                 process.rest(RESTART_PAUSE)

@@ -149,6 +149,10 @@ MUTANTS: Final = (
         "wanting = [*poll.asking]", RESTORES,
     ),
     Mutant(
+        "a new round forgets who is drained", "ftcoord.core.rendezvous",
+        "drained=_still_drained(previous.drained, situation.members),", "", ("rounds",),
+    ),
+    Mutant(
         "a new node does not look which rounds there were", "ftcoord.rendezvous.node",
         "self._numbers.heard(retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone))",
         "retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone)", ("rounds",),
