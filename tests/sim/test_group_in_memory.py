@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from members import Counting, Door
+from members import Counting, Door, Roll
 from worlds import PREFIX, TTL, Host, World, simulated
 
+from ftcoord import concurrency
 from ftcoord.core.layout import decided_key, members_span
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import LeaseLost
@@ -27,8 +29,11 @@ from ftcoord.etcd.api import (
     Watch,
     WatchItem,
 )
-from ftcoord.primitives.group.group import CHECK_AFTER
+from ftcoord.primitives.group import membership
+from ftcoord.primitives.group.group import CHECK_AFTER, Group
+from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.succession import FOLLOW_UP
+from ftcoord.primitives.session import Session
 from ftcoord.testing import REFUSED, Call, Fate, flaky
 
 
@@ -570,3 +575,33 @@ def test_who_asks_while_its_membership_ends_is_told(world: World) -> None:
     world.etcd.expire(host.node.session.lease_id)
     world.until(lambda: told, "it is told")
     assert told == [False]
+
+
+@simulated
+def test_a_lease_that_ends_while_its_group_is_made_is_told(world: World) -> None:
+    """As of a process that is stopped just then. The thread that renews leases does not fail of it."""
+    client, changed, told = world.etcd.client(), concurrency.condition("test"), list[str]()
+
+    def late(etcd: Etcd, session: Session, *arguments: Any, **options: Any) -> Group:
+        world.etcd.expire(session.lease_id)
+        world.sleep(2 * TTL)
+        assert session.state is SessionState.LOST
+        return Group(etcd, session, *arguments, **options)
+
+    with patch.object(membership, "Group", late):
+        member = Membership(
+            client,
+            PREFIX,
+            Roll(PREFIX),
+            lambda _key, value, _roster: value,
+            changed,
+            ttl=TTL,
+            record_ttl=60,
+            timeout=1.0,
+            dies_with_process=False,
+            lost=lambda: told.append("lost"),
+        )
+    assert (member.lost, told) == (True, ["lost"])
+    member.leave(1.0)
+    host = world.host()
+    assert world.agree(host)["by"] == host.node.id

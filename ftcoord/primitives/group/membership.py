@@ -72,6 +72,8 @@ class Membership(Generic[R]):
         self.lost = False
         self._etcd, self._parse, self._changed, self._timeout = etcd, parse, changed, timeout  # never change
         self._on_lost = lost  # never changes
+        self._early: list[SessionState] | None = []  # guarded by _changed
+        """What the session told before there was a group to be left; None since there is."""
         self.session = Session(etcd, ttl, self._on_state, deaths=prefix if dies_with_process else None, was=was)
         self.group = Group(
             etcd,
@@ -85,6 +87,7 @@ class Membership(Generic[R]):
             history_ttl=history_ttl,
         )
         self.id = self.group.id
+        self._hear_early()
         try:
             self.group.prepare(timeout)
         except EtcdError:
@@ -147,7 +150,17 @@ class Membership(Generic[R]):
             self.lost = True
             self._changed.notify_all()
 
+    def _hear_early(self) -> None:
+        with self._changed:
+            early, self._early = self._early or [], None
+        for state in early:
+            self._on_state(state)
+
     def _on_state(self, state: SessionState) -> None:
+        with self._changed:
+            if self._early is not None:  # this process stood still while its group was made
+                self._early.append(state)
+                return
         if state is SessionState.SUSPENDED:
             log.warning(
                 "etcd has not renewed the lease of member %s in time: what runs goes on, as far as it can", self.id
