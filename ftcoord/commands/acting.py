@@ -77,6 +77,8 @@ def _drain(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         leavers = find_leavers(etcd, options.key_prefix, job, name, force=bool(options.force))
         _ask(options, [f"have {leavers[0].node} on {leavers[0].host} leave {job!r}"])
+        # Others may have gone, and a round may have begun, while somebody thought about it.
+        leavers = find_leavers(etcd, options.key_prefix, job, leavers[0].node, force=bool(options.force))
         timeout = etcd.config.request_timeout
         return _say(terminal, drain(etcd, options.key_prefix, job, leavers, reason, who(), timeout))
 

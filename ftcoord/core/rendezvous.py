@@ -359,6 +359,9 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
     if back:
         came_back = f"{_names(member.ask.host for member in back)} came back for a new round"
         return _recall(previous, told_ends(poll.situation.ends) or came_back, new)
+    drained = [seat.host for seat in previous.seats if seat.node in previous.drained] if previous.drained else []
+    if drained:  # whoever ordered it did not know that they had seats here
+        return _recall(previous, f"{_names(drained)} was drained", new)
     failing = [one.ask.host for one in running if one.ask.failed and one.ask.seated == previous.number]
     if failing and options.recall_on_loss:
         return _recall(previous, told_ends(poll.situation.ends) or f"a worker of {_names(failing)} failed", new)
@@ -450,7 +453,8 @@ def _recall_lost(number: int, wanting: Iterable[RoundCandidate], poll: _RoundPol
     """Nobody knows the seats of this round, but those that hold one know its number."""
     hosts = _names(member.ask.host for member in wanting)
     reason = f"{hosts} needs another round, and etcd has lost the record of round {number}"
-    record = Round(number, (), "", 0, (), *poll.limits, recalled=reason, waiting=len(poll.asking))
+    drained = (poll.situation.previous or NO_ROUND).drained
+    record = Round(number, (), "", 0, (), *poll.limits, recalled=reason, waiting=len(poll.asking), drained=drained)
     return Publish(record, f"round {number} recalled: {reason}", REATTACHING)
 
 
@@ -558,7 +562,8 @@ def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequ
     """
     if now is None or (now.closed and now.number == ask.reopens) or (isinstance(now, HeardRound) and now.gone):
         return _PENDING
-    if not now.closed and ask.node in now.drained:
+    must_start = now.ready and ask.seated == now.number > ask.after  # others count on it, wherever it stands by now
+    if not now.closed and ask.node in now.drained and not must_start:
         return Outlook(Standing.DRAINED, Next.RETURN)
     if not now.closed and now.number < ask.seated:
         return Outlook(Standing.MISSED, Next.RETURN)  # an etcd that lost writes has lost the round
@@ -624,15 +629,15 @@ def close(now: AnyRound, reason: str, outcome: str, *, speaks: bool) -> Round | 
 
 
 def drain(now: AnyRound, leavers: Sequence[JoinRequest], reason: str) -> Round | RoundHead | None:
-    """The record that has nodes leave; None if the run is over, if it has all of them leave already, or if there is
-    none: etcd may have lost one that nodes work by, and what replaced it would have no number.
+    """The record that has nodes leave; None if the run is over, if it has all of them leave already, or if etcd has
+    lost the record of the round that they work in: nobody would hear of it by an older one.
 
     Args:
         leavers: what the members of these nodes ask.
         reason: what their round is recalled for.
     """
     more = [node for node in dict.fromkeys(ask.node for ask in leavers) if node not in now.drained]
-    if now.closed or now == NO_ROUND or not more:
+    if now.closed or not more or now == NO_ROUND or any(ask.seated > now.number for ask in leavers):
         return None
     recalled = now.recalled or (reason if any(_may_have_seat(now, ask) for ask in leavers) else "")
     return replace(now, drained=(*now.drained, *more), recalled=recalled)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ftcoord import concurrency
 from ftcoord.core.layout import quorum_prefix, run_prefix
-from ftcoord.core.rendezvous_records import JoinRequest, parse_join_request
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, parse_decided, parse_join_request
 from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum, StateError
 from ftcoord.etcd.api import Etcd, EtcdCalls
 from ftcoord.operator.acting import close_run, drain_nodes, evict, ordered
@@ -63,11 +63,14 @@ def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force
         raise ConfigError("NODE", name, "it is a replica of a quorum, which has no rounds to leave: `ftcoord kill` it")
     rounds = read_job(etcd, key_prefix, job).rounds
     asks = [parse_join_request(one.kv.key, one.kv.value) for one in members]
-    stay = {ask.node for ask in _asks(rounds) if not ask.leaving} - {ask.node for ask in asks}
-    if len(stay) < asks[0].min_nodes and not force:
+    now = parse_decided(rounds.decided.key, rounds.decided.value) if rounds.decided is not None else NO_ROUND
+    limits = now.limits if now.limits != NO_ROUND.limits else asks[0].limits
+    stay = {ask.node for ask in _asks(rounds) if ask.limits == limits and not ask.leaving}
+    stay -= {*now.drained, *(ask.node for ask in asks)}
+    if len(stay) < limits[0] and not force:
         raise NothingThere(
-            f"{len(stay)} of at least {asks[0].min_nodes} nodes would be left of {job!r}, which would stand still:"
-            " start another node first, or give --force"
+            f"{len(stay)} of at least {limits[0]} nodes would be left of {job!r}, which would stand still: start"
+            " another node first, or give --force"
         )
     return asks
 
@@ -89,7 +92,9 @@ def drain(
     node = f"{leavers[0].node} on {leavers[0].host}"
     if drain_nodes(etcd, run_prefix(key_prefix, job), leavers, reason, by, timeout):
         return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
-    return Done(FORMAT, job, (), (f"{node} is to leave already, or the run has no record, or is over",))
+    return Done(
+        FORMAT, job, (), (f"{node} is to leave already, or the run is over, or etcd has lost the record of its round",)
+    )
 
 
 def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:

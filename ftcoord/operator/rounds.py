@@ -188,6 +188,8 @@ def _standing(previous: Round | None, member: _Member, limits: tuple[int, int]) 
     ask = member.ask
     if ask.leaving:
         return "leaving"
+    if previous is not None and ask.node in previous.drained and not previous.closed:
+        return _STANDINGS[Standing.DRAINED]
     if previous is None:
         return "waiting" if ask.limits == limits or limits == (0, 0) else "refused"
     # Who holds a seat has asked for that round, though its key names no earlier one any more.

@@ -243,7 +243,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if error is self._users_error:
             error = None
         try:
-            if error is None or isinstance(error, ChildFailedError):
+            # Who catches torch's RendezvousGracefulExitError calls this without one.
+            if not self._node.is_drained and (error is None or isinstance(error, ChildFailedError)):
                 outcome = rendezvous_records.FINISHED if error is None else rendezvous_records.FAILED
                 speaker = self._node.speaker if self._node.round else None
                 self._run.close(f"{self.host} {outcome}", outcome, speaker, self._why_failed(error), self.host)

@@ -108,6 +108,8 @@ class Node:
             self._changed,
             self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute
         )
+        self.is_drained = False  # becomes True once, on the thread that asks
+        """Whether it has left since an operator wanted it to."""
         self.round: AnyRound | None = None  # read by any thread
         """The last round that it took part in,"""
         self._seat = ""
@@ -149,13 +151,14 @@ class Node:
                 return self._ask(port, self.pace)
         except (RendezvousError, SystemExit) as error:
             if not isinstance(error, RendezvousStateError) or self.pace.limits.refusal:
-                self.leave("other limits" if isinstance(error, RendezvousStateError) else self._why_parted(error))
+                self.leave(
+                    "other limits"
+                    if isinstance(error, RendezvousStateError)
+                    else "drained"
+                    if self.is_drained
+                    else type(error).__name__
+                )
             raise
-
-    def _why_parted(self, error: BaseException) -> str:
-        member = self.participant.member
-        record = member.record if member is not None else None
-        return "drained" if record is not None and self.id in record.drained else type(error).__name__
 
     def stop(self) -> None:
         """Have the thread that waits end with RendezvousClosedError. From any thread."""
@@ -214,6 +217,7 @@ class Node:
         if look.standing is Standing.LOST:
             return self._ready_after_all(look)
         if look.standing is Standing.DRAINED:
+            self.is_drained = True
             run = self._settings.run_id
             self._end_without_error(f"run {run!r} goes on without this node, which was drained: `ftcoord why {run}`")
         if look.standing is Standing.CLOSED:

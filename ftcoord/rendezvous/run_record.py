@@ -86,6 +86,7 @@ class RunRecord:
 
         def end(now: AnyRound) -> RecordChange | None:
             speaks = speaker is None or bool(now.closed) or self._has_seat(now, speaker)
+            speaks = speaks and (speaker is None or speaker.node not in now.drained)  # the others go on without it
             told, ends = reason, list[HistoryEvent]()
             if speaks and not now.closed and failure is not None and speaker is not None:
                 mine = failure_event(now.number, by, speaker.node, failure)

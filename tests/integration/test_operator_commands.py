@@ -144,6 +144,10 @@ def test_only_a_node_that_can_be_spared_is_drained(make_nodes: MakeNodes, run: C
     assert not two[0].signalled()
     assert run("drain", "short", id_, "--yes", "--force")[0] == 0
     assert run("drain", "short", id_, "--yes", "--force")[1].startswith("left alone: ")
+    other = two[1].member().id
+    assert "0 of at least 2 nodes" in run("drain", "short", other, "--yes")[2]  # it is there, and is to leave
+    assert two[0].finish()
+    assert run.json("status", "short")["rounds"]["closed"] == ""  # whoever is drained closes nothing
 
 
 def test_a_replica_has_no_round_to_leave(run: Commands, client: EtcdClient) -> None:

@@ -107,12 +107,38 @@ def test_one_without_a_seat_calls_nobody_back() -> None:
 
 
 @pytest.mark.parametrize("recalled", ["", WHY])
-@pytest.mark.parametrize("asks", [ask("B"), ask("B", seated=1), ask("B", after=1, seated=1)])
-def test_it_leaves_wherever_it_stands(asks: JoinRequest, recalled: str) -> None:
-    now = replace(a_round("ABC", recalled=recalled), drained=("B",))
+@pytest.mark.parametrize(
+    ("asks", "ready"), [(ask("B"), True), (ask("B", seated=1), False), (ask("B", after=1, seated=1), True)]
+)
+def test_it_leaves_wherever_it_stands(asks: JoinRequest, ready: bool, recalled: str) -> None:
+    now = replace(a_round("ABC", ready=ready, recalled=recalled), drained=("B",))
     found = outlook(now, "B", asks)
     assert (found.standing, found.next) == (Standing.DRAINED, Next.RETURN)
     assert outlook(now, "A", ask("A", seated=1)).standing is not Standing.DRAINED
+
+
+def test_one_that_others_have_started_with_starts_first() -> None:
+    """They would wait for it in the round's store."""
+    now = drained(a_round("ABC"), ask("B", seated=1))
+    assert outlook(now, "B", ask("B", seated=1)).standing is Standing.ANSWERED
+    head = replace(head_of(now, "1-A-0", 1, "A"), drained=("B",))
+    assert outlook(head, "B", ask("B", seated=1)).next is Next.READ
+
+
+def test_a_seat_that_nobody_knew_of_is_recalled_by_the_decider() -> None:
+    now = replace(a_round("ABC"), drained=("B",))
+    verdict = decide(situation([ask(node, seated=1) for node in "ABC"], now), OPTIONS, NOW)
+    assert isinstance(verdict, Publish)
+    assert (verdict.record.recalled, verdict.record.drained) == ("hostB was drained", ("B",))
+
+
+def test_the_order_outlives_a_round_whose_record_etcd_has_lost() -> None:
+    now = replace(a_round("AC"), drained=("B",))
+    assert drain(now, [ask("A", seated=2)], WHY) is None  # nobody who works in round 2 would hear of it by this one
+    members = [ask("A", after=2, seated=2), ask("C", seated=2)]
+    verdict = decide(situation(members, now), OPTIONS, NOW)
+    assert isinstance(verdict, Publish)
+    assert (verdict.record.number, verdict.record.seats, verdict.record.drained) == (2, (), ("B",))
 
 
 def test_a_run_that_is_over_says_that() -> None:

@@ -37,7 +37,8 @@ class Membership(Generic[R]):
         has_roster, history_ttl: see `Group`.
         dies_with_process: see `ParticipantOptions`.
         was: the ids of the participant's incarnations before; see `Session`.
-        lost: called when etcd says that the lease is lost, on the keep-alive thread; must not block.
+        lost: called when etcd says that the lease is lost, on the keep-alive thread; must not block. Not called for a
+            lease that is lost before this object is made.
 
     Raises EtcdError when it can have no lease or no watch, and ThreadNotStarted when none can renew the lease.
     """
@@ -151,10 +152,11 @@ class Membership(Generic[R]):
             self._changed.notify_all()
 
     def _hear_early(self) -> None:
+        """Whoever made this membership sees by itself that it is lost, so `lost` is not called."""
         with self._changed:
             early, self._early = self._early or [], None
-        for state in early:
-            self._on_state(state)
+        if SessionState.LOST in early:
+            self.orphan()
 
     def _on_state(self, state: SessionState) -> None:
         with self._changed:
