@@ -15,7 +15,7 @@ from ftcoord.errors import StateError
 
 V3: Final = 3
 """The layout of all records of rounds and of quorums. Whenever a field of one of them is added or changed, all of them
-get the next number: then a release that reads another one refuses the decided record, and says why."""
+get the next number, if it is in a release: then one that reads another refuses the decided record, and says why."""
 VERSION: Final = 1
 """Of the layout: in every other record that has a key of its own."""
 LARGEST: Final = 2**63 - 1

@@ -29,7 +29,11 @@ def because(what: str, reason: str | None) -> str:
 def find_members(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> list[NamedMember]:
     """The members that a name means, all of one owner. Raises NothingThere, ConfigError for a name of several, and
     EtcdError."""
-    members = members_called(_known_job(etcd, key_prefix, job), name)
+    return _find(_known_job(etcd, key_prefix, job), job, name)
+
+
+def _find(keys: JobKeys, job: str, name: str) -> list[NamedMember]:
+    members = members_called(keys, name)
     if not members:
         raise NothingThere(f"no live member of {job!r} is called {name!r}: `ftcoord status` shows who is there")
     if len(owners(members)) > 1:
@@ -58,10 +62,10 @@ def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force
     Raises NothingThere, also for fewer; ConfigError for the name of several nodes, or of a replica; StateError and
     EtcdError.
     """
-    members = find_members(etcd, key_prefix, job, name)
+    keys = _known_job(etcd, key_prefix, job)
+    members, rounds = _find(keys, job, name), keys.rounds
     if members[0].group != "rendezvous":
         raise ConfigError("NODE", name, "it is a replica of a quorum, which has no rounds to leave: `ftcoord kill` it")
-    rounds = read_job(etcd, key_prefix, job).rounds
     asks = [parse_join_request(one.kv.key, one.kv.value) for one in members]
     now = parse_decided(rounds.decided.key, rounds.decided.value) if rounds.decided is not None else NO_ROUND
     limits = now.limits if now.limits != NO_ROUND.limits else asks[0].limits

@@ -85,8 +85,7 @@ class RunRecord:
         settings = self._settings
 
         def end(now: AnyRound) -> RecordChange | None:
-            speaks = speaker is None or bool(now.closed) or self._has_seat(now, speaker)
-            speaks = speaks and (speaker is None or speaker.node not in now.drained)  # the others go on without it
+            speaks = speaker is None or bool(now.closed) or self._speaks(now, speaker)
             told, ends = reason, list[HistoryEvent]()
             if speaks and not now.closed and failure is not None and speaker is not None:
                 mine = failure_event(now.number, by, speaker.node, failure)
@@ -129,9 +128,13 @@ class RunRecord:
         past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found.kvs)
         return ends_in(last_life(past), number)
 
-    def _has_seat(self, now: AnyRound, speaker: Speaker) -> bool:
-        """Whether a node has a seat in this round. Raises EtcdError, StateError, and _RoundReplaced if it is not the
-        last one any more."""
+    def _speaks(self, now: AnyRound, speaker: Speaker) -> bool:
+        """Whether a node has a seat in this round, and the others do not go on without it.
+
+        Raises EtcdError, StateError, and _RoundReplaced if the round is not the last one any more.
+        """
+        if speaker.node in now.drained:
+            return False
         if isinstance(now, Round):
             return speaker.node in now.nodes
         for at in {now.chunk_of(member) for member in speaker.members}:

@@ -294,9 +294,8 @@ def test_a_record_that_is_deleted_is_written_again(world: World) -> None:
     world.check_one_history()
 
 
-@simulated
-def test_changes_that_a_watch_missed_are_made_up_for(world: World) -> None:
-    """gRPC's watches lost one change in 2,000 around fork(): the next change of the key shows it."""
+def miss_a_decision(world: World) -> tuple[list[Host], Host]:
+    """Three who have heard of a decision, and one whose watch has lost it."""
     first, second, third = world.host(), world.host(), world.host()
     before = world.agree(first, second, third)
     lost: list[Event] = []
@@ -311,31 +310,25 @@ def test_changes_that_a_watch_missed_are_made_up_for(world: World) -> None:
     world.agree(first, second, fourth, third, heard_by=(first, second, fourth))
     assert lost
     assert third.node.rolls[-1] == before
+    return [first, second, fourth], third
+
+
+@simulated
+def test_changes_that_a_watch_missed_are_made_up_for(world: World) -> None:
+    """gRPC's watches lost one change in 2,000 around fork(): the next change of the key shows it."""
+    informed, third = miss_a_decision(world)
     third.client.loses = lambda _event: False
-    world.agree(first, second, third, fourth, world.host())
+    world.agree(*informed, third, world.host())
     world.check_one_history()
 
 
 @simulated
 def test_the_last_change_that_a_watch_missed_is_found_too(world: World) -> None:
     """No later one shows it: the others may all wait for this member."""
-    first, second, third = world.host(), world.host(), world.host()
-    before = world.agree(first, second, third)
-    lost: list[Event] = []
-
-    def loses(event: Event) -> bool:
-        if event.kv.key.endswith("/decided"):
-            lost.append(event)
-        return event in lost
-
-    third.client.loses = loses
-    fourth = world.host()
-    world.agree(first, second, fourth, third, heard_by=(first, second, fourth))
-    assert lost
-    assert third.node.rolls[-1] == before
-    decided = world.etcd.revision
+    informed, third = miss_a_decision(world)
+    before, decided = third.node.rolls[-1], world.etcd.revision
     world.scheduler.sleep(CHECK_AFTER[1] * TTL + 2)
-    assert third.node.rolls[-1] == first.node.rolls[-1] != before
+    assert third.node.rolls[-1] == informed[0].node.rolls[-1] != before
     assert world.etcd.revision == decided, "nothing had to be written for it"
     world.check_one_history()
 

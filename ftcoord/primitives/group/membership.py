@@ -73,8 +73,8 @@ class Membership(Generic[R]):
         self.lost = False
         self._etcd, self._parse, self._changed, self._timeout = etcd, parse, changed, timeout  # never change
         self._on_lost = lost  # never changes
-        self._early: list[SessionState] | None = []  # guarded by _changed
-        """What the session told before there was a group to be left; None since there is."""
+        self._has_group = False  # guarded by _changed
+        """Whether what the session tells can be acted on."""
         self.session = Session(etcd, ttl, self._on_state, deaths=prefix if dies_with_process else None, was=was)
         self.group = Group(
             etcd,
@@ -88,7 +88,7 @@ class Membership(Generic[R]):
             history_ttl=history_ttl,
         )
         self.id = self.group.id
-        self._hear_early()
+        self._heed_session()
         try:
             self.group.prepare(timeout)
         except EtcdError:
@@ -151,17 +151,17 @@ class Membership(Generic[R]):
             self.lost = True
             self._changed.notify_all()
 
-    def _hear_early(self) -> None:
-        """Whoever made this membership sees by itself that it is lost, so `lost` is not called."""
+    def _heed_session(self) -> None:
+        """From now on; a lease that is lost already is one that this process slept through. Whoever makes this object
+        sees that by itself, so `lost` is not called."""
         with self._changed:
-            early, self._early = self._early or [], None
-        if SessionState.LOST in early:
+            self._has_group = True
+        if self.session.state is SessionState.LOST:
             self.orphan()
 
     def _on_state(self, state: SessionState) -> None:
         with self._changed:
-            if self._early is not None:  # this process stood still while its group was made
-                self._early.append(state)
+            if not self._has_group:
                 return
         if state is SessionState.SUSPENDED:
             log.warning(
