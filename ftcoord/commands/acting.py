@@ -75,12 +75,12 @@ def _drain(options: argparse.Namespace) -> int:
     job, name = full_text("JOB", options.job), full_text("NODE", options.node)
     terminal, reason = terminal_of(options), because(f"was drained by {who()}", options.reason)
     with client_of(options) as etcd:
-        leavers = find_leavers(etcd, options.key_prefix, job, name, force=bool(options.force))
-        _ask(options, [f"have {leavers[0].node} on {leavers[0].host} leave {job!r}"])
-        # Others may have gone, and a round may have begun, while somebody thought about it.
-        leavers = find_leavers(etcd, options.key_prefix, job, leavers[0].node, force=bool(options.force))
-        timeout = etcd.config.request_timeout
-        return _say(terminal, drain(etcd, options.key_prefix, job, leavers, reason, who(), timeout))
+        force, timeout = bool(options.force), etcd.config.request_timeout
+        leaver = find_leavers(etcd, options.key_prefix, job, name, force=force)[0]
+        _ask(options, [f"have {leaver.node} on {leaver.host} leave {job!r}"])
+        # By its node: others may have gone, and a round may have begun, while somebody thought about it.
+        done = drain(etcd, options.key_prefix, job, leaver.node, reason, who(), timeout, force=force)
+        return _say(terminal, done)
 
 
 def _close(options: argparse.Namespace) -> int:

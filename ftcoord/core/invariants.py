@@ -86,6 +86,7 @@ def _check_lost_round(situation: RoundSituation, old: Round, new: Round) -> None
     require("S2 rounds only grow", new.number > old.number)
     require("S2 no number is given again", new.number == max(held, default=0))
     require("S1 one membership a round", not (new.seats or new.ready or new.away))
+    require("S1 who is drained stays drained", new.drained == old.drained)
 
 
 def _check_new_round(situation: RoundSituation, old: Round, new: Round) -> None:

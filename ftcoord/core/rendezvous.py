@@ -169,14 +169,14 @@ class RoundSituation:
 
     Args:
         changed_at: when any member last came, changed or went.
-        previous_at: when `previous` was first seen.
+        previous_at: when `previous` was first seen in its state: formed, ready, recalled or closed.
         vanished: `previous` is known, but its key is gone from etcd.
         highest: the highest number that the decider ever saw, also in records that etcd has lost since.
         read_at: when the decider read the members as a whole. What they asked then, they may have said long before.
         deaths: the causes of those that have died, by their member ids, as far as anybody has said so.
         gone_since: when the decider saw that the first of those went that have a seat in the last round and are gone.
         ends: how parts in the last round have ended, as far as anybody has said so.
-        decided_revision: etcd's, at which `previous` was written.
+        decided_revision: etcd's, at which `previous` was written in that state.
         unreadable: the ids of the live members that say what cannot be read; they are not among `members`.
     """
 

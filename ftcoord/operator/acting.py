@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -93,7 +93,7 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
 
 
 def drain_nodes(
-    etcd: EtcdCalls, prefix: str, leavers: Sequence[JoinRequest], reason: str, by: str, timeout: float
+    etcd: EtcdCalls, prefix: str, leavers: Callable[[], Sequence[JoinRequest]], reason: str, by: str, timeout: float
 ) -> bool:
     """Have nodes leave a run, within `timeout` seconds for each request; whether that was news to it, and it
     has a record to say it in.
@@ -101,16 +101,17 @@ def drain_nodes(
     They and the others hear of it at once: with the record.
 
     Args:
-        leavers: what the members of these nodes ask.
+        leavers: finds what the members of these nodes ask, and raises to leave them alone. It is asked anew whenever
+            the record has changed: another operator may have drained a node meanwhile, so that too few would stay.
         reason: what is said of each, behind the name of its host. The history says `by` whom.
 
-    Raises StateError, if the record is not ftcoord's, and EtcdError.
+    Raises StateError, if the record is not ftcoord's, EtcdError, and what `leavers` raises.
     """
     found: RecordChange | None = None
 
     def change(now: AnyRound) -> RecordChange | None:
         nonlocal found
-        found = draining(now, leavers, reason, by=by)
+        found = draining(now, leavers(), reason, by=by)
         return found
 
     history_ttl = HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0

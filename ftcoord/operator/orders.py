@@ -87,13 +87,23 @@ def _asks(rounds: GroupKeys) -> Iterator[JoinRequest]:
 
 
 def drain(
-    etcd: EtcdCalls, key_prefix: str, job: str, leavers: Sequence[JoinRequest], reason: str, by: str, timeout: float
+    etcd: EtcdCalls, key_prefix: str, job: str, name: str, reason: str, by: str, timeout: float, *, force: bool
 ) -> Done:
     """Have a node leave a run, within `timeout` seconds for each request. Its history says `by` whom.
 
-    Raises StateError and EtcdError.
+    Whether enough nodes stay is judged after the record was read that is replaced: so of two who drain at the same
+    moment the second one sees what the first one did.
+
+    Raises what `find_leavers` raises.
     """
-    node = f"{leavers[0].node} on {leavers[0].host}"
+    node = ""
+
+    def leavers() -> list[JoinRequest]:
+        nonlocal node
+        asks = find_leavers(etcd, key_prefix, job, name, force=force)
+        node = f"{asks[0].node} on {asks[0].host}"
+        return asks
+
     if drain_nodes(etcd, run_prefix(key_prefix, job), leavers, reason, by, timeout):
         return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
     return Done(

@@ -23,6 +23,7 @@ from ftcoord.core.layout import (
 from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide, vacant
 from ftcoord.core.rendezvous_records import (
     ROLLS,
+    AnyRound,
     JoinRequest,
     RollSizes,
     Round,
@@ -101,6 +102,33 @@ class _ToldEnds:
         return self._told if view.decided is not None and view.decided.value == self._record else frozenset()
 
 
+class _LastRecord:
+    """The decided record as a decider reads it, and what it remembers of those before."""
+
+    def __init__(self) -> None:
+        self._parsed = ParsedKey(parse_decided)
+        self.highest = 0
+        """An etcd that lost its last writes may show an older record than this decider has seen."""
+        self._state: tuple[object, ...] = ()
+        self._since: tuple[float, int] = 0.0, 0
+
+    def of(self, view: View) -> AnyRound | None:
+        """Raises StateError when it is not ours to read."""
+        record = self._parsed.of(view.decided) if view.decided else None
+        self.highest = max(self.highest, record.number if record else 0)
+        return record
+
+    def since(self, record: AnyRound | None, view: View) -> tuple[float, int]:
+        """When this round came into its state, as first seen here, and at which of etcd's revisions: an operator who
+        drains another node changes the record, but starts no time-out anew."""
+        if record is None or view.decided is None:
+            return view.decided_at, 0
+        state = record.roll, record.ready, record.recalled, record.closed
+        if state != self._state:
+            self._state, self._since = state, (view.decided_at, view.decided.mod_revision)
+        return self._since
+
+
 class RendezvousPolicy:
     """Decides the rounds of one run. Implements `ftcoord.primitives.group.policy.Policy`.
 
@@ -126,8 +154,7 @@ class RendezvousPolicy:
         self._members = ParsedKeys(parse_join_request)
         self._candidates: dict[str, RoundCandidate] = {}
         """By key, as they were when this last decided."""
-        self._decided = ParsedKey(parse_decided)
-        self._highest = 0
+        self._last = _LastRecord()
         self._gone: dict[str, tuple[float, VacantSeat]] = {}
         """Of the members with a seat in the last round that are gone: when this decider saw it, and what is known."""
         self._ends: tuple[str, Ends] = "", {}
@@ -138,14 +165,13 @@ class RendezvousPolicy:
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record is not ours to read, EtcdError when what lies beside it is not."""
-        record = self._decided.of(view.decided) if view.decided else None
-        # An etcd that lost its last writes may show an older record than this member has seen.
-        self._highest = max(self._highest, record.number if record else 0)
+        record = self._last.of(view)
+        since = self._last.since(record, view)
         try:
             previous = self._rolls.of(record, view) if isinstance(record, RoundHead) else record
         except RollReplaced:
             return Wait("another record has replaced the one that is known: it is on its way")
-        situation = self._situation(view, previous, now)
+        situation = self._situation(view, previous, since, now)
         verdict = decide(situation, self._options, now)
         verdict = self._guard.passed(verdict, lambda one: check_round(situation, one.record), now)
         if isinstance(verdict, Wait):
@@ -179,7 +205,7 @@ class RendezvousPolicy:
         fresh = self._told.with_decision(situation, view, value)
         return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, self._wall_ms())
 
-    def _situation(self, view: View, previous: Round | None, now: float) -> RoundSituation:
+    def _situation(self, view: View, previous: Round | None, since: tuple[float, int], now: float) -> RoundSituation:
         before, self._candidates = self._candidates, {}
         for kv, ask in self._members.of(view.members):
             seen, one = view.seen[kv.key], before.get(kv.key)
@@ -192,14 +218,14 @@ class RendezvousPolicy:
             members,
             view.changed_at,
             previous,
-            view.decided_at,
+            since[0],
             view.vanished,
-            self._highest,
+            self._last.highest,
             view.read_at,
             deaths,
             gone_since,
             self._ends_of(previous, members),
-            view.decided.mod_revision if view.decided else 0,
+            since[1],
             self._unreadable(),
         )
 

@@ -142,7 +142,8 @@ class RendezvousSettings:
         restart: which closed runs a new start may go on from, once nobody of the old one is left: one that ``failed``,
             ``always`` any, ``never``.
         on_spare_close: a spare whose run closes, and a drained node, ends with ``exit`` code 0, or will ``raise``
-            torch's error.
+            torch's RendezvousGracefulExitError. That is for programs that run an agent themselves: torchrun's own
+            handling of it ends with an AttributeError.
         key_prefix: where in etcd the runs live; begins with ``/`` and does not end with it.
         request_timeout: how long one call to etcd may take; the same as `etcd.request_timeout` if there is `etcd`.
         timers: whether the agent reaps workers whose expiration timers have expired.

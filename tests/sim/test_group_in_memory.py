@@ -334,6 +334,26 @@ def test_the_last_change_that_a_watch_missed_is_found_too(world: World) -> None:
 
 
 @simulated
+def test_a_member_whose_join_the_decider_missed_is_found(world: World) -> None:
+    """No later change of its key shows that: it waits for an answer."""
+    first, second = world.host(), world.host()
+    world.agree(first, second)
+    lost: list[Event] = []
+
+    def loses(event: Event) -> bool:
+        if "/members/" in event.kv.key:
+            lost.append(event)
+        return event in lost
+
+    first.client.loses = loses
+    third = world.host()
+    world.until(lambda: bool(lost), "the join is lost")
+    first.client.loses = lambda _event: False
+    world.agree(first, second, third)
+    world.check_one_history()
+
+
+@simulated
 def test_a_decider_that_missed_a_decision_reads_the_members_again_too(world: World) -> None:
     """They may be those of before that decision, or of an etcd that was restored since."""
     first, second = world.host(), world.host()

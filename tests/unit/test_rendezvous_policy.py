@@ -46,15 +46,15 @@ def holding(name: str) -> JoinRequest:
     return replace(seated(name), after=3, holds=member_id(1 + NAMES.index(name)))
 
 
-def seen(members: Mapping[int, tuple[JoinRequest, float]]) -> View:
-    """By lease: what each says, and since when."""
+def seen(members: Mapping[int, tuple[JoinRequest, float]], record: Round = ROUND, at: float = -60.0) -> View:
+    """By lease: what each says, and since when; and the record, and since when."""
     keys = [
         KeyValue(member_key(PREFIX, member_id(lease)), encode(ask), lease, lease, 1, lease)
         for lease, (ask, _) in members.items()
     ]
     since = {kv.key: at for kv, (_, at) in zip(keys, members.values(), strict=True)}
-    decided = KeyValue(decided_key(PREFIX), encode(ROUND), 9, 9, 1, 9)
-    return View(tuple(keys), since, 0.0, decided, -60.0, False, -60.0)
+    decided = KeyValue(decided_key(PREFIX), encode(record), 9, 9, 1, 9)
+    return View(tuple(keys), since, 0.0, decided, at, False, -60.0)
 
 
 def test_each_that_loses_its_lease_has_its_own_time(policy: RendezvousPolicy) -> None:
@@ -82,3 +82,15 @@ def test_a_seat_that_is_held_in_another_round_is_vacant(policy: RendezvousPolicy
     verdict = policy.decide(seen({**others, 5: (replace(holding("A"), seated=2), 0.0)}), member_id(2), 0.0)
     assert isinstance(verdict, Publish)
     assert "a was killed" in verdict.reason
+
+
+def test_another_node_that_is_drained_starts_no_time_out_anew(policy: RendezvousPolicy) -> None:
+    """The record changes, but its round was recalled when it was."""
+    recalled = replace(ROUND, recalled="hostA was drained", drained=("A",))
+    asking = {1 + at: (replace(seated(name), after=3), 0.0) for at, name in enumerate("BC", 1)}
+    asking[4] = seated("D"), -60.0  # who is still to come back
+    before = policy.decide(seen(asking, recalled, at=1.0), member_id(2), 1.0)
+    again = policy.decide(seen(asking, replace(recalled, drained=("A", "X")), at=5.0), member_id(2), 5.0)
+    assert isinstance(before, Wait)
+    assert isinstance(again, Wait)
+    assert before.until == again.until is not None

@@ -50,8 +50,9 @@ RESTS_MORE_AT: Final = 1000
 """Members from which on each of them adds more than that: so many come one by one for seconds, on the processor that
 also decides. Then the part of the time that deciding takes becomes smaller, the more they are."""
 CHECK_AFTER: Final = 3.0, 4.5
-"""Times of its lease after which a member that hears of no decision asks etcd whether it has missed one, the least and
-the most: so it costs a tenth of what renewing the lease does, and not all ask at once."""
+"""Times of its lease after which a member that hears of no decision asks etcd whether it has missed one (a decider: or
+a change of a member), the least and the most: so it costs a tenth of what renewing the lease does, and not all ask at
+once."""
 CHANGES_PER_STEP: Final = 1000
 """Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
 
@@ -128,7 +129,7 @@ class Group:
         self._has_begun = False
         """Whether the watch on the record has stood before: if it stands again, it was interrupted."""
         self._check_at = math.inf
-        """When to ask whether the watch has missed a decision, if it tells of none before."""
+        """When to ask whether a watch has missed a change, if that of the record tells of none before."""
         self._closing = False  # only ever becomes true; read anywhere
         self._last = _LastDecision()  # only the thread
         self._thread = concurrency.thread(self._run, "ftcoord-group")
@@ -345,19 +346,26 @@ class Group:
         held = self._member_key.held
         if held is not None and held.until <= concurrency.now():
             self._member_key.release_held()
+        until = self._go_on()
         if self._check_at <= concurrency.now():
-            self._look_for_missed()
-        until, held = self._go_on(), self._member_key.held
+            until = self._look_for_missed(until)
+        held = self._member_key.held
         times = (until, held.until if held is not None else None)
         return min([self._check_at, *(at for at in times if at is not None)])
 
-    def _look_for_missed(self) -> None:
+    def _look_for_missed(self, until: float | None) -> float | None:
         """A watch may miss a change (a process that forks with gRPC's own handlers does), and the next one shows that.
-        But the one that was missed may be the last: one that calls this member back, and nothing follows until it has
-        come. Raises EtcdError: then the next step asks again."""
-        if self._record.mirror.synced and not self._session.rests:  # who rests waits for nothing
-            self._record.mirror.compare()
+        But the one that was missed may be the last: one that calls this member back, or the request of the member that
+        a decider waits for, and nothing follows until it has come.
+
+        Returns when to look again: now, if one was missed, otherwise `until`. Raises EtcdError: then the next step
+        asks again."""
+        copies = [self._record.mirror] if self._members.mirror is None else [self._record.mirror, self._members.mirror]
+        synced = [copy for copy in copies if copy.synced and not self._session.rests]  # who rests waits for nothing
+        for copy in synced:
+            copy.compare()
         self._check_at = self._next_check()
+        return until if all(copy.synced for copy in synced) else concurrency.now()
 
     def _next_check(self) -> float:
         return concurrency.now() + self._session.ttl * random.uniform(*CHECK_AFTER)

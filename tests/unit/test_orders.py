@@ -1,0 +1,69 @@
+"""What operators order at the same moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from members import Door
+
+from ftcoord.core.layout import decided_key, member_id, member_key, run_prefix
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode, parse_decided
+from ftcoord.etcd.api import Etcd, Get, Put, Span, TxnResult
+from ftcoord.operator.orders import NothingThere, drain
+from ftcoord.testing import MemoryEtcd
+from ftcoord.testing.etcd import MemoryClient
+
+KEYS, JOB = "/ftcoord/v1", "job"
+PREFIX = run_prefix(KEYS, JOB)
+RECORD = decided_key(PREFIX)
+
+
+class Overtaken(Door):
+    """Somebody else does something just before its first transaction."""
+
+    def __init__(self, real: Etcd, before: Callable[[], object]) -> None:
+        super().__init__(real)
+        self._before: Callable[[], object] | None = before
+
+    def txn(self, *args: Any, **kwargs: Any) -> TxnResult:
+        before, self._before = self._before, None
+        if before is not None:
+            before()
+        return super().txn(*args, **kwargs)
+
+
+@pytest.fixture
+def etcd() -> Iterator[MemoryClient]:
+    """With a running round of three nodes, which needs two."""
+    with MemoryEtcd() as server:
+        client, seats = server.client(), list[Seat]()
+        for node in "ABC":
+            lease = client.grant(60).id
+            seats.append(Seat(member_id(lease), node, f"host{node}"))
+            ask = JoinRequest(node, node, 1, 0, f"host{node}", node, 2, 3, seated=1)
+            client.txn([], [Put(member_key(PREFIX, member_id(lease)), encode(ask), lease)])
+        running = Round(1, tuple(seats), "A", 1, (), 2, 3, ready=True)
+        client.txn([], [Put(RECORD, encode(running), client.grant(60).id)])
+        yield client
+
+
+def drained(etcd: MemoryClient) -> tuple[str, ...]:
+    kv = etcd.range(Get(Span(RECORD))).one
+    assert kv is not None
+    return parse_decided(kv.key, kv.value).drained
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_of_two_who_drain_at_once_the_second_sees_what_the_first_did(etcd: MemoryClient, force: bool) -> None:
+    """Each alone leaves two nodes, which are enough; both leave one."""
+    first = lambda: drain(etcd, KEYS, JOB, "A", "was drained", "ann", 5.0, force=False)  # noqa: E731
+    second = Overtaken(etcd, first)
+    if force:
+        assert drain(second, KEYS, JOB, "B", "was drained", "bob", 5.0, force=True).did
+        assert drained(etcd) == ("A", "B")
+    else:
+        with pytest.raises(NothingThere, match="1 of at least 2 nodes would be left"):
+            drain(second, KEYS, JOB, "B", "was drained", "bob", 5.0, force=False)
+        assert drained(etcd) == ("A",)
