@@ -159,10 +159,8 @@ class QuorumPolicy:
         previous, roster = self._read_decided(view)
         self._note(view, previous.profiles if previous else {})
         alive, silent, next_death = self._judge(view, now)
-        # As long as the record is there its revision tells what was decided. Without it nobody can: numbers may be left
-        # out, also after the very first one, whose answer may be lost and whose record deleted before anybody reads it.
-        is_there = view.decided is not None and not view.vanished
-        highest = self._seen.highest if is_there else self._seen.perhaps
+        # As long as the record is there its revision tells what was decided. Later nobody can: numbers may be left out.
+        highest = self._seen.perhaps if view.vanished else self._seen.highest
         created = self._wall_clock()
         unreadable = len(self._members.unreadable)
         situation = QuorumSituation(alive, previous, view.decided_at, silent, highest, created, me, unreadable)

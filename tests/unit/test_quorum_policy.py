@@ -51,15 +51,6 @@ def test_what_a_decider_may_have_decided_is_not_given_again_once_its_record_is_d
     assert (third.number, third.id) == (3, 3)
 
 
-def test_what_may_have_been_the_first_of_all_is_not_given_again() -> None:
-    """It was decided, but never answered, and its record deleted before its decider read it."""
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
-    first = quorum_of(policy.decide(view(a=replica("a", 1)), "a", 0.0))
-    again = quorum_of(policy.decide(view(a=replica("a", 1)), "a", 1.0))
-    assert (first.number, again.number) == (1, 2)
-    assert again.id > first.id
-
-
 def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
     policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
     asking = replica("b", 1)
