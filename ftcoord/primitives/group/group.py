@@ -17,8 +17,6 @@ anywhere.
 from __future__ import annotations
 
 import logging
-import math
-import random
 import sys
 from collections.abc import Callable
 from typing import Final
@@ -28,6 +26,7 @@ from ftcoord.core.layout import members_span
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
+from ftcoord.primitives.group.checkup import Checkup
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener, OwnWrite
 from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.group.inbox import Inbox
@@ -49,10 +48,6 @@ deciding takes. So events that come one by one are decided on together. With 64 
 RESTS_MORE_AT: Final = 1000
 """Members from which on each of them adds more than that: so many come one by one for seconds, on the processor that
 also decides. Then the part of the time that deciding takes becomes smaller, the more they are."""
-CHECK_AFTER: Final = 3.0, 4.5
-"""Times of its lease after which a member that hears of no decision asks etcd whether it has missed one (a decider: or
-a change of a member), the least and the most: so it costs a tenth of what renewing the lease does, and not all ask at
-once."""
 CHANGES_PER_STEP: Final = 1000
 """Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
 
@@ -111,7 +106,7 @@ class Group:
         history_ttl: int = 0,
     ) -> None:
         members = members_span(prefix)
-        self._prefix, self._policy, self._session, self._failed = prefix, policy, session, failed  # these never change
+        self._prefix, self._policy, self._failed = prefix, policy, failed  # these never change
         self._member_key = MemberKey(etcd, prefix, session)  # has a lock of its own
         self._inbox = Inbox()
         self._turn = concurrency.lock("Group._turn")
@@ -126,10 +121,7 @@ class Group:
         """Its place in line when it joined, or behind it: how many have joined, itself included, while there was always
         one whose predecessor in line lived. Those that have left meanwhile are counted too, since etcd would need
         longer to count the others, the more there are."""
-        self._has_begun = False
-        """Whether the watch on the record has stood before: if it stands again, it was interrupted."""
-        self._check_at = math.inf
-        """When to ask whether a watch has missed a change, if that of the record tells of none before."""
+        self._checkup = Checkup(session)
         self._closing = False  # only ever becomes true; read anywhere
         self._last = _LastDecision()  # only the thread
         self._thread = concurrency.thread(self._run, "ftcoord-group")
@@ -257,7 +249,7 @@ class Group:
         self._record.mirror.adopt(decided)
         self._record.tell()
         self._succession.begin(tail)
-        self._check_at = self._next_check()
+        self._checkup.put_off()
         self._thread.start()
 
     def _doubt_key(self) -> None:
@@ -335,11 +327,12 @@ class Group:
         if mirror is self._record.mirror:
             if changes:  # what this member decides itself is known before its watch tells
                 self._succession.was_overtaken()
-                self._check_at = self._next_check()
+                self._checkup.put_off()
             self._record.tell()
-            if isinstance(posted.item, Began):  # the watch was interrupted: etcd may have lost this member's key
-                self._member_key.doubted |= self._has_begun
-                self._has_begun = True
+            if (
+                isinstance(posted.item, Began) and not mirror.synced
+            ):  # interrupted: etcd may have lost this member's key
+                self._member_key.doubted = True
 
     def _step(self) -> float | None:
         """Bring what is nearer to what should be; when to look again, None: when something comes in."""
@@ -347,28 +340,16 @@ class Group:
         if held is not None and held.until <= concurrency.now():
             self._member_key.release_held()
         until = self._go_on()
-        if self._check_at <= concurrency.now():
-            until = self._look_for_missed(until)
+        if self._checkup.due <= concurrency.now() and self._look_for_missed():
+            until = concurrency.now()
         held = self._member_key.held
         times = (until, held.until if held is not None else None)
-        return min([self._check_at, *(at for at in times if at is not None)])
+        return min([self._checkup.due, *(at for at in times if at is not None)])
 
-    def _look_for_missed(self, until: float | None) -> float | None:
-        """A watch may miss a change (a process that forks with gRPC's own handlers does), and the next one shows that.
-        But the one that was missed may be the last: one that calls this member back, or the request of the member that
-        a decider waits for, and nothing follows until it has come.
-
-        Returns when to look again: now, if one was missed, otherwise `until`. Raises EtcdError: then the next step
-        asks again."""
+    def _look_for_missed(self) -> bool:
+        """Whether a watch has missed a change. Raises EtcdError: then the next step asks again."""
         copies = [self._record.mirror] if self._members.mirror is None else [self._record.mirror, self._members.mirror]
-        synced = [copy for copy in copies if copy.synced and not self._session.rests]  # who rests waits for nothing
-        for copy in synced:
-            copy.compare()
-        self._check_at = self._next_check()
-        return until if all(copy.synced for copy in synced) else concurrency.now()
-
-    def _next_check(self) -> float:
-        return concurrency.now() + self._session.ttl * random.uniform(*CHECK_AFTER)
+        return self._checkup.finds_missed(copies)
 
     def _go_on(self) -> float | None:
         if not self._record.mirror.synced:

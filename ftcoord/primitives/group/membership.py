@@ -62,10 +62,7 @@ class Membership(Generic[R]):
     ) -> None:
         self.record: R | None = None
         """The last decided record that could be read."""
-        self.record_lease = 0
-        """The lease that it lies under; 0 for none."""
-        self.record_revision = 0
-        """Of etcd, at which it was written."""
+        self._record_kv: KeyValue | None = None  # guarded by _changed, as the record is
         self.problem: StateError | None = None
         """Why the record cannot be read now."""
         self.failure: EtcdError | ThreadFailed | None = None
@@ -99,6 +96,16 @@ class Membership(Generic[R]):
     def record_key(self) -> str:
         """The key of the decided record."""
         return self.group.record_key
+
+    @property
+    def record_lease(self) -> int:
+        """The lease that the last record lies under; 0 for none."""
+        return self._record_kv.lease if self._record_kv else 0
+
+    @property
+    def record_revision(self) -> int:
+        """Of etcd, at which the last record was written; 0 before there is one."""
+        return self._record_kv.mod_revision if self._record_kv else 0
 
     @property
     def entered(self) -> bool:
@@ -185,5 +192,5 @@ class Membership(Generic[R]):
         with self._changed:
             self.record, self.problem = record, None
             if kv is not None:  # else it was deleted: the last one still counts, and its lease may live
-                self.record_lease, self.record_revision = kv.lease, kv.mod_revision
+                self._record_kv = kv
             self._changed.notify_all()
