@@ -109,7 +109,7 @@ class Scheduler:
                 self._begin(task)
                 try:
                     while not task.done and self._failure is None:
-                        self._next().greenlet.switch()
+                        self._go_on(None)
                 finally:
                     self._end()
         finally:
@@ -244,13 +244,13 @@ class Scheduler:
         if not stands_still and (not self._ready or self._draw() < self._stay):
             return
         self._ready.append(task)
-        self._switch(task)
+        self._go_on(task)
 
     def park(self, what: object, timeout: float | None) -> bool:
         """Wait for `wake()`; False when `timeout` seconds were over before. `what` is for whoever asks why."""
         if self.ending:
             raise GreenletExit
-        task = self.current
+        task = self.running or self.current
         task.waits_for, task.woken = what, False
         task.parked += 1
         if timeout is not None:
@@ -261,7 +261,7 @@ class Scheduler:
             if end < self._due:
                 self._due = end
         self._tick()
-        self._switch(task)
+        self._go_on(task)
         return task.woken
 
     def wake(self, task: Task) -> bool:
@@ -318,27 +318,24 @@ class Scheduler:
                 self._make_ready(task)
         self._due = min(self._horizon, timers[0][0]) if timers else self._horizon
 
-    def _switch(self, task: Task) -> None:
-        """Go on with somebody else; returns when it is this task's turn again."""
-        following = self._next()
-        if following is not task:
-            following.greenlet.switch()
-        if self.ending:
-            raise GreenletExit
-
-    def _next(self) -> Task:
-        """Whose turn it is now: it is the one that runs."""
+    def _go_on(self, task: Task | None) -> None:
+        """Go on with whose turn it is; returns when it is this task's again, or, for the hub, when one has ended."""
         ready = self._ready
         while True:
             while not ready:
                 self._jump()
             chosen = int(self._draw() * len(ready))
-            ready[chosen], ready[-1] = ready[-1], ready[chosen]
-            task = ready.pop()
-            if task.process not in self._paused or task.abroad:
-                self.running = task
-                return task
-            self._paused[task.process].append(task)
+            following, last = ready[chosen], ready.pop()
+            if last is not following:
+                ready[chosen] = last
+            if following.process not in self._paused or following.abroad:
+                break
+            self._paused[following.process].append(following)
+        self.running = following
+        if following is not task:
+            following.greenlet.switch()
+        if self.ending:
+            raise GreenletExit
 
     def _jump(self) -> None:
         """Nobody can go on now: time passes until somebody can."""
