@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -216,7 +217,6 @@ class QuorumOracle:
         self._learn(self._owner(new.by), new)
         wait = self._job.join_timeout_ms / 1000 / FASTEST - 0.01
         own = {id_: self._members[id_][0] for id_ in with_ if id_ in self._members}
-        seen = [[*one.values()] for view in (*views, *lost_views) for one in ((view, view | own) if own else (view,))]
         # Who decides may have read a request when an earlier quorum had its profile.
         lasts = [before]
         if self._profiles != before.profiles:
@@ -225,9 +225,9 @@ class QuorumOracle:
 
         def allowed() -> Iterator[frozenset[str] | None]:
             """Of the newest view first, for mostly it is the one."""
-            for view in reversed(seen):
-                for last in lasts:
-                    yield may_decide(view, last, self._job.min_replicas, wait, now)
+            for view in reversed((*views, *lost_views)):
+                for seen, last in itertools.product((view | own, view) if own else (view,), lasts):
+                    yield may_decide([*seen.values()], last, self._job.min_replicas, wait, now)
 
         def problem() -> str:
             texts = sorted({str(sorted(one)) for one in allowed() if one})
