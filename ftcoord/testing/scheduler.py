@@ -236,7 +236,7 @@ class Scheduler:
         if self.ending:
             return
         task = self.running or self.current
-        self.time += STEP  # as `_tick`, which would cost a third more here: most steps are these
+        self.time += STEP  # as in `_tick`: nearly all steps are taken here, and a call costs as much as the rest
         self.taken += 1
         if self.time >= self._due or self.taken > self._steps:
             self._look_at_clock()
