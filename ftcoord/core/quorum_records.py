@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import pairwise
@@ -410,9 +410,12 @@ def _head_over(quorum: QuorumRecord, roster: Roster) -> QuorumHead | None:
     return _head(quorum, roster.digest, left, tuple(joined), asked)
 
 
-def _request(profile: Profile, step: int, shrink_only: bool, commit_failures: int) -> QuorumRequest:
+def _request(
+    profile: Profile, step: int, shrink_only: bool, commit_failures: int, replica_id: str | None = None
+) -> QuorumRequest:
+    """Of another replica than the profile's, if that is given."""
     return QuorumRequest(
-        profile.replica_id,
+        profile.replica_id if replica_id is None else replica_id,
         profile.address,
         profile.store_address,
         step,
@@ -426,8 +429,8 @@ def _request(profile: Profile, step: int, shrink_only: bool, commit_failures: in
 
 def _joined(profile: Profile, progress: Progress | QuorumRequest) -> QuorumRequest:
     """The request of this profile and this progress, which says whose it is."""
-    whole = _request(profile, progress.step, progress.shrink_only, progress.commit_failures)
-    return whole if whole.replica_id == progress.replica_id else replace(whole, replica_id=progress.replica_id)
+    said = progress.step, progress.shrink_only, progress.commit_failures, progress.replica_id
+    return _request(profile, *said)
 
 
 def _progress(request: QuorumRequest) -> Progress:

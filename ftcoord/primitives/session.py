@@ -121,7 +121,9 @@ class Renewer:
         if entry is None:
             return
         entry.lease = None
-        self._ttls -= Counter([entry.ttl])  # which drops what is 0
+        self._ttls[entry.ttl] -= 1
+        if not self._ttls[entry.ttl]:
+            del self._ttls[entry.ttl]
         if len(self._due) > 2 * self._ttls.total() + 1:
             self._due = [entry for entry in self._due if entry.lease is not None]
             heapq.heapify(self._due)

@@ -314,7 +314,8 @@ class MemoryClient:
         """Wait for as long as this client is cut off, or etcd is down."""
         left = max(deadline - concurrency.now(), 0)
         with self._link:
-            self._link.wait_for(lambda: self._reaches() or self._closed, left)
+            if not self._reaches():
+                self._link.wait_for(lambda: self._reaches() or self._closed, left)
             if self._closed:
                 raise ClientClosed(MEMORY_CLIENT_CLOSED)
             if not self._reaches():

@@ -50,7 +50,7 @@ class Transaction(NamedTuple):
     @property
     def puts(self) -> bool:
         """Whether one of its branches puts a key: an etcd that is out of space refuses it then."""
-        return any(isinstance(op, Put) for op in (*self.success, *self.failure))
+        return any(isinstance(op, Put) for branch in (self.success, self.failure) for op in branch)
 
 
 class KeySpace:
@@ -94,8 +94,9 @@ class KeySpace:
         results = [self._run(op, events) for op in ops]
         self._commit(events)
         revision = self.revision
-        stamped = [RangeResult(r.kvs, r.count, revision) if isinstance(r, RangeResult) else r for r in results]
-        return TxnResult(succeeded, revision, tuple(stamped)), tuple(events)
+        if events:  # what it read, it read at the revision of what it wrote
+            results = [RangeResult(r.kvs, r.count, revision) if isinstance(r, RangeResult) else r for r in results]
+        return TxnResult(succeeded, revision, tuple(results)), tuple(events)
 
     def drop_lease(self, lease: int) -> tuple[Event, ...]:
         """Delete the keys under a lease, at one revision and in the order of the keys; what was deleted."""
@@ -178,7 +179,7 @@ def _fits(compare: Compare, kv: KeyValue | None) -> bool:
 
 def concerning(events: Iterable[Event], span: Span, deletes_only: bool) -> tuple[Event, ...]:
     """Those of the events that a watch of `span` delivers."""
-    return tuple(event for event in events if event.kv.key in span and not (deletes_only and event.kind == "put"))
+    return tuple([event for event in events if event.kv.key in span and not (deletes_only and event.kind == "put")])
 
 
 _FIELDS: Final = {"create": "create_revision", "mod": "mod_revision", "version": "version", "lease": "lease"}
@@ -197,7 +198,7 @@ def _replay(base: dict[str, KeyValue], log: Iterable[tuple[int, Sequence[Event]]
 
 def _select(kvs: dict[str, KeyValue], get: Get, revision: int) -> RangeResult:
     """As etcd does it: the count is that of the span, whatever `limit` and `created_before` leave of it."""
-    if get.span.end:
+    if get.span.is_prefix or get.span.stop:
         found = sorted((kv for kv in kvs.values() if kv.key in get.span), key=lambda kv: encode_key(kv.key))
     else:
         found = [kvs[get.span.start]] if get.span.start in kvs else []
@@ -220,19 +221,25 @@ def _check(asked: Transaction) -> None:
     check_writes(asked.success, asked.failure)
     if max(map(len, asked)) > MAX_OPS:
         raise _refused("too many operations in txn request")
-    if any(not compare.key for compare in asked.compares):
-        raise _refused("key is not provided")
-    size = 0
-    for branch in (asked.success, asked.failure):
-        puts = [op for op in branch if isinstance(op, Put)]
-        if any(not put.key for put in puts):
+    for compare in asked.compares:
+        if not compare.key:
             raise _refused("key is not provided")
-        deleted = [op.span for op in branch if isinstance(op, Delete)]
-        if len({put.key for put in puts}) < len(puts) or any(put.key in span for put in puts for span in deleted):
-            raise _refused("duplicate key given in txn request")
-        size += sum(len(put.key) + len(put.value) for put in puts)
-    if size > MAX_BYTES:
+    if _size(asked.success) + _size(asked.failure) > MAX_BYTES:
         raise _refused("request is too large")
+
+
+def _size(branch: Sequence[Op]) -> int:
+    """How many bytes it writes. Raises RequestRefused for what etcd never takes in one branch."""
+    puts = [op for op in branch if isinstance(op, Put)]
+    size = 0
+    for put in puts:
+        if not put.key:
+            raise _refused("key is not provided")
+        size += len(put.key) + len(put.value)
+    deleted = [op.span for op in branch if isinstance(op, Delete)]
+    if len({put.key for put in puts}) < len(puts) or any(put.key in span for span in deleted for put in puts):
+        raise _refused("duplicate key given in txn request")
+    return size
 
 
 def _refused(problem: str) -> RequestRefused:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
@@ -68,18 +68,22 @@ class Scheduler:
         self.seed = seed
         self.time = 0.0
         self.taken = 0
+        self.running: Task | None = None
+        """The task that runs now, for locks and queues: `current` where there must be one."""
         self._horizon, self._steps = horizon, steps
-        self._random = random.Random(seed)
+        draw = random.Random(seed)
         # Some runs change over all the time, others let a thread go on for a while: each finds other mistakes.
-        self._stay = self._random.choice((0.0, 0.5, 0.9))
+        self._stay = draw.choice((0.0, 0.5, 0.9))
+        self._draw = draw.random
         self._ready: list[Task] = []
         self._timers: list[tuple[float, int, Task, int]] = []
+        self._due = horizon  # when the first of the time-outs is over, or the run: until then no step looks at either
         self._order = itertools.count(1)
         self._tasks: dict[Task, None] = {}
         self._paused: dict[str, list[Task]] = {}
         self._clocks: dict[str, Clock] = {}
+        self._rates: dict[str, float] = {}  # of the monotonic clocks that are not the world's
         self._own: dict[tuple[str, Callable[[], Any]], Any] = {}
-        self._current: Task | None = None
         self._main: Task | None = None
         self._hub: Any = None
         self._failure: BaseException | None = None
@@ -105,7 +109,7 @@ class Scheduler:
                 self._begin(task)
                 try:
                     while not task.done and self._failure is None:
-                        self._next().run()
+                        self._go_on(None)
                 finally:
                     self._end()
         finally:
@@ -142,6 +146,9 @@ class Scheduler:
         """Give a process clocks of its own. Its wall clock may be set at any time; the rate only before it begins, or
         its monotonic clock would jump."""
         self._clocks[process] = clock
+        self._rates.pop(process, None)
+        if clock.rate != 1.0:
+            self._rates[process] = clock.rate
 
     def fail(self, error: BaseException) -> NoReturn:
         """End the run: it raises this error. May be called wherever a task runs, also below code that catches errors;
@@ -154,19 +161,20 @@ class Scheduler:
         self._hub.switch()  # for good: raised here, somebody might catch it
         raise AssertionError("a task that has failed the run goes on")
 
-    def alive(self) -> list[tuple[str, str]]:
-        """The threads that have not ended: of each its process, and a line that says what it waits for."""
-        return [(task.process, self._describe(task)) for task in self._tasks]
+    def alive(self, but: Container[str] = ()) -> list[str]:
+        """The threads that have not ended, without those of some processes: of each a line that says what it waits
+        for."""
+        return [self._describe(task) for task in self._tasks if task.process not in but]
 
     # -- Runtime ------------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        if not self._clocks:
+        if not self._rates:
             return self.time
-        task = self._current
+        task = self.running
         if task is None or task.abroad:  # in a server, whose clock is the world's
             return self.time
-        return self.time * self._clocks.get(task.process, _TRUE).rate
+        return self.time * self._rates.get(task.process, 1.0)
 
     def wall(self) -> float:
         return EPOCH + self.time + self._clocks.get(self.process_now, _TRUE).wall
@@ -207,16 +215,16 @@ class Scheduler:
     @property
     def current(self) -> Task:
         """The task that runs this. Raises RuntimeError outside of `run()`."""
-        if self.ending and self._current is None:
+        if self.running is not None:
+            return self.running
+        if self.ending:
             raise SystemExit  # a finalizer of something that outlived its world: its thread ends without a word
-        if self._current is None:
-            raise RuntimeError("no task of the scheduler runs here: call it from within Scheduler.run()")
-        return self._current
+        raise RuntimeError("no task of the scheduler runs here: call it from within Scheduler.run()")
 
     @property
     def process_now(self) -> str:
         """The process to which belongs what is made now."""
-        return self._current.process if self._current is not None else "main"
+        return self.running.process if self.running is not None else "main"
 
     def start(self, task: Task) -> None:
         """Let a task begin."""
@@ -227,26 +235,33 @@ class Scheduler:
         """A point at which somebody else may go on."""
         if self.ending:
             return
-        task = self.current
-        self._tick()
-        if not self._stands_still(task) and (not self._ready or self._random.random() < self._stay):
+        task = self.running or self.current
+        self.time += STEP  # as in `_tick`: nearly all steps are taken here, and a call costs as much as the rest
+        self.taken += 1
+        if self.time >= self._due or self.taken > self._steps:
+            self._look_at_clock()
+        stands_still = task.process in self._paused and not task.abroad
+        if not stands_still and (not self._ready or self._draw() < self._stay):
             return
         self._ready.append(task)
-        self._switch()
+        self._go_on(task)
 
     def park(self, what: object, timeout: float | None) -> bool:
         """Wait for `wake()`; False when `timeout` seconds were over before. `what` is for whoever asks why."""
         if self.ending:
             raise GreenletExit
-        task = self.current
+        task = self.running or self.current
         task.waits_for, task.woken = what, False
         task.parked += 1
         if timeout is not None:
-            if self._clocks and not task.abroad:
-                timeout /= self._clocks.get(task.process, _TRUE).rate
-            heapq.heappush(self._timers, (self.time + max(timeout, 0), next(self._order), task, task.parked))
+            if self._rates and not task.abroad:
+                timeout /= self._rates.get(task.process, 1.0)
+            end = self.time + max(timeout, 0)
+            heapq.heappush(self._timers, (end, next(self._order), task, task.parked))
+            if end < self._due:
+                self._due = end
         self._tick()
-        self._switch()
+        self._go_on(task)
         return task.woken
 
     def wake(self, task: Task) -> bool:
@@ -286,42 +301,41 @@ class Scheduler:
     def _tick(self) -> None:
         self.time += STEP
         self.taken += 1
-        if self._timers and self._timers[0][0] <= self.time:
-            self._fire()
+        if self.time >= self._due or self.taken > self._steps:
+            self._look_at_clock()
+
+    def _look_at_clock(self) -> None:
+        self._fire()
         if self.taken > self._steps or self.time > self._horizon:
             self._fail(f"not done after {self.taken} steps and {self.time:.3f} virtual seconds")
 
     def _fire(self) -> None:
         """Wake whose time-out is over."""
-        while self._timers and self._timers[0][0] <= self.time:
-            _, _, task, parked = heapq.heappop(self._timers)
+        timers = self._timers
+        while timers and timers[0][0] <= self.time:
+            _, _, task, parked = heapq.heappop(timers)
             if task.parked == parked:
                 self._make_ready(task)
+        self._due = min(self._horizon, timers[0][0]) if timers else self._horizon
 
-    def _switch(self) -> None:
-        """Go on with somebody else; returns when it is this task's turn again."""
-        task = self.current
-        following = self._next()
+    def _go_on(self, task: Task | None) -> None:
+        """Go on with whose turn it is; returns when it is this task's again, or, for the hub, when one has ended."""
+        ready = self._ready
+        while True:
+            while not ready:
+                self._jump()
+            chosen = int(self._draw() * len(ready))
+            following, last = ready[chosen], ready.pop()
+            if last is not following:
+                ready[chosen] = last
+            if following.process not in self._paused or following.abroad:
+                break
+            self._paused[following.process].append(following)
+        self.running = following
         if following is not task:
-            following.run()
-        self._current = task
+            following.greenlet.switch()
         if self.ending:
             raise GreenletExit
-
-    def _next(self) -> Task:
-        while True:
-            while not self._ready:
-                self._jump()
-            chosen = int(self._random.random() * len(self._ready))
-            self._ready[chosen], self._ready[-1] = self._ready[-1], self._ready[chosen]
-            task = self._ready.pop()
-            if not self._stands_still(task):
-                self._current = task
-                return task
-            self._paused[task.process].append(task)
-
-    def _stands_still(self, task: Task) -> bool:
-        return task.process in self._paused and not task.abroad
 
     def _jump(self) -> None:
         """Nobody can go on now: time passes until somebody can."""
@@ -341,7 +355,7 @@ class Scheduler:
     def _describe(self, task: Task) -> str:
         state = "can go on" if task.waits_for is None else f"waits for {task.waits_for}"
         frame = task.greenlet.gr_frame if task.greenlet is not None else None
-        if task is self._current:
+        if task is self.running:
             return f"- {task.name} of {task.process} {state}"
         places = traceback.extract_stack(frame) if frame is not None else []
         own = [place for place in places if "ftcoord/testing/" not in place.filename]
@@ -360,8 +374,8 @@ class Scheduler:
         disabled = logging.root.manager.disable
         logging.disable()  # or each would log that its thread failed
         for task in list(self._tasks):
-            self._current, self._taken_at_the_end = task, 0
+            self.running, self._taken_at_the_end = task, 0
             if not task.greenlet.dead:
                 task.greenlet.throw(GreenletExit)
-        self._current = None
+        self.running = None
         logging.disable(disabled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, MutableSequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ftcoord.concurrency import Empty
@@ -65,10 +64,6 @@ class Task:
         if not world.park(f"the end of {self.name}", timeout):
             forget(self._joining, world.current)
 
-    def run(self) -> None:
-        """Go on with this task."""
-        self.greenlet.switch()
-
     def finish(self) -> None:
         """Tell those who wait for its end."""
         self.done = True
@@ -97,38 +92,48 @@ class TaskLock:
             world.go_on_at_the_end()
             return True  # nobody else goes on
         world.preempt()
+        me = world.running
+        assert me is not None  # or `preempt` would have raised
+        if not (self._reentrant and self._owner is me):
+            if self._owner is not None and not (blocking and self._await(me, timeout)):
+                return False
+            self._owner, self._abroad = me, me.process != self._process
+            me.abroad += self._abroad
+        self._depth += 1
+        return True
+
+    def release(self, *_error: object) -> None:
+        world, owner = self._world, self._owner
+        if world.ending:
+            return  # who was ended in a wait() does not hold its lock
+        if owner is None or (self._reentrant and owner is not world.running):
+            raise RuntimeError(f"{self.name} is released by who does not hold it")
+        self._depth -= 1
+        if self._depth == 0:
+            owner.abroad -= self._abroad
+            self._owner = None
+            if self._waiting:
+                wake_one(world, self._waiting)
+            world.preempt()
+
+    __enter__, __exit__ = acquire, release
+
+    def _await(self, me: Task, timeout: float) -> bool:
+        """Wait until nobody holds it, which is not meant for its owner; False when the time-out was over before."""
+        world = self._world
         deadline = None if timeout < 0 else world.time + timeout
-        me = world.current
-        while self._owner is not None and not (self._reentrant and self._owner is me):
+        while self._owner is not None:
             left = None if deadline is None else deadline - world.time
-            if not blocking or (left is not None and left <= 0):
+            if left is not None and left <= 0:
                 return False
             self._waiting.append(me)
             if not world.park(self, left):
                 forget(self._waiting, me)
-        if self._owner is None:
-            self._abroad = me.process != self._process
-            me.abroad += self._abroad
-        self._owner = me
-        self._depth += 1
         return True
-
-    def release(self) -> None:
-        if self._world.ending:
-            return  # who was ended in a wait() does not hold its lock
-        if self._depth == 0 or (self._reentrant and self._owner is not self._world.current):
-            raise RuntimeError(f"{self.name} is released by who does not hold it")
-        self._depth -= 1
-        if self._depth == 0:
-            assert self._owner is not None
-            self._owner.abroad -= self._abroad
-            self._owner = None
-            wake_one(self._world, self._waiting)
-            self._world.preempt()
 
     def is_mine(self) -> bool:
         """Whether the running task holds it."""
-        return self._world.ending or self._owner is self._world.current
+        return self._world.ending or (self._owner is not None and self._owner is self._world.running)
 
     def let_go(self) -> int:
         """Release it however often it was taken; how often."""
@@ -141,14 +146,6 @@ class TaskLock:
         self.acquire()
         self._depth = depth
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        self.release()
-
     def __repr__(self) -> str:
         return f"lock {self.name}" + (
             f", which {self._owner.name} of {self._owner.process} holds" if self._owner else ""
@@ -160,6 +157,7 @@ class TaskCondition(TaskLock):
 
     def __init__(self, world: Scheduler, name: str) -> None:
         super().__init__(world, name, reentrant=True)
+        self._news = f"news of {name}"
         self._sleepers: list[Task] = []
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -170,7 +168,7 @@ class TaskCondition(TaskLock):
         depth = self.let_go()
         try:
             # A notification may have come while the lock was let go.
-            woken = me not in self._sleepers or self._world.park(f"news of {self.name}", timeout)
+            woken = me not in self._sleepers or self._world.park(self._news, timeout)
         finally:
             forget(self._sleepers, me)
         self.take_again(depth)
@@ -188,9 +186,10 @@ class TaskCondition(TaskLock):
     def notify(self, n: int = 1) -> None:
         if not self.is_mine():
             raise RuntimeError(f"{self.name} is notified without its lock")
-        woken, self._sleepers = self._sleepers[:n], self._sleepers[n:]
-        for task in woken:
-            self._world.wake(task)
+        if self._sleepers:
+            woken, self._sleepers = self._sleepers[:n], self._sleepers[n:]
+            for task in woken:
+                self._world.wake(task)
 
     def notify_all(self) -> None:
         self.notify(len(self._sleepers))
@@ -237,7 +236,8 @@ class TaskQueue:
 
     def put(self, item: Any) -> None:
         self._items.append(item)
-        wake_one(self._world, self._sleepers)
+        if self._sleepers:
+            wake_one(self._world, self._sleepers)
         self._world.preempt()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:

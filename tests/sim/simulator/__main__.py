@@ -18,6 +18,8 @@ from simulator.mutants import MUTANTS, Mutant, caught_by, table
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.shrinking import shrink
 
+OBJECTS = 200_000
+"""That are left between two runs of the garbage collector: some 40 MB."""
 SHOWN = 60
 """Lines of a failed history that are shown."""
 
@@ -28,6 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     # What is imported by now lives for ever, and torch alone is half a million objects to look at.
     gc.collect()
     gc.freeze()
+    # A history leaves some 10,000 objects, of which its trace refers to most: to look at those costs as much as to free
+    # the others. So nobody looks until there are those of many histories.
+    gc.set_threshold(OBJECTS)
     work: int = options.work(options)
     return work
 

@@ -126,7 +126,7 @@ def _end(world: World) -> None:
         process.begin(process.role.interrupt, "signal")
     while left := [one.name for one in world.live]:
         late = world.scheduler.time - since
-        require("who leaves ends", late < LEAVE_BOUND, f"{left} have not ended: {_threads(world)}")
+        require("who leaves ends", late < LEAVE_BOUND, lambda left=left: f"{left} have not ended: {_threads(world)}")
         world.scheduler.sleep(0.25)
     # A restore brings leases back that nobody has any longer: they end by time.
     if world.plan.network == Network() and since - world.restored_at > LEASE_TTL + 1.0:
@@ -159,4 +159,4 @@ def _check_nothing_is_left(world: World) -> None:
 def _threads(world: World) -> list[str]:
     """Those of the processes that were not killed."""
     dead = {name for one in world.processes.values() if one.is_killed for name in (one.name, one.sentinels_name)}
-    return [line for process, line in world.scheduler.alive() if process not in dead and process != "main"]
+    return world.scheduler.alive(but={*dead, "main"})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -50,10 +51,10 @@ class Violation(AssertionError):
         self.oracle = oracle
 
 
-def require(oracle: str, holds: object, text: str) -> None:
-    """Raises Violation unless it holds."""
+def require(oracle: str, holds: object, text: str | Callable[[], str]) -> None:
+    """Raises Violation unless it holds. A text that costs something is made only then."""
     if not holds:
-        raise Violation(oracle, text)
+        raise Violation(oracle, text if isinstance(text, str) else text())
 
 
 @dataclass(frozen=True)
@@ -216,17 +217,23 @@ class QuorumOracle:
         self._learn(self._owner(new.by), new)
         wait = self._job.join_timeout_ms / 1000 / FASTEST - 0.01
         own = {id_: self._members[id_][0] for id_ in with_ if id_ in self._members}
-        seen = [[*one.values()] for view in (*views, *lost_views) for one in ((view, view | own) if own else (view,))]
         # Who decides may have read a request when an earlier quorum had its profile.
-        lasts = before, replace(before, profiles=frozenset(self._profiles))
-        allowed = {may_decide(view, last, self._job.min_replicas, wait, now) for view in seen for last in lasts}
+        lasts = [before]
+        if self._profiles != before.profiles:
+            lasts.append(replace(before, profiles=frozenset(self._profiles)))
         self._profiles.update(new.profiles)
-        texts = sorted(str(sorted(one)) for one in allowed if one)
-        require(
-            "torchft's rules",
-            garbled or self._last.names in allowed,
-            f"quorum {new.number} of {sorted(names)} after {sorted(before.names)}; allowed were {texts}",
-        )
+
+        def allowed() -> Iterator[frozenset[str] | None]:
+            """Of the newest view first, for mostly it is the one."""
+            for view in reversed((*views, *lost_views)):
+                for seen, last in itertools.product((view | own, view) if own else (view,), lasts):
+                    yield may_decide([*seen.values()], last, self._job.min_replicas, wait, now)
+
+        def problem() -> str:
+            texts = sorted({str(sorted(one)) for one in allowed() if one})
+            return f"quorum {new.number} of {sorted(names)} after {sorted(before.names)}; allowed were {texts}"
+
+        require("torchft's rules", garbled or names_now in allowed(), problem)
 
     def _is_forgotten(self, old: QuorumRecord, new: QuorumRecord, views: Sequence[Mapping[str, Member]]) -> bool:
         """Whether nobody can know of the last quorum, whose record somebody has deleted: not who decided, nor a member
@@ -355,7 +362,11 @@ class ElectionOracle:
         number, name = value.decode().split(" ", 1)
         now = self.term
         leads = now is not None and (now.number, now.name) == (int(number), name)
-        require("no write of a leader that was replaced", leads, f"{name} writes in term {number}, and {now} leads")
+        require(
+            "no write of a leader that was replaced",
+            leads,
+            lambda: f"{name} writes in term {number}, and {now} leads",
+        )
 
     def elected(self, process: str, number: int, fence: Compare, kvs: Mapping[str, KeyValue]) -> None:
         """It leads from now on, as far as it knows; `kvs` are what etcd holds."""
@@ -474,7 +485,7 @@ class Oracles:
         """S4, when nothing is under way any longer."""
         states = {key.removeprefix(self._data): history for key, history in self._store.items()}
         findings = store_history.check(self.operations, states)
-        require("S4 a store operation happens once", not findings, repr(findings)[:2000])
+        require("S4 a store operation happens once", not findings, lambda: repr(findings)[:2000])
 
     def _judge(self, event: Event, now: float) -> None:
         kv = event.kv
@@ -509,7 +520,8 @@ class Oracles:
             others = [key for key in self.kvs if key in self._fences and number_of(key) != number]
             require("S3 one round may be written to", not others, f"{event.kv.key} begins, and {others} are there")
             # The record is written in the same revision, and its event may come first or last.
-            require("S2 rounds only grow", now is None or number >= now.number, f"the fence of {number} in {now}")
+            grows = now is None or number >= now.number
+            require("S2 rounds only grow", grows, lambda: f"the fence of {number} in {now}")
 
     def _judge_quorum(self, now: float, with_: Sequence[str] = ()) -> None:
         head = self.kvs.get(self._head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import uuid
@@ -12,12 +13,15 @@ from typing import Any
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
+from ftcoord.coordination import policy
 from ftcoord.core.event_records import WorkerFailure
+from ftcoord.core.quorum_records import parse_replica
 from ftcoord.etcd.api import Lease, Put, TxnResult
 from ftcoord.primitives import sentinel, sentinel_main
 from ftcoord.primitives.sentinel_orders import Order
 from ftcoord.rendezvous import handler
 from ftcoord.testing import MemoryClient
+from simulator import oracles
 
 CONFIG = EtcdConfig.load("etcd:2379", env={})
 """Of every client: without one, leases have no sentinel."""
@@ -176,6 +180,10 @@ def installed(seed: int, sentinel_of: Callable[[], Any]) -> Iterator[None]:
             undo.callback(setattr, module, name, module.__dict__[name])
             setattr(module, name, value)
 
+        # Each process and the oracles would parse the same bytes, which always say the same.
+        parsed = functools.cache(parse_replica)
+        put(policy, "parse_replica", parsed)
+        put(oracles, "parse_replica", parsed)
         put(handler, "Reservation", Reservation)
         put(handler, "WorkerWatch", WorkerStub)
         put(handler, "MarkedChildren", MarkStub)

@@ -10,7 +10,18 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.core.layout import members_span
 from ftcoord.etcd.api import Event, Get, Span
-from ftcoord.testing import NEVER, Call, Fate, MemoryClient, MemoryEtcd, Scheduler
+from ftcoord.testing import (
+    DELIVERED,
+    LOST_ANSWER,
+    LOST_REQUEST,
+    NEVER,
+    REFUSED,
+    Call,
+    Fate,
+    MemoryClient,
+    MemoryEtcd,
+    Scheduler,
+)
 from ftcoord.testing.scheduler import Clock
 from simulator.oracles import BARRIER, ELECTION, RUN, Oracles, Violation
 from simulator.plan import Network, Plan
@@ -30,7 +41,16 @@ class Link:
     """How a process reaches etcd: the fate of its calls."""
 
     def __init__(self, network: Network, draw: random.Random, note: Callable[[str, object], None]) -> None:
-        self._network, self._draw, self._note = network, draw, note
+        self._draw, self._note, self._delay = draw, note, network.delay
+        self._is_good = network == Network()
+        # What is as likely as that: made of when it arrives late, and of when it arrives again.
+        self._misfortunes: tuple[tuple[float, Callable[[float, float], Fate]], ...] = (
+            (network.refused, lambda _late, _again: REFUSED),
+            (network.lost_requests, lambda _late, _again: LOST_REQUEST),
+            (network.lost_answers, lambda _late, _again: LOST_ANSWER),
+            (network.late, lambda late, _again: Fate(arrives=late, breaks=0)),
+            (network.twice, lambda _late, again: Fate(again=again)),
+        )
         self.cut = ""
         """Which direction nothing gets through: requests, answers or neither."""
 
@@ -46,18 +66,16 @@ class Link:
     def _fate(self) -> Fate:
         if self.cut:
             return Fate(arrives=NEVER) if self.cut == "requests" else Fate(answers=NEVER)
-        net, chance = self._network, self._draw.random()
-        for likely, fate in (
-            (net.refused, Fate(refused=True)),
-            (net.lost_requests, Fate(arrives=NEVER, breaks=0)),
-            (net.lost_answers, Fate(answers=NEVER, breaks=0)),
-            (net.late, Fate(arrives=self._draw.uniform(0, 3.0), breaks=0)),
-            (net.twice, Fate(again=self._draw.uniform(0, 3.0))),
-        ):
+        if self._is_good:
+            return DELIVERED
+        chance, late, again = self._draw.random(), self._draw.uniform(0, 3.0), self._draw.uniform(0, 3.0)
+        for likely, fate in self._misfortunes:
             if chance < likely:
-                return fate
+                return fate(late, again)
             chance -= likely
-        return Fate(self._draw.uniform(0, net.delay), self._draw.uniform(0, net.delay)) if net.delay else Fate()
+        if not self._delay:
+            return DELIVERED
+        return Fate(self._draw.uniform(0, self._delay), self._draw.uniform(0, self._delay))
 
 
 class Process:
@@ -228,7 +246,8 @@ class World:
 
     def decider(self, prefix: str) -> Process | None:
         """The oldest live member of a group."""
-        members = [kv for key, kv in self.oracles.kvs.items() if key in members_span(prefix) and kv.lease]
+        span = members_span(prefix)
+        members = [kv for key, kv in self.oracles.kvs.items() if key in span and kv.lease]
         oldest = min(members, key=lambda kv: kv.create_revision, default=None)
         return self.owners.get(oldest.lease) if oldest else None
 
