@@ -110,7 +110,7 @@ FLOORS = (
     "demo",
     "operator.told",
     "operator.job_keys",
-    "operator.rounds operator.quorums",
+    "operator.rounds operator.quorums operator.timers",
     "operator.status operator.naming operator.leftovers operator.findings operator.past",
     "operator.reading operator.member_http",
     "operator.acting operator.following operator.watching metrics.runs",
@@ -281,7 +281,7 @@ def test_the_core_is_pure() -> None:
 
 TELLING = [
     f"ftcoord.operator.{name}"
-    for name in ("told", "job_keys", "rounds", "quorums", "status", "naming", "leftovers", "past")
+    for name in ("told", "job_keys", "rounds", "quorums", "timers", "status", "naming", "leftovers", "past")
 ]
 """What operators are told: as pure as the core, from keys as the API has them."""
 
