@@ -58,9 +58,9 @@ class Host(SharedClient):
         self.leases: list[int] = []
         self._writes = Batcher(self._write)
 
-    def grant(self, ttl: int) -> Lease:
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
         with _turns:
-            lease = super().grant(ttl)
+            lease = super().grant(ttl, timeout=timeout)
         self.leases.append(lease.id)
         return lease
 

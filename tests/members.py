@@ -84,8 +84,8 @@ class Door:
             result = error
         done(result)
 
-    def grant(self, ttl: int) -> Any:
-        return self.real.grant(ttl)
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Any:
+        return self.real.grant(ttl, timeout=timeout)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
         return self.real.renew(lease_id, timeout=timeout)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from helpers import DEADLINE
 
-from ftcoord.core import event_records, quorum_records, rendezvous_records
+from ftcoord import concurrency
+from ftcoord.core import event_records, quorum_records, rendezvous_records, timer_records
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import (
     KEY_PREFIX,
@@ -21,9 +22,11 @@ from ftcoord.core.layout import (
     quorum_prefix,
     roster_key,
     run_prefix,
+    timer_key,
 )
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
+from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
 
@@ -66,6 +69,17 @@ def write_history(client: EtcdClient, job: str, events: Sequence[HistoryEvent]) 
     for at, event in enumerate(events):
         key = event_key(run_prefix(KEY_PREFIX, job), client.get("x").revision, "writer", at)
         client.put(key, event_records.encode(event), lease)
+
+
+def write_timer(client: EtcdClient, job: str, scope: str) -> str:
+    """A worker that holds a timer of a minute; its key."""
+    worker = Worker("h1", 7, 1000, scope, 3, 5, 10)
+    now = int(concurrency.wall() * 1000)
+    timer = Timer(worker, scope, after_ms=60_000, left_ms=60_000, at_ms=now, wall_ms=now, slot=0, token=1)
+    lease = client.grant(TTL).id
+    key = timer_key(run_prefix(KEY_PREFIX, job), "h1", lease, "0")
+    client.put(key, timer_records.encode(timer), lease)
+    return key
 
 
 def write_quorum(client: EtcdClient, job: str, steps: Mapping[str, int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add
 from ftcoord.commands.looking import (
     HEALTHY,
+    LAST_TIME,
     RULE_FLAGS,
     UNHEALTHY,
     add_job,
@@ -60,7 +61,7 @@ def _history_lines(found: JobHistory, terminal: Terminal) -> Iterable[str]:
 
 
 def _row(event: ToldEvent) -> tuple[object, ...]:
-    when = datetime.fromtimestamp(event.at).strftime("%m-%d %H:%M:%S") if 0 < event.at < 1e11 else ""
+    when = datetime.fromtimestamp(event.at).strftime("%m-%d %H:%M:%S") if 0 < event.at < LAST_TIME else ""
     who = f"{event.who}: " if event.worker is not None else ""
     return event.revision, when, event.group, event.number, event.kind, f"{who}{event.reason}"
 

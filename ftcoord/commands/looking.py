@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from datetime import datetime
 from typing import Any, Final
 
+from ftcoord import concurrency
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, Flag, add, etcd_config
 from ftcoord.commands.output import Terminal, neutral
 from ftcoord.config import choice, full_text, whole
@@ -17,12 +19,14 @@ from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.naming import no_such_job
 from ftcoord.operator.reading import ReadsLeases, read_job, read_jobs, read_leases
 from ftcoord.operator.status import Rules, members_of, tell_job, with_leases
-from ftcoord.operator.told import JobLine, JobList, JobStatus, NextDecision, QuorumStatus, RoundsStatus
+from ftcoord.operator.told import JobLine, JobList, JobStatus, NextDecision, QuorumStatus, RoundsStatus, TimerStatus
 
 HEALTHY, UNHEALTHY = 0, 1
 """Exit codes."""
 ROWS: Final = 50
 """Rows of a table where the user does not ask for all."""
+LAST_TIME: Final = 1e11
+"""Seconds since 1970 that a time of day is made of at most: what etcd holds may be anybody's."""
 LEASES: Final = 50
 """Members whose leases are asked for, where the user does not ask for all: each takes a request."""
 
@@ -104,7 +108,8 @@ def _status(options: argparse.Namespace) -> int:
     job = full_text("JOB", options.job)
     terminal, rules = terminal_of(options), rules_of(options)
     with client_of(options) as etcd:
-        status = told_of(etcd, read_job(etcd, options.key_prefix, job), rules, with_all=bool(options.all))
+        keys = read_job(etcd, options.key_prefix, job, with_timers=True)
+        status = told_of(etcd, keys, rules, with_all=bool(options.all))
     terminal.tell(status, status_lines(status, terminal, None if options.all else ROWS))
     return HEALTHY if status.healthy else UNHEALTHY
 
@@ -128,6 +133,7 @@ def status_lines(status: JobStatus, terminal: Terminal, rows: int | None) -> Ite
         yield from _rounds_lines(status.rounds, terminal, rows)
     if status.quorum is not None:
         yield from _quorum_lines(status.quorum, terminal, rows)
+    yield from _timer_lines(status.timers, terminal, rows)
     if status.rounds is None and status.quorum is None:
         yield "it has neither a rendezvous nor quorums: only a store, timers, heartbeats, elections or barriers"
     for bad in status.unreadable:
@@ -182,6 +188,25 @@ def _quorum_lines(quorum: QuorumStatus, terminal: Terminal, rows: int | None) ->
     yield from _table(
         terminal, "missing", ("RANK", "REPLICA", "STANDING", "MEMBER", "CAUSE"), gone, len(quorum.missing)
     )
+
+
+def _timer_lines(timers: Sequence[TimerStatus], terminal: Terminal, rows: int | None) -> Iterator[str]:
+    """What is left of them is by this host's clock and theirs."""
+    if not timers:
+        return
+    yield ""
+    now = concurrency.wall()
+    heads = ("RANK", "HOST", "PID", "SCOPE", "STANDING", "EXPIRES", "LEFT", "OF")
+    found = [
+        (one.rank, one.host, one.pid, one.scope, one.standing, _clock(one.until), round(one.until - now), one.after)
+        for one in timers[:rows]
+    ]
+    yield from _table(terminal, "timers", heads, found, len(timers))
+
+
+def _clock(at: float) -> str:
+    """A time of day; empty for what no clock of a host says."""
+    return datetime.fromtimestamp(at).strftime("%H:%M:%S") if 0 < at < LAST_TIME else ""
 
 
 def _next_line(what: str, decision: NextDecision) -> str:

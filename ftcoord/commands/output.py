@@ -20,7 +20,7 @@ COLOURS: Final = ("auto", "always", "never")
 WIDEST: Final = 60
 """Columns of a cell that a table shows; JSON has all of it."""
 
-_CODES: Final = {"good": "32", "bad": "31", "busy": "33", "dim": "2", "bold": "1"}
+_CODES: Final = {"good": "32", "bad": "31", "busy": "33", "going": "35", "dim": "2", "bold": "1"}
 _MOODS: Final = {
     "good": {"running", "training", "finished", "ok"},
     "busy": {"forming", "seating", "seated", "waiting", "asking", "called back", "spare", "idle", "hint", "warning"},
@@ -36,7 +36,9 @@ _MOODS: Final = {
         "died",
         "lost",
         "expired",
+        "reaped",
     },
+    "going": {"draining"},
 }
 """Words that tables show in colours."""
 

@@ -7,19 +7,23 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Final
 
 from ftcoord import __version__
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.commands.looking import RULE_FLAGS, rules_of
-from ftcoord.config import HIDDEN, Endpoint, listen_address, text
+from ftcoord.config import HIDDEN, Endpoint, EtcdConfig, listen_address, text
 from ftcoord.errors import ConfigError, FtcoordError
 from ftcoord.files import contents
 
+HOST_NAMES_FLAG: Final = Flag(
+    "--host-names", "FTCOORD_DASHBOARD_HOST_NAMES", "what browsers may call the page, as n1,n2", text, "", "LIST"
+)
 PAGE_FLAGS: Final = (
     Flag("--listen", "FTCOORD_DASHBOARD_LISTEN", "where to serve", text, "127.0.0.1:29512", "ADDRESS"),
-    Flag("--host-names", "FTCOORD_DASHBOARD_HOST_NAMES", "what browsers may call it, as n1,n2", text, "", "LIST"),
+    HOST_NAMES_FLAG,
 )
 TOKEN, TOKEN_FILE = "FTCOORD_DASHBOARD_TOKEN", "FTCOORD_DASHBOARD_TOKEN_FILE"
 """Variables, and no flags: `ps` shows command lines to everybody."""
@@ -38,38 +42,49 @@ def add_commands(commands: Any) -> None:
 
 def _dashboard(options: argparse.Namespace) -> int:
     config, rules, listen = etcd_config(options), rules_of(options), listen_address("--listen", options.listen)
-    token = _token(os.environ)
+    names, token = host_names_of(options), token_of(os.environ)
+    serving = page_serving()
+    warn_of(listen[0], "can read the page: it has no login")
+    about = about_page(config, options.key_prefix)
+    page = serving.Page(config, options.key_prefix, rules, listen, about, names, who(), token)
+    serving.serve(page, _ready)
+    return 0
+
+
+def page_serving() -> ModuleType:
+    """`ftcoord.dashboard.serving`. Raises FtcoordError without the extra that it needs."""
     try:
-        from ftcoord.dashboard.serving import serve
+        from ftcoord.dashboard import serving
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in PACKAGES:
             raise
         raise FtcoordError(f"the page needs {package}: pip install 'ftcoord[dashboard]'") from None
-    about = {
+    return serving
+
+
+def about_page(config: EtcdConfig, key_prefix: str) -> dict[str, Any]:
+    """What a page says of itself."""
+    return {
         "version": __version__,
         "host": socket.gethostname(),
-        "key_prefix": options.key_prefix,
+        "key_prefix": key_prefix,
         "endpoints": [str(endpoint) for endpoint in config.endpoints],
     }
-    names = [name.strip().lower() for name in options.host_names.split(",") if name.strip()]
-    if not Endpoint(listen[0].strip("[]")).is_loopback:
-        print("ftcoord: whoever reaches this address can read the page: it has no login", file=sys.stderr)
-    serve(
-        config,
-        options.key_prefix,
-        rules,
-        listen,
-        about=about,
-        host_names=names,
-        who=who(),
-        token=token,
-        ready=_ready,
-    )
-    return 0
 
 
-def _token(env: Mapping[str, str]) -> str:
+def host_names_of(options: argparse.Namespace) -> list[str]:
+    """The names by which browsers may call the page."""
+    return [name.strip().lower() for name in options.host_names.split(",") if name.strip()]
+
+
+def warn_of(host: str, what: str) -> None:
+    """Say what whoever reaches an address can do, unless that is this machine's own."""
+    if not Endpoint(host.strip("[]")).is_loopback:
+        print(f"ftcoord: whoever reaches this address {what}", file=sys.stderr)
+
+
+def token_of(env: Mapping[str, str]) -> str:
     """What lets the page act; empty for a page that is read-only. Raises ConfigError."""
     token, path = env.get(TOKEN, "").strip(), env.get(TOKEN_FILE, "").strip()
     if token and path:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import concurrency
+from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
-from ftcoord.config import text, whole
-from ftcoord.errors import EtcdError
+from ftcoord.commands.paging import HOST_NAMES_FLAG, about_page, host_names_of, page_serving, token_of, warn_of
+from ftcoord.config import Endpoint, listen_address, text, whole
+from ftcoord.core.layout import KEY_PREFIX
+from ftcoord.errors import ConfigError, EtcdError
 from ftcoord.logs import show_if_asked, show_log_lines
 from ftcoord.metrics.exporter import (
     LOOPBACK,
@@ -59,6 +65,17 @@ _GATEWAY_FLAGS: Final = (
     Flag("--listen", "FTCOORD_GATEWAY_LISTEN", "where to serve", text, "127.0.0.1:29510", "ADDRESS"),
     Flag("--metrics-port", "FTCOORD_METRICS_PORT", _METRICS_PORT_HELP, port_number, None, "PORT"),
     *_METRICS_FLAGS,
+    Flag(
+        "--page-port",
+        "FTCOORD_GATEWAY_PAGE_PORT",
+        "the port for the job's page, and torchft's paths; 0 for a free one",
+        port_number,
+        None,
+        "PORT",
+    ),
+    Flag("--page-host", "FTCOORD_GATEWAY_PAGE_HOST", "the address for that page", listening_host, LOOPBACK, "HOST"),
+    HOST_NAMES_FLAG,
+    Flag("--allow-kill", "FTCOORD_GATEWAY_ALLOW_KILL", "torchft's path kills without the page's token", whole(0, 1), 0),
 )
 
 
@@ -126,12 +143,15 @@ def _gateway(options: argparse.Namespace) -> int:
     text("--etcd", options.etcd)  # it has no default
     show_if_asked()  # it speaks for many replicas: a line for each of them is for who asks for it
     metrics_at = _metrics_address(options) if options.metrics_port is not None else None
+    page = _gateway_page(options)
     ended = _event_of_the_end()
-    with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting:
+    with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting, page() as page_at:
         print(f"gateway serves on {gateway.address()}; Ctrl-C ends it", flush=True)
         print(f"TORCHFT_LIGHTHOUSE={gateway.address()}", flush=True)
         if exporting.url is not None:
             print(f"metrics are at {exporting.url}", flush=True)
+        if page_at:
+            print(f"the page is at {page_at}, and torchft's /status", flush=True)
         try:
             gateway.check(timeout=5)
         except EtcdError as error:
@@ -141,6 +161,36 @@ def _gateway(options: argparse.Namespace) -> int:
                 print("ftcoord: the gateway has failed, see its log; start it again", file=sys.stderr)
                 return 1
     return 0
+
+
+def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextManager[str]]:
+    """What serves the job's page, and gives its address; empty where none is wanted.
+
+    Raises ConfigError, and FtcoordError without the extra that it needs, before any socket is opened.
+    """
+    allow_kill = bool(options.allow_kill)
+    if options.page_port is None:
+        if allow_kill:
+            raise ConfigError("--allow-kill", "1", "give --page-port too: it is that page which takes torchft's kill")
+        return lambda: nullcontext("")
+    from ftcoord.coordination.address import parse_address
+    from ftcoord.operator.status import Rules
+
+    job, token, serving = parse_address(options.etcd), token_of(os.environ), page_serving()
+    config, rules = job.config(), Rules(quorum=job.options)
+    listen = listen_address("--page-host", Endpoint(options.page_host, options.page_port).target)
+    warn_of(listen[0], "can read the page: it has no login")
+    if allow_kill:
+        warn_of(listen[0], "can end each replica of the job")
+    names, about = host_names_of(options), about_page(config, KEY_PREFIX)
+    page = serving.Page(config, KEY_PREFIX, rules, listen, about, names, who(), token, job.name, allow_kill)
+
+    @contextmanager
+    def served() -> Iterator[str]:
+        with serving.PageServer(page) as server:
+            yield server.address
+
+    return served
 
 
 def _metrics(options: argparse.Namespace) -> int:

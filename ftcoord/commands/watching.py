@@ -16,9 +16,8 @@ from ftcoord.commands.looking import HEALTHY, RULE_FLAGS, UNHEALTHY, add_job, ru
 from ftcoord.commands.output import Terminal, neutral, to_line
 from ftcoord.config import full_text
 from ftcoord.operator.job_keys import JobKeys
-from ftcoord.operator.status import Rules
 from ftcoord.operator.told import JobStatus, Watched
-from ftcoord.operator.watching import JobWatch, newest, probe
+from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe
 
 SCREEN: Final = 20
 """Members of a table that is shown again and again."""
@@ -40,7 +39,8 @@ def _watch(options: argparse.Namespace) -> int:
     job, config, terminal = full_text("JOB", options.job), etcd_config(options), terminal_of(options)
     inbox: concurrency.Queue[JobKeys | BaseException | None] = concurrency.inbox()
     with _no_warnings(), EtcdClient(config) as etcd, follow_job(etcd, options.key_prefix, job, inbox.put, inbox.put):
-        show = _Show(terminal, job, rules_of(options))
+        timers = TimerLook(etcd, options.key_prefix, job)
+        show = _Show(terminal, JobWatch(job, rules_of(options), timers.newest, every_timer=terminal.is_live))
         try:
             while True:
                 show.next(newest(inbox), lambda lost: probe(etcd, options.key_prefix, job, lost=lost))
@@ -63,8 +63,8 @@ def _no_warnings() -> Iterator[None]:
 class _Show:
     """What is shown, and was last."""
 
-    def __init__(self, terminal: Terminal, job: str, rules: Rules) -> None:
-        self._terminal, self._watch = terminal, JobWatch(job, rules)
+    def __init__(self, terminal: Terminal, watch: JobWatch) -> None:
+        self._terminal, self._watch = terminal, watch
 
     def next(self, keys: JobKeys | None, probe: Callable[[bool], JobKeys | None]) -> None:
         """Show what has changed, see `JobWatch.next`. Raises EtcdError if etcd never answered."""
@@ -105,12 +105,16 @@ def _parts(status: JobStatus) -> Iterator[str]:
     yield "healthy" if status.healthy else "needs a look"
     if (rounds := status.rounds) is not None:
         gone = "".join(f", without {one.host}" for one in rounds.missing[:3])
-        yield neutral(f"rendezvous {rounds.state}, round {rounds.number} of {rounds.size} nodes{gone}")
+        leavers = [one.host for one in rounds.members if one.standing == "draining"]
+        going = "".join(f", draining {host}" for host in leavers[:3])
+        yield neutral(f"rendezvous {rounds.state}, round {rounds.number} of {rounds.size} nodes{gone}{going}")
         yield neutral(f"next: {rounds.next.reason}")
     if (quorum := status.quorum) is not None:
         gone = "".join(f", without {one.replica_id}" for one in quorum.missing[:3])
         yield neutral(f"quorums {quorum.state}, quorum {quorum.id} of {quorum.size} replicas{gone}")
         yield neutral(f"next: {quorum.next.reason}")
+    for timer in [timer for timer in status.timers if timer.standing != "running"][:3]:
+        yield neutral(f"timer {timer.standing}: {timer.scope!r} of {timer.host} (pid {timer.pid})")
     for one in status.unreadable:
         yield neutral(f"unreadable: {one.key}")
 

@@ -21,6 +21,7 @@ from ftcoord.config import listen_address
 from ftcoord.coordination import peers
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import REQUEST_TIMEOUT
+from ftcoord.coordination.gateway_kills import GatewayKills
 from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
 from ftcoord.coordination.lighthouse_wire import (
     HEARTBEAT_RESPONSE,
@@ -31,7 +32,7 @@ from ftcoord.coordination.lighthouse_wire import (
 )
 from ftcoord.coordination.native_calls import answering, serve, time_left
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.errors import ServerError
+from ftcoord.errors import ServerError, ThreadNotStarted
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
@@ -122,6 +123,7 @@ class _Service:
         self._last_response: tuple[QuorumRecord, bytes] | None = None
         self._asks = DaemonPool(CALL_THREADS, "ftcoord-asks")
         self._sessions = GatewaySessions(etcd, job, functools.partial(peers.ended, port))
+        self._kills = GatewayKills(etcd, job.prefix, self._sessions.manager_of)
 
     @property
     def has_failed(self) -> bool:
@@ -134,12 +136,15 @@ class _Service:
 
     def close(self) -> None:
         """Call it when no call is under way."""
+        self._kills.close()
         self._asks.close()
         self._sessions.close()
 
     def _quorum(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with answering(context):
             request = read_quorum_request(message)
+            with contextlib.suppress(ThreadNotStarted):  # what else needs a thread says so
+                self._kills.begin()
             caller = PendingCall()
             if not context.add_callback(caller.leave):  # gRPC calls it on a thread of its own, when the call ends
                 raise TimeoutError("the caller went away")

@@ -40,6 +40,8 @@ class _GatewaySession:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
+        self.manager = ""
+        """The address of its manager, as its last request says."""
         self.last_sign_at = 0.0
         """When it last beat, or was answered."""
         self.forwarded_at = 0.0
@@ -120,8 +122,16 @@ class GatewaySessions:
     def ask(self, request: QuorumRequest, deadline: float, caller: PendingCall) -> QuorumRecord:
         """The next quorum with this replica in it. Raises what `Replica.ask` does, and ServerError."""
         with self._visit(request.replica_id) as session:
+            with self._lock:
+                session.manager = request.address
             caller.waits_for(session.replica)
             return session.replica.ask(request, deadline, caller.gone)
+
+    def manager_of(self, member: str) -> str | None:
+        """The address of the manager of a member; None if it is not one of these, or has not asked yet."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        return next((one.manager for one in sessions if one.manager and one.replica.was(member)), None)
 
     def close(self) -> None:
         """Forget them all. Idempotent. Call it when no calls are under way.

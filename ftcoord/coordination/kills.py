@@ -1,6 +1,8 @@
-"""Ending a manager's process through etcd: an order to a member of the job, which its manager takes.
+"""Ending a manager's process through etcd: an order to a member of the job.
 
-The order lies under the lease of whoever gives it. It is taken when the manager has deleted it.
+Its manager takes the order, or the gateway that speaks for it.
+
+The order lies under the lease of whoever gives it. It is taken when it has been deleted.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.coordination.rank_group import end_process
@@ -30,23 +33,55 @@ LEASE_MARGIN: Final = 5
 """Seconds that an order outlives the time that its giver waits."""
 
 
-def watch_kills(
-    etcd: Etcd, prefix: str, is_mine: Callable[[str], bool], failed: Callable[[BaseException], None]
-) -> Informer:
-    """End this process when that is ordered of a member for which `is_mine` holds.
+@dataclass(frozen=True, slots=True)
+class OrderedKill:
+    """An order to end a process.
 
-    All orders of the job are watched: there are hardly any, and so a member's change of its lease needs no other watch.
-    `failed` is called when that ends by an error.
+    Args:
+        member: whose process.
+        message: why.
+        revision: of etcd, at which it was given.
+        take: deletes it, so that whoever gave it knows that it was taken.
     """
+
+    member: str
+    message: str
+    revision: int
+    take: Callable[[], None]
+
+
+Obey: TypeAlias = Callable[[OrderedKill], None]
+"""Sees to an order, of any member's. It may be told of one several times."""
+
+
+def watch_kills(etcd: Etcd, prefix: str, obey: Obey, failed: Callable[[BaseException], None]) -> Informer:
+    """Have `obey` see to all orders of the job, on a thread of the watch.
+
+    All are watched: there are hardly any, and so a member's change of its lease needs no other watch. `failed` is
+    called when that ends by an error.
+    """
+
+    def take(key: str) -> None:
+        with contextlib.suppress(EtcdError):
+            etcd.txn((), (Delete(Span(key)),), timeout=TAKE_TIMEOUT)
 
     def look(orders: Mirror) -> None:
         for key, kv in orders.kvs.items():
-            if is_mine(member_of(key)):
-                with contextlib.suppress(EtcdError):
-                    etcd.txn((), (Delete(Span(key)),), timeout=TAKE_TIMEOUT)
-                end_process(kv.value.decode(errors="replace"))
+            message = kv.value.decode(errors="replace")
+            obey(OrderedKill(member_of(key), message, kv.mod_revision, partial(take, key)))
 
     return Informer(etcd, [kills_span(prefix)], look, "ftcoord-kills", failed)
+
+
+def ends_here(is_mine: Callable[[str], bool]) -> Obey:
+    """End this process when that is ordered of a member for which `is_mine` holds."""
+
+    def obey(order: OrderedKill) -> None:
+        if is_mine(order.member):
+            order.take()
+            end_process(order.message)
+
+    return obey
 
 
 def order_kill(
@@ -101,6 +136,8 @@ def _await_taken(etcd: Etcd, prefix: str, member: str, deadline: float) -> None:
         etcd, [Span(kill_key(prefix, member)), Span(member_key(prefix, member))], look, "ftcoord-killing", fail
     ):
         if not over.wait(max(deadline - concurrency.now(), 0)):
-            raise TimeoutError("the order was not taken: only a ManagerServer takes it, while etcd is there")
+            raise TimeoutError(
+                "the order was not taken: only a ManagerServer takes it, or its gateway, while etcd is there"
+            )
     if failures:
         raise failures[0]

@@ -13,7 +13,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.connection import connect, torchft_errors
-from ftcoord.coordination.kills import watch_kills
+from ftcoord.coordination.kills import ends_here, watch_kills
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.rank_port import RankPort, listen, stop_listening
@@ -83,7 +83,7 @@ class ManagedGroup:
                 self._replica = Replica(etcd, job, identity.replica_id, keeps_lease=True)
                 ends.callback(self._replica.leave, LEAVE_TIMEOUT)
                 self._join(job, connect_timeout)
-                ends.callback(watch_kills(etcd, job.prefix, self._replica.was, self._fail).close)
+                ends.callback(watch_kills(etcd, job.prefix, ends_here(self._replica.was), self._fail).close)
                 self._start_beats(heartbeat_interval if job.heartbeat_timeout < LEASE_FLOOR else None, ends)
                 self.address = f"http://{_in_url(identity.hostname)}:{listener.getsockname()[1]}"
                 ranks = RankGroup(identity.replica_id, identity.world_size, self._ask, bool(job.allow_kill))

@@ -12,6 +12,7 @@ from ftcoord.etcd.api import Etcd
 from ftcoord.operator.orders import (
     because,
     close_job,
+    drain,
     evict_members,
     find_members,
     kill_replica,
@@ -30,11 +31,12 @@ class PageOrder:
     """What somebody wants done.
 
     Args:
-        what: evict, close or kill.
+        what: evict, drain, close or kill.
         job: to which job.
-        name: the member or replica; empty to close the job.
+        name: the member, node or replica; empty to close the job.
         who: who wants it, as they say themselves.
         reason: why; empty for nothing.
+        force: of drain: also if fewer nodes stay than a round needs.
     """
 
     what: str
@@ -42,16 +44,20 @@ class PageOrder:
     name: str
     who: str
     reason: str
+    force: bool = False
 
 
 def read_order(told: object) -> PageOrder:
     """An order from JSON. Raises ConfigError."""
     if not isinstance(told, Mapping):
         raise ConfigError("order", "", "give a JSON object")
-    what = choice("evict", "close", "kill")("what", told.get("what", ""))
+    what = choice("evict", "drain", "close", "kill")("what", told.get("what", ""))
     name = "" if what == "close" else _word("name", told.get("name"))
     reason = _word("reason", told["reason"]) if told.get("reason") else ""
-    return PageOrder(what, _word("job", told.get("job")), name, _word("who", told.get("who")), reason)
+    force = told.get("force", False)
+    if not isinstance(force, bool) or (force and what != "drain"):
+        raise ConfigError("force", str(force), "give true or false, and true only to drain")
+    return PageOrder(what, _word("job", told.get("job")), name, _word("who", told.get("who")), reason, force)
 
 
 def _word(key: str, value: object) -> str:
@@ -88,5 +94,8 @@ class PageActor:
             nodes_of_run(self._etcd, self._key_prefix, order.job)
             reason = because(f"closed {by}", order.reason)
             return close_job(self._etcd, self._key_prefix, order.job, reason, order.who, self._timeout)
+        if order.what == "drain":
+            reason, known = because(f"was drained {by}", order.reason), (self._etcd, self._key_prefix, order.job)
+            return drain(*known, order.name, reason, order.who, self._timeout, force=order.force)
         members = find_members(self._etcd, self._key_prefix, order.job, order.name)
         return evict_members(self._etcd, order.job, members, because(f"evicted {by}", order.reason), order.who)

@@ -9,14 +9,15 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlencode
 
 import anyio
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,12 +28,12 @@ from ftcoord.dashboard.board import Board, LeaseBook, Shown, TooManyViewers, Vie
 from ftcoord.dashboard.guarding import HEADERS, is_allowed_host, is_token
 from ftcoord.dashboard.pages import Wanted, members_on, page_of
 from ftcoord.dashboard.pasts import Past
+from ftcoord.dashboard.refusals import peer_of, reason_of, refusal, sender_of, status_of
+from ftcoord.dashboard.torchft_paths import TorchftPaths
 from ftcoord.errors import (
     ClientClosed,
     ConfigError,
-    EtcdError,
     FtcoordError,
-    OutcomeUnknown,
     ServerError,
     ThreadNotStarted,
 )
@@ -57,11 +58,12 @@ def make_app(
     board: Board,
     leases: LeaseBook,
     about: Mapping[str, Any],
-    collect: Collect,
+    collect: Collect | None,
     host_names: Collection[str] = (),
     *,
     actor: PageActor | None = None,
     token: str = "",
+    torchft: TorchftPaths | None = None,
 ) -> ASGIApp:
     """The page's application.
 
@@ -69,25 +71,37 @@ def make_app(
         board: what is told.
         leases: of members.
         about: what the page says of itself.
-        collect: the numbers of all runs for Prometheus. Raises ServerError without prometheus_client.
+        collect: the numbers of all runs for Prometheus; None to tell none. Raises ServerError without
+            prometheus_client.
         host_names: by which browsers may call it, besides addresses and localhost; in lower case.
         actor, token: who does what is ordered with that token; None for a page that is read-only.
+        torchft: the job of a gateway, which the page is about, and nothing else; None for all jobs.
     """
-    streams = _Streams(board, leases)
-    routes = [
-        Route("/", _index),
+    only = torchft.job if torchft else ""
+    streams = _Streams(board, leases, only)
+    routes: list[BaseRoute] = [
+        Route("/", _Index(only).index),
         Route("/api/about", lambda _: JSONResponse({**about, "acts": actor is not None})),
         Route("/api/jobs", streams.jobs),
         Route("/api/job", streams.job),
-        Route("/api/act", _Orders(actor, token).order, methods=["POST"]),
-        Route("/metrics", _Metrics(collect).metrics),
+        Route("/api/act", _Orders(actor, token, only).order, methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
+    if collect is not None:
+        routes.append(Route("/metrics", _Metrics(collect).metrics))
+    if torchft is not None:
+        routes += torchft.routes()
     return _Guarded(Starlette(routes=routes), frozenset(host_names))
 
 
-async def _index(_request: Request) -> Response:
-    return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
+class _Index:
+    def __init__(self, only: str) -> None:
+        self._only = only  # never changes
+
+    async def index(self, request: Request) -> Response:
+        if self._only and request.query_params.get("job") != self._only:
+            return RedirectResponse(f"/?{urlencode({'job': self._only})}")
+        return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
 
 
 class _Guarded:
@@ -112,40 +126,30 @@ class _Guarded:
 class _Orders:
     """Takes orders from those who have the token."""
 
-    def __init__(self, actor: PageActor | None, token: str) -> None:
-        self._actor, self._token = actor, token  # never change
+    def __init__(self, actor: PageActor | None, token: str, only: str) -> None:
+        self._actor, self._token, self._only = actor, token, only  # never change
 
     async def order(self, request: Request) -> Response:
         if self._actor is None:
-            return _refusal(403, "this page is read-only: FTCOORD_DASHBOARD_TOKEN lets it act")
+            return refusal(403, "this page is read-only: FTCOORD_DASHBOARD_TOKEN lets it act")
         if not is_token(request.headers.get("authorization", ""), self._token):
-            return _refusal(401, "this is not the page's token")
+            return refusal(401, "this is not the page's token")
         body = b""
         async for chunk in request.stream():
             body += chunk
             if len(body) > MOST_ORDERED:
-                return _refusal(413, "an order is shorter than this")
+                return refusal(413, "an order is shorter than this")
         try:
             order = read_order(json.loads(body))
-            sender = _address(request) or "an unknown address"
-            return JSONResponse(plain(await to_thread.run_sync(self._actor.act, order, sender)))
-        except ValueError as error:  # ConfigError too; no JSON
-            return _refusal(400, str(error))
-        except OutcomeUnknown as error:
-            return _refusal(504, f"etcd did not answer: it may have been done, or not: {error}")
-        except EtcdError as error:
-            return _refusal(503, f"etcd did not do it: {error}")
-        except FtcoordError as error:
-            return _refusal(409, str(error))
+            if self._only and order.job != self._only:
+                return _of_another_job(self._only)
+            return JSONResponse(plain(await to_thread.run_sync(self._actor.act, order, sender_of(request))))
+        except (FtcoordError, ValueError) as error:  # what is no JSON is a ValueError
+            return refusal(status_of(error), reason_of(error))
 
 
-def _address(request: Request) -> str:
-    """The peer's, whatever its headers say: anybody can write those."""
-    return request.client.host if request.client else ""
-
-
-def _refusal(status: int, why: str) -> Response:
-    return JSONResponse({"error": why}, status)
+def _of_another_job(only: str) -> Response:
+    return refusal(403, f"this page is about {only!r} only")
 
 
 class _Metrics:
@@ -167,8 +171,8 @@ class _Metrics:
 class _Streams:
     """Makes streams of requests."""
 
-    def __init__(self, board: Board, leases: LeaseBook) -> None:
-        self._board, self._leases = board, leases  # never change
+    def __init__(self, board: Board, leases: LeaseBook, only: str) -> None:
+        self._board, self._leases, self._only = board, leases, only  # never change
 
     async def jobs(self, request: Request) -> ASGIApp:  # Starlette calls what an endpoint returns
         return self._stream(None, request)
@@ -177,15 +181,17 @@ class _Streams:
         try:
             return self._stream(full_text("job", request.query_params.get("job", "")), request)
         except ConfigError as error:
-            return _refusal(400, str(error))
+            return refusal(400, str(error))
 
     def _stream(self, job: str | None, request: Request) -> ASGIApp:
+        if self._only and job != self._only:
+            return _of_another_job(self._only)
         try:
             offset = whole(0, 10**9)("offset", request.query_params.get("offset", "0"))
         except ConfigError as error:
-            return _refusal(400, str(error))
+            return refusal(400, str(error))
         look = Wanted(request.query_params.get("find", "")[:LONGEST_SEARCH], offset)
-        return _Stream(self._board, self._leases, job, look, _address(request))
+        return _Stream(self._board, self._leases, job, look, peer_of(request))
 
 
 class _Stream:
@@ -208,7 +214,7 @@ class _Stream:
         try:
             viewing = await to_thread.run_sync(self._board.view, self._job, wake, self._client)
         except (TooManyViewers, ThreadNotStarted, ClientClosed) as error:
-            await _refusal(503, str(error))(scope, receive, send)
+            await refusal(503, str(error))(scope, receive, send)
             return
         try:
             async with anyio.create_task_group() as tasks:

@@ -22,7 +22,7 @@ from ftcoord.operator.job_keys import JobKeys, LeaseTime
 from ftcoord.operator.reading import ReadsLeases, read_jobs, read_lease
 from ftcoord.operator.status import Rules
 from ftcoord.operator.told import JobList, JobStatus, Watched
-from ftcoord.operator.watching import JobWatch, newest, probe
+from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe
 from ftcoord.primitives.step_thread import StepThread
 
 MOST_VIEWERS: Final = 200
@@ -191,7 +191,9 @@ class _JobFeed(Closing):
 
     def __init__(self, etcd: Etcd, key_prefix: str, job: str, rules: Rules, publish: Publish) -> None:
         self._etcd, self._key_prefix, self._job, self._publish = etcd, key_prefix, job, publish  # never change
-        self._watch, self._teller = JobWatch(job, rules), PastTeller(job)  # only the thread
+        timers = TimerLook(etcd, key_prefix, job)
+        # Only the thread:
+        self._watch, self._teller = JobWatch(job, rules, timers.newest, every_timer=True), PastTeller(job)
         self._past: Past | None = None  # that was told last; only the thread
         self._inbox: concurrency.Queue[JobKeys | BaseException | None] = concurrency.inbox()
         self._ending = concurrency.event()

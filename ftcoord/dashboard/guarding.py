@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
+from urllib.parse import urlsplit
 
 SCHEME: Final = "Bearer "
 HEADERS: Final = {
@@ -35,6 +36,16 @@ def is_allowed_host(header: str, names: Collection[str]) -> bool:
     except ValueError:
         return host == "localhost" or host in names
     return True
+
+
+def is_of_another_site(headers: Mapping[str, str]) -> bool:
+    """Whether a page of another site had a browser send this request.
+
+    A form, or a script, of any site can have a browser post to an address that only the browser reaches. Then the
+    browser says where it comes from, in one of these headers, which no page can change. Programs send neither.
+    """
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
+    return site != "same-origin" or (origin is not None and urlsplit(origin).netloc != headers.get("host"))
 
 
 def is_token(authorization: str, token: str) -> bool:

@@ -49,6 +49,7 @@ def _job_page(told: JobStatus, look: Wanted) -> dict[str, Any]:
     if told.quorum is not None:
         page["quorum"] = _group(plain(told.quorum), told.quorum.replicas, look)
         del page["quorum"]["replicas"]
+    page["timers"] = _rows(told.timers, Wanted(look.find))
     page["unreadable"] = _rows(told.unreadable, Wanted())
     return page
 

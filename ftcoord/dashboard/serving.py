@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
+from starlette.types import ASGIApp
 
+from ftcoord import concurrency
+from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
 from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.dashboard.torchft_paths import TorchftPaths
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.lean import LeanClient
 from ftcoord.metrics.exporter import Collect
-from ftcoord.operator.status import Rules
+from ftcoord.operator.reading import read_job
+from ftcoord.operator.status import Rules, tell_job
+from ftcoord.operator.told import JobStatus
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -27,51 +34,105 @@ END_TIMEOUT: Final = 2
 """Seconds that answers under way may take when the server ends."""
 
 
-def serve(
-    etcd: EtcdConfig,
-    key_prefix: str,
-    rules: Rules,
-    listen: tuple[str, int],
-    *,
-    about: Mapping[str, Any],
-    host_names: Collection[str],
-    who: str,
-    token: str,
-    ready: Callable[[str], None],
-) -> None:
-    """Serve the page until SIGINT or SIGTERM, with no etcd too. `ready` is told its address.
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a page shows, where it is served, and who may do what there.
 
-    It acts as `who` for those who have the token, and is read-only without one.
+    Args:
+        etcd, key_prefix: where the jobs are.
+        rules: by which they are judged.
+        listen: the host and port; port 0 for a free one.
+        about: what the page says of itself.
+        host_names: by which browsers may call it, besides addresses and localhost; in lower case.
+        who: as whom it acts.
+        token: for whom it acts; empty for a page that is read-only.
+        gateway_job: the job that it is about, with torchft's paths; empty for all jobs.
+        allow_kill: whether torchft's path for it kills without the token.
+    """
+
+    etcd: EtcdConfig
+    key_prefix: str
+    rules: Rules
+    listen: tuple[str, int]
+    about: Mapping[str, Any]
+    host_names: Collection[str]
+    who: str
+    token: str
+    gateway_job: str = ""
+    allow_kill: bool = False
+
+
+def serve(page: Page, ready: Callable[[str], None]) -> None:
+    """Serve the page until SIGINT or SIGTERM, with no etcd too. `ready` is told its address.
 
     Raises ServerError when it cannot listen there, and ConfigError.
     """
-    host, port = listen
-    names = {*host_names, host.lower()}
-    with (
-        _listening(host, port) as listener,
-        EtcdClient(etcd) as client,
-        closing(LeanClient(etcd)) as lean,
-        Board(client, key_prefix, rules) as board,
-    ):
-        actor = PageActor(client, key_prefix, who, etcd.request_timeout) if token else None
-        app = make_app(board, LeaseBook(lean), about, _runs(etcd, key_prefix), names, actor=actor, token=token)
-        config = uvicorn.Config(
-            app,
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # else whoever calls from this machine says from where orders come
-            timeout_graceful_shutdown=END_TIMEOUT,
-        )
-        server = uvicorn.Server(config)
+    with _made(page) as (server, listener, address):
 
         def end(*_signal: object) -> None:
             server.should_exit = True
 
         for number in (signal.SIGTERM, signal.SIGINT):  # the server ends at either, and then gives it to us again
             signal.signal(number, end)
-        ready(f"http://{host}:{listener.getsockname()[1]}")
+        ready(address)
         server.run([listener])
+
+
+class PageServer(Closing):
+    """Serves a page on a thread of its own, until `close()`.
+
+    Raises ServerError when it cannot listen there, ThreadNotStarted, and ConfigError.
+    """
+
+    def __init__(self, page: Page) -> None:
+        with ExitStack() as undo:
+            self._server, listener, self.address = undo.enter_context(_made(page))
+            self._thread = concurrency.thread(self._server.run, "ftcoord-page", [listener])
+            self._thread.start()
+            self._ends = undo.pop_all()
+
+    def close(self) -> None:
+        """Within some seconds. Idempotent."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._ends.close()
+
+
+@contextmanager
+def _made(page: Page) -> Iterator[tuple[uvicorn.Server, socket.socket, str]]:
+    """A server that does not run yet, its socket, and its address."""
+    host, port = page.listen
+    with (
+        _listening(host, port) as listener,
+        EtcdClient(page.etcd) as client,
+        closing(LeanClient(page.etcd)) as lean,
+        Board(client, page.key_prefix, page.rules) as board,
+    ):
+        config = uvicorn.Config(
+            _app(page, client, board, LeaseBook(lean)),
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # else whoever calls from this machine says from where orders come
+            timeout_graceful_shutdown=END_TIMEOUT,
+        )
+        yield uvicorn.Server(config), listener, f"http://{host}:{listener.getsockname()[1]}"
+
+
+def _app(page: Page, client: EtcdClient, board: Board, leases: LeaseBook) -> ASGIApp:
+    actor = PageActor(client, page.key_prefix, page.who, page.etcd.request_timeout)
+    acting = actor if page.token else None
+    names = {*page.host_names, page.listen[0].lower()}
+    if not page.gateway_job:
+        collect = _runs(page.etcd, page.key_prefix)
+        return make_app(board, leases, page.about, collect, names, actor=acting, token=page.token)
+
+    def read() -> JobStatus:
+        return tell_job(read_job(client, page.key_prefix, page.gateway_job), page.rules)
+
+    killer, token = (actor, "") if page.allow_kill else (acting, page.token)
+    paths = TorchftPaths(page.gateway_job, read, leases, killer, token)
+    return make_app(board, leases, page.about, None, names, actor=acting, token=page.token, torchft=paths)
 
 
 def _runs(etcd: EtcdConfig, key_prefix: str) -> Collect:

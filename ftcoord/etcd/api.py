@@ -239,7 +239,8 @@ class EtcdCalls(Protocol):
         timeout: float | None = None,
     ) -> TxnResult: ...
 
-    def grant(self, ttl: int) -> Lease: ...
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
+        """A new lease of `ttl` seconds. One whose answer was lost holds nothing, and expires."""
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
         """Keep a lease alive; the TTL granted, in seconds. Raises LeaseLost."""

@@ -106,9 +106,9 @@ class EtcdClient(KeyCalls, Closing):
 
         self._batcher.submit(txn_request(compares, success, ()), timeout, tell)
 
-    def grant(self, ttl: int) -> Lease:
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
         # Safe to repeat: a lease nobody knows of holds no keys, and expires.
-        response = self._transport.call(messages.GRANT, messages.message("LeaseGrantRequest")(ttl=ttl))
+        response = self._transport.call(messages.GRANT, messages.message("LeaseGrantRequest")(ttl=ttl), timeout=timeout)
         return Lease(response.id, response.ttl)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:

@@ -112,8 +112,8 @@ class SharedClient(KeyCalls, Closing):
             return
         client.submit(compares, success, done, timeout=timeout)
 
-    def grant(self, ttl: int) -> Lease:
-        return self._hold.client.grant(ttl)
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
+        return self._hold.client.grant(ttl, timeout=timeout)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
         return self._hold.client.renew(lease_id, timeout=timeout)

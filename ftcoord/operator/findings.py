@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -32,7 +33,8 @@ class EndpointFacts:
     """An endpoint, and what it said of itself, or why it said nothing.
 
     Args:
-        fsync_seconds: 99 of 100 fsyncs of its log took no longer; None where it does not tell.
+        fsync_seconds: 99 of 100 fsyncs of its log took no longer; infinite if more than 1 of 100 took longer than it
+            counts; None where it does not tell.
         clock_ahead: seconds that its clock is ahead of this host's; None where it does not tell.
     """
 
@@ -183,7 +185,10 @@ def _fsync(facts: EtcdFacts) -> Iterator[Finding]:
     if not told and _answering(facts):
         yield Finding(OK, "fsync latency", "not known: no endpoint tells its numbers at /metrics")
     for endpoint, seconds in told:
-        said = f"99 of 100 took at most {_ms(seconds)} since it was started"
+        if math.isinf(seconds):
+            said = "more than 1 of 100 took longer than it counts (some seconds) since it was started"
+        else:
+            said = f"99 of 100 took at most {_ms(seconds)} since it was started"
         slow = seconds > SLOW_FSYNC
         do = "give etcd's log a fast disk of its own: each write waits for its fsync" if slow else ""
         yield Finding(HINT if slow else OK, f"fsync latency {endpoint}", said, do)

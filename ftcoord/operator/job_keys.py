@@ -76,6 +76,7 @@ class JobKeys:
         revision: of etcd, at which all of it was read.
         rounds, quorum: its two groups.
         others: how many keys the job has in all, but for its history, which outlives it.
+        timers: the keys of its expiration timers; empty where they were not asked for.
     """
 
     job: str
@@ -83,6 +84,7 @@ class JobKeys:
     rounds: GroupKeys
     quorum: GroupKeys
     others: int
+    timers: tuple[KeyValue, ...] = ()
 
     @property
     def exists(self) -> bool:

@@ -62,7 +62,8 @@ def _encrypted(plain: socket.socket, endpoint: Endpoint, tls: Tls) -> socket.soc
 
 
 def quantile_bound(text: str, histogram: str, share: float) -> float | None:
-    """A bound that this share of the values in a histogram does not exceed; None if there are none."""
+    """A bound that this share of the values in a histogram does not exceed, infinite where that is above its highest
+    bucket; None if there are no values."""
     buckets = sorted(_buckets(text, histogram))
     if not buckets or not buckets[-1][1]:
         return None

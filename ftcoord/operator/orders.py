@@ -74,7 +74,7 @@ def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force
     if len(stay) < limits[0] and not force:
         raise NothingThere(
             f"{len(stay)} of at least {limits[0]} nodes would be left of {job!r}, which would stand still: start"
-            " another node first, or give --force"
+            " another node first, or force it (--force)"
         )
     return asks
 

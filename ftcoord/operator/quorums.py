@@ -127,6 +127,7 @@ def _statuses(previous: QuorumRecord | None, replicas: Sequence[_Replica]) -> tu
                 request.address,
                 replica.since,
                 heals_from=sources.get(replica.name, "") if rank is not None else "",
+                store_address=request.store_address,
             )
         )
     return tuple(sorted(told, key=lambda status: (status.rank is None, status.rank or 0)))

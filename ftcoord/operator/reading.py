@@ -23,6 +23,7 @@ from ftcoord.core.layout import (
     run_prefix,
     runs_span,
     spans_but_history,
+    timers_span,
 )
 from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, RangeResult
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
@@ -39,9 +40,9 @@ class ReadsLeases(Protocol):
         """Whole seconds that a lease has left, and that it was granted; (-1, 0) for one that is gone."""
 
 
-def read_job(etcd: EtcdCalls, key_prefix: str, job: str) -> JobKeys:
-    """A job's keys at one revision. Raises EtcdError."""
-    return read_snapshot(etcd.range, partial(_read_job, key_prefix, job))
+def read_job(etcd: EtcdCalls, key_prefix: str, job: str, *, with_timers: bool = False) -> JobKeys:
+    """A job's keys at one revision, and with `with_timers` those of its expiration timers. Raises EtcdError."""
+    return read_snapshot(etcd.range, partial(_read_job, key_prefix, job, with_timers))
 
 
 def read_events(etcd: EtcdCalls, key_prefix: str, job: str) -> tuple[list[KeyValue], list[KeyValue]]:
@@ -49,6 +50,12 @@ def read_events(etcd: EtcdCalls, key_prefix: str, job: str) -> tuple[list[KeyVal
     spans = [events_span(prefix) for prefix in (run_prefix(key_prefix, job), quorum_prefix(key_prefix, job))]
     rounds, quorums = read_snapshot(etcd.range, lambda then: [list(then.pages(span)) for span in spans])
     return rounds, quorums
+
+
+def read_timers(etcd: EtcdCalls, key_prefix: str, job: str, timeout: float) -> tuple[KeyValue, ...]:
+    """The keys of a job's expiration timers, within `timeout` seconds for each thousand. Raises EtcdError."""
+    span = timers_span(run_prefix(key_prefix, job))
+    return read_snapshot(partial(etcd.range, timeout=timeout), lambda then: tuple(then.pages(span)))
 
 
 def read_leases(etcd: ReadsLeases, members: Iterable[str]) -> dict[str, LeaseTime]:
@@ -111,7 +118,7 @@ def _behind(span: Span, whole: Span) -> Span:
     return Span(start, stop=decode_key(whole.end))
 
 
-def _read_job(key_prefix: str, job: str, then: SnapshotReader) -> JobKeys:
+def _read_job(key_prefix: str, job: str, with_timers: bool, then: SnapshotReader) -> JobKeys:
     prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
     decided = then.range(Get(Span(decided_key(prefix)))).one
     heads = {kv.key: kv for kv in then.range(Get(decided_span(quorum))).kvs}
@@ -121,7 +128,8 @@ def _read_job(key_prefix: str, job: str, then: SnapshotReader) -> JobKeys:
         rounds = replace(rounds, roll={kv.key: kv for kv in then.pages(roll_span(prefix, roll))})
     head = decided_key(quorum)
     quorums = _group_of(then, quorum, heads.get(head), heads.get(roster_key(head)))
-    return JobKeys(job, then.revision, rounds, quorums, keys)
+    timers = then.pages(timers_span(prefix)) if with_timers else ()
+    return JobKeys(job, then.revision, rounds, quorums, keys, tuple(timers))
 
 
 def _group_of(then: SnapshotReader, prefix: str, decided: KeyValue | None, roster: KeyValue | None) -> GroupKeys:

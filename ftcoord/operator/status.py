@@ -16,6 +16,7 @@ from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import JobKeys, LeaseTime
 from ftcoord.operator.quorums import tell_quorum
 from ftcoord.operator.rounds import tell_rounds
+from ftcoord.operator.timers import tell_timers
 from ftcoord.operator.told import FORMAT, JobLine, JobStatus, NodeStatus, ReplicaStatus
 
 Member = TypeVar("Member", NodeStatus, ReplicaStatus)
@@ -39,8 +40,11 @@ def tell_job(keys: JobKeys, rules: Rules) -> JobStatus:
     if not keys.quorum.is_empty:
         quorum, odd = tell_quorum(keys.quorum, rules.quorum)
         unreadable += odd
+    timers, odd = tell_timers(keys.timers)
+    unreadable += odd
     healthy = all(one.healthy for one in (rounds, quorum) if one is not None) and keys.exists and not unreadable
-    return JobStatus(FORMAT, keys.job, keys.revision, keys.exists, healthy, rounds, quorum, tuple(unreadable))
+    about = FORMAT, keys.job, keys.revision, keys.exists, healthy
+    return JobStatus(*about, rounds, quorum, tuple(unreadable), tuple(timers))
 
 
 def members_of(status: JobStatus) -> list[str]:

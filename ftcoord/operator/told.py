@@ -130,6 +130,7 @@ class ReplicaStatus:
         since_revision: etcd's, at which it became a member.
         lease_left, lease_ttl: seconds; None where that was not asked.
         heals_from: whose state its rank 0 takes over, while it is behind; empty while it is not.
+        store_address: as it asked.
     """
 
     rank: int | None
@@ -146,6 +147,7 @@ class ReplicaStatus:
     lease_left: int | None = None
     lease_ttl: int | None = None
     heals_from: str = ""
+    store_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,29 @@ class QuorumStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TimerStatus:
+    """An expiration timer that a worker holds.
+
+    Args:
+        host: the name of the worker's host.
+        pid: the worker's, on that host.
+        rank: the worker's in its world; None if it has none.
+        scope: where the worker is.
+        standing: running, expired (a timer server found it so, and sees to it) or reaped (it has ended the worker).
+        after: seconds that the worker may be there in all.
+        until: when it expires, by the wall clock of the worker's host, in seconds since 1970. No decision rests on it.
+    """
+
+    host: str
+    pid: int
+    rank: int | None
+    scope: str
+    standing: str
+    after: float
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class JobStatus:
     """All that is told of one job.
 
@@ -201,6 +226,7 @@ class JobStatus:
         rounds: None for a job without a rendezvous.
         quorum: None for a job without quorums.
         unreadable: keys that are not counted.
+        timers: expiration timers that workers hold, the one that expires first before the others.
     """
 
     format: int
@@ -211,6 +237,7 @@ class JobStatus:
     rounds: RoundsStatus | None
     quorum: QuorumStatus | None
     unreadable: tuple[Unreadable, ...]
+    timers: tuple[TimerStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +249,7 @@ class Watched:
         job: its id.
         connected: whether etcd answers. While it does not, `status` is as it was before.
         error: why it does not; empty while it does.
-        status: without leases.
+        status: without leases. Its timers may be some seconds old.
     """
 
     format: int

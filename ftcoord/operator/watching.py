@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.layout import run_prefix, run_span
-from ftcoord.errors import EtcdError
-from ftcoord.etcd.api import EtcdCalls, Get
+from ftcoord.errors import EtcdError, EtcdUnavailable
+from ftcoord.etcd.api import EtcdCalls, Get, KeyValue
 from ftcoord.operator.job_keys import JobKeys
-from ftcoord.operator.reading import read_job
+from ftcoord.operator.reading import read_job, read_timers
 from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import FORMAT, Watched
+from ftcoord.operator.told import FORMAT, JobStatus, TimerStatus, Watched
+
+log = logging.getLogger(__name__)
 
 PROBE: Final = 2.0
 """Seconds without a change after which etcd is asked whether it is there; and seconds that it may take to answer."""
+TIMERS_INTERVAL: Final = 2.0
+"""Seconds between two readings of a job's timers, at least,"""
+TIMERS_REST: Final = 10
+"""and so many times as long as the last one took."""
 
 
 def newest(inbox: concurrency.Queue[JobKeys | BaseException | None]) -> JobKeys | None:
@@ -41,11 +51,54 @@ def probe(etcd: EtcdCalls, key_prefix: str, job: str, *, lost: bool) -> JobKeys 
     return read_job(etcd, key_prefix, job) if lost else None
 
 
-class JobWatch:
-    """What is told of a job, and was last. For one thread."""
+class TimerLook:
+    """Reads a job's expiration timers every so often. For one thread.
 
-    def __init__(self, job: str, rules: Rules) -> None:
-        self._job, self._rules = job, rules  # never change
+    They are not followed: each worker may write one at each of its steps, and a job may have ten thousand workers.
+    """
+
+    def __init__(self, etcd: EtcdCalls, key_prefix: str, job: str) -> None:
+        self._read = partial(read_timers, etcd, key_prefix, job, PROBE)  # never changes
+        self._kvs: tuple[KeyValue, ...] = ()
+        self._rests_until = -math.inf
+
+    def newest(self) -> tuple[KeyValue, ...]:
+        """Their keys, as they were when they were read last; none where etcd refuses that.
+
+        Raises EtcdUnavailable, within `PROBE` seconds.
+        """
+        began = concurrency.now()
+        if began >= self._rests_until:
+            try:
+                self._kvs = self._read()
+            except EtcdUnavailable:
+                raise
+            except EtcdError as error:
+                log.debug("the timers are not told: %s", error)
+                self._kvs = ()
+            now = concurrency.now()
+            self._rests_until = now + max(TIMERS_INTERVAL, TIMERS_REST * (now - began))
+        return self._kvs
+
+
+class JobWatch:
+    """What is told of a job, and was last. For one thread.
+
+    Args:
+        job: its id.
+        rules: by which it is judged.
+        timers: finds the keys of its expiration timers as they are now. Raises EtcdUnavailable where etcd does not
+            answer.
+        every_timer: whether it is a change too that a timer began to run, or was released; else only that one expired.
+    """
+
+    def __init__(
+        self, job: str, rules: Rules, timers: Callable[[], tuple[KeyValue, ...]], *, every_timer: bool
+    ) -> None:
+        self._job, self._rules, self._find_timers, self._every_timer = job, rules, timers, every_timer  # never change
+        self._keys: JobKeys | None = None
+        self._timers: tuple[KeyValue, ...] = ()
+        self._told: JobKeys | None = None  # what the last status rests on
         self.last: Watched | None = None
 
     def next(self, keys: JobKeys | None, probe: Callable[[bool], JobKeys | None]) -> Watched | None:
@@ -57,25 +110,39 @@ class JobWatch:
             keys: what has just come from etcd; None if nothing did for a while.
             probe: asks etcd, and is told whether etcd was lost: then it has to return what etcd has now.
         """
-        error, status = "", self.last.status if self.last else None
-        if keys is None:
-            try:
+        error = ""
+        try:
+            if keys is None:
                 keys = probe(self.last is not None and not self.last.connected)
-            except EtcdError as problem:
-                if self.last is None:
-                    raise
-                error = str(problem)
-        if keys is not None:
-            status = tell_job(keys, self._rules)
-        if status is None:
+            self._keys = keys or self._keys  # which are true, though the timers may not be found
+            if self._keys is not None:
+                self._timers = self._find_timers()
+        except EtcdError as problem:
+            if self._keys is None:
+                raise
+            error = str(problem)
+        if self._keys is None:
             return None  # etcd answers, and the keys are on their way
-        last, self.last = self.last, Watched(FORMAT, self._job, not error, error, status)
-        return None if _says_the_same(last, self.last) else self.last
+        last, self.last = self.last, Watched(FORMAT, self._job, not error, error, self._status(self._keys))
+        return None if _says_the_same(last, self.last, self._every_timer) else self.last
+
+    def _status(self, keys: JobKeys) -> JobStatus:
+        """Told anew only where something differs: a job may have ten thousand members."""
+        now = replace(keys, timers=self._timers)
+        if self.last is None or now != self._told:
+            self._told = now
+            return tell_job(now, self._rules)
+        return self.last.status
 
 
-def _says_the_same(last: Watched | None, now: Watched) -> bool:
+def _says_the_same(last: Watched | None, now: Watched, every_timer: bool) -> bool:
     """Whether only etcd's revision, or the words of an error, differ. Leases are not followed."""
     if last is None or last.connected != now.connected:
         return False
     one, other = last.status, now.status
-    return (one.rounds, one.quorum, one.unreadable) == (other.rounds, other.quorum, other.unreadable)
+    timers, others = ([timer for timer in told.timers if every_timer or _is_news(timer)] for told in (one, other))
+    return (one.rounds, one.quorum, one.unreadable, timers) == (other.rounds, other.quorum, other.unreadable, others)
+
+
+def _is_news(timer: TimerStatus) -> bool:
+    return timer.standing != "running"

@@ -104,7 +104,7 @@ def change_record(
         if changed is None:
             return
         expected = kv.mod_revision if kv else 0
-        put = Put(key, changed.value, kv.lease if kv and kv.lease else etcd.grant(run_ttl).id)
+        put = Put(key, changed.value, kv.lease if kv and kv.lease else etcd.grant(run_ttl, timeout=timeout).id)
         also = changed.also
 
         def write(

@@ -191,8 +191,8 @@ class MemoryClient:
     ) -> None:
         self._submitter.submit(Transaction(tuple(compares), tuple(success)), done, timeout)
 
-    def grant(self, ttl: int) -> Lease:
-        return self._call("grant", ttl, lambda: self._backend.grant(ttl), None)
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
+        return self._call("grant", ttl, lambda: self._backend.grant(ttl), timeout)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
         return self._call("renew", lease_id, lambda: self._backend.renew(lease_id), timeout)

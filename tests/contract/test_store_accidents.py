@@ -36,8 +36,8 @@ class Scripted(Door):
         send = lambda: self.real.txn(*args, **kwargs)  # noqa: E731
         return send() if accident is None else accident(send)
 
-    def grant(self, ttl: int) -> Lease:
-        self.granted.append(self.real.grant(ttl))
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
+        self.granted.append(self.real.grant(ttl, timeout=timeout))
         return self.granted[-1]
 
 

@@ -106,6 +106,7 @@ def test_a_server_that_hangs_costs_no_more_than_the_timeout(fragile: EtcdServer)
         for reading in (
             lambda: client.get("/key", timeout=0.5),
             lambda: client.range(Get(Span("/key", is_prefix=True)), timeout=0.5),
+            lambda: client.grant(60, timeout=0.5),
             lambda: client.renew(lease.id, timeout=0.5),
             lambda: client.status(timeout=0.5),
             lambda: fresh.get("/key", timeout=0.5),

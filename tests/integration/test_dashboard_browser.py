@@ -10,12 +10,13 @@ from urllib.parse import quote
 import pytest
 from browser import CHROMIUM, Browser
 from helpers import eventually
-from pages import page, write_history, write_quorum, write_run
+from pages import page, write_history, write_quorum, write_run, write_timer
 
 from ftcoord.core import death_records
 from ftcoord.core.death_records import Death
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, death_key, member_id, member_of, members_span, run_prefix
+from ftcoord.core.timer_records import RELEASED
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get
 from ftcoord.etcd.client import EtcdClient
@@ -147,6 +148,41 @@ def test_whoever_has_the_token_evicts_a_member(browser: Browser, etcd: EtcdServe
         browser.fill("#order label:nth-of-type(3) input", "the disk is full")
         browser.click("#order .danger")
         browser.shows("the disk is full", "#why")
+
+
+def test_whoever_has_the_token_drains_a_node(browser: Browser, etcd: EtcdServer, client: EtcdClient) -> None:
+    write_run(client, "page drains", ["host0", "host1"])
+    with page(etcd.get_endpoint(), env={**os.environ, "FTCOORD_DASHBOARD_TOKEN": TOKEN}) as address:
+        browser.open(f"{address}/?job=page%20drains")
+        browser.shows("drain", "tbody tr:nth-child(2)")
+        assert browser.run("document.querySelectorAll('.word.going').length") == 0
+        browser.click("tbody tr:nth-child(2) td:last-child button")
+        browser.shows("Drain host1?", "#order")
+        browser.fill("#order label:nth-of-type(1) input", "ann")
+        browser.fill("#order label:nth-of-type(2) input", TOKEN)
+        browser.fill("#order label:nth-of-type(3) input", "its disk is worn out")
+        browser.click("#order .danger")
+        browser.shows("drained node1 on host1", "#order")
+        browser.shows("draining", "td .word.going")
+        browser.click("#order .tools button")
+        eventually(lambda: "drain" not in browser.text("tbody tr:nth-child(2) td:last-child"), "it is drained once")
+        browser.click("tbody tr:nth-child(1) td:last-child button")
+        browser.click("#order .danger")
+        browser.shows("0 of at least 1 nodes would be left", "#order")
+        browser.click("#order label:nth-of-type(4) input")
+        browser.click("#order .danger")
+        browser.shows("drained node0 on host0", "#order")
+
+
+def test_timers_are_shown_until_they_are_released(browser: Browser, address: str, client: EtcdClient) -> None:
+    write_run(client, "page timers", ["host0"])
+    key = write_timer(client, "page timers", EVIL)
+    browser.open(f"{address}/?job=page%20timers")
+    browser.shows("<img src=x", "#timers table")
+    browser.shows("of 60 s", "#timers table")
+    client.put(key, RELEASED)
+    eventually(lambda: browser.run("document.getElementById('timers')") is None, "it is gone")
+    assert browser.said == []
 
 
 def test_a_page_whose_server_is_gone_says_so(browser: Browser, etcd: EtcdServer, client: EtcdClient) -> None:

@@ -119,8 +119,8 @@ def test_no_session_without_a_thread(etcd: EtcdServer, monkeypatch: pytest.Monke
     class Grants(EtcdClient):
         granted: Lease
 
-        def grant(self, ttl: int) -> Lease:
-            self.granted = super().grant(ttl)
+        def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
+            self.granted = super().grant(ttl, timeout=timeout)
             return self.granted
 
     with Grants(EtcdConfig.load(etcd.get_endpoint(), env={}, request_timeout=DEADLINE)) as client:

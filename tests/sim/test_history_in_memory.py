@@ -400,12 +400,12 @@ class Refuses(Door):
         self.refused += 1
         raise error
 
-    def grant(self, ttl: int) -> Lease:
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
         if ttl == HISTORY_TTL and self._how == "leases":
             self._refuse(EtcdNoSpace("mvcc: database space exceeded"))
         if ttl == HISTORY_TTL and self._how == "answers":
             self._refuse(EtcdUnavailable("no answer"))
-        return self.real.grant(ttl)
+        return self.real.grant(ttl, timeout=timeout)
 
     def txn(
         self,

@@ -101,6 +101,12 @@ def test_colours_are_for_terminals(
     assert ("\x1b[32mrunning\x1b[0m" in screen.getvalue()) == coloured
 
 
+def test_whoever_is_to_leave_has_a_colour_of_its_own() -> None:
+    terminal = Terminal("table", "always", io.StringIO())
+    others = ("running", "waiting", "away")
+    assert terminal.word("draining").partition("draining")[0] not in ["", *(terminal.word(one)[:5] for one in others)]
+
+
 def test_json_has_no_colours() -> None:
     screen = Tty()
     Terminal("json", "always", screen).tell(Examination(FORMAT, True, (Finding("ok", "a", "b"),)), ["not this"])

@@ -10,12 +10,15 @@ import pytest
 
 from ftcoord.commands.output import Terminal
 from ftcoord.commands.watching import _Show
-from ftcoord.core.layout import decided_key, quorum_prefix, run_prefix
-from ftcoord.core.rendezvous_records import NO_ROUND, encode
+from ftcoord.core import timer_records
+from ftcoord.core.layout import decided_key, member_id, member_key, quorum_prefix, run_prefix, timer_key
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Seat, encode
+from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
 from ftcoord.operator.status import Rules
+from ftcoord.operator.watching import JobWatch
 
 RUN = run_prefix("/f", "job")
 
@@ -26,14 +29,27 @@ def keys(outcome: str, revision: int = 5) -> JobKeys:
     return JobKeys("job", revision, GroupKeys(RUN, decided), GroupKeys(quorum_prefix("/f", "job")), 1)
 
 
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 class Screen:
     """A watch, what it has printed, and an etcd that is there or not."""
 
-    def __init__(self, format: str = "json") -> None:
-        self.out = io.StringIO()
-        self.show = _Show(Terminal(format, "never", self.out), "job", Rules())
+    def __init__(self, format: str = "json", out: io.StringIO | None = None) -> None:
+        self.out = out or io.StringIO()
+        self.timers: tuple[KeyValue, ...] | None = ()
+        terminal = Terminal(format, "never", self.out)
+        watch = JobWatch("job", Rules(), self.find_timers, every_timer=terminal.is_live)
+        self.show = _Show(terminal, watch)
         self.now: JobKeys | None = keys("finished")
         self.asked: list[bool] = []
+
+    def find_timers(self) -> tuple[KeyValue, ...]:
+        if self.timers is None:
+            raise EtcdUnavailable("it stalls")
+        return self.timers
 
     def probe(self, lost: bool) -> JobKeys | None:
         self.asked.append(lost)
@@ -69,6 +85,72 @@ def test_one_that_lost_etcd_says_so_once_and_shows_what_there_is_now_when_it_is_
     back = json.loads(*screen.hear(None))
     assert (back["connected"], back["error"], back["status"]["healthy"]) == (True, "", False)
     assert screen.show.code() == 1
+
+
+def held(**fields: object) -> tuple[KeyValue, ...]:
+    worker = Worker("h1", 7, 1000, "node7", 3, 5, 10)
+    timer = Timer(worker, "step\x1b", after_ms=5000, left_ms=4000, at_ms=9, wall_ms=1_000_000, slot=0, token=1)
+    changed = replace(timer, **fields)  # type: ignore[arg-type]
+    return (KeyValue(timer_key(RUN, "h1", 1, "0"), timer_records.encode(changed), 1, 1, 1, 1),)
+
+
+def test_a_timer_that_runs_or_is_released_makes_no_line_and_one_that_expires_does() -> None:
+    """A worker may hold another one at each of its steps."""
+    screen = Screen()
+    screen.hear(keys("finished"))
+    screen.timers = held()
+    assert screen.hear(None) == []
+    screen.timers = held(token=2, wall_ms=1_009_000)
+    assert screen.hear(None) == []
+    screen.timers = held(expired="server")
+    (line,) = screen.hear(None)
+    assert [one["standing"] for one in json.loads(line)["status"]["timers"]] == ["expired"]
+    screen.timers = held(expired="server", reaped=True)
+    assert len(screen.hear(None)) == 1
+    screen.timers = ()
+    assert len(screen.hear(None)) == 1
+
+
+def test_an_etcd_that_stalls_while_it_is_asked_for_timers_is_lost_at_once() -> None:
+    """It is not waited for twice; and what had just come is told all the same."""
+    screen = Screen()
+    screen.hear(keys("finished"))
+    screen.timers = None
+    lost = json.loads(*screen.hear(keys("failed")))
+    assert (lost["connected"], lost["error"], lost["status"]["healthy"]) == (False, "it stalls", False)
+    screen.timers, screen.now = (), keys("finished")
+    back = json.loads(*screen.hear(None))
+    assert (back["connected"], back["status"]["healthy"]) == (True, True)
+
+
+def test_a_screen_that_is_redrawn_shows_each_timer() -> None:
+    screen = Screen("table", Tty())
+    screen.hear(keys("finished"))
+    screen.timers = held()
+    assert any("node7" in line for line in screen.hear(None))
+    screen.timers = ()
+    shown = screen.hear(None)
+    assert shown
+    assert not any("node7" in line for line in shown)
+
+
+def test_a_line_names_the_timer_that_expired() -> None:
+    screen = Screen("table")
+    screen.hear(keys("finished"))
+    screen.timers = held(expired="server")
+    (line,) = screen.hear(None)
+    assert r"timer expired: 'step\x1b' of node7 (pid 7)" in line
+
+
+def test_a_line_names_who_is_to_leave() -> None:
+    lease = member_id(9)
+    record = replace(NO_ROUND, number=1, seats=(Seat(lease, "n", "host7"),), drained=("n",), min_nodes=1, max_nodes=2)
+    ask = JoinRequest("n", "10.0.0.1", 5, 0, "host7", "n", 1, 2, seated=1)
+    decided = KeyValue(decided_key(RUN), encode(record), 1, 1, 1, 0)
+    member = KeyValue(member_key(RUN, lease), encode(ask), 1, 1, 1, 9)
+    rounds = GroupKeys(RUN, decided, below_members=(member,))
+    (line,) = Screen("table").hear(JobKeys("job", 5, rounds, GroupKeys(quorum_prefix("/f", "job")), 2))
+    assert ", draining host7" in line
 
 
 def test_lines_say_that_etcd_is_lost() -> None:

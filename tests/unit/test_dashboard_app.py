@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 from helpers import DEADLINE, eventually
-from prometheus_client.core import GaugeMetricFamily
+from page_calls import TOKEN, Answer, Clerk, Site, numbers
 
-from ftcoord.core import event_records, rendezvous_records
+from ftcoord.core import event_records, rendezvous_records, timer_records
 from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.layout import death_key, decided_key, event_key, member_id, member_key, members_span, run_prefix
-from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.core.layout import (
+    death_key,
+    decided_key,
+    event_key,
+    member_id,
+    member_key,
+    members_span,
+    run_prefix,
+    timer_key,
+)
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, Seat, parse_decided
+from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.dashboard import app as apps
-from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
 from ftcoord.etcd.api import Get
@@ -29,97 +34,6 @@ from ftcoord.operator.status import Rules
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
 RUN = run_prefix("/f", "a/b")
-TOKEN = "0123456789abcdef"
-
-
-class Clerk:
-    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
-        return 7, 10
-
-
-def numbers() -> list[GaugeMetricFamily]:
-    return [GaugeMetricFamily("ftcoord_runs", "Runs.", value=7)]
-
-
-@dataclass
-class Answer:
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
-
-    def events(self, kind: str) -> list[Any]:
-        parts = [part.split("\n") for part in self.body.decode().split("\n\n")]
-        return [json.loads(part[1].removeprefix("data: ")) for part in parts if part[0] == f"event: {kind}"]
-
-
-class Site:
-    """The application, and what it stands on."""
-
-    def __init__(self, client: MemoryClient, board: Board) -> None:
-        self.client, self.board = client, board
-        self.app = make_app(board, LeaseBook(Clerk()), {"version": "1"}, numbers)
-
-    def may_act(self) -> None:
-        actor = PageActor(self.client, "/f", "me@here", DEADLINE)
-        self.app = make_app(self.board, LeaseBook(Clerk()), {}, numbers, actor=actor, token=TOKEN)
-
-    def order(self, authorization: str = f"Bearer {TOKEN}", **order: object) -> Answer:
-        body = json.dumps({"what": "evict", "job": "a/b", "name": "n", "who": "ann", **order}).encode()
-        return self.get("/api/act", method="POST", body=body, headers={"authorization": authorization})
-
-    def members(self) -> int:
-        return self.client.range(Get(members_span(run_prefix("/f", "a/b")), count_only=True)).count
-
-    def get(
-        self,
-        path: str,
-        host: str = "127.0.0.1:1",
-        until: Callable[[Answer], bool] = lambda _: False,
-        takes: Callable[[], bool] = lambda: True,
-        method: str = "GET",
-        body: bytes = b"",
-        headers: Mapping[str, str] = MappingProxyType({}),
-        **query: object,
-    ) -> Answer:
-        """Ask, and go away as soon as the answer is enough.
-
-        Args:
-            takes: whether the viewer takes what it is sent; what it does not take waits.
-        """
-        answer = Answer()
-
-        async def ask() -> None:
-            gone = asyncio.Event()
-            asked = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def receive() -> Any:
-                if asked:
-                    return asked.pop()
-                await gone.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(message: Any) -> None:
-                if not takes():
-                    await asyncio.Event().wait()
-                if message["type"] == "http.response.start":
-                    answer.status = message["status"]
-                    answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
-                answer.body += message.get("body", b"")
-                if until(answer):
-                    gone.set()
-
-            scope = {
-                "type": "http",
-                "method": method,
-                "path": path,
-                "query_string": urlencode(query).encode(),
-                "headers": [(name.encode(), text.encode()) for name, text in {"host": host, **headers}.items()],
-                "client": ("192.0.2.7", 5),
-            }
-            await asyncio.wait_for(self.app(scope, receive, send), DEADLINE)
-
-        asyncio.run(ask())
-        return answer
 
 
 @pytest.fixture
@@ -263,6 +177,61 @@ def test_a_member_is_evicted_and_all_can_read_by_whom(site: Site) -> None:
     assert site.order().status == 409
 
 
+def write_round(client: MemoryClient, *names: str) -> None:
+    """Of one node for each name, of which one is enough."""
+    seats = list[Seat]()
+    for name in names:
+        lease = client.grant(600).id
+        ask = JoinRequest(name, "10.0.0.1", 5, 0, f"host of {name}", name, 1, 3, seated=1)
+        client.put(member_key(RUN, member_id(lease)), rendezvous_records.encode(ask), lease)
+        seats.append(Seat(member_id(lease), name, f"host of {name}"))
+    record = Round(1, tuple(seats), "10.0.0.1", 5, (), 1, 3, ready=True)
+    client.put(decided_key(RUN), rendezvous_records.encode(record))
+
+
+def round_of(client: MemoryClient) -> AnyRound:
+    kv = client.get(decided_key(RUN)).one
+    assert kv is not None
+    return parse_decided(kv.key, kv.value)
+
+
+def test_a_node_is_drained_and_all_can_read_by_whom(site: Site) -> None:
+    site.may_act()
+    write_round(site.client, "x", "y")
+    answer = site.order(what="drain", name="x", reason="its fan is loud")
+    assert (answer.status, json.loads(answer.body)["did"][0].partition(":")[0]) == (200, "drained x on host of x")
+    found = round_of(site.client)
+    assert found.drained == ("x",)
+    assert found.recalled == (
+        "host of x was drained by ann through the page of me@here, from 192.0.2.7: its fan is loud"
+    )
+    assert json.loads(site.order(what="drain", name="x").body)["did"] == []
+
+
+def test_too_few_nodes_stay_only_where_that_is_forced(site: Site) -> None:
+    site.may_act()
+    write_round(site.client, "x")
+    refused = site.order(what="drain", name="x")
+    assert (refused.status, "0 of at least 1 nodes" in json.loads(refused.body)["error"]) == (409, True)
+    assert round_of(site.client).drained == ()
+    assert site.order(what="drain", name="x", force=True).status == 200
+    assert round_of(site.client).drained == ("x",)
+
+
+def test_who_is_to_leave_and_which_timers_run_is_streamed(site: Site) -> None:
+    site.may_act()
+    write_round(site.client, "x", "y")
+    site.order(what="drain", name="x")
+    worker = Worker("h1", 7, 1000, "node7", 3, 5, 10)
+    timer = Timer(worker, "step", after_ms=5000, left_ms=4000, at_ms=9, wall_ms=1_000_000, slot=0, token=1)
+    site.client.put(timer_key(RUN, "h1", 1, "0"), timer_records.encode(timer))
+    (page, *_) = site.get("/api/job", job="a/b", until=lambda told: bool(told.events("page"))).events("page")
+    standings = {row["node"]: row["standing"] for row in page["page"]["rounds"]["members"]["rows"]}
+    assert standings["x"] == "draining"
+    (row,) = page["page"]["timers"]["rows"]
+    assert (row["host"], row["scope"], row["until"], row["standing"]) == ("node7", "step", 1004.0, "running")
+
+
 def test_a_run_is_closed(site: Site) -> None:
     site.may_act()
     assert site.order(what="close").status == 200
@@ -276,6 +245,9 @@ def test_a_run_is_closed(site: Site) -> None:
     ("order", "status"),
     [
         ({"what": "gc"}, 400),
+        ({"force": True}, 400),
+        ({"what": "drain", "force": 1}, 400),
+        ({"what": "drain", "name": "nobody"}, 409),
         ({"job": ""}, 400),
         ({"job": 5}, 400),
         ({"name": ""}, 400),

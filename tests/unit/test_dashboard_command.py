@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ftcoord import cli
-from ftcoord.commands.paging import _token
+from ftcoord.commands.paging import token_of
 from ftcoord.errors import ConfigError
 
 TOKEN = "0123456789abcdef"
@@ -18,15 +18,15 @@ TOKEN = "0123456789abcdef"
 def test_a_token_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n")
-    assert _token({}) == ""
-    assert _token({"FTCOORD_DASHBOARD_TOKEN": TOKEN}) == TOKEN
-    assert _token({"FTCOORD_DASHBOARD_TOKEN_FILE": str(path)}) == TOKEN
+    assert token_of({}) == ""
+    assert token_of({"FTCOORD_DASHBOARD_TOKEN": TOKEN}) == TOKEN
+    assert token_of({"FTCOORD_DASHBOARD_TOKEN_FILE": str(path)}) == TOKEN
 
 
 @pytest.mark.parametrize("token", ["short", f"{TOKEN} with spaces", f"{TOKEN}é", f"{TOKEN}\n{TOKEN}"])
 def test_a_token_that_is_none_is_refused_and_not_shown(token: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        _token({"FTCOORD_DASHBOARD_TOKEN": token})
+        token_of({"FTCOORD_DASHBOARD_TOKEN": token})
     assert token not in str(refused.value)
 
 
@@ -34,9 +34,9 @@ def test_two_tokens_and_an_empty_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("\n")
     with pytest.raises(ConfigError, match="must hold the token"):
-        _token({"FTCOORD_DASHBOARD_TOKEN_FILE": str(path)})
+        token_of({"FTCOORD_DASHBOARD_TOKEN_FILE": str(path)})
     with pytest.raises(ConfigError, match="unset one"):
-        _token({"FTCOORD_DASHBOARD_TOKEN": TOKEN, "FTCOORD_DASHBOARD_TOKEN_FILE": str(path)})
+        token_of({"FTCOORD_DASHBOARD_TOKEN": TOKEN, "FTCOORD_DASHBOARD_TOKEN_FILE": str(path)})
 
 
 @pytest.mark.parametrize("listen", ["29511", "here:", "here:70000", "here:x"])
@@ -49,6 +49,27 @@ def test_no_flag_takes_the_token(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["dashboard", "--token", TOKEN])
     assert "unrecognized" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--allow-kill"], "give --page-port too"),
+        (["--page-port", "x"], "--page-port"),
+        (["--page-port", "0", "--page-host", "a b"], "--page-host"),
+    ],
+)
+def test_a_gateways_page_that_cannot_be_is_refused(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["gateway", "--etcd", "etcd://127.0.0.1:1/job", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_gateways_page_has_no_weak_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FTCOORD_DASHBOARD_TOKEN", "weak")
+    assert cli.main(["gateway", "--etcd", "etcd://127.0.0.1:1/job", "--page-port", "0"]) == 2
+    assert "FTCOORD_DASHBOARD_TOKEN" in capsys.readouterr().err
 
 
 def test_without_the_extra_it_says_what_to_install() -> None:

@@ -98,8 +98,9 @@ FLOORS = (
         "coordination.gateway_sessions coordination.kills coordination.native_manager coordination.native_ranks "
         "coordination.observer coordination.quorum_watch coordination.rank_connection coordination.rank_sockets"
     ),
-    "coordination.gateway coordination.lighthouse coordination.manager_client coordination.rank_port",
-    "coordination.managed_group",
+    "coordination.lighthouse coordination.manager_client coordination.rank_port",
+    "coordination.gateway_kills",
+    "coordination.gateway coordination.managed_group",
     "coordination.manager",
     "coordination",
     "proactive",
@@ -110,21 +111,23 @@ FLOORS = (
     "demo",
     "operator.told",
     "operator.job_keys",
-    "operator.rounds operator.quorums",
+    "operator.rounds operator.quorums operator.timers",
     "operator.status operator.naming operator.leftovers operator.findings operator.past",
     "operator.reading operator.member_http",
     "operator.acting operator.following operator.watching metrics.runs",
     "operator.orders",
     "operator.examining",
-    "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts",
+    "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts dashboard.refusals dashboard.torchft_status",
     "dashboard.board",
+    "dashboard.torchft_paths",
     "dashboard.app",
     "dashboard.serving",
     "commands.output",
     "commands.flags",
-    "commands.completion commands.looking commands.serving",
+    "commands.completion commands.looking",
     "commands.acting commands.doctor commands.explaining",
     "commands.paging commands.watching",
+    "commands.serving",
     "commands",
     "cli _torchrun",
 )
@@ -281,7 +284,7 @@ def test_the_core_is_pure() -> None:
 
 TELLING = [
     f"ftcoord.operator.{name}"
-    for name in ("told", "job_keys", "rounds", "quorums", "status", "naming", "leftovers", "past")
+    for name in ("told", "job_keys", "rounds", "quorums", "timers", "status", "naming", "leftovers", "past")
 ]
 """What operators are told: as pure as the core, from keys as the API has them."""
 

@@ -91,6 +91,7 @@ def test_a_lost_request_and_a_lost_answer_look_alike(world: Scheduler, etcd: Mem
 def test_a_caller_whose_connection_does_not_break_waits_its_timeout(world: Scheduler, etcd: MemoryEtcd) -> None:
     client = etcd.client(lambda _call: Fate(answers=NEVER))
     assert took(lambda: client.put("/key", b"", timeout=7.5), OutcomeUnknown) == pytest.approx(7.5, abs=0.1)
+    assert took(lambda: client.grant(10, timeout=7.5), EtcdUnavailable) == pytest.approx(7.5, abs=0.1)
     client.fate = lambda _call: Fate(arrives=NEVER, breaks=2)
     assert took(lambda: client.renew(1, timeout=7.5), EtcdUnavailable) == pytest.approx(2, abs=0.1)
 

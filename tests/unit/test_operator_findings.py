@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,12 @@ def test_clocks_are_told_as_they_were_seen() -> None:
     assert clocks(endpoint(clock_ahead=60.0)) == "that of h1:2379 is 60 s ahead of this host's"
 
 
+def test_fsyncs_that_took_longer_than_etcd_counts_are_told_in_words() -> None:
+    (one,) = [one for one in findings(endpoint(fsync_seconds=math.inf)).findings if one.about.startswith("fsync")]
+    assert one.found.startswith("more than 1 of 100 took longer than it counts")
+    assert "inf" not in one.found
+
+
 def test_a_share_of_a_histogram_has_a_bound() -> None:
     counts = {"0.001": 90, "0.002": 98, "0.004": 99, "+Inf": 100}
     text = "# TYPE f histogram\n" + "".join(f'f_bucket{{le="{le}"}} {count}\n' for le, count in counts.items())
@@ -84,6 +91,7 @@ def test_nothing_is_wrong_with_a_good_etcd() -> None:
         (replace(FACTS, idle=["a"]), {"leftovers": "hint"}),
         (endpoint(fsync_seconds=0.128), {"fsync latency h1:2379": "hint"}),
         (endpoint(fsync_seconds=0.008), {}),
+        (endpoint(fsync_seconds=math.inf), {"fsync latency h1:2379": "hint"}),
         (endpoint(clock_ahead=-60.4), {"clocks": "hint"}),
         (endpoint(clock_ahead=0.9), {}),
         (with_status(version="3.4.1"), {"release": "hint"}),

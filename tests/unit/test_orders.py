@@ -10,8 +10,9 @@ from members import Door
 
 from ftcoord.core.layout import decided_key, member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode, parse_decided
+from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Etcd, Get, Put, Span, TxnResult
-from ftcoord.operator.orders import NothingThere, drain
+from ftcoord.operator.orders import NothingThere, close_job, drain
 from ftcoord.testing import MemoryEtcd
 from ftcoord.testing.etcd import MemoryClient
 
@@ -47,6 +48,22 @@ def etcd() -> Iterator[MemoryClient]:
         running = Round(1, tuple(seats), "A", 1, (), 2, 3, ready=True)
         client.txn([], [Put(RECORD, encode(running), client.grant(60).id)])
         yield client
+
+
+def test_a_lease_that_is_not_granted_in_time_closes_nothing(etcd: MemoryClient) -> None:
+    """What an operator allows a request bounds that of the record's lease too, which a run without a record needs."""
+    etcd.delete(Span(RECORD))
+    asked: list[object] = []
+
+    class Stalled(Door):
+        def grant(self, ttl: int, *, timeout: float | None = None) -> Any:
+            asked.append(timeout)
+            raise EtcdUnavailable("no answer in time")
+
+    with pytest.raises(EtcdUnavailable):
+        close_job(Stalled(etcd), KEYS, JOB, "closed", "ann", 0.5)
+    assert asked == [0.5]
+    assert etcd.range(Get(Span(RECORD))).one is None
 
 
 def drained(etcd: MemoryClient) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ const MOODS = {
   good: ["running", "training", "finished", "live", "healthy"],
   busy: ["forming", "seating", "seated", "waiting", "asking", "called back", "spare", "idle", "opening", "empty"],
   bad: ["failed", "degraded", "unreadable", "away", "refused", "unclear", "missing", "lost", "needs a look",
-    "leaving", "died", "expired", "closed"],
+    "leaving", "died", "expired", "reaped", "closed"],
+  going: ["draining"],
 };
 const main = document.getElementById("main");
 const job = new URLSearchParams(location.search).get("job");
@@ -148,10 +149,11 @@ function entry(label, settings) {
   return { input, row: make("label", {}, label, input) };
 }
 
-function ask(what, name, question) {
+function ask(what, name, question, forcing) {
   const who = entry("your name", { autocomplete: "username", maxlength: "200" });
   const token = entry("token", { type: "password", autocomplete: "off" });
   const reason = entry("reason", { maxlength: "1000", placeholder: "for those who read it later" });
+  const force = forcing ? entry(forcing, { type: "checkbox" }) : null;
   who.input.value = credentials.who;
   token.input.value = credentials.token;
   const answer = make("p", { role: "status" });
@@ -160,7 +162,8 @@ function ask(what, name, question) {
     credentials.who = who.input.value.trim();
     credentials.token = token.input.value.trim();
     go.disabled = true;
-    const [done, text] = await order({ what, job, name, who: credentials.who, reason: reason.input.value.trim() });
+    const forced = force ? { force: force.input.checked } : {};
+    const [done, text] = await order({ what, job, name, who: credentials.who, reason: reason.input.value.trim(), ...forced });
     answer.textContent = text;
     answer.className = done ? "good" : "bad";
     if (done) {
@@ -170,7 +173,7 @@ function ask(what, name, question) {
     go.disabled = false;
   } } }, what);
   const dialog = make("dialog", { id: "order", on: { close: () => dialog.remove() } },
-    make("h2", {}, question), who.row, token.row, reason.row, answer, make("div", { class: "tools" }, go, close));
+    make("h2", {}, question), who.row, token.row, reason.row, force?.row ?? "", answer, make("div", { class: "tools" }, go, close));
   document.body.append(dialog);
   dialog.showModal();
   (credentials.who ? reason : who).input.focus();
@@ -188,18 +191,46 @@ async function order(wanted) {
   }
 }
 
-function orderButton(what, name, question) {
-  return make("button", { type: "button", class: "order", on: { click: () => ask(what, name, question) } }, what);
+function orderButton(what, name, question, forcing = "") {
+  return make("button", { type: "button", class: "order", on: { click: () => ask(what, name, question, forcing) } }, what);
 }
 
 const evictColumn = {
   head: "",
   of: (row) => orderButton("evict", row.member, `Evict ${row.host ?? row.replica_id}? Its lease ends now, and the others go on without it.`),
 };
+const drainColumn = {
+  head: "",
+  of: (row) => ["draining", "leaving", "over"].includes(row.standing) ? "" : orderButton("drain", row.node,
+    `Drain ${row.host}? Its round is recalled, the others form a new one, and its agent ends without an error.`,
+    "also if too few stay"),
+};
 const killColumn = {
   head: "",
   of: (row) => orderButton("kill", row.replica_id, `Kill ${row.replica_id}? The process of its manager ends.`),
 };
+
+function leftCell(row) {
+  const left = Math.round(row.until - Date.now() / 1000);
+  return left >= 0 ? `${left} of ${row.after} s` : `${-left} s overdue`;
+}
+const timerColumns = [
+  { head: "rank", number: true, of: (row) => row.rank },
+  { head: "host", of: (row) => row.host },
+  { head: "pid", number: true, of: (row) => row.pid },
+  { head: "scope", of: (row) => row.scope },
+  { head: "standing", of: (row) => word(row.standing) },
+  { head: "expires", of: (row) => new Date(row.until * 1000).toLocaleTimeString() },
+  { head: "left", of: leftCell },
+];
+
+function timersCard(timers) {
+  if (!timers.total) return null;
+  const more = timers.found > timers.rows.length ? `, the first ${timers.rows.length}` : "";
+  return make("section", { class: "card", id: "timers" },
+    make("h2", {}, `Timers (${look.find ? `${timers.found} of ` : ""}${timers.total})${more}`),
+    timers.rows.length ? table(timerColumns, timers.rows) : make("p", { class: "dim" }, "none"));
+}
 
 function groupCard(title, what, group, facts, columns) {
   const missing = group.missing, state = word(group.state);
@@ -222,7 +253,7 @@ function roundsCard(group) {
     ["seats", `${group.size}${limits ? ` (${limits})` : ""}`],
     ["bootstrap", group.size && !group.closed ? `${group.address}:${group.port}` : ""],
     ["closed", group.closed], ["recalled", group.recalled], ["round before", group.before],
-  ], about.acts ? [...nodeColumns, evictColumn] : nodeColumns);
+  ], about.acts ? [...nodeColumns, evictColumn, drainColumn] : nodeColumns);
 }
 
 function quorumCard(group) {
@@ -273,12 +304,13 @@ function drawJob(page) {
     counted.append(orderButton("close", "", `Close ${page.job}? The run ends for all of its nodes, each with an error.`));
   }
   const parts = [page.rounds && roundsCard(page.rounds), page.quorum && quorumCard(page.quorum)].filter(Boolean);
+  const timers = timersCard(page.timers);
   if (!parts.length) parts.push(make("p", { class: "card" },
     "It has neither a rendezvous nor quorums: only a store, timers, heartbeats, elections or barriers."));
   if (page.unreadable.total) parts.push(make("section", { class: "card" },
     make("h2", {}, `unreadable keys (${page.unreadable.total})`),
     table([{ head: "key", mono: true, of: (row) => row.key }, { head: "problem", of: (row) => row.problem }], page.unreadable.rows)));
-  body.replaceChildren(...parts, pastCard() ?? "");
+  body.replaceChildren(...parts, timers ?? "", pastCard() ?? "");
 }
 
 function draw() {

@@ -179,7 +179,7 @@ class EventLog:
             if not self._lease and newest is not None and newest.lease:
                 self._adopt(newest.lease)
         if not self._lease:
-            now, lease = concurrency.now(), self._etcd.grant(self._ttl)
+            now, lease = concurrency.now(), self._etcd.grant(self._ttl, timeout=CALL_TIMEOUT)
             self._use(lease, now)
             self._is_unused = True
         return self._lease

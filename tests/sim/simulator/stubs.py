@@ -78,7 +78,7 @@ class _LeanClient:
         self._client = client
 
     def grant(self, ttl: int, *, timeout: float) -> Lease:
-        return self._client.grant(ttl)
+        return self._client.grant(ttl, timeout=timeout)
 
     def txn(self, compares: Sequence[Any], puts: Sequence[Put], *, timeout: float) -> TxnResult:
         return self._client.txn(compares, puts, timeout=timeout)

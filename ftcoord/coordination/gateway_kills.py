@@ -1,0 +1,111 @@
+"""Orders to end replicas behind a gateway.
+
+torchft's own managers know nothing of etcd. So the gateway hands an order on to them by torchft's protocol, as
+torchft's lighthouse does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.closing import Closing
+from ftcoord.coordination.failure import TRANSPORT_ERROR
+from ftcoord.coordination.kills import OrderedKill, watch_kills
+from ftcoord.coordination.manager_client import place_of
+from ftcoord.coordination.native_manager import NativeManager
+from ftcoord.coordination.rank_frames import KillOrder
+from ftcoord.errors import ThreadNotStarted
+from ftcoord.etcd.api import Etcd
+from ftcoord.pool import DaemonPool
+from ftcoord.primitives.informer import Informer
+
+log = logging.getLogger(__name__)
+
+HAND_ON_TIMEOUT: Final = 5.0
+"""Seconds that a manager may take to end, from when its order came."""
+THREADS: Final = 4
+
+
+class GatewayKills(Closing):
+    """Hands orders to kill on, from `begin()` to `close()`.
+
+    Args:
+        etcd: the client; stays the caller's.
+        prefix: of the job's quorums.
+        manager_of: the address of the manager of a member; None for a member that is not this gateway's.
+
+    An order is taken when the manager's process has ended, or the manager has taken it. One whose manager cannot be
+    reached stays untaken, so whoever gave it hears of that. If the watch ends by an error it is logged, and replicas
+    train on; nobody can kill them through etcd until the gateway is started again.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str, manager_of: Callable[[str], str | None]) -> None:
+        self._etcd, self._prefix, self._manager_of = etcd, prefix, manager_of  # never change
+        self._lock = concurrency.lock("GatewayKills._lock")
+        self._informer: Informer | None = None  # guarded by _lock, as the next
+        self._closed = False
+        self._seen: set[tuple[str, int]] = set()  # orders, each with its revision; only the watch's thread
+        self._pool = DaemonPool(THREADS, "ftcoord-killing")
+
+    def begin(self) -> None:
+        """Watch the orders, from the first call on: without a replica there is nobody to kill. Raises
+        ThreadNotStarted, and may then be called again."""
+        with self._lock:
+            if self._informer is None and not self._closed:
+                self._informer = watch_kills(self._etcd, self._prefix, self._obey, _note_failure)
+
+    def close(self) -> None:
+        """Waits for orders that are handed on, for some seconds at most. Idempotent."""
+        with self._lock:
+            self._closed, informer, self._informer = True, self._informer, None
+        if informer is not None:
+            informer.close()
+        self._pool.close()
+
+    def _obey(self, order: OrderedKill) -> None:
+        """On the watch's thread, which does not wait for managers.
+
+        Each order is handed on once: a manager that was started again since, under the same name and lease, must not
+        get what was meant for the one before it.
+        """
+        address = self._manager_of(order.member)
+        if address is None or (order.member, order.revision) in self._seen:
+            return
+        self._seen.add((order.member, order.revision))
+        try:
+            self._pool.submit(_hand_on, address, order)
+        except ThreadNotStarted as error:
+            log.warning("the order to end the manager at %s is not handed on: %s", address, error)
+
+
+def _hand_on(address: str, order: OrderedKill) -> None:
+    problem = _kill(address, order.message)
+    if problem:
+        log.warning("the manager at %s did not take the order to end (%s): %s", address, order.message, problem)
+    else:
+        log.info("the manager at %s was ended: %s", address, order.message)
+        order.take()
+
+
+def _kill(address: str, message: str) -> str:
+    """Have a manager end its process; why it did not, or empty."""
+    deadline = concurrency.now() + HAND_ON_TIMEOUT
+    try:
+        manager = NativeManager(*place_of(address), deadline)
+    except (ValueError, OSError) as error:  # no address; nobody there; TimeoutError
+        return str(error)
+    try:
+        answer = manager.call(KillOrder(message), deadline)
+    except TimeoutError as error:
+        return str(error)
+    finally:
+        manager.close()
+    # It looks like an error of the transport when the process has ended before it answered.
+    return "" if isinstance(answer, bytes) or answer == TRANSPORT_ERROR else answer.message
+
+
+def _note_failure(error: BaseException) -> None:
+    log.error("orders to kill replicas are not handed on any longer: %s; start the gateway again", error)
