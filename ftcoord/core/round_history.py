@@ -31,6 +31,7 @@ class VacantSeat:
         word: what the member said last; None if the decider never saw it alive.
         seen_ms: when the decider saw that it is gone, by its wall clock, in milliseconds since 1970.
         silent_ms: for how long it may have been gone then, if nobody has said so; 0 if nobody knows.
+        said_at: etcd's revision at which it said its last word; 0 if there is none.
     """
 
     seat: Seat
@@ -39,6 +40,7 @@ class VacantSeat:
     word: JoinRequest | None
     seen_ms: int = 0
     silent_ms: int = 0
+    said_at: int = 0
 
 
 def note_ends(
@@ -61,7 +63,7 @@ def note_ends(
         if one.cause:
             note(HistoryEvent("died", round_.number, one.seat.host, one.seat.node, one.cause, noted=one.noted))
         if one.word is not None:
-            for event in _said(one.word, round_, one.noted):
+            for event in _said(one.word, round_, one.said_at or one.noted):
                 note(event)
     return found
 

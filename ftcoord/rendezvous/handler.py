@@ -45,7 +45,7 @@ from ftcoord.rendezvous.node import SHUT_DOWN, Node
 from ftcoord.rendezvous.orphans import MarkedChildren
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.rendezvous.signals import raised_as_exceptions
+from ftcoord.rendezvous.signals import raised_as_exceptions, why_process_ends
 from ftcoord.rendezvous.timers import serve_timers
 from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch
@@ -99,13 +99,14 @@ class HandlerResources:
             self.store.close()
         self.store = self.tcp_store = None
 
-    def leave(self, why: str = "its process ends") -> None:
-        """Give everything up. Idempotent; never raises for an etcd that is away."""
+    def leave(self, why: str = "") -> None:
+        """Give everything up; an empty `why` stands for the end of this process. Idempotent; never raises for an etcd
+        that is away."""
         if self.left:
             return
         self.left = True
         self.node.stop()
-        self.node.leave(why)
+        self.node.leave(why or why_process_ends())
         self.end_round()
         self.ends.close()
 
@@ -324,10 +325,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def _leave(self, why: str = "its process ends") -> None:
-        """Give everything up: at the end, and when the process ends on a signal, which skips `shutdown()`. Does nothing
-        in a forked child."""
+    def _leave(self, why: str = "") -> None:
+        """Give everything up; an empty `why` stands for the end of this process. Does nothing in a forked child."""
         if os.getpid() == self._pid:
+            why = why or why_process_ends()
             self._cancel_finalizer()
             mine = self._node.round
             if mine is not None and not self._resources.left:

@@ -174,6 +174,9 @@ class Node:
         if lives is not None and self.participant.withdraw(replace(ask, leaving=why), LOOK_TIMEOUT, for_all=True):
             self._await_farewell()
             if lives.record is not None:
+                mine, failed = self.round, self.failure if self.round is not None else None
+                if mine is not None and failed is not None and is_same_round(lives.record, mine):
+                    self._run.note_failure(lives.record, self.host, self.id, failed)
                 self._run.note_silent(lives.record, self.host, lives.id)
         self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 
@@ -330,7 +333,7 @@ class Node:
         raise SystemExit(0)
 
     def _await_farewell(self) -> None:
-        """Until somebody has read the word of parting: if this member is the decider, its own thread is to."""
+        """Until somebody has read the word of parting: if this member is the decider, or takes over, its own thread."""
 
         def heard() -> bool:
             member = self.participant.member
@@ -342,9 +345,14 @@ class Node:
             )
             return not has_seat or bool(now is None or now.recalled or now.closed)
 
-        if self._settings.on_member_loss == "restart":  # else nobody does anything about it
-            with self._changed:
-                self._changed.wait_for(heard, FAREWELL_TIMEOUT)
+        if self._settings.on_member_loss != "restart":  # nobody does anything about it
+            return
+        with self._changed:
+            if self._changed.wait_for(heard, FAREWELL_TIMEOUT):
+                return
+        self.participant.take_over(lambda until: None)  # the decider may be dead, and its successor would find no word
+        with self._changed:
+            self._changed.wait_for(heard, FAREWELL_TIMEOUT)
 
     @contextlib.contextmanager
     def _as_torch_errors(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from ftcoord.core.layout import (
     round_key,
     round_store_prefix,
 )
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide, vacant
+from ftcoord.core.rendezvous import MOMENT, RoundCandidate, RoundOptions, RoundSituation, decide, vacant
 from ftcoord.core.rendezvous_records import (
     ROLLS,
     AnyRound,
@@ -89,8 +89,10 @@ class _ToldEnds:
             return (), None
         self._late_since = now if self._late_since is None else self._late_since
         lost = any(end.kind == "lost" for end in fresh.values())
-        due = max(self._late_since, situation.gone_since if lost else -inf) + TELL_AFTER
-        due = max(due, situation.gone_since + self._return_to_seat) if lost else due
+        since = max(self._late_since, situation.gone_since if lost else -inf)
+        due = max(since + TELL_AFTER, situation.gone_since + self._return_to_seat if lost else -inf)
+        if situation.previous is not None and situation.previous.closed:  # who could tell it leaves soon
+            due = since + MOMENT
         if now < due:
             return (), due
         value = view.decided.value if view.decided else b""
@@ -249,9 +251,11 @@ class RendezvousPolicy:
             causes = causes_known(self._etcd, self._prefix, new)
             for member in new:
                 cause, noted = causes.get(member, ("", view.revision))
-                word = self._last_word(view.departed.get(member_key(self._prefix, member)))
-                seat = previous.seats[previous.ranks[member]]
-                self._gone[member] = now, VacantSeat(seat, cause, noted, word, self._wall_ms(), self._longest_silence())
+                last = view.departed.get(member_key(self._prefix, member))
+                seat, word = previous.seats[previous.ranks[member]], self._last_word(last)
+                times = self._wall_ms(), self._longest_silence()
+                said_at = last.mod_revision if last is not None else 0
+                self._gone[member] = now, VacantSeat(seat, cause, noted, word, *times, said_at)
         first = min((since for since, _ in self._gone.values()), default=now)
         return {member: known.cause for member, (_, known) in self._gone.items() if known.cause}, first
 

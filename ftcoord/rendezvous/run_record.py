@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -13,14 +13,25 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
-from ftcoord.core.causes import UNKNOWN_PEER, told_ends
+from ftcoord.core.causes import UNKNOWN_PEER, is_consequence, told_ends
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure, ends_in, last_life, read_history
-from ftcoord.core.layout import decided_key, events_span, member_key, members_span, number_of, roll_key, rounds_span
+from ftcoord.core.layout import (
+    decided_key,
+    events_span,
+    member_key,
+    member_of,
+    members_span,
+    number_of,
+    roll_key,
+    rounds_span,
+)
+from ftcoord.core.rendezvous import RoundCandidate, vacant
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
-from ftcoord.core.round_history import failure_event, named
+from ftcoord.core.round_history import Ends, VacantSeat, failure_event, named, note_ends
 from ftcoord.core.strict import LARGEST
 from ftcoord.errors import ClientClosed, EtcdError, StateError
-from ftcoord.etcd.api import Etcd, Get, Span, exists
+from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, RangeResult, Span, exists
+from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.rendezvous.record_change import RecordChange, change_record, ending
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -39,6 +50,9 @@ class Speaker:
     members: Sequence[str]
 
 
+MOST_HEARD: Final = 64
+"""Members that whoever closes a run looks at for what they say: more than have a seat in a round that is no large one,
+with those that are away."""
 MOST_SILENT: Final = 16
 """Members that are left when one of them looks who has said nothing: of more, others are still to leave."""
 
@@ -88,12 +102,8 @@ class RunRecord:
             speaks = speaker is None or bool(now.closed) or self._speaks(now, speaker)
             told, ends = reason, list[HistoryEvent]()
             if speaks and not now.closed and failure is not None and speaker is not None:
-                mine = failure_event(now.number, by, speaker.node, failure)
-                known = {(end.kind, end.node): end for end in self._ends_of(now.number)}
-                before = known.get((mine.kind, mine.node))
-                ends = [] if before else [mine]
-                known[mine.kind, mine.node] = replace(mine, noted=before.noted if before else LARGEST)
-                told = f"{reason}; first cause: {told_ends([*known.values()])}"
+                cause, ends = self._ends_with(now, failure_event(now.number, by, speaker.node, failure))
+                told = f"{reason}; first cause: {cause}"
             ended = ending(settings.prefix, now, told, outcome, speaks=speaks, by=by, ends=ends)
             if ended is None:
                 _log_why_not(settings.run_id, now, outcome)
@@ -118,15 +128,41 @@ class RunRecord:
             return False
         return True
 
-    def _ends_of(self, number: int) -> list[HistoryEvent]:
+    def _ends_with(self, now: AnyRound, mine: HistoryEvent) -> tuple[str, list[HistoryEvent]]:
+        """The first cause of all ends of parts in this round that are known, with this node's own; and those of them
+        that the history does not know yet."""
+        told, said = self._told_ends(now.number), self._said_ends(now)
+        key = mine.kind, mine.node
+        before = told.get(key) or said.get(key)
+        known = {**said, **told, key: replace(mine, noted=before.noted if before else LARGEST)}
+        fresh = {**said, key: replace(mine, noted=before.noted if before else 0)}
+        return told_ends([*known.values()]), [end for one, end in fresh.items() if one not in told]
+
+    def _told_ends(self, number: int) -> Ends:
         """How parts in this round ended, as the history says; nothing where it cannot be read."""
         try:
             found = self._etcd.range(Get(events_span(self._settings.prefix)), timeout=HISTORY_TIMEOUT)
         except EtcdError as error:
             log.debug("the history cannot be read: %s", error)
-            return []
+            return {}
         past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found.kvs)
-        return ends_in(last_life(past), number)
+        return {(end.kind, end.node): end for end in ends_in(last_life(past), number)}
+
+    def _said_ends(self, now: AnyRound) -> Ends:
+        """The same as its members and their sentinels have said it themselves: the decider, which would write it into
+        the history, may have been lost with its host. Of a large round only the decider knows who sat there."""
+        if not isinstance(now, Round):
+            return {}
+        prefix = self._settings.prefix
+        try:
+            found = self._etcd.range(Get(members_span(prefix), limit=MOST_HEARD), timeout=HISTORY_TIMEOUT)
+            members = [RoundCandidate(member_of(kv.key), ask, 0.0, kv.mod_revision) for kv, ask in _asks_in(found)]
+            causes = causes_known(self._etcd, prefix, vacant(now, members), timeout=HISTORY_TIMEOUT)
+        except EtcdError as error:
+            log.debug("what the members say cannot be read: %s", error)
+            return {}
+        gone = [VacantSeat(now.seats[now.ranks[one]], *known, word=None) for one, known in causes.items()]
+        return note_ends({}, now, members, gone)
 
     def _speaks(self, now: AnyRound, speaker: Speaker) -> bool:
         """Whether a node has a seat in this round, and the others do not go on without it.
@@ -157,13 +193,17 @@ class RunRecord:
         """
         span = members_span(self._settings.prefix)
         found = self._etcd.range(Get(span, limit=limit), timeout=timeout)
-        asks = []
-        for kv in found.kvs:
-            try:
-                asks.append(rendezvous_records.parse_join_request(kv.key, kv.value))
-            except StateError as error:
-                log.debug("not shown as a member: %s", error)
-        return asks, found.count
+        return [ask for _, ask in _asks_in(found)], found.count
+
+    def note_failure(self, now: AnyRound, host: str, node: str, failure: WorkerFailure) -> None:
+        """Of a run that is over since a peer was lost, and nobody knows which: a worker of this node had failed by
+        itself, which took longer to show.
+
+        Never raises for an etcd that is away.
+        """
+        mine = failure_event(now.number, host, node, failure)
+        if UNKNOWN_PEER in now.closed and not is_consequence(mine):
+            self._note(replace(mine, by=host), ())
 
     def note_silent(self, now: AnyRound, host: str, member: str) -> None:
         """Of a run that is over since a peer was lost, and nobody knows which: say who of its last round has said
@@ -185,16 +225,32 @@ class RunRecord:
         names = named(sorted(one.host for one in silent))
         who = (silent[0].host, silent[0].node) if len(silent) == 1 else ("", "")
         reason = f"{names} had said nothing when {host} left"
-        event = HistoryEvent("silent", now.number, *who, reason, by=member, wall_ms=int(concurrency.wall() * 1000))
+        event = HistoryEvent("silent", now.number, *who, reason, by=member)
+        self._note(event, [exists(member_key(settings.prefix, member))])
+
+    def _note(self, event: HistoryEvent, guards: Sequence[Compare]) -> None:
+        """Add to the history what no decision tells, if the guards hold."""
+        settings = self._settings
+        if not settings.history_ttl:
+            return
         history = EventLog(self._etcd, settings.prefix, settings.history_ttl, uuid.uuid4().hex, keeps=False)
         with suppress(ClientClosed):
-            history.add([event], [exists(member_key(settings.prefix, member))], 0)
+            history.add([replace(event, wall_ms=int(concurrency.wall() * 1000))], guards, 0)
 
     def highest_round(self, timeout: float) -> int:
         """The highest round that has left a key in etcd, even if the record was deleted. Raises EtcdError."""
         span = rounds_span(self._settings.prefix)
         found = self._etcd.range(Get(span, keys_only=True), timeout=timeout)
         return max((number_of(kv.key) for kv in found.kvs), default=0)
+
+
+def _asks_in(found: RangeResult) -> Iterator[tuple[KeyValue, JoinRequest]]:
+    """What the members ask whose keys can be read."""
+    for kv in found.kvs:
+        try:
+            yield kv, rendezvous_records.parse_join_request(kv.key, kv.value)
+        except StateError as error:
+            log.debug("not counted as a member: %s", error)
 
 
 def _log_why_not(run_id: str, now: AnyRound, outcome: str) -> None:

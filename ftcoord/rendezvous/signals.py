@@ -1,10 +1,11 @@
-"""Signals that arrive while an agent waits for its first round."""
+"""Signals that end an agent: while it waits for its first round, and what the others are told of it later."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Final
@@ -12,6 +13,7 @@ from typing import Final
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ftcoord import concurrency
+from ftcoord.core.causes import OBEYED
 
 _TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
@@ -41,6 +43,16 @@ def raised_as_exceptions() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+def why_process_ends() -> str:
+    """Why this process ends, for a node whose agent has not said it.
+
+    torch's agent heeds a signal by an exception, and ends its process without a word to the rendezvous. Python keeps
+    the exception that the main thread has ended with.
+    """
+    name = type(getattr(sys, "last_value", None)).__name__
+    return name if name in OBEYED else "its process ends"
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.core.causes import first_failure, follows
@@ -29,6 +29,13 @@ _STOPS: Final = signal.SIGTERM
 """How torch's agent stops its workers, if it is not stopped by another signal itself."""
 _CORE_DUMPED: Final = 0x80
 """In what `os.wait` says of one that a signal ended; `os.waitid` says it elsewhere."""
+
+
+class _Seen(NamedTuple):
+    """What became of a worker, and when that was seen, by this host's wall clock."""
+
+    failure: WorkerFailure
+    at: float
 
 
 STARTS_WITHIN: Final = 0.25
@@ -55,17 +62,15 @@ class WorkerWatch:
         timer_of: Callable[[int], str] = lambda pid: "",
     ) -> None:
         self._failed, self._timer_of, self._memory = failed, timer_of, oom_kills(os.getpid())
-        stops = {_STOPS, *handled_signals()}
-        # Ways to end of workers that are done, or stopped, also of those that heed a signal themselves.
-        self._agents_own = {0, *stops, *((128 + number) << 8 for number in stops)}
-        self._first: WorkerFailure | None = None  # set once, by the thread
+        self._agents_own = _agents_own()
+        self._first: _Seen | None = None  # set once, by the thread
         with ExitStack() as undo:
             self._reader, self._writer = os.pipe()
             undo.callback(os.close, self._reader)
             undo.callback(os.close, self._writer)
-            self._running = dict(_workers(mark))  # by pidfds; only the thread, once that runs
-            self._workers = [*self._running.values()]  # never changes
-            for pidfd in self._running:
+            self._workers = dict(_workers(mark))  # by pidfds; never changes
+            self._running = dict(self._workers)  # only the thread, once that runs
+            for pidfd in self._workers:
                 undo.callback(os.close, pidfd)
             self._thread = StepThread(self._step, "ftcoord-workers", self._wake, lambda: None, broken)
             if self._running:
@@ -85,19 +90,28 @@ class WorkerWatch:
 
         Args:
             stopped_at: when this agent was told to stop its workers, by this host's wall clock, as files have it; None
-                if it was not. What a worker raises after that is no failure of its own.
+                if it was not. What a worker raises after that, or ends with, is no failure of its own: the agent kills
+                those that do not heed it.
         """
-        if self._first is not None:
-            return self._judge(self._first)
-        if stopped_at is None:
-            return None
-        return first_failure([one.failure(None) for one in self._workers if one.has_raised_before(stopped_at)])
+        first = self._first
+        if first is not None and (stopped_at is None or first.at <= stopped_at):
+            return self._judge(first.failure)
+        if stopped_at is not None:
+            raised = [one.failure(None) for one in self._workers.values() if one.has_raised_before(stopped_at)]
+            return first_failure(raised)
+        unseen = first_failure(self._unseen())
+        return self._judge(unseen) if unseen is not None else None
+
+    def _unseen(self) -> list[WorkerFailure]:
+        """Those that have ended, where the agent was quicker to see it than the thread."""
+        ended = ((worker, _status(pidfd)) for pidfd, worker in self._workers.items())
+        return [self._failure_of(one, status) for one, status in ended if self._has_failed(status)]
 
     def _judge(self, first: WorkerFailure) -> WorkerFailure:
         """That of another worker, where the first one did no more than follow."""
         if not follows(first):
             return first
-        others = (one for one in self._workers if one.pid != first.pid and one.raised().exception)
+        others = (one for one in self._workers.values() if one.pid != first.pid and one.raised().exception)
         return first_failure([first, *(one.failure(None) for one in others)]) or first
 
     def _wake(self) -> None:
@@ -110,19 +124,35 @@ class WorkerWatch:
             waits.register(descriptor, select.POLLIN)
         ended = {descriptor for descriptor, _ in waits.poll()}
         for pidfd in () if self._thread.closed else ended:
-            worker, status = self._running.pop(pidfd), _status(pidfd)
-            if status is not None and status not in self._agents_own:
-                self._first = self._failure_of(worker, status)
-                self._failed(self._judge(self._first))
+            if self._tells(self._running.pop(pidfd), _status(pidfd)):
                 self._running.clear()
                 break
         if not self._running and not self._thread.closed:  # who was told may have ended this, and closed the pipe
             self._thread.close()
 
-    def _failure_of(self, worker: WorkerProcess, status: int) -> WorkerFailure:
+    def _tells(self, worker: WorkerProcess, status: int | None) -> bool:
+        """Tell of a worker that has ended like that, if it has failed; whether it has."""
+        if not self._has_failed(status):
+            return False
+        first = self._failure_of(worker, status)
+        self._first = _Seen(first, concurrency.wall())
+        self._failed(self._judge(first))
+        return True
+
+    def _has_failed(self, status: int | None) -> bool:
+        """Whether this is how a worker ends that has failed; not if it runs, or nobody can tell."""
+        return status is not None and status not in self._agents_own
+
+    def _failure_of(self, worker: WorkerProcess, status: int | None) -> WorkerFailure:
         was_killed = status == signal.SIGKILL
         was_oom = was_killed and self._memory is not None and self._memory.grew()
         return worker.failure(status, was_oom=was_oom, timer=self._timer_of(worker.pid) if was_killed else "")
+
+
+def _agents_own() -> set[int]:
+    """Ways to end of workers that are done, or stopped by their agent, also of those that heed a signal themselves."""
+    stops = {_STOPS, *handled_signals()}
+    return {0, *stops, *((128 + number) << 8 for number in stops)}
 
 
 def _workers(mark: str) -> Iterator[tuple[int, WorkerProcess]]:

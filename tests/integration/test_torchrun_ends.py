@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from pathlib import Path
 
@@ -61,6 +62,26 @@ def test_a_drained_agent_ends_with_0_and_the_others_train_on(etcd: EtcdServer, t
         assert "Traceback" not in job.terminals()
         job.finish("ac")
         assert decided(etcd, job).outcome == rendezvous_records.FINISHED
+
+
+def test_an_agent_that_is_told_to_stop_is_said_to_have_been(
+    etcd: EtcdServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a scheduler, with SIGTERM: torch then ends the process without a word to the rendezvous."""
+    with Job(tmp_path, etcd.get_endpoint(), "1:2", "idle.py", conf={"lease_ttl": 600}) as job:
+        job.start("ab")
+        first = job.round_of("ab", kind="started")
+        host = f"{socket.gethostname()} (pid {job.agents['b'].pid})"
+        job.agents["b"].signal(signal.SIGTERM)
+        job.agents["b"].wait()
+        job.round_of("a", kind="started", after=[first])
+        told = f"{host} left (SignalException)"
+        assert any(told in line for line in job.agents["a"].terminal().splitlines()), job.story()
+        assert cli.main(["why", job.run_id, "--endpoints", etcd.get_endpoint(), "-o", "json"]) == 0
+        why = json.loads(capsys.readouterr().out)
+        assert (why["first"]["kind"], why["first"]["reason"]) == ("left", told)
+        assert "It was told to stop" in why["do"]
+        job.finish("a")
 
 
 def test_a_failure_lets_those_go_that_are_done_and_wait_for_others(etcd: EtcdServer, tmp_path: Path) -> None:

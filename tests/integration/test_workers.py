@@ -9,6 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -265,6 +267,39 @@ def test_what_a_worker_raises_while_it_is_stopped_is_no_failure(
     watch.end()
     end(process)
     assert failed.empty()
+
+
+def test_a_worker_that_is_killed_since_it_does_not_heed_its_agent_has_not_failed(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure]
+) -> None:
+    """torch's agent does so 30 s after it was told to stop its workers."""
+    process = worker()
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    stopped_at = time.time()
+    process.kill()
+    process.communicate(timeout=DEADLINE)
+    assert failed.get(timeout=DEADLINE).pid == process.pid, "it cannot tell by itself"
+    assert watch.failure(stopped_at) is None
+    told = watch.failure(stopped_at + 2 * DEADLINE)
+    assert told is not None
+    assert told.pid == process.pid, "it ended before its agent was told"
+    watch.end()
+
+
+def test_a_worker_is_told_of_though_its_agent_sees_its_end_first(children: MarkedChildren) -> None:
+    """Of two threads that the kernel wakes, either may go on first."""
+    process = worker()
+    held = threading.Event()
+    watch = WorkerWatch(children.mark, lambda failure: held.set(), unbroken)
+    watch._thread.close()  # as one that has not gone on yet
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    told = watch.failure()
+    assert told is not None
+    assert (told.pid, told.signal) == (process.pid, signal.SIGKILL)
+    assert not held.is_set()
+    process.communicate(timeout=DEADLINE)
+    watch.end()
 
 
 def test_of_two_that_failed_by_themselves_the_first_counts(

@@ -30,7 +30,7 @@ from ftcoord.core.layout import (
     member_key,
     members_span,
 )
-from ftcoord.core.rendezvous_records import FAILED, Round, RoundHead, parse_decided, parse_join_request
+from ftcoord.core.rendezvous_records import FAILED, ROLLS, Round, RoundHead, parse_decided, parse_join_request
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, RequestRefused
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put, TxnResult
@@ -248,6 +248,73 @@ def test_a_node_that_is_still_there_when_the_lease_ends_says_which_host_was_lost
     assert (found.first.kind, found.first.who) == ("lost", lost.name)
     assert f"It began with this: {lost.name} is gone (its lease ended)." in found.happened
     end(world, [other])
+
+
+@simulated
+def test_whoever_closes_a_run_names_what_nobody_has_written_yet(world: World) -> None:
+    """The decider's host is lost, and would else have told of the worker that failed first."""
+    group = agents(world, 3, (3, 3), ROLLS)
+    work_together(world, group)
+    decider, failing, peer = by_age(world, group)
+    decider.crash()
+    fail(failing, OUT_OF_MEMORY)
+    world.sleep(0.5)
+    fail(peer, RESET)
+    closed = give_up(peer, RESET)
+    first = f"{failing.name}: worker 7 (rank 1, local rank 0) was killed by signal 9 (SIGKILL)"
+    assert closed.startswith(f"{peer.name} failed; first cause: {first}")
+    end(world, [failing])
+    found = why(world)
+    assert found.first is not None
+    assert (found.first.kind, found.first.who) == ("failed", failing.name)
+
+
+@simulated
+def test_a_decider_that_is_lost_with_its_host_is_in_the_history(world: World) -> None:
+    """Its successor tells, also of a round that another one has recalled for what followed."""
+    group = [
+        Agent(world, f"node{at}", world.etcd.client(), (1, 3), last_call_timeout=4.0 * LEASE_TTL) for at in range(3)
+    ]
+    first = work_together(world, group)[0].number
+    decider, *others = by_age(world, group)
+    decider.crash()
+    fail(others[0], RESET)
+    others[0].worker_fails.set()
+    work_together(world, others, after=first)
+    (lost,) = [one.event for one in history(world) if one.event.kind == "lost"]
+    assert (lost.who, lost.number) == (decider.name, first)
+    assert lost.by in {member_id(agent.lease()) for agent in others}
+    for agent in others:
+        assert agent.node is not None
+        assert agent.node.round is not None
+        assert agent.node.round.before.startswith(f"{decider.name} is gone (its lease ended)")
+    end(world, others)
+
+
+@simulated
+def test_the_last_word_of_a_decider_that_leaves_a_recalled_round_is_read(world: World) -> None:
+    """It has recalled that itself for what followed, and no decision comes that would tell of it."""
+    group = agents(world, 3, (1, 3))
+    for agent in group:
+        agent.looks_every = 3
+    first = work_together(world, group)[0].number
+    decider, *others = by_age(world, group)
+    fail(others[0], RESET)
+    world.until(lambda: any(one.event.kind == "recalled" for one in history(world)), "it is recalled")
+    decider.stop.set()
+    others[0].worker_fails.set()
+    work_together(world, others, after=first)
+    ends = [(one.event.kind, one.event.who) for one in history(world) if one.event.is_end]
+    assert ("left", decider.name) in ends
+    assert "lost" not in {kind for kind, _ in ends}
+    end(world, others)
+
+
+def by_age(world: World, group: Sequence[Agent]) -> list[Agent]:
+    """These, the one that decides first."""
+    found = world.observer.range(Get(members_span(PREFIX), keys_only=True)).kvs
+    born = {kv.lease: kv.create_revision for kv in found}
+    return sorted(group, key=lambda agent: born[agent.lease()])
 
 
 @long_simulated

@@ -71,10 +71,7 @@ class Agent(Machine):
             *nnodes,
             None,
             None,
-            last_call_timeout=2.0,
-            lease_ttl=LEASE_TTL,
-            close_timeout=1.0,
-            **settings,
+            **{"last_call_timeout": 2.0, "lease_ttl": LEASE_TTL, "close_timeout": 1.0, **settings},
         )
         self._port = 10_000
         self.begin(self._work)

@@ -375,6 +375,8 @@ class Group:
         if self._succession.decides:
             if self._members.mirror is None:
                 self._say("decides from now on")
+                if self._succession.before is not None:
+                    self._members.note_departed(self._succession.before)
             self._members.open()
         else:
             self._member_key.release_held()

@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.core.layout import Span, member_id, member_key, members_span
+from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Etcd, Get, KeyValue, RangeResult, is_member
 from ftcoord.primitives.group.member_key import MemberKey
 from ftcoord.primitives.mirror import Mirror, Posted
@@ -52,6 +53,8 @@ class Succession:
         """When to read the key of the member ahead again."""
         self.is_first = False
         """Whether no older member lives, as far as is known here."""
+        self.before: KeyValue | None = None
+        """What the decider before this one said last, once this one has taken its place; None if that is not known."""
         self._judged: Judged | None = None
         """Set while this member looks whether something is to be decided."""
         self._stays_until = 0.0
@@ -123,6 +126,7 @@ class Succession:
         if found.one is not None:
             self._follow(found.one, found.revision)
         else:
+            self.before = self._last_word_of(self._ahead) if self._ahead is not None else None
             self._ahead, self.is_first = None, True
 
     def looks_at(self) -> float | None:
@@ -133,6 +137,13 @@ class Succession:
         """Stop watching. Idempotent."""
         if self._ahead is not None:
             self._ahead.close()
+
+    def _last_word_of(self, gone: Mirror) -> KeyValue | None:
+        """What a decider said last that is gone: nobody but that itself may have read it. Raises EtcdError."""
+        try:
+            return self._etcd.range(Get(gone.span, revision=gone.revision - 1)).one
+        except RequestRefused:  # etcd has forgotten it
+            return None
 
     def _next_older(self) -> RangeResult:
         assert self._mine.kv is not None

@@ -106,6 +106,7 @@ class SentinelStub:
         self._orders: deque[Order] = deque()  # the pipe
         self._kept: dict[int, Order] = {}
         self.is_running = self.stopped = self.dead = False
+        self.fate = "was killed by signal 9 (SIGKILL)"
 
     # -- as the process knows it --------------------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ class SentinelStub:
         return not (self.stopped or self.dead)
 
     def cause(self, _fate: str) -> str:
-        return f"{self._name} was killed by signal 9 (SIGKILL)"
+        return f"{self._name} {self.fate}"
 
     def process_died(self) -> None:
         self.dead = True

@@ -170,9 +170,10 @@ class Process:
             self._sentinels_client.reconnect()
 
     def jump(self, seconds: float) -> None:
-        """Its wall clock is set."""
+        """The wall clock of its host is set."""
         self._clock = self._clock._replace(wall=self._clock.wall + seconds)
-        self.world.scheduler.set_clock(self.name, self._clock)
+        for name in (self.name, self.sentinels_name):
+            self.world.scheduler.set_clock(name, self._clock)
 
     # -- its threads --------------------------------------------------------------------------------------------------
 
