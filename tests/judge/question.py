@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from judge.history import Operation
 from judge.specifications import OTHER, Specification
@@ -74,6 +75,8 @@ class _Question:
                 yield f"(assert (< {one.moment} {one.end}))"
             if not one.is_blind:
                 yield f"(assert (=> {one.happens} {_all([_any(self._follows(one)), self._leads(one)])}))"
+        for first, second in self._alike():
+            yield f"(assert (=> {second.happens} {_all([first.happens, f'(< {first.moment} {second.moment})'])}))"
 
     def _declared(self, one: _Placed) -> Iterator[str]:
         yield f"(declare-const {one.moment} Real)"
@@ -140,6 +143,16 @@ class _Question:
             return False
         useless = self._other if self._other_is_worst and one.is_total else None
         return any(state in one.outcomes and one.outcomes[state] != useless for state in change.afters)
+
+    def _alike(self) -> Iterator[tuple[_Placed, _Placed]]:
+        """Operations of unknown outcome that lead to the same and could change places in each order, so that the
+        second may be taken to happen after the first, and only if that does: else each order would be tried."""
+        alike: dict[object, list[_Placed]] = {}
+        for one in self._changes:  # as they begin
+            if not one.is_known:
+                alike.setdefault((one.end, *one.outcomes.items()), []).append(one)
+        for those in alike.values():
+            yield from pairwise(those)
 
     # -- what is asked of each ----------------------------------------------------------------------------------------
 

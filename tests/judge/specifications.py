@@ -75,7 +75,7 @@ class StoreKey:
         silent = [one for one in operations if one.op == "append" or (one.op == "add" and not one.is_answered)]
         newest = list(found)
         for _ in silent:  # each takes place once at most
-            newest = [state for state in _before(silent, newest) if state not in found]
+            newest = [state for state in dict.fromkeys(_before(silent, newest)) if state not in found]
             found.update(dict.fromkeys(newest))
         return list(found)
 
@@ -111,8 +111,8 @@ class Rounds:
 
     def apply(self, operation: Operation, state: State) -> tuple[Any, State]:
         """Who joins is told of the round that there is, or is the first to be told of a later one."""
-        if not operation.is_answered:
-            return None, state
+        if not operation.is_answered or state == OTHER:  # of each round that there was, somebody was told
+            return NO_ANSWER, state
         now = max(state, operation.result, key=itemgetter(0))
         return now, now
 
