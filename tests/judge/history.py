@@ -37,7 +37,7 @@ class Operation:
         result: what the client was told; None if it was told nothing.
         invoked, returned: when the call began and ended, on one clock for all. `returned` is None where nobody knows
             the outcome: the operation may have taken place at any time since, or may never.
-        line: where it stands in its file, from 1.
+        line: where it stands in its file, from 1; 0 where it is in none.
     """
 
     client: str
@@ -56,7 +56,8 @@ class Operation:
 
     def __str__(self) -> str:
         asked = f"{self.client}: {self.op}({', '.join([self.key, *map(repr, self.arguments)])})"
-        return f"line {self.line}: {asked} -> {self.result!r}" if self.is_answered else f"line {self.line}: {asked}"
+        told = f" -> {self.result!r}" if self.is_answered else ""
+        return f"line {self.line}: {asked}{told}" if self.line else f"{asked}{told}"
 
 
 def written(operations: Iterable[Operation]) -> str:
