@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +191,12 @@ def test_the_judge_says_what_trying_all_orders_says() -> None:
             verdicts.append(some_order_explains(history))
             assert is_linearizable(history) == verdicts[-1], (seed, history)
     assert min(verdicts.count(True), verdicts.count(False)) > 30, "both must be there"
+
+
+def test_the_judge_takes_nothing_from_ftcoord() -> None:
+    program = "import judge.__main__, sys; print('ftcoord' in sys.modules, 'z3' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    assert subprocess.check_output([sys.executable, "-c", program], env=env, text=True).split() == ["False", "True"]
 
 
 def test_a_history_is_kept_as_lines() -> None:
