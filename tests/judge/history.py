@@ -22,6 +22,7 @@ ARGUMENTS: Final = {
     ("rounds", "join"): 0,
 }
 """The operations of each kind of object, and how many arguments each has."""
+TEXTS: Final = "arguments are texts, of one character up to U+00FF for each byte"
 
 
 class MalformedHistoryError(ValueError):
@@ -99,7 +100,7 @@ def _check(number: int, said: dict[str, Any]) -> None:
     known = ", ".join(f"{op} of {kind}" for kind, op in ARGUMENTS)
     require(count is not None, f"no operation {said['op']!r} of {said['object']!r} is known: use {known}")
     arguments = said["arguments"]
-    require(isinstance(arguments, list) and all(isinstance(one, str) for one in arguments), "arguments are texts")
+    require(isinstance(arguments, list) and all(_is_text(one) for one in arguments), TEXTS)
     require(len(arguments) == count, f"{said['op']} has {count} arguments besides the key")
     require(said["op"] != "add" or is_decimal(arguments[0]), "what is added is a decimal number")
     require(_is_time(said["invoked"]), "invoked is a number")
@@ -119,8 +120,8 @@ def is_decimal(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
 
 
-def _is_text(result: object) -> bool:
-    return isinstance(result, str)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and max(value, default="") <= "\xff"
 
 
 def _is_flag(result: object) -> bool:
@@ -132,11 +133,11 @@ def _is_round(result: object) -> bool:
 
 
 RESULTS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
-    "get": (_is_text, "a text"),
+    "get": (_is_text, "a text, of one character up to U+00FF for each byte"),
     "set": (lambda result: result is None, "null"),
     "add": (lambda result: isinstance(result, str) and is_decimal(result), "a decimal number, as a text"),
     "append": (lambda result: result is None, "null"),
-    "compare_set": (_is_text, "a text"),
+    "compare_set": (_is_text, "a text, of one character up to U+00FF for each byte"),
     "delete": (_is_flag, "true or false"),
     "check": (_is_flag, "true or false"),
     "join": (_is_round, "the round's number, from 1, and a text that tells its members"),

@@ -213,6 +213,7 @@ LINE = json.loads(written([did("set", "x", at=(0, 1))]))
         ({"op": "push"}, "no operation 'push'"),
         ({"arguments": []}, "has 1 arguments"),
         ({"arguments": [1]}, "texts"),
+        ({"arguments": ["\uffff"]}, "U\\+00FF"),
         ({"returned": -1}, "before it was invoked"),
         ({"invoked": "now"}, "invoked is a number"),
         ({"result": "x"}, "set returns null"),
