@@ -41,14 +41,14 @@ etcd-image: $(VENV)/.ready
 # Whole jobs under faults, in virtual time: `make sim SEEDS=10000`, and what to do with one that fails:
 # `make sim-shrink SEED=4711 PROFILE='whole jobs'`.
 sim: $(VENV)/.ready
-	PYTHONPATH=tests/sim $(BIN)/python -m simulator run --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)
+	PYTHONPATH=tests/sim:tests $(BIN)/python -m simulator run --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)
 
 sim-shrink: $(VENV)/.ready
-	PYTHONPATH=tests/sim $(BIN)/python -m simulator shrink $(SEED) $(if $(PROFILE),--profile '$(PROFILE)')
+	PYTHONPATH=tests/sim:tests $(BIN)/python -m simulator shrink $(SEED) $(if $(PROFILE),--profile '$(PROFILE)')
 
 # The table of planted faults in docs/reliability.md.
 sim-mutants: $(VENV)/.ready
-	PYTHONPATH=tests/sim $(BIN)/python -m simulator mutants --seeds $(or $(SEEDS),10000) --write docs/reliability.md
+	PYTHONPATH=tests/sim:tests $(BIN)/python -m simulator mutants --seeds $(or $(SEEDS),10000) --write docs/reliability.md
 
 soak: $(VENV)/.ready
 	$(BIN)/python tests/soak.py $(or $(MINUTES),30)

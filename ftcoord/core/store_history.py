@@ -29,6 +29,7 @@ class Operation:
         given: what it was called with, besides the key (for get, nothing).
         told: what it returned; None if it was not answered, or there is nothing to tell.
         began, ended: when, on one clock for all; `ended` is infinite if it was not answered.
+        client: who called, for people.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Operation:
     began: float
     told: bytes | None = None
     ended: float = math.inf
+    client: str = ""
 
     @property
     def answered(self) -> bool:

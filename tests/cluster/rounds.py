@@ -8,8 +8,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from copy import copy
+from dataclasses import replace
 
+from heard import heard
 from helpers import DEADLINE, Seen
+from judge import linearizability
 from rdzv_nodes import Node, Nodes, Seat, spawn
 
 from ftcoord.core.invariants import check_succession
@@ -66,6 +69,8 @@ class Rounds:
         assert len(set(ranks)) == len(ranks), "two nodes have one rank"
         findings = check_reads(asked, self._history())
         assert not findings, findings
+        by_order = [*linearizability.findings(heard("rounds", map(_as_join, asked)))]
+        assert not by_order, by_order[0]
 
     def close(self) -> None:
         self._stopping.set()
@@ -97,7 +102,7 @@ class Rounds:
         dice = random.Random(number)
         try:
             while not self._stopping.is_set():
-                if not self._joined(spawn(lambda: self._join(node))):
+                if not self._joined(spawn(lambda: self._join(f"node-{number}", node))):
                     return
                 self.answered[number] += 1
                 fails = time.monotonic() + dice.uniform(0.1, 0.5)
@@ -115,13 +120,18 @@ class Rounds:
         join.result()
         return True
 
-    def _join(self, node: Node) -> None:
-        operation = Operation("get", self._key, (), time.monotonic())
+    def _join(self, name: str, node: Node) -> None:
+        operation = Operation("get", self._key, (), time.monotonic(), client=name)
         self.operations.append(operation)
         seat = node.join().result()
         operation.told = _told(seat.round, seat.world, seat.address, seat.port)
         operation.ended = time.monotonic()
         self.seats.append(seat)
+
+
+def _as_join(one: Operation) -> Operation:
+    """The same for a judge to which a round is no text."""
+    return replace(one, kind="join", told=one.told and one.told.removeprefix(b"round "))
 
 
 def _of(record: Round) -> bytes:

@@ -1,4 +1,4 @@
-"""The simulator's command: `python -m simulator run|show|shrink|mutants`, with tests/sim on the path."""
+"""The simulator's command: `python -m simulator run|show|shrink|mutants`, with tests/sim and tests on the path."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from simulator.exporting import export
 from simulator.history import Report, play
 from simulator.mutants import MUTANTS, Mutant, caught_by, table
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--first", type=int, default=0, help="the first one")
     run.add_argument("--processes", type=int, default=2)
     run.add_argument("--profile", choices=PROFILES)
+    run.add_argument("--export", type=Path, metavar="DIR", help="where to write each history, for `python -m judge`")
     run.set_defaults(work=_run)
     for name, work, text in (
         ("show", _show, "play one seed, and show all that happens in it"),
@@ -74,15 +76,20 @@ def _plan(options: argparse.Namespace) -> Plan:
     return plan.without(*[one for one in plan.faults if one not in left])
 
 
-def _play(task: tuple[int, str | None]) -> Report:
-    report = play(plan_of(*task))
+def _play(task: tuple[int, str | None, Path | None]) -> Report:
+    seed, profile, directory = task
+    report = play(plan_of(seed, profile))
+    if directory is not None:
+        export(report, directory)
     if not report.failed:
-        report.trace.clear()  # it would cost more to send than to make
+        report.forget()
     return report
 
 
 def _reports(options: argparse.Namespace) -> Iterator[Report]:
-    tasks = [(seed, options.profile) for seed in range(options.first, options.first + options.seeds)]
+    if options.export is not None:
+        options.export.mkdir(parents=True, exist_ok=True)
+    tasks = [(seed, options.profile, options.export) for seed in range(options.first, options.first + options.seeds)]
     if options.processes == 1:
         yield from map(_play, tasks)
         return
@@ -117,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
 def line_of(report: Report) -> str:
     """What a shell plays the same history by, where the repository lies."""
     python = os.path.relpath(sys.executable)
-    return f"PYTHONPATH=tests/sim {python} -m simulator show {report.plan.seed} --profile '{report.plan.profile}'"
+    return f"PYTHONPATH=tests/sim:tests {python} -m simulator show {report.plan.seed} --profile '{report.plan.profile}'"
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -148,7 +155,7 @@ def _shrink(options: argparse.Namespace) -> int:
 def _hunt(task: tuple[Mutant, range]) -> tuple[Mutant, Report | None]:
     report = caught_by(*task)
     if report is not None:
-        report.trace.clear()
+        report.forget()
     return task[0], report
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ftcoord.core.layout import is_member_key
+from ftcoord.core.store_history import Operation
 from ftcoord.etcd.api import KeyValue
 from ftcoord.testing import MemoryEtcd, Scheduler, Stuck
 from simulator.faults import Faults, cast
@@ -47,6 +48,9 @@ class Report:
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
+    operations: list[Operation] = field(default_factory=list)
+    joins: list[Operation] = field(default_factory=list)
+    """What clients of the store, and agents, asked and were told."""
 
     by_oracle: bool = False
     """Whether an oracle objects, or nobody could go on; else something was raised."""
@@ -54,6 +58,11 @@ class Report:
     @property
     def failed(self) -> bool:
         return bool(self.problem)
+
+    def forget(self) -> None:
+        """All that happened, but for what is counted: it would cost more to send to another process than to make."""
+        self.trace.clear()
+        self.operations, self.joins = [], []
 
 
 def play(plan: Plan) -> Report:
@@ -68,6 +77,7 @@ def play(plan: Plan) -> Report:
             with installed(plan.seed, world.sentinel):
                 faults = Faults(world, etcd.snapshot())
                 report.faults, report.counts = faults.injected, world.oracles.counts
+                report.operations, report.joins = world.oracles.operations, world.oracles.joins
                 _play(world, faults)
 
     disabled = logging.root.manager.disable

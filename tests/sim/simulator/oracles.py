@@ -427,6 +427,8 @@ class Oracles:
         self.election, self.barrier = ElectionOracle(self.owner), BarrierOracle()
         self.was_restored = False
         self.operations: list[Operation] = []
+        self.joins: list[Operation] = []
+        """What agents asked and were told of rounds: for `exporting`, other oracles judge them."""
         self.kvs: dict[str, KeyValue] = {}
         self._store: dict[str, list[tuple[int, bytes | None]]] = {}
         self._fences = rounds_span(RUN)

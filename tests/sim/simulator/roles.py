@@ -122,6 +122,8 @@ class Agent(Role):
 
     def _round(self, process: Process, handler: handlers.EtcdRendezvousHandler) -> None:
         self.now = None
+        join = Operation("join", "run", (), self.world.moment(), client=process.name)
+        self.world.oracles.joins.append(join)
         info = handler.next_rendezvous()
         mine = handler._node.round
         bootstrap = info.bootstrap_store_info
@@ -129,6 +131,8 @@ class Agent(Role):
             mine.number, mine.roll, info.rank, info.world_size, bootstrap.master_addr, bootstrap.master_port
         )
         process.note("#", f"starts round {now.number} as rank {now.rank} of {now.size}")
+        join.told = f"{now.number} {now.size} at {now.address}:{now.port}, roll {now.roll!r}".encode()
+        join.ended = self.world.moment()
         process.check(self.world.oracles.rounds.started, now)
         self.now = now
         if not self._meets(process, info.store, now):
@@ -257,15 +261,15 @@ class StoreUser(Role):
                 given = (store.get(key), value.encode()) if store.check([key]) else given
         if kind == "get" and self.draw.random() < 0.3:
             key = "count"
-        operation = Operation(kind, key, given, self.world.scheduler.time)
+        operation = Operation(kind, key, given, self.world.moment(), client=process.name)
         self.world.oracles.operations.append(operation)
         try:
             told = self._make(store, operation)
         except (DistStoreError, RuntimeError) as error:
             process.note("!", f"{kind} {key}: {error}")
             return
-        operation.told, operation.ended = told, self.world.scheduler.time
-        self.did_at = operation.ended
+        operation.told, operation.ended = told, self.world.moment()
+        self.did_at = self.world.scheduler.time
 
     def _make(self, store: EtcdStore, one: Operation) -> bytes | None:
         given = [text.decode() for text in one.given]

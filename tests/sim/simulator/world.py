@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
@@ -210,6 +211,8 @@ class World:
 
     def __init__(self, scheduler: Scheduler, etcd: MemoryEtcd, plan: Plan, trace: Trace) -> None:
         self.scheduler, self.etcd, self.plan, self.trace = scheduler, etcd, plan, trace
+        self.moment = itertools.count().__next__
+        """A clock for what clients ask and are told, which tells any two moments apart: one of seconds does not."""
         least, wait = int(plan.options["min_replicas"]), int(1000 * plan.options["join_timeout"])
         self.job = Job(
             "etcd", "", "job", min_replicas=least, join_timeout_ms=wait, heartbeat_timeout_ms=1000 * LEASE_TTL

@@ -1,0 +1,64 @@
+"""What clients are told in whole jobs, before a judge that knows nothing of etcd (tests/judge)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from judge.__main__ import main as judge
+from judge.history import read
+from judge.linearizability import findings
+from simulator.__main__ import main as simulate
+from simulator.exporting import history_of
+from simulator.history import play
+from simulator.mutants import MUTANTS, planted
+from simulator.plan import PlannedFault, plan_of
+
+SEEDS = {"stores": 25, "rounds": 22, "whole jobs": 3}
+"""How many of each profile."""
+
+
+@pytest.mark.parametrize("profile", SEEDS)
+def test_one_order_explains_what_clients_are_told(profile: str) -> None:
+    answered = 0
+    for seed in range(SEEDS[profile]):
+        history = history_of(play(plan_of(seed, profile)))
+        answered += sum(one.is_answered for one in history)
+        found = [*findings(history)]
+        assert not found, f"seed {seed} of {profile!r}: {found[0]}"
+    assert answered > SEEDS[profile]
+
+
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        ("compare_set does not compare", "stores"),
+        ("a store's change does not count", "stores"),
+    ],
+)
+def test_a_planted_fault_is_seen(name: str, profile: str) -> None:
+    with planted(next(one for one in MUTANTS if one.name == name)):
+        for seed in range(20):
+            if [*findings(history_of(play(plan_of(seed, profile))))]:
+                return
+    pytest.fail(f"no history of 20 shows that {name}")
+
+
+def test_the_simulators_command_exports_what_the_judges_command_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "histories"
+    assert simulate(["run", "--seeds", "2", "--processes", "1", "--profile", "stores", "--export", str(directory)]) == 0
+    files = sorted(directory.iterdir())
+    assert [path.name for path in files] == ["stores-0.jsonl", "stores-1.jsonl"]
+    assert judge([*map(str, files)]) == 0
+    assert capsys.readouterr().out.count("operations, linearizable") == 2
+    assert {one.object for one in read(files[0].read_text().splitlines())} >= {"store"}
+
+
+def test_of_an_etcd_that_lost_writes_no_history_is_exported() -> None:
+    report = play(plan_of(0, "stores"))
+    assert history_of(report)
+    faults = (*report.plan.faults, PlannedFault(1.0, "restore", 0))
+    assert not history_of(replace(report, plan=replace(report.plan, faults=faults)))
