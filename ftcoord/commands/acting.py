@@ -9,15 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ftcoord.commands.codes import DONE, FAILED
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, YES_FLAG, Flag, add, etcd_config
-from ftcoord.commands.looking import add_job, client_of, terminal_of
+from ftcoord.commands.jobs import add_job, client_of, terminal_of
 from ftcoord.commands.output import Terminal, neutral
 from ftcoord.config import full_text, seconds, whole
 from ftcoord.errors import ConfigError
 from ftcoord.operator.told import FORMAT, Done
 
-DONE, NOT_DONE = 0, 1
-"""Exit codes."""
 COMMON: Final = (*ETCD_FLAGS, KEYS_FLAG, YES_FLAG, *OUTPUT_FLAGS)
 
 _REASON: Final = Flag("--reason", "FTCOORD_REASON", "why, for those who read it later", full_text, None, "TEXT")
@@ -140,7 +139,7 @@ def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
         raise NothingThere("nothing was done")
 
 
-def _say(terminal: Terminal, done: Done, nothing: int = NOT_DONE) -> int:
+def _say(terminal: Terminal, done: Done, nothing: int = FAILED) -> int:
     """Show what was done; the exit code."""
     lines = [*map(neutral, done.did), *(f"left alone: {neutral(one)}" for one in done.left)]
     terminal.tell(done, lines or ["there was nothing to do"])

@@ -32,8 +32,8 @@ from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, parse_decided
 from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, Op, Put, RangeResult
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.leftovers import JobRemains
+from ftcoord.operator.listing import job_ids
 from ftcoord.operator.naming import NamedMember
-from ftcoord.operator.reading import job_ids
 from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
 
 CLOSED_TTL: Final = 3600

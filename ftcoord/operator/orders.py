@@ -12,9 +12,9 @@ from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum, StateError
 from ftcoord.etcd.api import Etcd, EtcdCalls
 from ftcoord.operator.acting import close_run, drain_nodes, evict, ordered
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
-from ftcoord.operator.naming import NamedMember, members_called, no_such_job, owners
+from ftcoord.operator.naming import NamedMember, members_called, owners
 from ftcoord.operator.reading import read_job
-from ftcoord.operator.told import FORMAT, Done
+from ftcoord.operator.told import FORMAT, Done, no_such_job
 
 
 class NothingThere(FtcoordError):

@@ -28,7 +28,8 @@ from ftcoord.core.rendezvous import RoundOptions
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of, head_of, roll_id
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
-from ftcoord.operator.status import JobSummaryKeys, Rules, members_of, tell_job, tell_line, with_leases
+from ftcoord.operator.status import Rules, foremost, members_of, tell_job, with_leases
+from ftcoord.operator.summary import JobSummaryKeys, tell_line
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
 
 RUN = run_prefix("/f", "job")
@@ -323,6 +324,20 @@ def test_the_members_of_both_are_told_once() -> None:
     assert members_of(told_of(group)) == [member_id(1), member_id(2)]
     assert members_of(told_of(quorum=replicas)) == [member_id(9)]
     assert members_of(told_of(group, replicas)) == [member_id(1), member_id(2), member_id(9)]
+
+
+def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most() -> None:
+    many = [ask(f"n{at}", after=0, seated=1) for at in range(60)] + [ask("late")]
+    record = Round(1, seats(*(one.node for one in many[:60])), "10.0.0.1", 5, (), 2, 4, ready=True)
+    decided = kv(decided_key(RUN), rendezvous_records.encode(record))
+    told = told_of(GroupKeys(RUN, decided, below_members=nodes(*many)))
+    assert told.rounds is not None
+    everybody = [one.node for one in told.rounds.members]
+    assert everybody[-1] == "late"
+    assert [one.node for one in foremost(told.rounds.members, 3)] == ["late", "n0", "n1"]
+    assert [one.node for one in foremost(told.rounds.members, None)] == everybody
+    assert [one.node for one in foremost(told.rounds.members, 61)] == everybody
+    assert members_of(told, 3) == [one.member for one in foremost(told.rounds.members, 3)]
 
 
 # -- lists ----------------------------------------------------------------------------------------------------------
