@@ -14,7 +14,7 @@ from typing import Final
 
 from ftcoord import __version__
 from ftcoord.commands import completion
-from ftcoord.commands.codes import FAILED, INTERRUPTED, UNREACHABLE, WRONG_USE
+from ftcoord.commands.codes import INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE
 from ftcoord.commands.flags import resolve
 from ftcoord.commands.output import neutral
 from ftcoord.errors import ConfigError, EtcdUnavailable, FtcoordError, OutcomeUnknown
@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("ftcoord: is etcd there? --endpoints or FTCOORD_ENDPOINTS says where it is", file=sys.stderr)
         return code
     except FtcoordError as error:
-        return _complain(error, FAILED)
+        return _complain(error, NOT_DONE)
     except BrokenPipeError:  # whoever read it has heard enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return NOT_DONE
     except KeyboardInterrupt:
         print("ftcoord: interrupted; everything it started has ended", file=sys.stderr)
         return INTERRUPTED

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ftcoord.commands.codes import DONE, FAILED
+from ftcoord.commands.codes import DONE, NOT_DONE
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, YES_FLAG, Flag, add, etcd_config
 from ftcoord.commands.jobs import add_job, client_of, terminal_of
 from ftcoord.commands.output import Terminal, neutral
@@ -106,8 +106,8 @@ def _kill(options: argparse.Namespace) -> int:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    from ftcoord.operator.acting import remains_of_all, remove
     from ftcoord.operator.leftovers import why_kept
+    from ftcoord.operator.remains import remains_of_all, remove
 
     terminal, did = terminal_of(options), list[str]()
     with client_of(options) as etcd:
@@ -139,7 +139,7 @@ def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
         raise NothingThere("nothing was done")
 
 
-def _say(terminal: Terminal, done: Done, nothing: int = FAILED) -> int:
+def _say(terminal: Terminal, done: Done, nothing: int = NOT_DONE) -> int:
     """Show what was done; the exit code."""
     lines = [*map(neutral, done.did), *(f"left alone: {neutral(one)}" for one in done.left)]
     terminal.tell(done, lines or ["there was nothing to do"])

@@ -6,8 +6,8 @@ from typing import Final
 
 DONE: Final = 0
 HEALTHY: Final = DONE
-FAILED: Final = 1
-UNHEALTHY: Final = FAILED
+NOT_DONE: Final = 1
+UNHEALTHY: Final = NOT_DONE
 WRONG_USE: Final = 2
 UNREACHABLE: Final = 3
 """etcd cannot be reached, or did not answer what was written."""

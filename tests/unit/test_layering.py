@@ -114,8 +114,8 @@ FLOORS = (
     "operator.job_keys",
     "operator.rounds operator.quorums operator.summary",
     "operator.status operator.naming operator.leftovers operator.findings operator.past",
-    "operator.listing operator.reading operator.member_http",
-    "operator.acting operator.following operator.watching metrics.runs",
+    "operator.listing operator.reading operator.member_http operator.noting",
+    "operator.acting operator.following operator.remains operator.watching metrics.runs",
     "operator.orders",
     "operator.examining",
     "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts",
@@ -318,6 +318,7 @@ DECISIONS = {"ftcoord.core.rendezvous", "ftcoord.core.quorum"}
     [
         ("ls", DECISIONS | {"ftcoord.commands.looking", "ftcoord.commands.acting", "ftcoord.operator.past"}),
         ("history", DECISIONS | {"ftcoord.commands.looking", "ftcoord.operator.status"}),
+        ("doctor", DECISIONS | {"ftcoord.operator.acting", "ftcoord.rendezvous"}),
         ("status", {"ftcoord.commands.explaining", "ftcoord.operator.past", "ftcoord.metrics.exporter"}),
     ],
 )
@@ -326,10 +327,10 @@ def test_a_command_loads_what_it_needs_until_its_first_request(command: str, unn
     code = (
         "import sys; from ftcoord import cli\n"
         "from ftcoord.etcd.rpc.lean import LeanClient\n"
-        "def first_request(client, get):\n"
+        "def first_request(*_):\n"
         f"    sys.exit(str(set({sorted(unneeded | {'torch', 'grpc'})!r}) & sys.modules.keys() or ''))\n"
-        "LeanClient.range = first_request\n"
-        f"cli.main([{command!r}, *{['job'] * (command != 'ls')!r}])"
+        "LeanClient.range = LeanClient.status = first_request\n"
+        f"cli.main([{command!r}, *{['job'] * (command in ('history', 'status'))!r}])"
     )
     env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
