@@ -85,8 +85,8 @@ def _rounds_lines(rounds: RoundsStatus, terminal: Terminal, rows: int | None) ->
     ]
     yield from _table(terminal, _title("members", rounds.members, rows), heads, found, len(rounds.members))
     gone = [(one.rank, one.host, one.node, "missing", one.member, one.cause) for one in rounds.missing[:rows]]
-    heads = ("RANK", "HOST", "NODE", "STANDING", "MEMBER", "CAUSE")
-    yield from _table(terminal, f"missing ({len(rounds.missing)})", heads, gone, len(rounds.missing))
+    of_gone = ("RANK", "HOST", "NODE", "STANDING", "MEMBER", "CAUSE")
+    yield from _table(terminal, f"missing ({len(rounds.missing)})", of_gone, gone, len(rounds.missing))
 
 
 def _quorum_lines(quorum: QuorumStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
@@ -112,8 +112,8 @@ def _quorum_lines(quorum: QuorumStatus, terminal: Terminal, rows: int | None) ->
     ]
     yield from _table(terminal, _title("replicas", quorum.replicas, rows), heads, found, len(quorum.replicas))
     gone = [(one.rank, one.replica_id, "missing", one.member, one.cause) for one in quorum.missing[:rows]]
-    heads = ("RANK", "REPLICA", "STANDING", "MEMBER", "CAUSE")
-    yield from _table(terminal, f"missing ({len(quorum.missing)})", heads, gone, len(quorum.missing))
+    of_gone = ("RANK", "REPLICA", "STANDING", "MEMBER", "CAUSE")
+    yield from _table(terminal, f"missing ({len(quorum.missing)})", of_gone, gone, len(quorum.missing))
 
 
 def _next_line(what: str, decision: NextDecision) -> str:

@@ -50,9 +50,8 @@ def foremost(members: Sequence[Member], most: int | None) -> Sequence[Member]:
 
 def members_of(status: JobStatus, most: int | None = None) -> list[str]:
     """The member ids in a status, in its order; or those that are shown where each group has `most` rows."""
-    nodes = foremost(status.rounds.members, most) if status.rounds else ()
-    replicas = foremost(status.quorum.replicas, most) if status.quorum else ()
-    return [one.member for one in (*nodes, *replicas)]
+    nodes = [one.member for one in foremost(status.rounds.members, most)] if status.rounds else []
+    return nodes + [one.member for one in foremost(status.quorum.replicas, most)] if status.quorum else nodes
 
 
 def with_leases(status: JobStatus, leases: Mapping[str, LeaseTime]) -> JobStatus:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ftcoord.commands.output import to_json
+from ftcoord.commands.looking import status_lines
+from ftcoord.commands.output import Terminal, to_json
 from ftcoord.core import death_records, quorum_records, rendezvous_records
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import (
@@ -338,6 +339,21 @@ def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most
     assert [one.node for one in foremost(told.rounds.members, None)] == everybody
     assert [one.node for one in foremost(told.rounds.members, 61)] == everybody
     assert members_of(told, 3) == [one.member for one in foremost(told.rounds.members, 3)]
+    late = told.rounds.members[-1].standing
+    shown = list(status_lines(told, Terminal(colours="never"), 3))
+    at = shown.index(f"members (61: 60 running, 1 {late}):")
+    assert [line.split()[5] for line in shown[at + 3 : at + 5]] == ["running", "running"]
+    assert "host of late" in shown[at + 2]
+    assert shown[at + 5] == "  ... and 58 more: --all shows them"
+    assert "members (61):" in list(status_lines(told, Terminal(colours="never"), None))
+
+
+def test_keys_that_cannot_be_read_are_cut_like_rows() -> None:
+    odd = [kv(member_key(RUN, member_id(1 + at)), b"?", 1 + at, 1 + at) for at in range(9)]
+    told = told_of(GroupKeys(RUN, None, below_members=tuple(odd)))
+    shown = list(status_lines(told, Terminal(colours="never"), 3))
+    assert sum(line.startswith("unreadable: ") for line in shown) == 3
+    assert shown[-1] == "... and 6 more: --all shows them"
 
 
 # -- lists ----------------------------------------------------------------------------------------------------------
