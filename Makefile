@@ -67,6 +67,7 @@ benchmark: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.stuck --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.sentinel --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.timers --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.operator --write docs/benchmarks.md
 
 # The API reference, from the docstrings.
 docs: $(VENV)/.ready

@@ -9,22 +9,34 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Final
 
 from ftcoord import __version__
-from ftcoord.commands import acting, completion, doctor, explaining, looking, paging, serving, watching
-from ftcoord.commands.doctor import UNREACHABLE
+from ftcoord.commands import completion
+from ftcoord.commands.codes import INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE
 from ftcoord.commands.flags import resolve
 from ftcoord.commands.output import neutral
 from ftcoord.errors import ConfigError, EtcdUnavailable, FtcoordError, OutcomeUnknown
 
-FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
-"""Exit codes."""
-FAMILIES = (looking, watching, explaining, doctor, acting, paging, serving)
+FAMILIES: Final = {
+    "listing": ("ls",),
+    "looking": ("status",),
+    "watching": ("watch",),
+    "explaining": ("history", "why"),
+    "doctor": ("doctor",),
+    "acting": ("evict", "drain", "close", "kill", "gc"),
+    "paging": ("dashboard",),
+    "serving": ("demo", "server", "gateway", "metrics"),
+}
+"""The modules of `ftcoord.commands`, and which commands each has. Only that of the given command is loaded: to load all
+of them would take longer than most commands do."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _parser(given[0] if given else "").parse_args(given)
     try:
         resolve(options)
         return int(options.run(options))
@@ -35,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("ftcoord: is etcd there? --endpoints or FTCOORD_ENDPOINTS says where it is", file=sys.stderr)
         return code
     except FtcoordError as error:
-        return _complain(error, FAILED)
+        return _complain(error, NOT_DONE)
     except BrokenPipeError:  # whoever read it has heard enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return NOT_DONE
     except KeyboardInterrupt:
         print("ftcoord: interrupted; everything it started has ended", file=sys.stderr)
         return INTERRUPTED
@@ -49,12 +61,13 @@ def _complain(error: FtcoordError, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """The parser of this command, or of all if there is none of that name."""
     parser = argparse.ArgumentParser(prog="ftcoord", description="Fault-tolerant PyTorch coordination on etcd.")
     parser.add_argument("--version", action="version", version=f"ftcoord {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for family in FAMILIES:
-        family.add_commands(commands)
+    for family in [name for name, has in FAMILIES.items() if command in has] or FAMILIES:
+        import_module(f"ftcoord.commands.{family}").add_commands(commands)
     completion.add_commands(commands, _parser)
     return parser
 

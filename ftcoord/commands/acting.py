@@ -9,15 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ftcoord.commands.codes import DONE, NOT_DONE
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, YES_FLAG, Flag, add, etcd_config
-from ftcoord.commands.looking import add_job, client_of, terminal_of
+from ftcoord.commands.jobs import add_job, client_of, terminal_of
 from ftcoord.commands.output import Terminal, neutral
 from ftcoord.config import full_text, seconds, whole
 from ftcoord.errors import ConfigError
 from ftcoord.operator.told import FORMAT, Done
 
-DONE, NOT_DONE = 0, 1
-"""Exit codes."""
 COMMON: Final = (*ETCD_FLAGS, KEYS_FLAG, YES_FLAG, *OUTPUT_FLAGS)
 
 _REASON: Final = Flag("--reason", "FTCOORD_REASON", "why, for those who read it later", full_text, None, "TEXT")
@@ -107,8 +106,8 @@ def _kill(options: argparse.Namespace) -> int:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    from ftcoord.operator.acting import remains_of_all, remove
     from ftcoord.operator.leftovers import why_kept
+    from ftcoord.operator.remains import remains_of_all, remove
 
     terminal, did = terminal_of(options), list[str]()
     with client_of(options) as etcd:

@@ -6,13 +6,11 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from ftcoord.commands.codes import HEALTHY, UNHEALTHY, UNREACHABLE
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add, etcd_config
-from ftcoord.commands.looking import HEALTHY, UNHEALTHY, terminal_of
+from ftcoord.commands.jobs import terminal_of
 from ftcoord.commands.output import Terminal, neutral
 from ftcoord.operator.told import Examination
-
-UNREACHABLE = 3
-"""The exit code if no endpoint answers."""
 
 
 def add_commands(commands: Any) -> None:

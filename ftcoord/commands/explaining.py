@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from datetime import datetime
 from textwrap import wrap
 from typing import Any, Final
 
+from ftcoord.commands.codes import HEALTHY, UNHEALTHY
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add
-from ftcoord.commands.looking import (
-    HEALTHY,
-    LAST_TIME,
-    RULE_FLAGS,
-    UNHEALTHY,
-    add_job,
-    client_of,
-    rules_of,
-    terminal_of,
-)
-from ftcoord.commands.output import Terminal, neutral
+from ftcoord.commands.jobs import RULE_FLAGS, add_job, client_of, rules_of, terminal_of
+from ftcoord.commands.output import Terminal, clock, neutral
 from ftcoord.config import full_text
-from ftcoord.operator.naming import no_such_job
 from ftcoord.operator.past import explain, tell_history
 from ftcoord.operator.reading import read_events, read_job
-from ftcoord.operator.status import tell_job
-from ftcoord.operator.told import Explanation, JobHistory, ToldEvent
+from ftcoord.operator.told import Explanation, JobHistory, ToldEvent, no_such_job
 
 LINE_WIDTH: Final = 100
 """Columns of a paragraph."""
@@ -61,12 +50,14 @@ def _history_lines(found: JobHistory, terminal: Terminal) -> Iterable[str]:
 
 
 def _row(event: ToldEvent) -> tuple[object, ...]:
-    when = datetime.fromtimestamp(event.at).strftime("%m-%d %H:%M:%S") if 0 < event.at < LAST_TIME else ""
+    when = clock(event.at, "%m-%d %H:%M:%S")
     who = f"{event.who}: " if event.worker is not None else ""
     return event.revision, when, event.group, event.number, event.kind, f"{who}{event.reason}"
 
 
 def _why(options: argparse.Namespace) -> int:
+    from ftcoord.operator.status import tell_job  # a history needs no decisions
+
     job = full_text("JOB", options.job)
     terminal, rules = terminal_of(options), rules_of(options)
     with client_of(options) as etcd:

@@ -1,48 +1,27 @@
-"""`ftcoord ls` and `ftcoord status`: what is told of jobs, once."""
+"""`ftcoord status`: what is told of a job, once."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
-from datetime import datetime
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from ftcoord import concurrency
-from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, Flag, add, etcd_config
-from ftcoord.commands.output import Terminal, neutral
-from ftcoord.config import choice, full_text, whole
-from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.rendezvous import RoundOptions
-from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.commands.codes import HEALTHY, UNHEALTHY
+from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, Flag, add
+from ftcoord.commands.jobs import RULE_FLAGS, add_job, client_of, rules_of, terminal_of
+from ftcoord.commands.output import Terminal, clock, neutral
+from ftcoord.config import full_text, whole
 from ftcoord.operator.job_keys import JobKeys
-from ftcoord.operator.naming import no_such_job
-from ftcoord.operator.reading import ReadsLeases, read_job, read_jobs, read_leases
-from ftcoord.operator.status import Rules, members_of, tell_job, with_leases
-from ftcoord.operator.told import JobLine, JobList, JobStatus, NextDecision, QuorumStatus, RoundsStatus, TimerStatus
+from ftcoord.operator.reading import ReadsLeases, read_job, read_leases
+from ftcoord.operator.status import Member, Rules, foremost, members_of, tell_job, with_leases
+from ftcoord.operator.told import JobStatus, NextDecision, QuorumStatus, RoundsStatus, TimerStatus, no_such_job
 
-HEALTHY, UNHEALTHY = 0, 1
-"""Exit codes."""
 ROWS: Final = 50
-"""Rows of a table where the user does not ask for all."""
-LAST_TIME: Final = 1e11
-"""Seconds since 1970 that a time of day is made of at most: what etcd holds may be anybody's."""
-LEASES: Final = 50
-"""Members whose leases are asked for, where the user does not ask for all: each takes a request."""
+"""Rows of a table where the user does not ask for all. Only the leases of these members are asked for: each takes a
+request."""
 
-RULE_FLAGS: Final = (
-    Flag("--min-replicas", "FTCOORD_MIN_REPLICAS", "as in the job's address", whole(1, 2**31 - 1), 1, "N"),
-    Flag(
-        "--on-member-loss",
-        "FTCOORD_ON_MEMBER_LOSS",
-        "as in the run's rdzv_conf",
-        choice("restart", "ignore"),
-        "restart",
-        "WHAT",
-        ("restart", "ignore"),
-    ),
-)
-"""What etcd does not have of a job, and the next decision depends on."""
 ALL_FLAG: Final = Flag("--all", "FTCOORD_ALL", "show all members, and all leases", whole(0, 1), 0)
 
 _NEXT: Final = {"wait": "waits", "publish": "is due", "withheld": "is withheld"}
@@ -50,75 +29,26 @@ _NEXT: Final = {"wait": "waits", "publish": "is due", "withheld": "is withheld"}
 
 def add_commands(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives."""
-    ls = commands.add_parser("ls", help="list the runs and jobs on an etcd")
-    add(ls, (*ETCD_FLAGS, KEYS_FLAG, *OUTPUT_FLAGS))
-    ls.set_defaults(run=_ls)
-
     status = commands.add_parser("status", help="who is in, who is missing, and why there is no next round or quorum")
     add_job(status)
     add(status, (*ETCD_FLAGS, KEYS_FLAG, *RULE_FLAGS, ALL_FLAG, *OUTPUT_FLAGS))
     status.set_defaults(run=_status)
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Give a command its JOB."""
-    parser.add_argument("job", metavar="JOB", help="its id: torchrun's --rdzv-id, or the last part of a job's address")
-
-
-def terminal_of(options: argparse.Namespace) -> Terminal:
-    """Where the flags say that a command prints."""
-    return Terminal(options.output, options.color)
-
-
-def client_of(options: argparse.Namespace) -> closing[LeanClient]:
-    """A client of the etcd that the flags name, for one command. Raises ConfigError."""
-    return closing(LeanClient(etcd_config(options)))
-
-
-def rules_of(options: argparse.Namespace) -> Rules:
-    """What the flags say of a job."""
-    defaults = Rules()
-    rounds = RoundOptions(
-        recall_on_loss=options.on_member_loss == "restart", return_to_seat=defaults.rounds.return_to_seat
-    )
-    return Rules(rounds, QuorumOptions(options.min_replicas, defaults.quorum.join_timeout))
-
-
-def _ls(options: argparse.Namespace) -> int:
-    terminal = terminal_of(options)
-    with client_of(options) as etcd:
-        found = read_jobs(etcd, options.key_prefix)
-    terminal.tell(found, _list_lines(found, terminal))
-    return HEALTHY
-
-
-def _list_lines(found: JobList, terminal: Terminal) -> Iterable[str]:
-    if not found.jobs:
-        return [f"no job has keys below {neutral(found.key_prefix)}"]
-    heads = ("JOB", "STATE", "ROUND", "NODES", "QUORUM", "REPLICAS", "MEMBERS", "NOTE")
-    return terminal.table(heads, [_list_row(line) for line in found.jobs])
-
-
-def _list_row(line: JobLine) -> tuple[object, ...]:
-    counts = line.round, line.nodes, line.quorum, line.replicas, line.members
-    return line.job, line.state, *counts, line.note
-
-
 def _status(options: argparse.Namespace) -> int:
     job = full_text("JOB", options.job)
-    terminal, rules = terminal_of(options), rules_of(options)
+    terminal, rules, rows = terminal_of(options), rules_of(options), None if options.all else ROWS
     with client_of(options) as etcd:
         keys = read_job(etcd, options.key_prefix, job, with_timers=True)
-        status = told_of(etcd, keys, rules, with_all=bool(options.all))
-    terminal.tell(status, status_lines(status, terminal, None if options.all else ROWS))
+        status = told_of(etcd, keys, rules, rows)
+    terminal.tell(status, status_lines(status, terminal, rows))
     return HEALTHY if status.healthy else UNHEALTHY
 
 
-def told_of(etcd: ReadsLeases, keys: JobKeys, rules: Rules, *, with_all: bool) -> JobStatus:
-    """The status of a job, with the leases of its first members, or of all. Raises EtcdError."""
+def told_of(etcd: ReadsLeases, keys: JobKeys, rules: Rules, rows: int | None) -> JobStatus:
+    """The status of a job, with the leases of the members in so many rows of each table. Raises EtcdError."""
     status = tell_job(keys, rules)
-    members = members_of(status)
-    return with_leases(status, read_leases(etcd, members if with_all else members[:LEASES]))
+    return with_leases(status, read_leases(etcd, members_of(status, rows)))
 
 
 def status_lines(status: JobStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
@@ -136,8 +66,9 @@ def status_lines(status: JobStatus, terminal: Terminal, rows: int | None) -> Ite
     yield from _timer_lines(status.timers, terminal, rows)
     if status.rounds is None and status.quorum is None:
         yield "it has neither a rendezvous nor quorums: only a store, timers, heartbeats, elections or barriers"
-    for bad in status.unreadable:
+    for bad in status.unreadable[:rows]:
         yield f"{terminal.word('unreadable')}: {neutral(bad.key)}: {neutral(bad.problem)}"
+    yield from _more(len(status.unreadable), rows)
 
 
 def _rounds_lines(rounds: RoundsStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
@@ -153,13 +84,12 @@ def _rounds_lines(rounds: RoundsStatus, terminal: Terminal, rows: int | None) ->
     heads = ("RANK", "HOST", "NODE", "STANDING", "LEASE", "OF", "MEMBER", "SAID")
     found = [
         (one.rank, one.host, one.node, one.standing, one.lease_left, one.lease_ttl, one.member, one.said)
-        for one in rounds.members[:rows]
+        for one in foremost(rounds.members, rows)
     ]
-    yield from _table(terminal, "members", heads, found, len(rounds.members))
+    yield from _table(terminal, _title("members", rounds.members, rows), heads, found, len(rounds.members))
     gone = [(one.rank, one.host, one.node, "missing", one.member, one.cause) for one in rounds.missing[:rows]]
-    yield from _table(
-        terminal, "missing", ("RANK", "HOST", "NODE", "STANDING", "MEMBER", "CAUSE"), gone, len(rounds.missing)
-    )
+    of_gone = ("RANK", "HOST", "NODE", "STANDING", "MEMBER", "CAUSE")
+    yield from _table(terminal, f"missing ({len(rounds.missing)})", of_gone, gone, len(rounds.missing))
 
 
 def _quorum_lines(quorum: QuorumStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
@@ -181,13 +111,12 @@ def _quorum_lines(quorum: QuorumStatus, terminal: Terminal, rows: int | None) ->
             one.member,
             one.address,
         )
-        for one in quorum.replicas[:rows]
+        for one in foremost(quorum.replicas, rows)
     ]
-    yield from _table(terminal, "replicas", heads, found, len(quorum.replicas))
+    yield from _table(terminal, _title("replicas", quorum.replicas, rows), heads, found, len(quorum.replicas))
     gone = [(one.rank, one.replica_id, "missing", one.member, one.cause) for one in quorum.missing[:rows]]
-    yield from _table(
-        terminal, "missing", ("RANK", "REPLICA", "STANDING", "MEMBER", "CAUSE"), gone, len(quorum.missing)
-    )
+    of_gone = ("RANK", "REPLICA", "STANDING", "MEMBER", "CAUSE")
+    yield from _table(terminal, f"missing ({len(quorum.missing)})", of_gone, gone, len(quorum.missing))
 
 
 def _timer_lines(timers: Sequence[TimerStatus], terminal: Terminal, rows: int | None) -> Iterator[str]:
@@ -198,15 +127,10 @@ def _timer_lines(timers: Sequence[TimerStatus], terminal: Terminal, rows: int | 
     now = concurrency.wall()
     heads = ("RANK", "HOST", "PID", "SCOPE", "STANDING", "EXPIRES", "LEFT", "OF")
     found = [
-        (one.rank, one.host, one.pid, one.scope, one.standing, _clock(one.until), round(one.until - now), one.after)
+        (one.rank, one.host, one.pid, one.scope, one.standing, clock(one.until), round(one.until - now), one.after)
         for one in timers[:rows]
     ]
-    yield from _table(terminal, "timers", heads, found, len(timers))
-
-
-def _clock(at: float) -> str:
-    """A time of day; empty for what no clock of a host says."""
-    return datetime.fromtimestamp(at).strftime("%H:%M:%S") if 0 < at < LAST_TIME else ""
+    yield from _table(terminal, f"timers ({len(timers)})", heads, found, len(timers))
 
 
 def _next_line(what: str, decision: NextDecision) -> str:
@@ -214,12 +138,25 @@ def _next_line(what: str, decision: NextDecision) -> str:
     return f"next {what:<7}{_NEXT[decision.decision]}: {neutral(decision.reason)}{rule}"
 
 
+def _title(what: str, members: Sequence[Member], rows: int | None) -> str:
+    """Of a table: how many there are, and how many of them stand how, where not all are shown."""
+    if rows is None or len(members) <= rows:
+        return f"{what} ({len(members)})"
+    counts = Counter(one.standing for one in members).most_common()
+    return f"{what} ({len(members)}: {', '.join(f'{count} {standing}' for standing, count in counts)})"
+
+
 def _table(
     terminal: Terminal, title: str, heads: Sequence[str], rows: Sequence[Sequence[object]], count: int
 ) -> Iterator[str]:
     if not count:
         return
-    yield f"{title} ({count}):"
+    yield f"{title}:"
     yield from (f"  {line}" for line in terminal.table(heads, rows))
-    if count > len(rows):
-        yield f"  ... and {count - len(rows)} more: --all shows them"
+    yield from _more(count, len(rows), "  ")
+
+
+def _more(count: int, rows: int | None, indent: str = "") -> Iterator[str]:
+    """Where not all are shown: how many are not."""
+    if rows is not None and count > rows:
+        yield f"{indent}... and {count - rows} more: --all shows them"

@@ -11,6 +11,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Final, TextIO
 
 from ftcoord.operator.told import plain
@@ -19,6 +20,8 @@ FORMATS: Final = ("table", "json", "yaml")
 COLOURS: Final = ("auto", "always", "never")
 WIDEST: Final = 60
 """Columns of a cell that a table shows; JSON has all of it."""
+_LAST_TIME: Final = 1e11
+"""Seconds since 1970 that a time of day is made of at most."""
 
 _CODES: Final = {"good": "32", "bad": "31", "busy": "33", "going": "35", "dim": "2", "bold": "1"}
 _MOODS: Final = {
@@ -114,6 +117,12 @@ def neutral(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def clock(at: float, form: str = "%H:%M:%S") -> str:
+    """A time, in seconds since 1970, on this host's clock; empty for what no clock of a host says: it may be
+    anybody's."""
+    return datetime.fromtimestamp(at).strftime(form) if 0 < at < _LAST_TIME else ""
 
 
 def to_json(told: Any) -> str:

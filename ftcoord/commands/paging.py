@@ -13,7 +13,7 @@ from typing import Any, Final
 from ftcoord import __version__
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
-from ftcoord.commands.looking import RULE_FLAGS, rules_of
+from ftcoord.commands.jobs import RULE_FLAGS, rules_of
 from ftcoord.config import HIDDEN, Endpoint, EtcdConfig, listen_address, text
 from ftcoord.errors import ConfigError, FtcoordError
 from ftcoord.files import contents

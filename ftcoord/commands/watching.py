@@ -10,9 +10,10 @@ from datetime import datetime
 from typing import Any, Final
 
 from ftcoord import concurrency
-from ftcoord.commands.doctor import UNREACHABLE
+from ftcoord.commands.codes import HEALTHY, UNHEALTHY, UNREACHABLE
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add, etcd_config
-from ftcoord.commands.looking import HEALTHY, RULE_FLAGS, UNHEALTHY, add_job, rules_of, status_lines, terminal_of
+from ftcoord.commands.jobs import RULE_FLAGS, add_job, rules_of, terminal_of
+from ftcoord.commands.looking import status_lines
 from ftcoord.commands.output import Terminal, neutral, to_line
 from ftcoord.config import full_text
 from ftcoord.operator.job_keys import JobKeys

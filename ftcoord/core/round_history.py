@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ftcoord.core.causes import in_causal_order
 from ftcoord.core.event_records import EventKind, HistoryEvent, WorkerFailure
-from ftcoord.core.rendezvous import RoundCandidate
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, Seat
+
+if TYPE_CHECKING:  # what tells a history needs no decisions, which take a tenth of a command's time to load
+    from ftcoord.core.rendezvous import RoundCandidate
 
 MOST_ENDS: Final = 16
 """Ends that are written with one decision: in a large round thousands may follow the first."""

@@ -14,7 +14,8 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.rpc.lean import LeanClient
 from ftcoord.log_once import LogOnce
-from ftcoord.operator.reading import live_job_ids, read_job
+from ftcoord.operator.listing import live_job_ids
+from ftcoord.operator.reading import read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
 

@@ -20,7 +20,6 @@ from ftcoord.core.layout import (
 )
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
-from ftcoord.operator.rounds import roll_of
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror
 
@@ -69,7 +68,7 @@ def follow_job(
             tuple(deaths.values()),
             events[0],
         )
-        if (roll := roll_of(rounds)) is not None:
+        if (roll := rounds.roll_name) is not None:
             chunks = roll_span(prefix, roll)
             kvs = {key: kv for key, kv in rolls.items() if key in chunks}
             rounds = replace(rounds, roll=kvs)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ftcoord.core.death_records import parse_death
 from ftcoord.core.layout import member_of
+from ftcoord.core.rendezvous_records import RoundHead, parse_decided
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue, is_member
 from ftcoord.operator.told import Unreadable
@@ -46,6 +47,15 @@ class GroupKeys:
     def is_empty(self) -> bool:
         """Whether there is no such group."""
         return self.decided is None and self.roster is None and not self.below_members
+
+    @property
+    def roll_name(self) -> str | None:
+        """The roll that lies beside the decided record; None if none does, or the record is not readable."""
+        try:
+            record = parse_decided(self.decided.key, self.decided.value) if self.decided else None
+        except StateError:
+            return None
+        return record.roll if isinstance(record, RoundHead) else None
 
     def members(self) -> list[KeyValue]:
         """The members' keys, oldest first."""

@@ -53,14 +53,6 @@ def members_called(keys: JobKeys, name: str) -> list[NamedMember]:
     return [one for one in _members(keys) if name in (one.id, one.owner, one.host, one.machine) and name]
 
 
-def no_such_job(job: str) -> str:
-    """What is said of a job that etcd does not know. What could move a terminal's cursor is escaped in it."""
-    return (
-        f"etcd has no key of a job {job!r}: it never began, or was forgotten; `ftcoord ls` lists all, and"
-        " `ftcoord history` may know more"
-    )
-
-
 def owners(members: list[NamedMember]) -> set[tuple[str, str]]:
     """To whom these belong. One may have several leases; several have one host's name."""
     return {(one.group, one.owner) for one in members}

@@ -10,11 +10,12 @@ from ftcoord.core.layout import quorum_prefix, run_prefix
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, parse_decided, parse_join_request
 from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum, StateError
 from ftcoord.etcd.api import Etcd, EtcdCalls
-from ftcoord.operator.acting import close_run, drain_nodes, evict, ordered
+from ftcoord.operator.acting import close_run, drain_nodes, evict
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
-from ftcoord.operator.naming import NamedMember, members_called, no_such_job, owners
+from ftcoord.operator.naming import NamedMember, members_called, owners
+from ftcoord.operator.noting import ordered
 from ftcoord.operator.reading import read_job
-from ftcoord.operator.told import FORMAT, Done
+from ftcoord.operator.told import FORMAT, Done, no_such_job
 
 
 class NothingThere(FtcoordError):

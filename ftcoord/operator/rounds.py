@@ -92,15 +92,6 @@ def tell_rounds(keys: GroupKeys, options: RoundOptions) -> tuple[RoundsStatus, l
     return told, unreadable
 
 
-def roll_of(keys: GroupKeys) -> str | None:
-    """The roll that lies beside the decided record; None if none does, or the record is not readable."""
-    try:
-        record = parse_decided(keys.decided.key, keys.decided.value) if keys.decided else None
-    except StateError:
-        return None
-    return record.roll if isinstance(record, RoundHead) else None
-
-
 def last_round(keys: GroupKeys) -> Round | None:
     """The last round with all of its seats; None before the first. Raises StateError."""
     if keys.decided is None:

@@ -408,6 +408,14 @@ class Explanation:
         return " ".join(part for part in (self.happened, self.lost, self.now, self.do) if part)
 
 
+def no_such_job(job: str) -> str:
+    """What is said of a job that etcd does not know. What could move a terminal's cursor is escaped in it."""
+    return (
+        f"etcd has no key of a job {job!r}: it never began, or was forgotten; `ftcoord ls` lists all, and"
+        " `ftcoord history` may know more"
+    )
+
+
 _fields: Final[dict[type, tuple[str, ...]]] = {}
 
 

@@ -190,7 +190,7 @@ def test_gc_deletes_what_is_over_and_nothing_else(make_nodes: MakeNodes, run: Co
 
 
 def test_gc_leaves_what_changed_since_it_looked(run: Commands, etcd: EtcdServer, client: EtcdClient) -> None:
-    from ftcoord.operator.acting import remains_of_all, remove
+    from ftcoord.operator.remains import remains_of_all, remove
 
     key = decided_key(run_prefix("/other", "gc race"))
     client.put(key, b"x")

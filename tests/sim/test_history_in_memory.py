@@ -34,10 +34,11 @@ from ftcoord.core.rendezvous_records import FAILED, ROLLS, Round, RoundHead, par
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, RequestRefused
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put, TxnResult
-from ftcoord.operator.acting import close_run, remains_of_all, remove
+from ftcoord.operator.acting import close_run
 from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.operator.past import explain
 from ftcoord.operator.reading import read_events, read_job
+from ftcoord.operator.remains import remains_of_all, remove
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import Explanation
 from ftcoord.primitives.group.beside import MOST_OPERATIONS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ftcoord
+from ftcoord import cli
 
 ROOT = Path(ftcoord.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
@@ -111,10 +113,10 @@ FLOORS = (
     "demo",
     "operator.told",
     "operator.job_keys",
-    "operator.rounds operator.quorums operator.timers",
+    "operator.rounds operator.quorums operator.summary operator.timers",
     "operator.status operator.naming operator.leftovers operator.findings operator.past",
-    "operator.reading operator.member_http",
-    "operator.acting operator.following operator.watching metrics.runs",
+    "operator.listing operator.reading operator.member_http operator.noting",
+    "operator.acting operator.following operator.remains operator.watching metrics.runs",
     "operator.orders",
     "operator.examining",
     "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts dashboard.refusals dashboard.torchft_status",
@@ -122,10 +124,10 @@ FLOORS = (
     "dashboard.torchft_paths",
     "dashboard.app",
     "dashboard.serving",
-    "commands.output",
+    "commands.codes commands.output",
     "commands.flags",
-    "commands.completion commands.looking",
-    "commands.acting commands.doctor commands.explaining",
+    "commands.completion commands.jobs",
+    "commands.acting commands.doctor commands.explaining commands.listing commands.looking",
     "commands.paging commands.watching",
     "commands.serving",
     "commands",
@@ -284,7 +286,7 @@ def test_the_core_is_pure() -> None:
 
 TELLING = [
     f"ftcoord.operator.{name}"
-    for name in ("told", "job_keys", "rounds", "quorums", "timers", "status", "naming", "leftovers", "past")
+    for name in ("told", "job_keys", "rounds", "quorums", "summary", "timers", "status", "naming", "leftovers", "past")
 ]
 """What operators are told: as pure as the core, from keys as the API has them."""
 
@@ -308,6 +310,42 @@ def test_commands_load_neither_torch_nor_grpc(command: str) -> None:
     env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1", "FTCOORD_REQUEST_TIMEOUT": "0.01"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert done.stderr.splitlines()[-1] == "3"
+
+
+DECISIONS = {"ftcoord.core.rendezvous", "ftcoord.core.quorum"}
+"""What only those commands need that say why there is no next round, or quorum."""
+
+
+@pytest.mark.parametrize(
+    ("command", "unneeded"),
+    [
+        ("ls", DECISIONS | {"ftcoord.commands.looking", "ftcoord.commands.acting", "ftcoord.operator.past"}),
+        ("history", DECISIONS | {"ftcoord.commands.looking", "ftcoord.operator.status"}),
+        ("doctor", DECISIONS | {"ftcoord.operator.acting", "ftcoord.rendezvous"}),
+        ("status", {"ftcoord.commands.explaining", "ftcoord.operator.past", "ftcoord.metrics.exporter"}),
+    ],
+)
+def test_a_command_loads_what_it_needs_until_its_first_request(command: str, unneeded: set[str]) -> None:
+    """To load all commands takes longer than any of them does."""
+    code = (
+        "import sys; from ftcoord import cli\n"
+        "from ftcoord.etcd.rpc.lean import LeanClient\n"
+        "def first_request(*_):\n"
+        f"    sys.exit(str(set({sorted(unneeded | {'torch', 'grpc'})!r}) & sys.modules.keys() or ''))\n"
+        "LeanClient.range = LeanClient.status = first_request\n"
+        f"cli.main([{command!r}, *{['job'] * (command in ('history', 'status'))!r}])"
+    )
+    env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert (done.stdout, done.stderr.strip(), done.returncode) == ("", "", 1)
+
+
+def test_each_command_is_in_the_module_that_is_loaded_for_it() -> None:
+    for family, has in cli.FAMILIES.items():
+        for command in has:
+            actions = cli._parser(command)._actions
+            commands = next(one for one in actions if isinstance(one, argparse._SubParsersAction))
+            assert set(commands.choices) == {*has, "completion"}, family
 
 
 def test_only_etcd_rpc_and_torchfts_protocols_know_grpc() -> None:

@@ -32,7 +32,8 @@ from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of,
 from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
-from ftcoord.operator.status import JobSummaryKeys, Rules, members_of, tell_job, tell_line, with_leases
+from ftcoord.operator.status import Rules, foremost, members_of, tell_job, with_leases
+from ftcoord.operator.summary import JobSummaryKeys, tell_line
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus, TimerStatus
 
 RUN = run_prefix("/f", "job")
@@ -378,6 +379,35 @@ def test_the_members_of_both_are_told_once() -> None:
     assert members_of(told_of(group)) == [member_id(1), member_id(2)]
     assert members_of(told_of(quorum=replicas)) == [member_id(9)]
     assert members_of(told_of(group, replicas)) == [member_id(1), member_id(2), member_id(9)]
+
+
+def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most() -> None:
+    many = [ask(f"n{at}", after=0, seated=1) for at in range(60)] + [ask("late")]
+    record = Round(1, seats(*(one.node for one in many[:60])), "10.0.0.1", 5, (), 2, 4, ready=True)
+    decided = kv(decided_key(RUN), rendezvous_records.encode(record))
+    told = told_of(GroupKeys(RUN, decided, below_members=nodes(*many)))
+    assert told.rounds is not None
+    everybody = [one.node for one in told.rounds.members]
+    assert everybody[-1] == "late"
+    assert [one.node for one in foremost(told.rounds.members, 3)] == ["late", "n0", "n1"]
+    assert [one.node for one in foremost(told.rounds.members, None)] == everybody
+    assert [one.node for one in foremost(told.rounds.members, 61)] == everybody
+    assert members_of(told, 3) == [one.member for one in foremost(told.rounds.members, 3)]
+    late = told.rounds.members[-1].standing
+    shown = list(status_lines(told, Terminal(colours="never"), 3))
+    at = shown.index(f"members (61: 60 running, 1 {late}):")
+    assert [line.split()[5] for line in shown[at + 3 : at + 5]] == ["running", "running"]
+    assert "host of late" in shown[at + 2]
+    assert shown[at + 5] == "  ... and 58 more: --all shows them"
+    assert "members (61):" in list(status_lines(told, Terminal(colours="never"), None))
+
+
+def test_keys_that_cannot_be_read_are_cut_like_rows() -> None:
+    odd = [kv(member_key(RUN, member_id(1 + at)), b"?", 1 + at, 1 + at) for at in range(9)]
+    told = told_of(GroupKeys(RUN, None, below_members=tuple(odd)))
+    shown = list(status_lines(told, Terminal(colours="never"), 3))
+    assert sum(line.startswith("unreadable: ") for line in shown) == 3
+    assert shown[-1] == "... and 6 more: --all shows them"
 
 
 # -- lists ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""Runs of any size in an etcd, written in ftcoord's own encoding: what operators look at, without agents."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Final
+
+from ftcoord.core import event_records, rendezvous_records
+from ftcoord.core.event_records import HistoryEvent, WorkerFailure
+from ftcoord.core.layout import (
+    KEY_PREFIX,
+    decided_key,
+    event_key,
+    member_id,
+    member_key,
+    roll_key,
+    round_key,
+    run_prefix,
+    tail_key,
+)
+from ftcoord.core.rendezvous_records import (
+    ROLLS,
+    JoinRequest,
+    Round,
+    Seat,
+    chunks_of,
+    head_of,
+    roll_id,
+)
+from ftcoord.core.round_history import failure_event, round_events
+from ftcoord.etcd.api import Put
+from ftcoord.etcd.client import EtcdClient
+
+LEASE_TTL: Final = 3600
+"""Seconds: nobody renews these leases while it is measured."""
+EVENTS_A_ROUND: Final = 4
+"""Events of a round that ends: it was decided, it started, a worker failed, it was recalled."""
+_GRANTED_TOGETHER: Final = 4
+_PUT_TOGETHER: Final = 100
+_TRACEBACK: Final = (
+    "Traceback (most recent call last):\n" + '  File "train.py", line 41, in main\n    step(batch)\n' * 12
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRun:
+    """A run that lies in etcd.
+
+    Args:
+        asks: what its members say, by their keys and leases.
+    """
+
+    asks: Sequence[tuple[str, int, JoinRequest]]
+
+    def told_again(self, client: EtcdClient, at: int, text: str) -> None:
+        """Have one member say something else."""
+        key, lease, ask = self.asks[at]
+        client.put(key, rendezvous_records.encode(replace(ask, leaving=text)), lease)
+
+
+def write_run(client: EtcdClient, job: str, nodes: int, rounds: int) -> WrittenRun:
+    """A run whose nodes, each under a lease of its own, are in round number `rounds`; a worker's failure has ended each
+    round before it."""
+    prefix = run_prefix(KEY_PREFIX, job)
+    with ThreadPoolExecutor(_GRANTED_TOGETHER) as pool:
+        leases = [lease.id for lease in pool.map(lambda _: client.grant(LEASE_TTL), range(nodes))]
+    seats = tuple(Seat(member_id(lease), f"{at:032x}", f"host{at}") for at, lease in enumerate(leases))
+    record = Round(rounds, seats, "10.0.0.1", 29500, (), 1, nodes, ready=True, by=seats[0].member)
+    asks = [(member_key(prefix, member_id(lease)), lease, _ask(at, record)) for at, lease in enumerate(leases)]
+    puts = [Put(key, rendezvous_records.encode(ask), lease) for key, lease, ask in asks]
+    puts.append(Put(tail_key(prefix), seats[-1].member.encode(), leases[-1]))
+    puts += _record_puts(prefix, record, leases[0])
+    puts += _history_puts(prefix, record, leases[0])
+    for at in range(0, len(puts), _PUT_TOGETHER):
+        client.txn((), puts[at : at + _PUT_TOGETHER])
+    return WrittenRun(asks)
+
+
+def _ask(at: int, record: Round) -> JoinRequest:
+    seat, limits = record.seats[at], record.limits
+    return JoinRequest(
+        seat.node, "10.0.0.1", 29500, record.number - 1, seat.host, f"n{at}", *limits, seated=record.number
+    )
+
+
+def _record_puts(prefix: str, record: Round, lease: int) -> Iterator[Put]:
+    yield Put(round_key(prefix, record.number), b"", lease)
+    if ROLLS.is_inline(record):
+        yield Put(decided_key(prefix), rendezvous_records.encode(record), lease)
+        return
+    chunks = ROLLS.chunks_for(record)
+    roll = roll_id(record, chunks, record.by)
+    yield Put(decided_key(prefix), rendezvous_records.encode(head_of(record, roll, chunks, record.by)), lease)
+    for at, chunk in enumerate(chunks_of(record, chunks)):
+        yield Put(roll_key(prefix, roll, at), rendezvous_records.encode(chunk), lease)
+
+
+def _history_puts(prefix: str, last: Round, lease: int) -> Iterator[Put]:
+    """Each under a revision of its own, as if so many decisions had been made."""
+    for written, event in zip(count(), _history(last), strict=False):
+        yield Put(event_key(prefix, written + 1, last.by, written), event_records.encode(event), lease)
+
+
+def _history(last: Round) -> Iterator[HistoryEvent]:
+    before, by = None, last.by
+    for number in range(1, last.number + 1):
+        wall_ms = int(1000 * time.time())
+        deciding = replace(last, number=number, ready=False)
+        yield from round_events(before, deciding, "all are there", (), by, wall_ms)
+        started = replace(deciding, ready=True)
+        yield from round_events(deciding, started, f"round {number} is ready on {last.size} nodes", (), by, wall_ms)
+        if number == last.number:
+            return
+        seat = last.seats[number % last.size]
+        failure = WorkerFailure(4711, 1, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", _TRACEBACK)
+        end = failure_event(number, seat.host, seat.node, failure)
+        before = replace(started, recalled=f"{seat.host}: {failure.line}")
+        yield from round_events(started, before, "a worker failed", (end,), by, wall_ms)

@@ -1,0 +1,63 @@
+"""What jobs have left in etcd: counted, and deleted. It loads nothing of what acts on jobs that live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from ftcoord.core.layout import (
+    Span,
+    decided_key,
+    heartbeats_span,
+    is_member_key,
+    members_span,
+    quorum_prefix,
+    recipe_spans,
+    run_prefix,
+    run_span,
+    spans_but_history,
+    timers_span,
+)
+from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, RangeResult
+from ftcoord.etcd.reading import SnapshotReader, read_snapshot
+from ftcoord.operator.leftovers import JobRemains
+from ftcoord.operator.listing import job_ids
+from ftcoord.operator.noting import ordered
+
+
+def remains_of_all(etcd: EtcdCalls, key_prefix: str) -> Iterator[JobRemains]:
+    """What all jobs below a key prefix have, a few requests for each; but not those of which only the history is left,
+    which expires. Raises EtcdError."""
+    for job in job_ids(etcd, key_prefix):
+        remains = read_snapshot(etcd.range, partial(_remains_of, key_prefix, job))
+        if remains.keys:
+            yield remains
+
+
+def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
+    prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
+    decided = then.range(Get(Span(decided_key(prefix)))).one
+    has_quorum = then.range(Get(Span(decided_key(quorum)), count_only=True)).count > 0
+    keys = sum(found.count for found in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
+    counted = (members_span(prefix), members_span(quorum), timers_span(prefix), heartbeats_span(prefix))
+    live = sum(found.count for found in then.ranges(Get(span, count_only=True) for span in counted))
+    recipes = (Get(span, keys_only=True) for span in recipe_spans(prefix))
+    live += sum(_members_in(found) for found in then.ranges(recipes))
+    return JobRemains(job, then.revision, decided, has_quorum, live, keys)
+
+
+def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains, by: str) -> bool:
+    """Delete all keys of a job but its history, unless anybody has written one since it was looked at; whether they are
+    deleted.
+
+    Raises EtcdError.
+    """
+    prefix = run_prefix(key_prefix, remains.job)
+    span = run_span(prefix)
+    unchanged = Compare(span.start, "mod", "<", remains.revision + 1, span.end)
+    told = ordered(etcd, prefix, f"its keys were deleted by {by}: {remains.keys} of them", "", by)
+    return etcd.txn([unchanged], [*(Delete(part) for part in spans_but_history(prefix)), *told]).succeeded
+
+
+def _members_in(found: RangeResult) -> int:
+    return sum(is_member_key(kv.key) for kv in found.kvs)
