@@ -48,7 +48,8 @@ sim-shrink: $(VENV)/.ready
 
 # The table of planted faults in docs/reliability.md.
 sim-mutants: $(VENV)/.ready
-	PYTHONPATH=tests/sim:tests $(BIN)/python -m simulator mutants --seeds $(or $(SEEDS),10000) --write docs/reliability.md
+	PYTHONPATH=tests/sim:tests $(BIN)/python -m simulator mutants --seeds $(or $(SEEDS),10000) --only '$(ONLY)' \
+		--write docs/reliability.md
 
 soak: $(VENV)/.ready
 	$(BIN)/python tests/soak.py $(or $(MINUTES),30)

@@ -63,7 +63,15 @@ def test_a_seed_has_one_trace_in_every_interpreter() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a leader's fence names no leader", "a replica does not remember which quorums it heard of"]
+    "name",
+    [
+        "a leader's fence names no leader",
+        "a replica does not remember which quorums it heard of",
+        "a barrier opens for one less",  # the decision is withheld, and an error is logged
+        "a lease is renewed when its time is over",
+        "a sentinel does not give up leases",
+        "a roster that is deleted is not put back",
+    ],
 )
 def test_a_planted_fault_is_seen(name: str) -> None:
     """All of them: `make sim-mutants`."""

@@ -23,6 +23,8 @@ OBJECTS = 200_000
 """That are left between two runs of the garbage collector: some 40 MB."""
 SHOWN = 60
 """Lines of a failed history that are shown."""
+FEW = 8
+"""Seeds that are tried of each planted fault before any other is."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -160,17 +162,24 @@ def _hunt(task: tuple[Mutant, range]) -> tuple[Mutant, Report | None]:
 
 
 def _mutants(options: argparse.Namespace) -> int:
-    tasks = [(one, range(options.first, options.first + options.seeds)) for one in MUTANTS if options.only in one.name]
-    found: dict[str, str] = {}
+    """A few seeds of each, then four times as many of those that are not seen yet: most are seen at once. The document
+    has each line as soon as it is known."""
+    left = [one for one in MUTANTS if options.only in one.name]
+    planted, at, last = len(left), options.first, options.first + options.seeds
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
-        for mutant, report in pool.imap_unordered(_hunt, tasks):
-            found[mutant.name] = line = table.line(mutant, report, options.first + options.seeds)
-            print(line, flush=True)
-    if options.write is not None:
-        options.write.write_text(table.updated(options.write.read_text(), found))
-    missed = sum(table.NOT_SEEN in line for line in found.values())
-    print(f"{len(tasks)} planted, {missed} not seen")
-    return bool(missed)
+        while left and at < last:
+            until = min(max(options.first + FEW, 4 * at), last)
+            tasks, left = [(one, range(at, until)) for one in left], []
+            for mutant, report in pool.imap_unordered(_hunt, tasks):
+                line = table.line(mutant, report, until)
+                print(line, flush=True)
+                if options.write is not None:
+                    options.write.write_text(table.updated(options.write.read_text(), {mutant.name: line}))
+                if report is None:
+                    left.append(mutant)
+            at = until
+    print(f"{planted} planted, {len(left)} not seen")
+    return bool(left)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,21 @@ from typing import Final
 
 from ftcoord import errors as ftcoord_errors
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.layout import decided_key, member_id, member_key, members_span, roster_key, tail_key
+from ftcoord.core.layout import decided_key, is_member_key, member_id, member_key, members_span, roster_key, tail_key
 from ftcoord.core.rendezvous_records import JoinRequest, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
 from ftcoord.operator.acting import drain_nodes
 from ftcoord.testing.backend import Snapshot
+from simulator.oracles import GARBAGE, require
 from simulator.plan import PlannedFault
 from simulator.roles import ROLES, Agent
 from simulator.world import LEASE_TTL, RUN, Process, World
 
+BURIAL: Final = 2.0
+"""Seconds within which a sentinel that etcd answers gives up the leases of a process that was killed."""
 CALL_TIMEOUT: Final = 1.0
 """Seconds that an order of the operator's may take."""
 WORKER_FAILURE: Final = WorkerFailure(4711, signal=9, fate="was killed by signal 9 (SIGKILL)")
-GARBAGE: Final = (b"", b"garbage", b"{}", b'{"v":1}', b'{"v":9,"number":3}', b"\xff\xfe")
 
 
 class Faults:
@@ -39,7 +41,7 @@ class Faults:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._snapshots = [snapshot]
-        self._etcd_is_away = False
+        self._etcd_is_away, self._full_until, self._last_at = False, 0.0, 0.0
         self._lives: Counter[str] = Counter()
         self.injected: Counter[str] = Counter()
         for fault in world.plan.faults:
@@ -75,6 +77,7 @@ class Faults:
         draw = random.Random(fault.draw)
         what = getattr(self, f"_{fault.kind}")(draw)
         if what:
+            self._last_at = self._world.scheduler.time
             self.injected[fault.kind] += 1
             self._world.note(what)
 
@@ -84,10 +87,25 @@ class Faults:
         victim, with_host = self._world.victim(draw), draw.random() < 0.5
         if victim is None:
             return ""
+        leases = victim.sentinel.stands_by
         victim.kill(with_host=with_host)
+        if not with_host and self._is_served(victim):
+            at = self._world.scheduler.time
+            self._after(BURIAL, lambda: self._check_burial(victim, leases, at))
         if draw.random() < 0.8:
             self._after(draw.choice((0.0, 0.5, LEASE_TTL, 2 * LEASE_TTL)), lambda: self._restart(victim, draw))
         return f"{victim.name} is killed{', and its host with it' if with_host else ''}"
+
+    def _is_served(self, process: Process) -> bool:
+        """Whether etcd answers it now, and takes what it writes."""
+        is_well = not self._etcd_is_away and self._world.scheduler.time > self._full_until
+        return is_well and not process.is_cut and self._world.plan.network.loses_nothing
+
+    def _check_burial(self, victim: Process, leases: frozenset[int], at: float) -> None:
+        """Its sentinel has given its leases up, unless something else has befallen anybody since."""
+        if self._last_at <= at and self._world.scheduler.time >= at + BURIAL:  # earlier where faults stop
+            left = [key for key, kv in self._world.oracles.kvs.items() if kv.lease in leases and is_member_key(key)]
+            require("a sentinel gives leases up", not left, f"{victim.name} is dead, and there is {left}")
 
     def _restart(self, victim: Process, draw: random.Random) -> None:
         slot = victim.name.partition(".")[0]
@@ -205,6 +223,7 @@ class Faults:
     def _no_space(self, draw: random.Random) -> str:
         seconds = draw.choice((0.5, 3.0, 2.0 * LEASE_TTL))
         self._world.etcd.set_no_space(True)
+        self._full_until = max(self._full_until, self._world.scheduler.time + seconds)
         self._after(seconds, lambda: self._world.etcd.set_no_space(False))
         return f"etcd has no space for {seconds:g} s"
 
@@ -251,10 +270,12 @@ class Faults:
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def _delete_key(self, draw: random.Random) -> str:
-        key = self._key(draw)
+        key = self._key(draw, may_be_roster=True)
         if self._etcd_is_away or not self._world.observer.delete(Span(key)):
             return ""
-        if key.endswith("/decided"):  # a roster alone could be no other's
+        if key.endswith("/roster"):
+            self._after(LEASE_TTL, lambda: self._repair(key))
+        if key.endswith("/decided"):  # the roster would be no other's
             self._world.observer.delete(Span(roster_key(key)))
         return f"somebody deletes {key}"
 
@@ -278,13 +299,25 @@ class Faults:
             self._world.observer.delete(Span(roster_key(key)))
             self._world.note(f"somebody deletes the garbage in {key}")
 
-    def _key(self, draw: random.Random) -> str:
+    def _repair(self, roster: str) -> None:
+        """Where nobody that lives knows the roster of a quorum, an operator has to delete its record."""
+        if self._etcd_is_away:
+            self._after(1.0, lambda: self._repair(roster))
+        elif self._world.observer.range(Get(Span(roster))).one is None:
+            self._world.observer.delete(Span(roster.removesuffix("/roster")))
+            self._world.note(f"somebody deletes the record that goes with {roster}")
+
+    def _key(self, draw: random.Random, *, may_be_roster: bool = False) -> str:
         """One that a group may have; a member's own is its last."""
         prefix = draw.choice(self._world.groups)
         decider = self._world.decider(prefix)
         leases = [lease for lease, owner in self._world.owners.items() if owner is (decider or owner)]
         member = member_key(prefix, member_id(leases[-1]) if leases else "0123456789abcdef")
-        return draw.choice((decided_key(prefix), member, member, member_key(prefix, "stranger"), tail_key(prefix)))
+        decided = decided_key(prefix)
+        keys = [decided, member, member, member_key(prefix, "stranger"), tail_key(prefix)]
+        if may_be_roster and prefix == self._world.job.prefix:
+            keys += [roster_key(decided), roster_key(decided)]
+        return draw.choice(keys)
 
 
 def cast(world: World, draw: random.Random) -> None:

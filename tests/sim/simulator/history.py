@@ -21,6 +21,8 @@ from simulator.stubs import installed
 from simulator.trace import Trace
 from simulator.world import LEASE_TTL, World
 
+CALM: Final = 2.0 * LEASE_TTL
+"""Seconds after the last fault by which what was under way then is over."""
 BACKUP_EVERY: Final = 5.0
 """Seconds between two backups of etcd."""
 L1_BOUND: Final = LEASE_TTL + 1.0 + 5.0
@@ -65,6 +67,21 @@ class Report:
         self.operations, self.joins = [], []
 
 
+class _Errors(logging.Handler):
+    """Fails a history in which ftcoord logs an error: that a decision was withheld, or that a thread failed."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(logging.ERROR)
+        self._scheduler = scheduler
+
+    def createLock(self) -> None:  # noqa: N802  # logging's name
+        self.lock = None  # a real one, while other tasks run
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._scheduler.ending:
+            self._scheduler.fail(Violation("ftcoord logs no error", record.getMessage()))
+
+
 def play(plan: Plan) -> Report:
     """One history. What is wrong with it is in the report: nothing is raised but by an error of the simulator's."""
     scheduler = Scheduler(plan.seed, horizon=1000.0, steps=400_000)
@@ -74,14 +91,16 @@ def play(plan: Plan) -> Report:
     def main() -> None:
         with MemoryEtcd() as etcd:
             world = World(scheduler, etcd, plan, trace)
-            with installed(plan.seed, world.sentinel):
+            with installed(plan.seed, world.sentinel, world.keeps):
                 faults = Faults(world, etcd.snapshot())
                 report.faults, report.counts = faults.injected, world.oracles.counts
                 report.operations, report.joins = world.oracles.operations, world.oracles.joins
                 _play(world, faults)
 
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    disabled, log = logging.root.manager.disable, logging.getLogger("ftcoord")
+    logging.disable(logging.WARNING)
+    errors = _Errors(scheduler)
+    log.addHandler(errors)
     try:
         scheduler.run(main)
     except Violation as error:
@@ -93,6 +112,7 @@ def play(plan: Plan) -> Report:
         report.place = "".join(traceback.format_exception(error))
     finally:
         logging.disable(disabled)
+        log.removeHandler(errors)
     report.steps, report.seconds = scheduler.taken, scheduler.time
     return report
 
@@ -106,11 +126,13 @@ def _play(world: World, faults: Faults) -> None:
             faults.back_up()
     faults.stop()
     world.note("faults stop")
+    since = world.scheduler.time
     for process in world.live:
         process.resume()
         process.mend()
         process.client.loses = lambda _event: False
     _come_about(world)
+    _stay_calm(world, since)
     _end(world)
     world.oracles.finish()
 
@@ -125,6 +147,15 @@ def _come_about(world: World) -> None:
                 "L1 what is due comes about", late < BOUND, f"not within {BOUND:g} s after the last fault: {missing}"
             )
             world.scheduler.sleep(0.25)
+
+
+def _stay_calm(world: World, since: float) -> None:
+    """When nothing has befallen anybody for a while, all leases are renewed in time."""
+    if not world.plan.network.loses_nothing:
+        return
+    world.scheduler.sleep(max(since + CALM - world.scheduler.time, 0.0))
+    for owner, lease in world.kept_by_the_living():
+        require("a lease that is kept is renewed in time", owner.trusts(lease), f"{lease.id:x} of {owner.name}")
 
 
 def _end(world: World) -> None:

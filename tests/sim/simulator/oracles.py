@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,16 +18,18 @@ from ftcoord.core.layout import (
     barrier_prefix,
     decided_key,
     election_prefix,
+    member_key,
     member_of,
     members_span,
     number_of,
+    roll_key,
     roster_key,
     rounds_span,
     run_prefix,
     store_values_span,
 )
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_quorum, parse_replica
-from ftcoord.core.rendezvous_records import AnyRound, Round, parse_decided
+from ftcoord.core.rendezvous_records import AnyRound, Round, RoundHead, parse_decided
 from ftcoord.core.store_history import Operation
 from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
@@ -41,6 +44,10 @@ WRITTEN: Final = "/written"
 """What leaders write: the number of their term, and their name."""
 FASTEST: Final = 1.011
 """How fast the fastest clock of a process is."""
+
+
+GARBAGE: Final = (b"", b"garbage", b"{}", b'{"v":1}', b'{"v":9,"number":3}', b"\xff\xfe")
+"""What somebody writes into keys now and then."""
 
 
 class Violation(AssertionError):
@@ -444,6 +451,7 @@ class Oracles:
             self._term: self.election.decided,
             decided_key(BARRIER): self.barrier.decided,
         }
+        self._groups = {decided_key(prefix): prefix for prefix in (RUN, self.job.prefix, ELECTION, BARRIER)}
 
     def committed(self, events: Sequence[Event], now: float) -> None:
         """etcd has done this, in one revision. Raises Violation."""
@@ -459,7 +467,9 @@ class Oracles:
         for event in events:
             self._judge(event, now)
         if is_quorum:
-            self._judge_quorum(now, [member_of(event.kv.key) for event in events if event.kv.key in self._members])
+            with_ = [member_of(event.kv.key) for event in events if event.kv.key in self._members]
+            is_decided = any(event.kind == "put" and event.kv.key == self._head for event in events)
+            self._judge_quorum(now, with_, is_decided=is_decided)
 
     def restored(self, kvs: Iterable[KeyValue], now: float) -> None:
         """etcd holds this now, whatever it held before."""
@@ -495,6 +505,8 @@ class Oracles:
             if event.kind == "put":
                 self.counts["decisions"] += 1
                 self._decided[kv.key](kv)
+                self._judge_decider(kv)
+                self._judge_roll(kv)
             elif kv.key == self._term:
                 self.election.vanished()
         elif kv.key in self._members:
@@ -525,10 +537,39 @@ class Oracles:
             grows = now is None or number >= now.number
             require("S2 rounds only grow", grows, lambda: f"the fence of {number} in {now}")
 
-    def _judge_quorum(self, now: float, with_: Sequence[str] = ()) -> None:
+    def _judge_decider(self, kv: KeyValue) -> None:
+        if kv.value in GARBAGE:
+            return
+        by = json.loads(kv.value)["by"].partition(" ")[0]
+        if owner := self.owner(by):  # else it was an operator, who drains a node
+            is_member = member_key(self._groups[kv.key], by) in self.kvs
+            require("S1 who decides is a member", is_member, f"{by} of {owner} decides {kv.key}")
+
+    def _judge_roll(self, kv: KeyValue) -> None:
+        """Who reads a head must find all chunks of its roll."""
+        head = self.rounds.record
+        if kv.key == decided_key(RUN) and isinstance(head, RoundHead):
+            keys = [roll_key(RUN, head.roll, chunk) for chunk in range(head.chunks)]
+            lost = [key for key in keys if key not in self.kvs]
+            require("S1 a round has its whole roll", not lost, f"round {head.number} names {lost}")
+
+    def _judge_quorum(self, now: float, with_: Sequence[str] = (), *, is_decided: bool = False) -> None:
         head = self.kvs.get(self._head)
         if head is None:
             self.quorums.vanished()
         else:
             self.counts["decisions"] += 1
-            self.quorums.decided(head, self.kvs.get(self._roster), with_, now)
+            roster = self.kvs.get(self._roster)
+            if is_decided:
+                self._judge_decider(head)
+                is_whole = head.value in GARBAGE or _can_be_read(head, roster)
+                require("S1 a quorum has its roster", is_whole, f"{head.value!r} goes with {roster}")
+            self.quorums.decided(head, roster, with_, now)
+
+
+def _can_be_read(head: KeyValue, roster: KeyValue | None) -> bool:
+    try:
+        parse_quorum(head.key, head.value, roster.value if roster else None)
+    except StateError:
+        return False
+    return True

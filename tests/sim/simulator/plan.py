@@ -20,6 +20,11 @@ class Network:
     twice: float = 0.0
     delay: float = 0.0
 
+    @property
+    def loses_nothing(self) -> bool:
+        """Whether each call gets through, and once."""
+        return not any((self.refused, self.lost_requests, self.lost_answers, self.late, self.twice))
+
 
 @dataclass(frozen=True)
 class Profile:

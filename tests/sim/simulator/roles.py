@@ -139,6 +139,8 @@ class Agent(Role):
             return
         while not (process.leaves.is_set() or handler.num_nodes_waiting()):
             process.rest(self.draw.choice((0.2, 1.0)))
+            with contextlib.suppress(DistStoreError, RuntimeError):  # as workers do that meet now and then
+                info.store.set(f"alive{now.rank}", f"{self.world.scheduler.time}")
             watch = handler._resources.watch
             if (watch is not None and not watch.watches) or self._hangs(now):
                 break
@@ -354,17 +356,20 @@ class Party(Role):
 
 
 class Beater(Role):
-    """A heartbeat with data that changes."""
+    """A heartbeat with data that changes; of every other one it never does."""
 
     data = 0
 
     def live(self, process: Process) -> None:
+        changes = self.draw.random() < 0.5
         while not process.leaves.is_set():
             with (
                 contextlib.suppress(EtcdError),
                 ftcoord.Heartbeat("run", process.name, 5, 0, etcd=process.client) as beat,
             ):
                 while not process.rest(self.draw.choice((0.5, 3.0))):
+                    if not changes:
+                        continue
                     self.data += 1
                     with contextlib.suppress(EtcdError):
                         beat.update(self.data)

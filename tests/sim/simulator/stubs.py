@@ -17,7 +17,7 @@ from ftcoord.coordination import policy
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.etcd.api import Lease, Put, TxnResult
-from ftcoord.primitives import sentinel, sentinel_main
+from ftcoord.primitives import sentinel, sentinel_main, session
 from ftcoord.primitives.sentinel_orders import Order
 from ftcoord.rendezvous import handler
 from ftcoord.testing import MemoryClient
@@ -120,6 +120,11 @@ class SentinelStub:
             order = self._kept[lease_id] = {**self._kept[lease_id], "rests": True}
             self._tell(order)
 
+    @property
+    def stands_by(self) -> frozenset[int]:
+        """The leases that it gives up when the process dies."""
+        return frozenset(self._kept)
+
     def drop(self, lease_id: int) -> None:
         if self._kept.pop(lease_id, None) is not None:
             self._tell(Order(drop=lease_id))
@@ -161,8 +166,9 @@ class SentinelStub:
 
 
 @contextlib.contextmanager
-def installed(seed: int, sentinel_of: Callable[[], Any]) -> Iterator[None]:
-    """All of this in place of the real ones; names and numbers come from the seed."""
+def installed(seed: int, sentinel_of: Callable[[], Any], keeps: Callable[[session.KeptLease], None]) -> Iterator[None]:
+    """All of this in place of the real ones; names and numbers come from the seed. `keeps` is told of each session's
+    lease."""
     ports, draw = Ports(), random.Random(f"names {seed}")
 
     class Reservation:
@@ -174,6 +180,11 @@ def installed(seed: int, sentinel_of: Callable[[], Any]) -> Iterator[None]:
 
         def release(self) -> None:
             pass
+
+    class KeptLease(session.KeptLease):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            keeps(self)
 
     with contextlib.ExitStack() as undo:
 
@@ -190,6 +201,7 @@ def installed(seed: int, sentinel_of: Callable[[], Any]) -> Iterator[None]:
         put(handler, "MarkedChildren", MarkStub)
         put(handler, "raised_as_exceptions", contextlib.nullcontext)
         put(handler, "construct_and_record_rdzv_event", lambda **_: None)
+        put(session, "KeptLease", KeptLease)
         put(sentinel.Sentinel, "of_process", staticmethod(sentinel_of))
         put(uuid, "uuid4", lambda: uuid.UUID(int=draw.getrandbits(128), version=4))
         yield

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.core.layout import members_span
+from ftcoord.core.layout import is_member_key, member_of, members_span
+from ftcoord.core.lease import SessionState
 from ftcoord.etcd.api import Event, Get, Span
+from ftcoord.primitives.session import KeptLease
 from ftcoord.testing import (
     DELIVERED,
     LOST_ANSWER,
@@ -24,7 +26,7 @@ from ftcoord.testing import (
     Scheduler,
 )
 from ftcoord.testing.scheduler import Clock
-from simulator.oracles import BARRIER, ELECTION, RUN, Oracles, Violation
+from simulator.oracles import BARRIER, ELECTION, RUN, Oracles, Violation, require
 from simulator.plan import Network, Plan
 from simulator.stubs import CONFIG, SentinelStub
 from simulator.trace import Trace
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 LEASE_TTL: Final = 5
 """Seconds, of all members."""
+EXPIRY_THREAD: Final = "ftcoord-memory-etcd"
+"""The thread that ends leases whose time is over."""
 MAIN: Final = "operator"
 """The lane of the diagram in which faults stand."""
 
@@ -88,7 +92,7 @@ class Process:
         self.link = Link(world.plan.network, draw, self.note)
         self.client = self._client()
         self.leaves = concurrency.event()
-        self.is_killed = self.is_stopped = self.is_done = self._has_lost_its_host = False
+        self.is_killed = self.is_stopped = self.is_done = self.is_cut = self._has_lost_its_host = False
         self.killed_at = 0.0
         self._sentinels_client = self._client(sentinel=True)
         self.sentinel = SentinelStub(name, self._sentinels_client, self._begin_sentinel)
@@ -105,6 +109,11 @@ class Process:
     @property
     def lives(self) -> bool:
         return not (self.is_killed or self.is_done)
+
+    def trusts(self, lease: KeptLease) -> bool:
+        """Whether it takes a lease of its own for alive, by its own clock: nobody asks it."""
+        now = self.world.scheduler.time * self._clock.rate
+        return not lease._lost and lease._times.state(now) is SessionState.CONNECTED
 
     def note(self, mark: str, what: object) -> None:
         """Something that it does, for the trace."""
@@ -154,6 +163,7 @@ class Process:
     def cut(self, direction: str) -> None:
         """Nothing gets through any longer in this direction: requests, answers, or both. Of its sentinel neither: the
         two are on one host."""
+        self.is_cut = True
         if direction == "both":
             self.client.cut_off()
             self._sentinels_client.cut_off()
@@ -164,7 +174,7 @@ class Process:
 
     def mend(self) -> None:
         """End of `cut()`, also for the sentinel of a process that was killed meanwhile, unless its host is lost."""
-        self.link.cut = ""
+        self.link.cut, self.is_cut = "", False
         if not self.is_killed:
             self.client.reconnect()
         if not self._has_lost_its_host:
@@ -218,13 +228,16 @@ class World:
             "etcd", "", "job", min_replicas=least, join_timeout_ms=wait, heartbeat_timeout_ms=1000 * LEASE_TTL
         )
         self.owners: dict[int, Process] = {}
+        self.kept: dict[int, KeptLease] = {}
+        """What the owner of each lease knows of it."""
         self.oracles = Oracles(self.job, self._name_of, self._is_dead, plan.nnodes)
         self.processes: dict[str, Process] = {}
         self.restored_at = -1e9
         self.observer = etcd.client()
         etcd.listen(self._committed)
-        self.groups = (RUN, self.job.prefix, ELECTION, BARRIER)
-        """What the keys of each group begin with."""
+        prefixes = {"agent": RUN, "trainer": self.job.prefix, "candidate": ELECTION, "party": BARRIER}
+        self.groups = [prefix for role, prefix in prefixes.items() if plan.cast.get(role)]
+        """What the keys of each group that has members begin with."""
 
     def note(self, what: object) -> None:
         """A fault, or what else is done from outside, for the trace."""
@@ -269,6 +282,28 @@ class World:
         kvs = self.etcd.snapshot().keys.range(Get(Span("/", is_prefix=True))).kvs
         self.oracles.restored(kvs, self.scheduler.time)
 
+    def keeps(self, lease: KeptLease) -> None:
+        """Some process keeps it from now on."""
+        self.kept[lease.id] = lease
+
+    def kept_by_the_living(self) -> Iterator[tuple[Process, KeptLease]]:
+        """The leases that are to be renewed, each with its owner."""
+        for id_, lease in self.kept.items():
+            owner = self.owners.get(id_)
+            if owner is not None and owner.lives and lease.kept and not lease.rests:
+                yield owner, lease
+
+    def _judge_end(self, lease_id: int) -> None:
+        """etcd has ended a lease whose time was over: its owner must not trust it any longer by then."""
+        lease, owner = self.kept.get(lease_id), self.owners.get(lease_id)
+        if lease is None or owner is None or owner.is_killed or not lease.kept:
+            return
+        require(
+            "who trusts its lease has it",
+            not owner.trusts(lease),
+            f"{owner.name} trusts lease {lease_id:x}, which has ended",
+        )
+
     def _is_dead(self, member: str) -> bool:
         owner = self.owners.get(int(member, 16))
         return owner is not None and owner.is_killed
@@ -285,6 +320,10 @@ class World:
             if not event.kv.key.endswith("/tail"):
                 self.trace.note(self.scheduler.time, "etcd", "=", event)
         try:
+            if self.scheduler.current.name == EXPIRY_THREAD:
+                for event in events:
+                    if event.kind == "delete" and is_member_key(event.kv.key):
+                        self._judge_end(int(member_of(event.kv.key), 16))
             self.oracles.committed(events, self.scheduler.time)
         except Violation as violation:
             self.scheduler.fail(violation)
