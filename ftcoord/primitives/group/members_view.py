@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.layout import Span
-from ftcoord.errors import RequestRefused
-from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, encode_key, is_member
+from ftcoord.etcd.api import Compare, Etcd, KeyValue, encode_key, is_member
 from ftcoord.primitives.mirror import Mirror, Posted
 
-LAST_WORDS: Final = 8
-"""Members of which it is read what they said last, where it was not seen: some requests each."""
 DEPARTED: Final = 1000
 """Members that are gone of which is remembered what they said last."""
 
@@ -83,27 +79,8 @@ class MembersView:
         if not self.mirror.synced:
             self.mirror.sync()
             if self.mirror.synced:
-                self._read_last_words([self._kvs[key] for key in self._kvs.keys() - self.mirror.kvs.keys()])
                 self.read_at = concurrency.now()
                 self._note({*self.mirror.kvs, *self._kvs}, self.read_at)
-
-    def _read_last_words(self, gone: list[KeyValue]) -> None:
-        """What members said last that went while the mirror was closed: perhaps that they leave, which nobody else may
-        have read. Raises EtcdError."""
-        for kv in gone[:LAST_WORDS]:
-            if is_member(kv) and kv.key not in self.departed:
-                self._note_departure(self._last_word_after(kv))
-
-    def _last_word_after(self, last: KeyValue) -> KeyValue:
-        """The same, of one whose key was there at the revision of `last`, and is gone at the mirror's."""
-        assert self.mirror is not None
-        there, gone = last.mod_revision, self.mirror.revision
-        with suppress(RequestRefused):  # etcd has forgotten that
-            while gone - there > 1:
-                between = (there + gone) // 2
-                found = self._etcd.range(Get(Span(last.key), revision=between)).one
-                last, there, gone = (found, between, gone) if found is not None else (last, there, between)
-        return last
 
     def apply(self, posted: Posted) -> None:
         """Bring the copy up to date."""
