@@ -185,12 +185,12 @@ def some_order_explains(operations: Sequence[Operation]) -> bool:
 
 def test_the_judge_says_what_trying_all_orders_says() -> None:
     verdicts = []
-    for seed in range(300):
+    for seed in range(150):
         history = drawn(seed)
         if history:
             verdicts.append(some_order_explains(history))
             assert is_linearizable(history) == verdicts[-1], (seed, history)
-    assert min(verdicts.count(True), verdicts.count(False)) > 30, "both must be there"
+    assert min(verdicts.count(True), verdicts.count(False)) > 10, "both must be there"
 
 
 def test_the_judge_takes_nothing_from_ftcoord() -> None:
