@@ -206,8 +206,8 @@ class Process:
         client.config = CONFIG
         grant = client.grant
 
-        def granting(ttl: int) -> object:
-            lease = grant(ttl)
+        def granting(ttl: int, *, timeout: float | None = None) -> object:
+            lease = grant(ttl, timeout=timeout)
             self.world.owners[lease.id] = self
             return lease
 
