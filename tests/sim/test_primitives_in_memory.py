@@ -14,8 +14,8 @@ from worlds import TTL, World, insist, simulated
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import TRUST_FOR, SessionState
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, RoundOver
-from ftcoord.etcd.api import Event, Get, KeyValue, Put, Span, absent
+from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, RoundOver
+from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, Span, absent
 from ftcoord.heartbeat import Heartbeat, watch_heartbeats
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.primitives.feed import Feed
@@ -26,7 +26,7 @@ from ftcoord.primitives.sentinel import SentinelFor
 from ftcoord.primitives.session import INTRODUCED_AFTER, KeptLease, Session
 from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
-from ftcoord.testing import Call, Fate, MemoryClient, MemoryEtcd, flaky
+from ftcoord.testing import DELIVERED, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 
@@ -255,6 +255,47 @@ def test_a_slow_etcd_is_asked_once_by_who_gives_it_time(world: World) -> None:
             assert config is None, "who asks for so long is answered"
         assert done
         assert (len(asked) > 1) is is_asked_again
+
+
+@simulated
+def test_what_etcd_has_no_space_for_and_writes_all_the_same_is_written(world: World) -> None:
+    world.observer.put("/beside", b"")
+    world.etcd.set_no_space(True, let_in=1)
+    outcome = write_once(
+        world.observer, Put("/key", b"1"), 0, before=[Get(Span("/beside"))], reads=[Get(Span("/", is_prefix=True))]
+    )
+    beside, below = outcome.reads
+    assert (outcome.done, outcome.kv) == (True, world.observer.get("/key").one)
+    assert [kv.key for kv in (*beside.kvs, *below.kvs)] == ["/beside", "/beside", "/key"]
+    assert outcome.revision == beside.revision == below.revision
+    with pytest.raises(EtcdNoSpace):
+        write_once(world.observer, Put("/other", b"1"), 0)
+    assert world.observer.get("/other").one is None
+
+
+@simulated
+def test_nobody_knows_what_a_full_etcd_wrote_that_then_goes_away(world: World) -> None:
+    client = world.etcd.client()
+    client.fate = lambda call: DELIVERED if call.writes else REFUSED
+    world.etcd.set_no_space(True, let_in=1)
+    with pytest.raises(OutcomeUnknown):
+        write_once(client, Put("/key", b"1"), 0)
+
+
+@simulated
+def test_a_change_that_etcd_had_no_space_for_is_made_or_not_made_for_good(world: World) -> None:
+    changes = ExactlyOnceWriter(world.observer, "/ops/", 600, None, None, concurrency.event())
+    world.observer.put("/queue", b"item")
+    changes.make([Put("/warm", b"")], [], None, concurrency.now() + 60)
+    world.etcd.set_no_space(True, let_in=1)
+    popped = changes.make([Delete(Span("/queue")), Put("/popped", b"")], [], "/popped", concurrency.now() + 60)
+    assert (popped.done, popped.kv) == (True, world.observer.get("/popped").one)
+    with pytest.raises(EtcdNoSpace):
+        changes.make([Put("/popped", b"")], [], None, concurrency.now() + 60)
+    world.etcd.set_no_space(False)
+    assert changes.make([Put("/after", b"")], [], None, concurrency.now() + 60).done
+    assert {key: world.observer.get(key).kvs[0].version for key in ("/popped", "/after")} == {"/popped": 1, "/after": 1}
+    changes.close()
 
 
 @simulated
