@@ -92,6 +92,10 @@ class ExactlyOnceWriter:
             try:
                 while made is None:
                     made = self._attempt(ops, guards, look, deadline)
+            except EtcdUnavailable as error:  # so says the last attempt; an earlier one may have been made
+                if not self._unanswered:
+                    raise
+                raise OutcomeUnknown(f"a change was not answered, and then: {error}") from None
             finally:
                 if made is None:
                     self._begin_count()  # so that a change of unknown outcome cannot be taken for the next one

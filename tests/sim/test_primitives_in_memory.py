@@ -26,7 +26,7 @@ from ftcoord.primitives.sentinel import SentinelFor
 from ftcoord.primitives.session import INTRODUCED_AFTER, KeptLease, Session
 from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
-from ftcoord.testing import DELIVERED, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky
+from ftcoord.testing import DELIVERED, LOST_ANSWER, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 
@@ -295,6 +295,21 @@ def test_a_change_that_etcd_had_no_space_for_is_made_or_not_made_for_good(world:
     world.etcd.set_no_space(False)
     assert changes.make([Put("/after", b"")], [], None, concurrency.now() + 60).done
     assert {key: world.observer.get(key).kvs[0].version for key in ("/popped", "/after")} == {"/popped": 1, "/after": 1}
+    changes.close()
+
+
+@simulated
+def test_a_change_is_of_unknown_outcome_if_any_of_its_attempts_was(world: World) -> None:
+    """The first one is made and its answer lost; the later ones never leave."""
+    client = world.etcd.client()
+    fates = iter((LOST_ANSWER,))
+    client.fate = lambda call: next(fates, REFUSED) if call.writes else DELIVERED
+    changes = ExactlyOnceWriter(client, "/ops/", 600, None, None, concurrency.event())
+    with pytest.raises(OutcomeUnknown, match="was not answered, and then"):
+        changes.make([Put("/made", b"")], [], None, concurrency.now() + 2)
+    assert world.observer.get("/made").one is not None
+    with pytest.raises(EtcdUnavailable):
+        changes.make([Put("/not made", b"")], [], None, concurrency.now() + 2)
     changes.close()
 
 
