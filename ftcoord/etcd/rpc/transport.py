@@ -10,7 +10,15 @@ from typing import Any
 
 from ftcoord import concurrency, files
 from ftcoord.config import Endpoint, EtcdConfig, Tls
-from ftcoord.errors import MORE_THREADS, ClientClosed, ConfigError, EtcdError, EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import (
+    MORE_THREADS,
+    ClientClosed,
+    ConfigError,
+    EtcdAuthError,
+    EtcdError,
+    EtcdUnavailable,
+    OutcomeUnknown,
+)
 from ftcoord.etcd.retry import retry
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
@@ -38,6 +46,10 @@ _NEEDS_LEADER = (("hasleader", "true"),)
 CLIENT_CLOSED = "this etcd client was closed; make a new one"
 SHORTEST_CALL = 0.05
 """Seconds that a call gets even if less is left: with none, it could not be answered at all."""
+
+
+class _LoginRanOut(EtcdUnavailable):
+    """etcd does not know the login's token, and did nothing: log in again."""
 
 
 class Member:
@@ -87,6 +99,9 @@ class Transport:
         # `forget_token`, which may only make one login too many; read without it.
         self._token_lock = concurrency.lock("Transport._token_lock")
         self._token: str | None = None
+        self._renewals_log_in = False
+        """Whether this etcd wants a login of whoever renews a lease; only ever becomes true, by any thread. No release
+        does so far, and a login that is slow or refused must not end a lease."""
         self._threads = GrpcThreads()
         self._rollback = RollbackDetector()
         self.closed = concurrency.event()  # set with `_lock` not held: `member()` looks at it with the lock held
@@ -195,7 +210,8 @@ class Transport:
 
     def _unary(self, method: messages.Method, request: Any, deadline: float, write: bool) -> Any:
         member = self.member()
-        token = self.token(deadline)
+        logs_in = method is not messages.KEEP_ALIVE or self._renewals_log_in
+        token = self.token(deadline) if logs_in else self._token
         known = self._rollback.revision if method in _LINEARIZABLE else None
         began = concurrency.now()
         try:
@@ -204,6 +220,9 @@ class Transport:
                 response = member.unary(method)(request, timeout=timeout, metadata=_metadata(token))
         except EtcdError as error:
             metrics.REQUEST_FAILURES.add(method.name, type(error).__name__)
+            if not logs_in and isinstance(error, (_LoginRanOut, EtcdAuthError)):
+                self._renewals_log_in = True
+                raise _LoginRanOut(str(error)) from None
             raise
         member.seen()
         metrics.REQUEST_SECONDS.observe(member.alive_at - began, method.name)
@@ -228,7 +247,7 @@ class Transport:
                 self.blame(member)
             if self.config.credentials and errors.is_stale_token(failure.details):
                 self.forget_token(token)
-                raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {failure.details}") from None
+                raise _LoginRanOut(f"etcd at {member.name}: the login ran out: {failure.details}") from None
             raise errors.translate(failure, write=write, where=member.name) from None
         except ValueError:  # gRPC raises it if close() was faster than the call: nothing was sent
             if not self.closed.is_set():
