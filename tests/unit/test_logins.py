@@ -11,7 +11,8 @@ import pytest
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd.rpc import messages
-from ftcoord.etcd.rpc.transport import Member, Transport
+from ftcoord.etcd.rpc.transport import LONGEST_LOGIN_PAUSE, Member, Transport
+from ftcoord.testing import Scheduler
 
 
 class Refusal(grpc.RpcError):
@@ -56,11 +57,15 @@ class Guarded(Member):
         return answer
 
 
+def made() -> Transport:
+    return Transport(EtcdConfig.load("127.0.0.1:1", env={}, user="somebody", password="secret"))
+
+
 @pytest.fixture
-def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
-    made = Transport(EtcdConfig.load("127.0.0.1:1", env={}, user="somebody", password="secret"))
-    yield made
-    made.close()
+def transport() -> Iterator[Transport]:
+    transport = made()
+    yield transport
+    transport.close()
 
 
 def serve(transport: Transport, etcd: Guarded, monkeypatch: pytest.MonkeyPatch) -> Guarded:
@@ -86,6 +91,26 @@ def test_a_lease_is_renewed_though_the_login_is_refused(transport: Transport, mo
         read(transport)
     renew(transport)
     assert etcd.tokens == ["token 1", None]
+
+
+def test_a_login_that_is_refused_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever calls comes back four times a second."""
+    scheduler = Scheduler(1)
+
+    def play() -> None:
+        transport = made()
+        etcd = serve(transport, Guarded(refuses_logins=True), monkeypatch)
+        for _ in range(4 * 100):
+            with pytest.raises(EtcdAuthError, match="authentication failed"):
+                transport.token()
+            scheduler.sleep(0.25)
+        assert 5 <= etcd.logins <= 12
+        etcd.refuses_logins = False
+        scheduler.sleep(LONGEST_LOGIN_PAUSE)
+        assert transport.token() == f"token {etcd.logins}"
+        transport.close()
+
+    scheduler.run(play)
 
 
 def test_an_etcd_that_wants_a_login_of_renewals_gets_one(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:

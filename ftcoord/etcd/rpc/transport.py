@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +48,10 @@ _NEEDS_LEADER = (("hasleader", "true"),)
 CLIENT_CLOSED = "this etcd client was closed; make a new one"
 SHORTEST_CALL = 0.05
 """Seconds that a call gets even if less is left: with none, it could not be answered at all."""
+FIRST_LOGIN_PAUSE = 2.0
+"""Seconds, at most, until a login is tried again that was refused; then twice as long each time,"""
+LONGEST_LOGIN_PAUSE = 30.0
+"""and at most so long. A random part of it, half at least: the clients of a job are refused at the same time."""
 
 
 class _LoginRanOut(EtcdUnavailable):
@@ -99,6 +105,7 @@ class Transport:
         # `forget_token`, which may only make one login too many; read without it.
         self._token_lock = concurrency.lock("Transport._token_lock")
         self._token: str | None = None
+        self._refusals = _Refusals()  # guarded by _token_lock
         self._renewals_log_in = False
         """Whether this etcd wants a login of whoever renews a lease; only ever becomes true, by any thread. No release
         does so far, and a login that is slow or refused must not end a lease."""
@@ -169,7 +176,10 @@ class Transport:
             return call
 
     def token(self, deadline: float | None = None) -> str | None:
-        """The login token, None without a user, '' while authentication is off. May log in, until `deadline`."""
+        """The login token, None without a user, '' while authentication is off. May log in, until `deadline`.
+
+        Raises EtcdAuthError where a login is refused, and for a while after that without asking etcd again.
+        """
         if self.config.credentials is None:
             return None
         if deadline is None:
@@ -179,7 +189,7 @@ class Transport:
         late = EtcdUnavailable(f"etcd at {self.config.describe()} does not answer the login that is under way")
         with concurrency.held(self._token_lock, deadline, late):
             if (token := self._token) is None:
-                token = self._token = self._log_in(deadline)
+                token = self._token = self._refusals.heed(lambda: self._log_in(deadline))
             return token
 
     def forget_token(self, stale: str | None) -> None:
@@ -273,6 +283,32 @@ class Transport:
             if "authentication is not enabled" in str(error):
                 return ""
             raise
+
+
+class _Refusals:
+    """Keeps refused logins apart, since each costs etcd a bcrypt, and those who want one come back within a second."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last = ""
+        self._until = 0.0
+
+    def heed(self, log_in: Callable[[], str]) -> str:
+        """What `log_in` returns. Raises what it raises; EtcdAuthError again until it may be tried again."""
+        left = self._until - concurrency.now()
+        if left > 0:
+            raise EtcdAuthError(f"{self._last}; the next login is tried in {math.ceil(left)} s")
+        try:
+            token = log_in()
+        except EtcdAuthError as error:
+            self._last = str(error)
+            self._until = concurrency.now() + random.uniform(0.5, 1) * min(
+                FIRST_LOGIN_PAUSE * 2.0 ** min(self._count, 10), LONGEST_LOGIN_PAUSE
+            )
+            self._count += 1
+            raise
+        self._count = 0
+        return token
 
 
 def failure_of(error: grpc.RpcError) -> errors.CallFailure:
