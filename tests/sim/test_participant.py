@@ -428,6 +428,22 @@ def test_a_participant_whose_thread_failed_leaves_at_once() -> None:
     play()
 
 
+@pytest.mark.usefixtures("quiet_threads")
+def test_a_member_that_fails_at_a_record_is_lost_whichever_thread_read_it() -> None:
+    """Mostly the watch's, which serves others too and goes on."""
+
+    @simulated
+    def play(world: World) -> None:
+        first = Asking(caller(world, "one", enough=2))
+        world.until(lambda: members(world), "the first one is there")
+        two = caller(world, "two", enough=2)
+        with mock.patch.object(two.use, "parse", side_effect=MemoryError("made by the test")):
+            assert isinstance(Asking(two).end().error, ThreadFailed)
+        assert first.end().error is None
+
+    play()
+
+
 # -- writes that are batched, and deciders that are stuck -------------------------------------------------------------
 
 
