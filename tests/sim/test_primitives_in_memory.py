@@ -6,16 +6,20 @@ import contextlib
 import random
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
+from members import Door
+from torch.distributed import DistNetworkError, DistStoreError
 from worlds import TTL, World, insist, simulated
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
+from ftcoord.core.layout import store_values_span
 from ftcoord.core.lease import TRUST_FOR, SessionState
 from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, RoundOver
-from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, Span, absent
+from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, Span, TxnResult, Watch, absent
 from ftcoord.heartbeat import Heartbeat, watch_heartbeats
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.primitives.feed import Feed
@@ -342,6 +346,72 @@ def test_a_change_is_made_once_or_never(world: World) -> None:
     there = world.observer.range(Get(Span("/made/", is_prefix=True)))
     assert {kv.key: kv.version for kv in there.kvs} == {name: 1 for name, done in made.items() if done}
     assert len(made) == 18
+
+
+STORE_OPERATIONS: dict[str, Callable[[EtcdStore], object]] = {
+    "add": lambda store: store.add("key", 1),
+    "append": lambda store: store.append("key", "1"),
+}
+
+
+@pytest.mark.parametrize("operate", STORE_OPERATIONS.values(), ids=STORE_OPERATIONS)
+def test_an_operation_that_others_always_overtake_ends_in_time(operate: Callable[[EtcdStore], object]) -> None:
+    @simulated
+    def play(world: World) -> None:
+        class Overtaken(Door):
+            tries = 0
+
+            def txn(self, *args: Any, **how: Any) -> TxnResult:
+                self.tries += 1
+                assert self.tries < 1000, "it tries and tries"
+                world.observer.delete(Span(f"{store_values_span('/s/').start}key"))
+                world.observer.put(f"{store_values_span('/s/').start}key", b"1")
+                return super().txn(*args, **how)
+
+        store = EtcdStore(Overtaken(world.observer), "/s/", timedelta(seconds=5))
+        began = concurrency.now()
+        with pytest.raises(DistStoreError, match="others changed 'key'"):
+            operate(store)
+        assert concurrency.now() - began < 8
+        store.close()
+
+    play()
+
+
+@simulated
+def test_a_wait_says_at_the_end_that_etcd_is_away(world: World) -> None:
+    client = world.etcd.client()
+    store = EtcdStore(client, "/s/", timedelta(seconds=5))
+
+    def cut_off() -> None:
+        world.sleep(2)
+        client.cut_off()
+
+    run(world, cut_off, lambda: cannot_wait(store, DistNetworkError))
+    client.reconnect()
+    cannot_wait(store, DistStoreError)
+    store.close()
+
+
+def cannot_wait(store: EtcdStore, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        store.wait(["never"], timedelta(seconds=5))
+
+
+@simulated
+def test_a_wait_whose_watches_end_pauses(world: World) -> None:
+    class Ending(Door):
+        begun = 0
+
+        def watch(self, span: Span, start_revision: int, deliver: Callable[[Any], None], **how: bool) -> Watch:
+            self.begun += 1
+            assert self.begun < 1000, "it watches and watches"
+            deliver(EtcdUnavailable("the thread failed"))
+            return self.real.watch(span, start_revision, lambda item: None, **how)
+
+    store = EtcdStore(Ending(world.observer), "/s/", timedelta(seconds=5))
+    cannot_wait(store, DistStoreError)
+    store.close()
 
 
 @simulated
