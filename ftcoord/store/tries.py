@@ -9,7 +9,7 @@ from torch.distributed import DistStoreError
 from ftcoord import concurrency
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff
 
-AT_ONCE: Final = 2
+UNPAUSED_TRIES: Final = 2
 """Tries that follow one another without a pause: most of them only learn what the key is."""
 
 
@@ -34,5 +34,5 @@ class Tries:
                 f"wait timeout: others changed {self._key!r} before each of {self._failed} tries; let fewer change it"
                 " at a time, or raise the timeout"
             )
-        if self._failed > AT_ONCE:
-            self._closed.wait(backoff(self._failed - AT_ONCE))
+        if self._failed > UNPAUSED_TRIES:
+            self._closed.wait(backoff(self._failed - UNPAUSED_TRIES))
