@@ -148,7 +148,11 @@ class EtcdAuthError(EtcdError, PermissionError):
 
 
 class EtcdNoSpace(EtcdError):
-    """etcd's quota is used up (NOSPACE): it takes no writes until somebody makes room."""
+    """etcd's quota is used up (NOSPACE): it takes no writes until somebody makes room.
+
+    A write that raises it may have happened all the same, as with OutcomeUnknown: etcd makes what it had let in before,
+    and answers NOSPACE to that too. Reads still work, so re-read before writing again.
+    """
 
 
 class RequestRefused(EtcdError, ValueError):

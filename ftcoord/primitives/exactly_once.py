@@ -5,7 +5,8 @@
 Each change is one transaction that also puts the writer's count, guarded by the count's version. When an answer is lost
 the same transaction is sent again: if the first one happened the guard fails, so no change is made twice. If a change's
 own guards failed after an attempt without an answer, that attempt could still arrive. Its count is then *spent*: put
-with a value, so that nothing else can take it.
+with a value, so that nothing else can take it. When etcd says that it has no space, the count is read: etcd says that
+of changes too that it has made.
 
 For changes whose values may repeat. `write_once` is for a key whose values are all different, and costs no second key.
 """
@@ -22,6 +23,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.errors import (
     ClientClosed,
+    EtcdNoSpace,
     EtcdUnavailable,
     LeaseLost,
     OutcomeUnknown,
@@ -74,7 +76,7 @@ class ExactlyOnceWriter:
         # Reentrant: a signal handler may make a change in the middle of another.
         self._lock = concurrency.rlock("ExactlyOnceWriter._lock")
         self._changing = False
-        self._unanswered = False  # whether an attempt of this change went without an answer
+        self._unanswered = False  # whether it is not known of an attempt of this change if it was made
         self._count, self._made = "", 0  # the key of the count, and what it must be
         self._session: Session | None = None  # `close()` reads it without the lock, after `closed` is set
         self._begin_count()
@@ -82,14 +84,18 @@ class ExactlyOnceWriter:
     def make(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made:
         """Make a change if the guards hold; the result says what the key `look` is then.
 
-        Raises EtcdUnavailable or OutcomeUnknown after the monotonic `deadline`, RoundOver, ClientClosed, and what etcd
-        refuses it with.
+        Raises EtcdUnavailable or OutcomeUnknown after the monotonic `deadline`, EtcdNoSpace when etcd had no space and
+        has not made it, RoundOver, ClientClosed, and what etcd refuses it with.
         """
         with self._turn(deadline):
             made = None
             try:
                 while made is None:
                     made = self._attempt(ops, guards, look, deadline)
+            except EtcdUnavailable as error:  # so says the last attempt; an earlier one may have been made
+                if not self._unanswered:
+                    raise
+                raise OutcomeUnknown(f"a change was not answered, and then: {error}") from None
             finally:
                 if made is None:
                     self._begin_count()  # so that a change of unknown outcome cannot be taken for the next one
@@ -134,6 +140,10 @@ class ExactlyOnceWriter:
         except LeaseLost as error:
             self._lease_is_gone(error)
             return None
+        except EtcdNoSpace:
+            if (made := self._made_all_the_same(look, deadline)) is None:
+                raise
+            return made
         if result.succeeded:
             self._made += 1
             return Made(True, result.range(len(success) - 1).one if look else None)
@@ -147,12 +157,20 @@ class ExactlyOnceWriter:
             return None
 
     def _send(self, guards: Sequence[Compare], ops: Sequence[Op], failure: Sequence[Op], left: float) -> TxnResult:
-        """`Etcd.txn`; notes when it was not answered."""
+        """`Etcd.txn`; notes when it is not known whether it was made."""
         try:
             return self._etcd.txn(guards, ops, failure, timeout=left)
-        except OutcomeUnknown:
+        except (OutcomeUnknown, EtcdNoSpace):
             self._unanswered = True
             raise
+
+    def _made_all_the_same(self, look: str | None, deadline: float) -> Made | None:
+        """Whether etcd made a change that it said it had no space for; None if it did not."""
+        count = retry_until_answered(partial(self._read, Get(Span(self._count))), deadline, self._closed).one
+        if count is None or count.version != self._made + 1:
+            return None
+        self._made += 1
+        return Made(True, self._look_back(look, count.mod_revision, deadline))
 
     def _spend(self, judged: Made, look: str | None, deadline: float) -> Made | None:
         """Make sure that a change which was not made is not made later either."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.errors import ClientClosed, EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import ClientClosed, EtcdError, EtcdNoSpace, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Compare, EtcdCalls, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
+from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.etcd.retry import UNANSWERED, retry
 
 log = logging.getLogger(__name__)
@@ -76,29 +77,44 @@ def write_once(
     `also` is done in the same transaction; `reads` are answered at its revision, whether it wrote or not, and `before`
     as it was before it wrote. When the answer is lost, the same transaction is sent again: its guard lets it happen
     only once, and the value, which must differ from all others that were ever written to the key, shows whether an
-    earlier attempt wrote it. What `before` finds then may be of after that attempt.
+    earlier attempt wrote it. What `before` finds then may be of after that attempt. An etcd without space is
+    read, since it may have written what it says it has no space for.
 
     Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds
-    (`write_timeout(etcd)` if None), and what else `Etcd.txn` raises.
+    (`write_timeout(etcd)` if None), EtcdNoSpace when etcd had no space and the key does not hold the value, and what
+    else `Etcd.txn` raises.
     """
     compares = [unchanged(put.key, expected), *guards]
     failure = [*before, Get(Span(put.key)), *reads]
     success = [*before, put, *also, Get(Span(put.key), keys_only=True), *reads]  # what was put is known
     deadline = concurrency.now() + (write_timeout(etcd) if timeout is None else timeout)
     longest = write_attempt_timeout(etcd)
-    lost: list[OutcomeUnknown] = []
+    lost: list[EtcdError] = []
+
+    def left() -> float:
+        return min(max(deadline - concurrency.now(), SHORTEST_WRITE_ATTEMPT), longest)
 
     def attempt() -> TxnResult:
         try:
-            left = max(deadline - concurrency.now(), SHORTEST_WRITE_ATTEMPT)
-            return etcd.txn(compares, success, failure, timeout=min(left, longest))
+            return etcd.txn(compares, success, failure, timeout=left())
         except OutcomeUnknown as error:
             log.debug("a write of %s is sent again: %s", put.key, error)
             lost.append(error)
             raise
 
+    def read() -> TxnResult:
+        return read_snapshot(lambda get: etcd.range(get, timeout=left()), lambda then: _as_refused(then, failure))
+
+    never = concurrency.event()
     try:
-        result = retry(attempt, UNANSWERED, deadline, concurrency.event())
+        try:
+            result = retry(attempt, UNANSWERED, deadline, never)
+        except EtcdNoSpace as error:
+            lost.append(error)  # it may have written all the same
+            result = retry(read, UNANSWERED, deadline, never)
+            kv = result.range(len(before)).one
+            if kv is None or kv.value != put.value:
+                raise
     except (ClientClosed, EtcdUnavailable) as error:
         if not lost:
             raise
@@ -111,3 +127,9 @@ def write_once(
     done = kv is not None and kv.value == put.value
     found += [result.range(at_key + 1 + at) for at in range(len(reads))]
     return WriteOutcome(done, kv, tuple(found), result.revision)
+
+
+def _as_refused(then: SnapshotReader, gets: Sequence[Get]) -> TxnResult:
+    """What a transaction answers whose guards do not hold, without a transaction. Raises EtcdError."""
+    found = then.ranges(gets)
+    return TxnResult(False, then.revision, tuple(replace(one, revision=then.revision) for one in found))

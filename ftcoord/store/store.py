@@ -49,6 +49,7 @@ from ftcoord.etcd.retry import retry_until_answered
 from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 from ftcoord.store.halves import StoreResources, let_go
+from ftcoord.store.tries import Tries
 from ftcoord.store.waiting import Waiting
 
 T = TypeVar("T")
@@ -191,7 +192,9 @@ class EtcdStore(Store):
             if seen is not None:
                 return _number(key, seen)
             new, guard = counter(0, 0, 0), absent(name)
-        while not (made := self._put(name, new, guard)).done:
+        tries = self._tries(key)
+        while not (made := self._put(name, new, guard, tries.deadline)).done:
+            tries.again()
             seen = made.kv
             if seen and counts_by(seen.value, amount):
                 new, guard = seen.value, Compare(name, "value", "=", seen.value)
@@ -209,10 +212,16 @@ class EtcdStore(Store):
         """Append to what `key` holds."""
         name, more = self._data + key, as_bytes(value)
         seen = self._remembered.get(name)
-        made = Made(False, seen)
+        tries = self._tries(key)
+
+        def once(now: KeyValue | None) -> Made:
+            new, guard = stored((_value(now) if now else b"") + more), unchanged(name, now.mod_revision if now else 0)
+            return self._put(name, new, guard, tries.deadline)
+
+        made = once(seen)
         while not made.done:
-            old = _value(made.kv) if made.kv else b""
-            made = self._put(name, stored(old + more), unchanged(name, made.kv.mod_revision if made.kv else 0))
+            tries.again()
+            made = once(made.kv)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set `key` to `desired` if it holds `expected`, or is not there and `expected` is empty; what it holds then.
@@ -221,11 +230,13 @@ class EtcdStore(Store):
         """
         name, wanted, new = self._data + key, as_bytes(expected), as_bytes(desired)
         guard = Compare(name, "value", "=", stored(wanted)) if wanted else absent(name)
-        while not (made := self._put(name, stored(new), guard)).done:
+        tries = self._tries(key)
+        while not (made := self._put(name, stored(new), guard, tries.deadline)).done:
             if made.kv is None and wanted:
                 return wanted
             if made.kv is not None and _value(made.kv) != wanted:
                 return _value(made.kv)
+            tries.again()
             guard = unchanged(name, made.kv.mod_revision if made.kv else 0)
         return new
 
@@ -251,7 +262,7 @@ class EtcdStore(Store):
             item = self._await(first, key, deadline) if block else self._range(first, deadline).one
             if item is None:
                 raise QueueEmptyError(f"queue {key!r} is empty")
-            if self._make([Delete(Span(item.key))], [exists(item.key)]).done:
+            if self._make([Delete(Span(item.key))], [exists(item.key)], deadline=deadline).done:
                 return item.value
 
     def queue_len(self, key: str) -> int:
@@ -408,13 +419,22 @@ class EtcdStore(Store):
             raise DistStoreError(f"the store was closed while waiting for {name!r}")
         raise DistStoreError(f"wait timeout: nobody set {name!r} in time; is a rank gone, or the timeout too short?")
 
-    def _make(self, ops: Sequence[Op], guards: Sequence[Compare] = (), look: str | None = None) -> Made:
+    def _make(
+        self,
+        ops: Sequence[Op],
+        guards: Sequence[Compare] = (),
+        look: str | None = None,
+        deadline: float | None = None,
+    ) -> Made:
         with as_torch_errors():
-            return self._changes.make(ops, guards, look, self._deadline())
+            return self._changes.make(ops, guards, look, self._deadline() if deadline is None else deadline)
 
-    def _put(self, name: str, value: bytes, guard: Compare) -> Made:
+    def _tries(self, key: str) -> Tries:
+        return Tries(key, self._deadline(), self._closed)
+
+    def _put(self, name: str, value: bytes, guard: Compare, deadline: float) -> Made:
         """Put a key if the guard holds, and remember what it is then: the next change will need it."""
-        made = self._make([Put(name, value)], [guard], name)
+        made = self._make([Put(name, value)], [guard], name, deadline)
         kv = made.kv._replace(value=value) if made.done and made.kv else made.kv
         if kv is not None and len(kv.value) <= REMEMBERED_BYTES:
             self._remembered[name] = kv

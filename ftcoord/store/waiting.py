@@ -11,7 +11,7 @@ from ftcoord import concurrency
 from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, WatchItem
 from ftcoord.etcd.reading import read_snapshot
-from ftcoord.etcd.retry import retry_until_answered
+from ftcoord.etcd.retry import backoff, retry_until_answered
 from ftcoord.primitives.exactly_once import round_over
 
 _Items: TypeAlias = "concurrency.Queue[tuple[int, WatchItem | None]]"
@@ -58,13 +58,16 @@ class Waiting:
 
         Whether it did: False after the deadline, or when the store was closed. It may be given a key more than once.
 
-        Watches each of the spans, and the fence. Raises EtcdError, such as ClientClosed; and RoundOver when `take` has
-        not got all and the fence is gone.
+        Watches each of the spans, and the fence. Raises EtcdError, such as ClientClosed, or EtcdUnavailable when etcd
+        does not answer at the end; and RoundOver when `take` has not got all and the fence is gone.
         """
+        ended = 0
         while not self._closed.is_set():
             has_all = self._watch(gets, take, deadline)
             if has_all or concurrency.now() >= deadline:
                 return has_all
+            ended += 1  # a watch: perhaps the next one ends too
+            self._closed.wait(min(backoff(ended), max(deadline - concurrency.now(), 0)))
         return False
 
     def _watch(self, gets: Sequence[Get], take: Take, deadline: float) -> bool:
@@ -87,8 +90,8 @@ class Waiting:
         while not self._closed.is_set():
             try:
                 index, item = items.get(timeout=max(deadline - concurrency.now(), 0))
-            except concurrency.Empty:
-                return False
+            except concurrency.Empty:  # nobody put them, or etcd went away and could not tell
+                return self._read(gets, take, deadline)
             has_all = False
             if isinstance(item, Began):
                 standing.add(index)

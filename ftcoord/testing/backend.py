@@ -7,7 +7,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.errors import Compacted, EtcdError, EtcdNoSpace, Rewound
@@ -16,6 +16,11 @@ from ftcoord.testing.keyspace import KeySpace, Transaction, concerning
 from ftcoord.testing.leases import Leases
 
 T = TypeVar("T")
+
+NO_SPACE: Final = (
+    "etcdserver: mvcc: database space exceeded: NOSPACE; make room with `etcdctl compact REVISION` and `etcdctl"
+    " defrag`, then `etcdctl alarm disarm`; a write may have happened all the same: re-read before repeating it"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +60,7 @@ class Backend:
         self._late: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._full = self._down = self._closed = False
+        self._let_in = 0  # how many requests that take space are still made though it is full
         self._thread = concurrency.thread(self._run, "ftcoord-memory-etcd")
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -81,18 +87,21 @@ class Backend:
 
     def txn(self, asked: Transaction) -> TxnResult:
         with self._changed:
-            if asked.puts:
-                self._need_space()
+            is_let_in = asked.puts and self._need_space()
             result, events = self._keys.txn(asked, self._leases.__contains__)
             self._tell(events)
+            if is_let_in:
+                raise EtcdNoSpace(NO_SPACE)
             return result
 
     def grant(self, ttl: int) -> Lease:
         with self._changed:
-            self._need_space()
+            is_let_in = self._need_space()
             lease = self._leases.grant(ttl, concurrency.now())
             self._start()
             self._changed.notify_all()
+            if is_let_in:
+                raise EtcdNoSpace(NO_SPACE)
             return lease
 
     def renew(self, lease_id: int) -> int:
@@ -163,10 +172,10 @@ class Backend:
 
     # -- what a test does to it ---------------------------------------------------------------------------------------
 
-    def set_full(self, full: bool) -> None:
-        """Whether its quota is used up."""
+    def set_full(self, full: bool, let_in: int) -> None:
+        """Whether its quota is used up, and how many requests it had let in before that."""
         with self._changed:
-            self._full = full
+            self._full, self._let_in = full, let_in if full else 0
 
     def go_down(self) -> None:
         """Serve no longer: no lease expires meanwhile."""
@@ -208,12 +217,15 @@ class Backend:
 
     # -- with the lock held -------------------------------------------------------------------------------------------
 
-    def _need_space(self) -> None:
-        if self._full:
-            raise EtcdNoSpace(
-                "etcdserver: mvcc: database space exceeded: NOSPACE; make room with `etcdctl compact REVISION` and"
-                " `etcdctl defrag`, then `etcdctl alarm disarm`"
-            )
+    def _need_space(self) -> bool:
+        """Refuse a request that takes space, if there is none; whether it is one that had been let in before. That one
+        is made, and its caller is told the same."""
+        if not self._full:
+            return False
+        if not self._let_in:
+            raise EtcdNoSpace(NO_SPACE)
+        self._let_in -= 1
+        return True
 
     def _tell(self, events: Sequence[Event]) -> None:
         """Every watch hears of what one revision changed."""

@@ -100,9 +100,14 @@ class MemoryEtcd:
         """Every lease gets its whole TTL again, and every watch is interrupted and goes on where it was."""
         self._backend.change_leader()
 
-    def set_no_space(self, full: bool) -> None:
-        """Whether the quota is used up, so that puts and new leases are refused with EtcdNoSpace."""
-        self._backend.set_full(full)
+    def set_no_space(self, full: bool, *, let_in: int = 0) -> None:
+        """Whether the quota is used up, so that puts and new leases are refused with EtcdNoSpace.
+
+        Args:
+            let_in: so many of the next ones are made all the same, and raise EtcdNoSpace too: etcd does so with those
+                that it had let in when others used up the quota.
+        """
+        self._backend.set_full(full, let_in)
 
     @contextmanager
     def outage(self, *, hangs: bool = False) -> Iterator[None]:

@@ -116,8 +116,19 @@ class EtcdTimerServer(TimerServer):
                 self._book.drop(key)
             elif not isinstance(request, EtcdTimerRequest):
                 self._book.note(key, request, now + request.expiration_time - concurrency.wall(), now)
+            elif self._is_marked_again(request):
+                self._book.postpone(key, self._book.entries[key].look_at, request)
             elif request.timer.expired != self.id:
                 self._book.note(key, request, due(request.timer, self.id, now, request.listed), now)
+
+    def _is_marked_again(self, request: EtcdTimerRequest) -> bool:
+        """Whether the same other server marks a timer once more, since it could not reap the worker. That gives it no
+        more time: this server may be able to."""
+        known = self._book.entries.get(_key(request))
+        if known is None or not isinstance(known.item, EtcdTimerRequest):
+            return False
+        before, now = known.item.timer, request.timer
+        return now.expired not in ("", self.id) and (before.token, before.expired) == (now.token, now.expired)
 
     def _refuse_integers(self, request: TimerRequest) -> None:
         """Say what to do at once: a timer in the book that cannot be reaped guards nobody."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdNoSpace, OutcomeUnknown
-from ftcoord.etcd.api import Etcd, Lease, TxnResult
+from ftcoord.etcd.api import Etcd, Get, Lease, Put, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
 
 LONG = timedelta(seconds=DEADLINE)
@@ -115,20 +117,56 @@ def test_a_change_that_arrives_just_before_it_is_given_up_was_made(
 
 
 def test_a_change_after_one_that_was_refused_is_made(door: Scripted, store: EtcdStore, other: EtcdStore) -> None:
-    def lost(send: Callable[[], TxnResult]) -> TxnResult:
-        send()
-        door.accident = full
-        raise OutcomeUnknown("the test lost the answer")
-
     def full(send: Callable[[], TxnResult]) -> TxnResult:
         raise EtcdNoSpace("no space, says the test")
 
-    door.accident = lost
+    door.accident = full
     with pytest.raises(DistStoreError, match="no space"):
         store.set("a", b"1")
     store.set("b", b"2")
     assert store.add("n", 1) == 1
     assert other.get("b") == b"2"
+    assert not other.check(["a"])
+
+
+def test_a_change_that_etcd_has_made_without_space_was_made(door: Scripted, store: EtcdStore, other: EtcdStore) -> None:
+    def made(send: Callable[[], TxnResult]) -> TxnResult:
+        send()
+        raise EtcdNoSpace("no space, says the test")
+
+    def lost(send: Callable[[], TxnResult]) -> TxnResult:
+        send()
+        door.accident = lambda again: made(send)
+        raise OutcomeUnknown("the test lost the answer")
+
+    assert store.add("n", 1) == 1
+    for number, accident in enumerate((made, lost), 2):
+        door.accident = accident
+        assert store.add("n", 1) == number
+    assert other.add("n", 0) == 3
+
+
+def test_what_a_full_etcd_refuses_for_good_is_not_there(prefix: str) -> None:
+    """Many write while its quota is used up in earnest. Of those that it tells so it has made most: it had let them in
+    before."""
+    with EtcdServer(extra_args=["--quota-backend-bytes=4000000"]) as server, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(server.get_client()) for _ in range(8)]
+
+        def fill(number: int) -> list[str]:
+            """The keys that are told to be written, until one is refused; that is the last."""
+            keys = list[str]()
+            while True:
+                keys.append(f"{prefix}/{number}/{len(keys)}")
+                try:
+                    assert write_once(clients[number], Put(keys[-1], bytes(100_000)), 0).done
+                except EtcdNoSpace:
+                    return keys
+
+        for filling in [spawn(lambda number=number: fill(number)) for number in range(len(clients))]:
+            *written, refused = filling.result(DEADLINE)
+            there = clients[0].range(Get(Span(f"{prefix}/", is_prefix=True), keys_only=True)).kvs
+            assert {*written} <= {kv.key for kv in there}
+            assert refused not in {kv.key for kv in there}
 
 
 def test_a_change_after_one_that_was_interrupted_is_made(door: Scripted, store: EtcdStore, other: EtcdStore) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from members import Door
@@ -14,13 +15,13 @@ from worlds import PREFIX, TTL, World, simulated
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed
+from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Span, TxnResult
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.pace import Look, UntilDeadline
 from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, KEY_CHECKS_PER_SECOND, Left
 from ftcoord.primitives.session import Session
-from ftcoord.testing import LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient, flaky
+from ftcoord.testing import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient, flaky
 
 PROMPT = 2.0
 """Virtual seconds within which a call that was ended has ended."""
@@ -204,6 +205,36 @@ def test_of_many_that_wait_each_looks_at_its_key_more_seldom(world: World) -> No
     assert Asking(caller(world, "third", enough=3)).end().error is None
     assert other.end().error is None
     asking.join()
+
+
+@simulated
+def test_who_gives_up_does_not_ask_though_its_join_was_not_answered(world: World) -> None:
+    client = world.etcd.client(lambda call: LOST_ANSWER if call.writes else DELIVERED)
+    one = caller(world, "one", client)
+    with pytest.raises(EtcdError):
+        one.participant.ask(Called("here"), pace(1.0))
+    assert members(world), "it was made"
+    client.fate = lambda call: DELIVERED
+    assert not one.participant.withdraw(Called("nothing"))
+    assert not members(world)
+    assert Asking(one).end().error is None
+
+
+@simulated
+def test_a_member_without_a_thread_is_none(world: World) -> None:
+    one = caller(world, "one")
+    one.participant.prepare()
+    member = one.participant.member
+    assert member is not None
+    with (
+        mock.patch.object(
+            member.group._thread, "start", side_effect=ThreadNotStarted("it", RuntimeError("no threads"))
+        ),
+        pytest.raises(ThreadNotStarted),
+    ):
+        one.participant.ask(Called("here"), pace())
+    assert not members(world)
+    assert Asking(one).end().error is None
 
 
 # -- several calls ----------------------------------------------------------------------------------------------------
@@ -393,6 +424,22 @@ def test_a_participant_whose_thread_failed_leaves_at_once() -> None:
             one.participant.ask(Called("here"), pace())
         one.participant.leave(1)
         assert not members(world)
+
+    play()
+
+
+@pytest.mark.usefixtures("quiet_threads")
+def test_a_member_that_fails_at_a_record_is_lost_whichever_thread_read_it() -> None:
+    """Mostly the watch's, which serves others too and goes on."""
+
+    @simulated
+    def play(world: World) -> None:
+        first = Asking(caller(world, "one", enough=2))
+        world.until(lambda: members(world), "the first one is there")
+        two = caller(world, "two", enough=2)
+        with mock.patch.object(two.use, "parse", side_effect=MemoryError("made by the test")):
+            assert isinstance(Asking(two).end().error, ThreadFailed)
+        assert first.end().error is None
 
     play()
 

@@ -6,16 +6,20 @@ import contextlib
 import random
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
+from members import Door
+from torch.distributed import DistNetworkError, DistStoreError
 from worlds import TTL, World, insist, simulated
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
+from ftcoord.core.layout import store_values_span
 from ftcoord.core.lease import TRUST_FOR, SessionState
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, RoundOver
-from ftcoord.etcd.api import Event, Get, KeyValue, Put, Span, absent
+from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, RoundOver
+from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, Span, TxnResult, Watch, absent
 from ftcoord.heartbeat import Heartbeat, watch_heartbeats
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.primitives.feed import Feed
@@ -26,7 +30,7 @@ from ftcoord.primitives.sentinel import SentinelFor
 from ftcoord.primitives.session import INTRODUCED_AFTER, KeptLease, Session
 from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
-from ftcoord.testing import Call, Fate, MemoryClient, MemoryEtcd, flaky
+from ftcoord.testing import DELIVERED, LOST_ANSWER, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 
@@ -258,6 +262,62 @@ def test_a_slow_etcd_is_asked_once_by_who_gives_it_time(world: World) -> None:
 
 
 @simulated
+def test_what_etcd_has_no_space_for_and_writes_all_the_same_is_written(world: World) -> None:
+    world.observer.put("/beside", b"")
+    world.etcd.set_no_space(True, let_in=1)
+    outcome = write_once(
+        world.observer, Put("/key", b"1"), 0, before=[Get(Span("/beside"))], reads=[Get(Span("/", is_prefix=True))]
+    )
+    beside, below = outcome.reads
+    assert (outcome.done, outcome.kv) == (True, world.observer.get("/key").one)
+    assert [kv.key for kv in (*beside.kvs, *below.kvs)] == ["/beside", "/beside", "/key"]
+    assert outcome.revision == beside.revision == below.revision
+    with pytest.raises(EtcdNoSpace):
+        write_once(world.observer, Put("/other", b"1"), 0)
+    assert world.observer.get("/other").one is None
+
+
+@simulated
+def test_nobody_knows_what_a_full_etcd_wrote_that_then_goes_away(world: World) -> None:
+    client = world.etcd.client()
+    client.fate = lambda call: DELIVERED if call.writes else REFUSED
+    world.etcd.set_no_space(True, let_in=1)
+    with pytest.raises(OutcomeUnknown):
+        write_once(client, Put("/key", b"1"), 0)
+
+
+@simulated
+def test_a_change_that_etcd_had_no_space_for_is_made_or_not_made_for_good(world: World) -> None:
+    changes = ExactlyOnceWriter(world.observer, "/ops/", 600, None, None, concurrency.event())
+    world.observer.put("/queue", b"item")
+    changes.make([Put("/warm", b"")], [], None, concurrency.now() + 60)
+    world.etcd.set_no_space(True, let_in=1)
+    popped = changes.make([Delete(Span("/queue")), Put("/popped", b"")], [], "/popped", concurrency.now() + 60)
+    assert (popped.done, popped.kv) == (True, world.observer.get("/popped").one)
+    with pytest.raises(EtcdNoSpace):
+        changes.make([Put("/popped", b"")], [], None, concurrency.now() + 60)
+    world.etcd.set_no_space(False)
+    assert changes.make([Put("/after", b"")], [], None, concurrency.now() + 60).done
+    assert {key: world.observer.get(key).kvs[0].version for key in ("/popped", "/after")} == {"/popped": 1, "/after": 1}
+    changes.close()
+
+
+@simulated
+def test_a_change_is_of_unknown_outcome_if_any_of_its_attempts_was(world: World) -> None:
+    """The first one is made and its answer lost; the later ones never leave."""
+    client = world.etcd.client()
+    fates = iter((LOST_ANSWER,))
+    client.fate = lambda call: next(fates, REFUSED) if call.writes else DELIVERED
+    changes = ExactlyOnceWriter(client, "/ops/", 600, None, None, concurrency.event())
+    with pytest.raises(OutcomeUnknown, match="was not answered, and then"):
+        changes.make([Put("/made", b"")], [], None, concurrency.now() + 2)
+    assert world.observer.get("/made").one is not None
+    with pytest.raises(EtcdUnavailable):
+        changes.make([Put("/not made", b"")], [], None, concurrency.now() + 2)
+    changes.close()
+
+
+@simulated
 def test_a_change_is_made_once_or_never(world: World) -> None:
     """Behind a gate that opens and closes: what was made is there once, and what was refused never comes, also late."""
     made: dict[str, bool] = {}
@@ -286,6 +346,72 @@ def test_a_change_is_made_once_or_never(world: World) -> None:
     there = world.observer.range(Get(Span("/made/", is_prefix=True)))
     assert {kv.key: kv.version for kv in there.kvs} == {name: 1 for name, done in made.items() if done}
     assert len(made) == 18
+
+
+STORE_OPERATIONS: dict[str, Callable[[EtcdStore], object]] = {
+    "add": lambda store: store.add("key", 1),
+    "append": lambda store: store.append("key", "1"),
+}
+
+
+@pytest.mark.parametrize("operate", STORE_OPERATIONS.values(), ids=STORE_OPERATIONS)
+def test_an_operation_that_others_always_overtake_ends_in_time(operate: Callable[[EtcdStore], object]) -> None:
+    @simulated
+    def play(world: World) -> None:
+        class Overtaken(Door):
+            tries = 0
+
+            def txn(self, *args: Any, **how: Any) -> TxnResult:
+                self.tries += 1
+                assert self.tries < 1000, "it tries and tries"
+                world.observer.delete(Span(f"{store_values_span('/s/').start}key"))
+                world.observer.put(f"{store_values_span('/s/').start}key", b"1")
+                return super().txn(*args, **how)
+
+        store = EtcdStore(Overtaken(world.observer), "/s/", timedelta(seconds=5))
+        began = concurrency.now()
+        with pytest.raises(DistStoreError, match="others changed 'key'"):
+            operate(store)
+        assert concurrency.now() - began < 8
+        store.close()
+
+    play()
+
+
+@simulated
+def test_a_wait_says_at_the_end_that_etcd_is_away(world: World) -> None:
+    client = world.etcd.client()
+    store = EtcdStore(client, "/s/", timedelta(seconds=5))
+
+    def cut_off() -> None:
+        world.sleep(2)
+        client.cut_off()
+
+    run(world, cut_off, lambda: cannot_wait(store, DistNetworkError))
+    client.reconnect()
+    cannot_wait(store, DistStoreError)
+    store.close()
+
+
+def cannot_wait(store: EtcdStore, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        store.wait(["never"], timedelta(seconds=5))
+
+
+@simulated
+def test_a_wait_whose_watches_end_pauses(world: World) -> None:
+    class Ending(Door):
+        begun = 0
+
+        def watch(self, span: Span, start_revision: int, deliver: Callable[[Any], None], **how: bool) -> Watch:
+            self.begun += 1
+            assert self.begun < 1000, "it watches and watches"
+            deliver(EtcdUnavailable("the thread failed"))
+            return self.real.watch(span, start_revision, lambda item: None, **how)
+
+    store = EtcdStore(Ending(world.observer), "/s/", timedelta(seconds=5))
+    cannot_wait(store, DistStoreError)
+    store.close()
 
 
 @simulated

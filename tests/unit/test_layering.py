@@ -60,7 +60,7 @@ FLOORS = (
     "primitives.group.group primitives.group.plain_use",
     "primitives.group.membership",
     "primitives.group.participant",
-    "store.errors store.waiting",
+    "store.errors store.tries store.waiting",
     "store.halves",
     "store.store",
     "store",

@@ -365,6 +365,22 @@ def test_an_etcd_without_space_takes_no_puts_and_grants_no_leases(world: Schedul
 
 
 @virtual
+def test_an_etcd_without_space_makes_what_it_had_let_in_before_and_refuses_that_too(
+    world: Scheduler, etcd: MemoryEtcd
+) -> None:
+    client = etcd.client()
+    etcd.set_no_space(True, let_in=2)
+    assert client.get("/key").one is None
+    for refused in (lambda: client.put("/key", b"1"), lambda: client.grant(10), lambda: client.put("/key", b"2")):
+        with pytest.raises(EtcdNoSpace, match="re-read before repeating it"):
+            refused()
+    assert client.get("/key").kvs[0].value == b"1"
+    assert len(etcd.leases) == 1
+    etcd.set_no_space(False)
+    assert client.put("/key", b"3").succeeded
+
+
+@virtual
 def test_the_shortest_lease_can_be_set(world: Scheduler, etcd: MemoryEtcd) -> None:
     with MemoryEtcd(min_ttl=5) as other:
         assert other.client().grant(1).ttl == 5

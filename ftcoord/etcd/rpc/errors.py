@@ -3,6 +3,8 @@
 The one rule: a write is reported as without effect (`EtcdUnavailable`) only where that is provable, because
 the request never left this process or because etcd says that it refused before proposing it. All other
 trouble with a write is `OutcomeUnknown`. (Compare `isSafeRetryMutableRPC` in etcd's clientv3.)
+
+`EtcdNoSpace` promises nothing: etcd says it both when it lets a write in and after it has made one (`quotaApplierV3`).
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def _explained(details: str, fate: str) -> EtcdError | None:
     if _NO_SPACE in details:
         return EtcdNoSpace(
             f"{fate}: NOSPACE; make room with `etcdctl compact REVISION` and `etcdctl defrag`, then"
-            " `etcdctl alarm disarm`"
+            " `etcdctl alarm disarm`; a write may have happened all the same: re-read before repeating it"
         )
     if _says(details, _AUTH):
         return EtcdAuthError(

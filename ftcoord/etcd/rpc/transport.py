@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +12,15 @@ from typing import Any
 
 from ftcoord import concurrency, files
 from ftcoord.config import Endpoint, EtcdConfig, Tls
-from ftcoord.errors import MORE_THREADS, ClientClosed, ConfigError, EtcdError, EtcdUnavailable, OutcomeUnknown
+from ftcoord.errors import (
+    MORE_THREADS,
+    ClientClosed,
+    ConfigError,
+    EtcdAuthError,
+    EtcdError,
+    EtcdUnavailable,
+    OutcomeUnknown,
+)
 from ftcoord.etcd.retry import retry
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
@@ -38,6 +48,14 @@ _NEEDS_LEADER = (("hasleader", "true"),)
 CLIENT_CLOSED = "this etcd client was closed; make a new one"
 SHORTEST_CALL = 0.05
 """Seconds that a call gets even if less is left: with none, it could not be answered at all."""
+FIRST_LOGIN_PAUSE = 2.0
+"""Seconds, at most, until a login is tried again that was refused; then twice as long each time,"""
+LONGEST_LOGIN_PAUSE = 30.0
+"""and at most so long. A random part of it, half at least: the clients of a job are refused at the same time."""
+
+
+class _LoginRanOut(EtcdUnavailable):
+    """etcd does not know the login's token, and did nothing: log in again."""
 
 
 class Member:
@@ -87,6 +105,10 @@ class Transport:
         # `forget_token`, which may only make one login too many; read without it.
         self._token_lock = concurrency.lock("Transport._token_lock")
         self._token: str | None = None
+        self._refusals = _Refusals()  # guarded by _token_lock
+        self._renewals_log_in = False
+        """Whether this etcd wants a login of whoever renews a lease; only ever becomes true, by any thread. No release
+        does so far, and a login that is slow or refused must not end a lease."""
         self._threads = GrpcThreads()
         self._rollback = RollbackDetector()
         self.closed = concurrency.event()  # set with `_lock` not held: `member()` looks at it with the lock held
@@ -154,7 +176,10 @@ class Transport:
             return call
 
     def token(self, deadline: float | None = None) -> str | None:
-        """The login token, None without a user, '' while authentication is off. May log in, until `deadline`."""
+        """The login token, None without a user, '' while authentication is off. May log in, until `deadline`.
+
+        Raises EtcdAuthError where a login is refused, and for a while after that without asking etcd again.
+        """
         if self.config.credentials is None:
             return None
         if deadline is None:
@@ -164,7 +189,7 @@ class Transport:
         late = EtcdUnavailable(f"etcd at {self.config.describe()} does not answer the login that is under way")
         with concurrency.held(self._token_lock, deadline, late):
             if (token := self._token) is None:
-                token = self._token = self._log_in(deadline)
+                token = self._token = self._refusals.heed(lambda: self._log_in(deadline))
             return token
 
     def forget_token(self, stale: str | None) -> None:
@@ -195,7 +220,8 @@ class Transport:
 
     def _unary(self, method: messages.Method, request: Any, deadline: float, write: bool) -> Any:
         member = self.member()
-        token = self.token(deadline)
+        logs_in = method is not messages.KEEP_ALIVE or self._renewals_log_in
+        token = self.token(deadline) if logs_in else self._token
         known = self._rollback.revision if method in _LINEARIZABLE else None
         began = concurrency.now()
         try:
@@ -204,6 +230,9 @@ class Transport:
                 response = member.unary(method)(request, timeout=timeout, metadata=_metadata(token))
         except EtcdError as error:
             metrics.REQUEST_FAILURES.add(method.name, type(error).__name__)
+            if not logs_in and isinstance(error, (_LoginRanOut, EtcdAuthError)):
+                self._renewals_log_in = True
+                raise _LoginRanOut(str(error)) from None
             raise
         member.seen()
         metrics.REQUEST_SECONDS.observe(member.alive_at - began, method.name)
@@ -228,7 +257,7 @@ class Transport:
                 self.blame(member)
             if self.config.credentials and errors.is_stale_token(failure.details):
                 self.forget_token(token)
-                raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {failure.details}") from None
+                raise _LoginRanOut(f"etcd at {member.name}: the login ran out: {failure.details}") from None
             raise errors.translate(failure, write=write, where=member.name) from None
         except ValueError:  # gRPC raises it if close() was faster than the call: nothing was sent
             if not self.closed.is_set():
@@ -254,6 +283,32 @@ class Transport:
             if "authentication is not enabled" in str(error):
                 return ""
             raise
+
+
+class _Refusals:
+    """Keeps refused logins apart, since each costs etcd a bcrypt, and those who want one come back within a second."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last = ""
+        self._until = 0.0
+
+    def heed(self, log_in: Callable[[], str]) -> str:
+        """What `log_in` returns. Raises what it raises; EtcdAuthError again until it may be tried again."""
+        left = self._until - concurrency.now()
+        if left > 0:
+            raise EtcdAuthError(f"{self._last}; the next login is tried in {math.ceil(left)} s")
+        try:
+            token = log_in()
+        except EtcdAuthError as error:
+            self._last = str(error)
+            self._until = concurrency.now() + random.uniform(0.5, 1) * min(
+                FIRST_LOGIN_PAUSE * 2.0 ** min(self._count, 10), LONGEST_LOGIN_PAUSE
+            )
+            self._count += 1
+            raise
+        self._count = 0
+        return token
 
 
 def failure_of(error: grpc.RpcError) -> errors.CallFailure:

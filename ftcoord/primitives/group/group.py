@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
@@ -224,6 +225,7 @@ class Group:
         others too.
 
         It does not overtake what the thread has still to apply: the mirror would take that for a change that it missed.
+        An error that nobody foresaw ends the group's thread too.
         """
         if not isinstance(posted.item, Batch) or not self._turn.acquire(blocking=False):
             return False
@@ -232,7 +234,11 @@ class Group:
                 return False
             if not (self._is_all_it_hears(mirror) or mirror.has(posted)):
                 return False
-            self._apply(mirror, posted)
+            try:
+                self._apply(mirror, posted)
+            except Exception as error:  # the mirror has the change, so nobody would look at it again
+                self._inbox.put(partial(_fail, error))
+                raise
             if not mirror.synced:  # a change was missed, and only the thread reads
                 self._inbox.put(_wake)
             return True
@@ -478,6 +484,11 @@ def rest(members: int) -> float:
     """Seconds for which a decider takes in what happens before it decides again. By the number of members, not by how
     long it took to decide: others use the processor."""
     return REST * members * max(1.0, members / RESTS_MORE_AT)
+
+
+def _fail(error: Exception) -> None:
+    """A task that ends the thread by what failed on the watch's."""
+    raise error
 
 
 def _wake() -> None:

@@ -32,8 +32,10 @@ class Inbox:
         self._tasks.put(task)
 
     def put_posted(self, mirror: Mirror, posted: Posted) -> None:
-        """What a watch delivered. Only the watch's thread."""
-        self._queued += isinstance(posted.item, Batch)
+        """What a watch delivered. Only the watch's thread; a Began on any, since a watch that others share stands at
+        once. So that one must not touch the count."""
+        if isinstance(posted.item, Batch):
+            self._queued += 1
         self._tasks.put((mirror, posted))
 
     def put_ask(self, held: HeldAsk) -> None:

@@ -8,7 +8,15 @@ from typing import Generic, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
-from ftcoord.errors import ClientClosed, EtcdError, ForkedProcessError, LeaseLost, StateError, ThreadFailed
+from ftcoord.errors import (
+    ClientClosed,
+    EtcdError,
+    ForkedProcessError,
+    LeaseLost,
+    StateError,
+    ThreadFailed,
+    ThreadNotStarted,
+)
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.member_key import MemberLost
@@ -113,11 +121,16 @@ class Membership(Generic[R]):
         return self.group.entered
 
     def enter(self, value: bytes, timeout: float | None = None) -> None:
-        """Join, or ask for something else. Raises EtcdError; after LeaseLost, make a new membership."""
+        """Join, or ask for something else. Raises EtcdError; after LeaseLost, make a new membership. So also after
+        ThreadNotStarted: its key is taken back, since nobody would do what a member does."""
         try:
             self.group.enter(value, timeout or self._timeout)
         except LeaseLost:
             self.orphan()
+            raise
+        except ThreadNotStarted:
+            self.orphan()
+            self.leave(self._timeout)
             raise
 
     def complete(self, record: R, completed: R) -> None:

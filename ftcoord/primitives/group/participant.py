@@ -182,13 +182,18 @@ class Participant(Generic[R, A]):
     def withdraw(self, ask: A, timeout: float = TAKE_BACK_TIMEOUT, *, for_all: bool = False) -> bool:
         """Write `ask`, which asks for nothing: unless another call still asks, or `for_all` of them.
 
+        A member that is not known to have joined is left instead: if its join was made and not answered, its key asks.
+
         Never raises for an etcd that is away for `timeout` seconds. Whether it is known to be written.
         """
         member = self.member
-        if member is None or member.lost or not member.entered or not self._writing.acquire(timeout=timeout):
+        if member is None or member.lost or not self._writing.acquire(timeout=timeout):
             return False
         try:
             if self._asking and not for_all:
+                return False
+            if not member.entered:
+                self.leave(timeout)
                 return False
             self._said = self._use.stamp(ask)
             member.enter(self._use.encode(self._said), timeout)

@@ -222,7 +222,7 @@ class Faults:
 
     def _no_space(self, draw: random.Random) -> str:
         seconds = draw.choice((0.5, 3.0, 2.0 * LEASE_TTL))
-        self._world.etcd.set_no_space(True)
+        self._world.etcd.set_no_space(True, let_in=draw.choice((0, 1, 4)))
         self._full_until = max(self._full_until, self._world.scheduler.time + seconds)
         self._after(seconds, lambda: self._world.etcd.set_no_space(False))
         return f"etcd has no space for {seconds:g} s"

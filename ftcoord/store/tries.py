@@ -1,0 +1,38 @@
+"""The tries of one operation that others' changes may refuse."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch.distributed import DistStoreError
+
+from ftcoord import concurrency
+from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff
+
+UNPAUSED_TRIES: Final = 2
+"""Tries that follow one another without a pause: most of them only learn what the key is."""
+
+
+class Tries:
+    """All have one deadline. For one thread.
+
+    Args:
+        key: what the operation changes.
+        deadline: monotonic; it gets `SHORTEST_TIMEOUT` seconds in any case.
+        closed: ends a pause.
+    """
+
+    def __init__(self, key: str, deadline: float, closed: concurrency.Event) -> None:
+        self.deadline = max(deadline, concurrency.now() + SHORTEST_TIMEOUT)
+        self._key, self._closed, self._failed = key, closed, 0
+
+    def again(self) -> None:
+        """Pause after one that was refused. Raises DistStoreError after the deadline."""
+        self._failed += 1
+        if concurrency.now() >= self.deadline:
+            raise DistStoreError(
+                f"wait timeout: others changed {self._key!r} before each of {self._failed} tries; let fewer change it"
+                " at a time, or raise the timeout"
+            )
+        if self._failed > UNPAUSED_TRIES:
+            self._closed.wait(backoff(self._failed - UNPAUSED_TRIES))
