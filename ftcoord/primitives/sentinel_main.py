@@ -7,6 +7,9 @@ writes the cause into etcd, gives the leases up, and ends the processes that bea
 that is stopped or traced is not dead: its leases are not renewed meanwhile, and end by time. The sentinel has no
 terminal, listens on nothing, and ends when it has done this.
 
+Before the pidfd says so the kernel may hold a dead process for minutes: while it dumps core, or hangs in a driver. So
+the sentinel looks before it renews a lease in place of the process.
+
 Standard input brings the orders, see `ftcoord.primitives.sentinel_orders`. If it ends while the process lives, that has
 become another program by `exec`, which counts as its end, or has closed its files. Then it starts another sentinel when
 it next renews a lease, which ends this one. Until then this one renews nothing, and still buries the process.
@@ -199,6 +202,8 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
             process.told()
         elif ready or (process.pidfd is None and process.has_ended()):  # a child may have kept the pipe open
             return ""  # only now, since it may have told of leases just before
+        elif sentinel.next_due() <= concurrency.now() and process.is_ending():  # which no descriptor says
+            return ""
         sentinel.renew()
 
 
