@@ -205,7 +205,10 @@ class LeanClient:
                 self._give_up()
                 raise EtcdUnavailable(f"etcd did not answer the login: {error}") from None
             if failure is not None and "authentication is not enabled" not in failure.details:
-                raise errors.translate(failure, write=False, where=str(self._config.endpoints[self._index]))
+                refusal = errors.translate(failure, write=False, where=str(self._config.endpoints[self._index]))
+                if errors.blames_member(failure):  # it has no leader, or is a learner
+                    self._give_up()
+                raise refusal
             self._token = "" if failure is not None else str(method.parse(answer).token)
         return self._token
 

@@ -1,0 +1,78 @@
+"""The client without gRPC, with members that answer as a test says, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ftcoord.config import Endpoint, EtcdConfig
+from ftcoord.etcd.rpc import lean, messages
+from ftcoord.etcd.rpc.errors import CallFailure
+from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.testing import Scheduler
+
+Answer = CallFailure | bytes
+LEASE = 7
+NO_LEADER = CallFailure("UNAVAILABLE", "etcdserver: no leader")
+
+
+def answer(name: str, **fields: object) -> bytes:
+    return bytes(messages.message(name)(**fields).SerializeToString())
+
+
+class Members:
+    """Stand in for the connections to all members, by their ports."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[int, str], Callable[[str], Answer]] = {}
+        self.asked: list[tuple[int, str, str]] = []
+
+    def say(self, port: int, method: messages.Method, *, to: Callable[[str], Answer]) -> None:
+        """What one answers to this token."""
+        self.answers[port, method.path] = to
+
+    def connect(self, _dialer: object, where: Endpoint, _tls: object, _deadline: float) -> Connected:
+        return Connected(self, where.port)
+
+
+class Connected:
+    def __init__(self, members: Members, port: int) -> None:
+        self._members, self._port = members, port
+
+    def exchange(self, path: str, _body: bytes, token: str, _deadline: float) -> tuple[CallFailure | None, bytes]:
+        self._members.asked.append((self._port, path.rpartition("/")[2], token))
+        found = self._members.answers[self._port, path](token)
+        return (None, found) if isinstance(found, bytes) else (found, b"")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def members(monkeypatch: pytest.MonkeyPatch) -> Members:
+    """Two, that let anybody log in and grant leases."""
+    made = Members()
+    monkeypatch.setattr(lean, "_Connection", made.connect)
+    for port in (1, 2):
+        made.say(port, messages.AUTHENTICATE, to=lambda _: answer("AuthenticateResponse", token="t"))
+        made.say(port, messages.GRANT, to=lambda _: answer("LeaseGrantResponse", id=LEASE, ttl=10))
+    return made
+
+
+def logging_in() -> LeanClient:
+    return LeanClient(EtcdConfig.load("127.0.0.1:1,127.0.0.1:2", env={}, user="root", password="secret"))
+
+
+def virtually(scenario: Callable[[], None]) -> None:
+    Scheduler(0).run(scenario)
+
+
+@pytest.mark.parametrize("text", ["etcdserver: no leader", "etcdserver: rpc not supported for learner"])
+def test_a_member_that_cannot_log_anybody_in_is_left_for_another(members: Members, text: str) -> None:
+    def play() -> None:
+        members.say(1, messages.AUTHENTICATE, to=lambda _: CallFailure("UNAVAILABLE", text))
+        assert logging_in().grant(10).id == LEASE
+        assert members.asked == [(1, "Authenticate", ""), (2, "Authenticate", ""), (2, "LeaseGrant", "t")]
+
+    virtually(play)
