@@ -76,3 +76,20 @@ def test_a_member_that_cannot_log_anybody_in_is_left_for_another(members: Member
         assert members.asked == [(1, "Authenticate", ""), (2, "Authenticate", ""), (2, "LeaseGrant", "t")]
 
     virtually(play)
+
+
+def test_authentication_that_is_switched_on_later(members: Members) -> None:
+    """What was found while it was off is no login."""
+    off = CallFailure("FAILED_PRECONDITION", "etcdserver: authentication is not enabled")
+    refused = CallFailure("INVALID_ARGUMENT", "etcdserver: user name is empty")
+    granted = answer("LeaseGrantResponse", id=LEASE, ttl=10)
+
+    def play() -> None:
+        client = logging_in()
+        members.say(1, messages.AUTHENTICATE, to=lambda _: off)
+        assert client.grant(10).id == LEASE
+        members.say(1, messages.AUTHENTICATE, to=lambda _: answer("AuthenticateResponse", token="t"))
+        members.say(1, messages.GRANT, to=lambda token: granted if token == "t" else refused)
+        assert client.grant(10).id == LEASE
+
+    virtually(play)

@@ -185,7 +185,7 @@ class LeanClient:
             return answer
         if errors.blames_member(failure):
             self._give_up()
-        if token and errors.is_stale_token(failure.details):
+        if self._config.credentials and errors.is_stale_token(failure.details):
             self._token = None
             raise EtcdUnavailable(f"etcd at {where}: the login ran out: {failure.details}")
         raise errors.translate(failure, write=write, where=where.target)
