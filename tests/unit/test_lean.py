@@ -93,3 +93,35 @@ def test_authentication_that_is_switched_on_later(members: Members) -> None:
         assert client.grant(10).id == LEASE
 
     virtually(play)
+
+
+@pytest.mark.parametrize("method", [messages.AUTHENTICATE, messages.GRANT])
+def test_a_member_that_answers_garbage_is_left_for_another(members: Members, method: messages.Method) -> None:
+    def play() -> None:
+        members.say(1, method, to=lambda _: b"\xff")
+        assert logging_in().grant(10).id == LEASE
+        assert members.asked[-1] == (2, "LeaseGrant", "t")
+
+    virtually(play)
+
+
+def test_an_unknown_reason_to_end_a_call_has_its_number() -> None:
+    assert lean._name_of(8) == "CANCEL"
+    assert lean._name_of(0xBAD) == "error 2989"
+
+
+def test_nobody_logs_in_to_renew_a_lease_unless_etcd_wants_that(members: Members) -> None:
+    """A login takes etcd a tenth of a second of a processor, and each process has a sentinel."""
+    renewed = answer("LeaseKeepAliveResponse", id=LEASE, ttl=10)
+    refused = CallFailure("INVALID_ARGUMENT", "etcdserver: user name is empty")
+
+    def play() -> None:
+        client = logging_in()
+        members.say(1, messages.KEEP_ALIVE, to=lambda _: renewed)
+        assert client.renew(LEASE) == 10
+        assert members.asked == [(1, "LeaseKeepAlive", "")]
+        members.say(1, messages.KEEP_ALIVE, to=lambda token: renewed if token == "t" else refused)
+        assert client.renew(LEASE) == 10
+        assert members.asked[-2:] == [(1, "Authenticate", ""), (1, "LeaseKeepAlive", "t")]
+
+    virtually(play)
