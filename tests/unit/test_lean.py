@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 
 import pytest
 
-from ftcoord.config import Endpoint, EtcdConfig
+from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.etcd.rpc import lean, messages
 from ftcoord.etcd.rpc.errors import CallFailure
 from ftcoord.etcd.rpc.lean import LeanClient
@@ -125,3 +126,19 @@ def test_nobody_logs_in_to_renew_a_lease_unless_etcd_wants_that(members: Members
         assert members.asked[-2:] == [(1, "Authenticate", ""), (1, "LeaseKeepAlive", "t")]
 
     virtually(play)
+
+
+def test_an_authority_that_grpc_accepts_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a Python that asks for more by itself."""
+    create = ssl.create_default_context
+
+    def as_from_3_13_on(cafile: str | None = None) -> ssl.SSLContext:
+        context = create(cafile=cafile)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", as_from_3_13_on)
+    context = lean.tls_context(Tls(None, None, None, None))
+    assert not context.verify_flags & ssl.VERIFY_X509_STRICT
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname
