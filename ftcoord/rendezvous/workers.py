@@ -59,6 +59,7 @@ class WorkerWatch:
         # Ways to end of workers that are done, or stopped, also of those that heed a signal themselves.
         self._agents_own = {0, *stops, *((128 + number) << 8 for number in stops)}
         self._first: WorkerFailure | None = None  # set once, by the thread
+        self._first_at = 0.0  # when that had ended, by this host's wall clock; set before
         with ExitStack() as undo:
             self._reader, self._writer = os.pipe()
             undo.callback(os.close, self._reader)
@@ -87,11 +88,16 @@ class WorkerWatch:
             stopped_at: when this agent was told to stop its workers, by this host's wall clock, as files have it; None
                 if it was not. What a worker raises after that is no failure of its own.
         """
-        if self._first is not None:
+        if self._first is not None and not self._was_killed_to_stop(self._first, stopped_at):
             return self._judge(self._first)
         if stopped_at is None:
             return None
         return first_failure([one.failure(None) for one in self._workers if one.has_raised_before(stopped_at)])
+
+    def _was_killed_to_stop(self, first: WorkerFailure, stopped_at: float | None) -> bool:
+        """Whether the agent must have killed it, since it did not heed the signal that stops it."""
+        is_bare = first.signal == signal.SIGKILL and not first.exception and not first.timer
+        return is_bare and stopped_at is not None and self._first_at >= stopped_at
 
     def _judge(self, first: WorkerFailure) -> WorkerFailure:
         """That of another worker, where the first one did no more than follow."""
@@ -112,6 +118,7 @@ class WorkerWatch:
         for pidfd in () if self._thread.closed else ended:
             worker, status = self._running.pop(pidfd), _status(pidfd)
             if status is not None and status not in self._agents_own:
+                self._first_at = concurrency.wall()
                 self._first = self._failure_of(worker, status)
                 self._failed(self._judge(self._first))
                 self._running.clear()

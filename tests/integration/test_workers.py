@@ -267,6 +267,19 @@ def test_what_a_worker_raises_while_it_is_stopped_is_no_failure(
     assert failed.empty()
 
 
+def test_a_worker_that_is_killed_while_it_is_stopped_has_not_failed(
+    children: MarkedChildren, failed: queue.Queue[WorkerFailure]
+) -> None:
+    """As torch's agent does to one that does not heed SIGTERM."""
+    process = worker()
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    end(process)
+    assert failed.get(timeout=DEADLINE).signal == signal.SIGKILL
+    assert watch.failure(stopped_at=0.0) is None
+    assert watch.failure(stopped_at=2e10) is not None, "it was killed before"
+    watch.end()
+
+
 def test_of_two_that_failed_by_themselves_the_first_counts(
     children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
 ) -> None:
