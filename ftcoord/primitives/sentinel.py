@@ -207,7 +207,8 @@ class _Process:
 
     def end(self) -> None:
         """It holds nothing that must be given back."""
-        self._process.kill()
+        with suppress(PermissionError):  # this process has given up root; the end of the pipe ends it
+            self._process.kill()
         self._pipe.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_WITHIN)
