@@ -37,6 +37,7 @@ from ftcoord.core.lease import LeaseTimes
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.pidfd import LONGEST_POLL
 from ftcoord.primitives.orphans import Orphans
 from ftcoord.primitives.sentinel_orders import Order, config_from
 from ftcoord.primitives.watched_process import WatchedProcess
@@ -191,7 +192,7 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
         waits.register(process.pidfd, select.POLLIN)
     while True:
         left = max(sentinel.next_due() - concurrency.now(), 0)
-        ready = {fd for fd, _ in waits.poll(None if left == inf else math.ceil(1000 * left))}
+        ready = {fd for fd, _ in waits.poll(None if left == inf else math.ceil(1000 * min(left, LONGEST_POLL)))}
         if 0 in ready:
             data = os.read(0, 65536)
             if not data:
