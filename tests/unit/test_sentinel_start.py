@@ -14,7 +14,7 @@ import pytest
 from ftcoord.config import EtcdConfig
 from ftcoord.primitives.sentinel import Sentinel
 
-LEASE, TTL = 0x4711, 10.0
+LEASE, TTL, SENT_AT = 0x4711, 10.0, 123.5
 
 
 def test_it_has_its_orders_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,10 +29,11 @@ def test_it_has_its_orders_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(subprocess, "Popen", start)
     sentinel = Sentinel()
-    sentinel.keep(EtcdConfig.of("127.0.0.1:1"), LEASE, TTL, "/job/deaths/", ["a"])
+    sentinel.keep(EtcdConfig.of("127.0.0.1:1"), LEASE, TTL, "/job/deaths/", ["a"], sent_at=SENT_AT)
     sentinel.drop(LEASE)
     (kept,) = [order for order in orders if "keep" in order]
     assert (kept["keep"], kept["ttl"], kept["deaths"], kept["was"]) == (LEASE, TTL, "/job/deaths/", ["a"])
+    assert kept["at"] == SENT_AT, "this process may have been stopped since"
     assert any("config" in order and order["etcd"] == kept["etcd"] for order in orders)
 
 
