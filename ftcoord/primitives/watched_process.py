@@ -36,6 +36,7 @@ _EXITING: Final = 0x4
 _KILLED: Final = 1 << signal.SIGKILL - 1
 """SIGKILL among the pending signals of /proc/PID/status: nobody can block, ignore or take back that one."""
 _PROC: Final = "/proc"
+_GROUPS: Final = "/sys/fs/cgroup"
 RECENT: Final = 5.0
 """Seconds: a process that the kernel kills for lack of memory ends within so many, if nobody heard of it meanwhile."""
 _LOOK_AGAIN: Final = 0.01
@@ -298,14 +299,15 @@ def oom_kills(pid: int) -> OomKills | None:
 def _groups(pid: int) -> Iterator[Path]:
     """The files in which its control group may count them."""
     try:
-        groups = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+        groups = Path(_PROC, str(pid), "cgroup").read_text(encoding="utf-8")
     except OSError:
         return
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         for controller, file in (_V1, _V2):
             if controller in controllers.split(","):
-                yield Path("/sys/fs/cgroup", controller, path.lstrip("/"), file)
+                yield Path(_GROUPS, controller, path.lstrip("/"), file)
+                yield Path(_GROUPS, controller, file)  # of a container: its path is the host's, its mount its own
 
 
 def _count(events: Path) -> int | None:

@@ -247,3 +247,22 @@ def test_where_there_is_no_proc_it_is_only_known_whether_it_exists(proc: Proc) -
     assert not process.is_another_program()
     assert process.status() is None
     assert process.cause().endswith("ended, and nobody could tell how")
+
+
+@pytest.mark.parametrize(
+    ("line", "file"), [("4:memory:/docker/1", "memory/memory.oom_control"), ("0::/docker/1", "memory.events")]
+)
+def test_a_container_that_sees_its_own_group_alone_counts_its_kills(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, proc: Proc, line: str, file: str
+) -> None:
+    """The group's path is the host's, and leads nowhere."""
+    proc.tell(4711, stat())
+    (tmp_path / "4711" / "cgroup").write_text(f"{line}\n")
+    monkeypatch.setattr(watched_process, "_GROUPS", str(tmp_path / "groups"))
+    events = tmp_path / "groups" / file
+    events.parent.mkdir(parents=True)
+    events.write_text("oom_kill 3\n")
+    found = watched_process.oom_kills(4711)
+    assert found is not None
+    events.write_text("oom_kill 4\n")
+    assert found.grew()
