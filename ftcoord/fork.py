@@ -29,28 +29,40 @@ class OwnerProcess:
             raise ForkedProcessError.of(self._problem)
 
 
-_hidden: set[int] = set()
-"""File descriptors that no forked child may keep open. Any thread, one step of a set at a time."""
+_hidden: dict[int, tuple[int, int]] = {}
+"""File descriptors that no forked child may keep open, and their files. Any thread, one step of a dict at a time."""
+
+
+def identity_of(descriptor: int) -> tuple[int, int] | None:
+    """Which file it stands for; None for none."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def hide(descriptor: int) -> None:
     """Have a forked child lose its copy of a descriptor: else its peer does not see that this process has ended.
 
-    `unhide` it before it is closed: its number may be given again.
+    `unhide` it before it is closed: its number may be given again. Somebody else may close it, too: of another file
+    that has its number then a child keeps its copy.
     """
-    _hidden.add(descriptor)
+    if (identity := identity_of(descriptor)) is not None:
+        _hidden[descriptor] = identity
 
 
 def unhide(descriptor: int) -> None:
     """Without effect for one that is not hidden."""
-    _hidden.discard(descriptor)
+    _hidden.pop(descriptor, None)
 
 
 def _lose_hidden() -> None:
     """In the child. The numbers stay taken, by /dev/null: objects of the parent's, copied, will close them once."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in _hidden:
-        os.dup2(nothing, descriptor, inheritable=False)
+    for descriptor, identity in _hidden.items():
+        if identity_of(descriptor) == identity:
+            os.dup2(nothing, descriptor, inheritable=False)
     os.close(nothing)
     _hidden.clear()
 

@@ -13,6 +13,8 @@ from typing import Final
 
 P_PIDFD: Final = 3
 """For `os.waitid`, which takes it also where `os` does not name it (<linux/wait.h>)."""
+LONGEST_POLL: Final = 24 * 3600
+"""Seconds: `poll` takes some 24 days at most, and a lease may have a longer TTL."""
 _OPEN, _SEND = 434, 424
 """The numbers of both system calls, which all kinds of processors share."""
 
@@ -40,6 +42,10 @@ def has_ended(pidfd: int, timeout: float = 0) -> bool:
     """Whether its process has ended, or does within `timeout` seconds."""
     waits = select.poll()  # `select.select` takes no number from 1024 on, and a process may have more files than that
     waits.register(pidfd, select.POLLIN)
+    while timeout > LONGEST_POLL:
+        if waits.poll(1000 * LONGEST_POLL):
+            return True
+        timeout -= LONGEST_POLL
     return bool(waits.poll(math.ceil(1000 * timeout)))
 
 

@@ -11,7 +11,8 @@ to end than those that lose their connection to it. So it counts first what an e
            counts like the above, unless a host was lost: that happened before it was told.
   FOLLOWS  what processes do when a peer is lost: a connection that ends, a collective that times out; an agent that has
            used up its restarts; and a host that was lost when something else had ended already, by one writer's clock.
-  STOPPED  what an agent does to its workers: SIGTERM; or what they do when their agent was told to stop.
+  STOPPED  what an agent does to its workers: SIGTERM, and SIGKILL where it was told to stop itself; or what they do
+           then.
 
 The first cause is the first by revision of those that count most.
 """
@@ -24,7 +25,7 @@ from typing import Final
 
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 
-_SIGABRT, _SIGPIPE, _SIGTERM = 6, 13, 15
+_SIGABRT, _SIGKILL, _SIGPIPE, _SIGTERM = 6, 9, 13, 15
 _PEERS: Final = (
     "connection reset",
     "connection closed",
@@ -100,13 +101,21 @@ def in_causal_order(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
 
     def place(end: HistoryEvent) -> tuple[int, int]:
         weight = Weight.FOLLOWS if _is_late(end, first_seen) else weight_of(end)
-        if weight is Weight.UNCLEAR and end.node in stopping:
+        if end.node in stopping and (weight is Weight.UNCLEAR or _was_just_killed(end)):
             weight = Weight.STOPPED
         elif weight is Weight.UNCLEAR and not has_lost:
             weight = Weight.BEGINS
         return weight, end.noted
 
     return sorted(ends, key=place)
+
+
+def _was_just_killed(end: HistoryEvent) -> bool:
+    """Whether a worker got SIGKILL, and nothing more is known: neither a timer nor memory that ran out."""
+    return any(
+        one.signal == _SIGKILL and not one.exception and not one.timer and "SIGKILL" in one.fate
+        for one in end.failures[:1]
+    )
 
 
 def _first_seen(ends: Sequence[HistoryEvent]) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -12,6 +11,7 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.config import Endpoint, Tls
+from ftcoord.etcd.rpc.lean import tls_context
 
 MOST_READ: Final = 4 * 1024 * 1024
 """Bytes of an answer; a member's numbers are some 100 kB."""
@@ -52,10 +52,7 @@ def read_numbers(endpoint: Endpoint, tls: Tls | None, timeout: float) -> MemberN
 
 def _encrypted(plain: socket.socket, endpoint: Endpoint, tls: Tls) -> socket.socket:
     try:
-        context = ssl.create_default_context(cafile=tls.ca)
-        if tls.cert:
-            context.load_cert_chain(tls.cert, tls.key)
-        return context.wrap_socket(plain, server_hostname=tls.server_name or endpoint.host)
+        return tls_context(tls).wrap_socket(plain, server_hostname=tls.server_name or endpoint.host)
     except OSError:
         plain.close()
         raise

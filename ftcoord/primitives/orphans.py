@@ -7,7 +7,7 @@ import os
 import select
 import signal
 from collections.abc import Iterator, Set
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,8 @@ _LOOK_INTERVAL: Final = 0.5
 """Seconds between two looks, at most."""
 _NO_PIDFDS: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 """What `pidfd_open` fails with where the kernel has none, or nobody may use it (a seccomp filter)."""
+_NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""What all that opens something fails with while this process, or the machine, has too many files open."""
 
 
 class Orphans:
@@ -34,7 +36,6 @@ class Orphans:
 
     def __init__(self, mark: str, grace: float = GRACE) -> None:
         self._mark, self._deadline = mark, concurrency.now() + grace  # never change
-        self._descriptors = ExitStack()
         self._told: dict[int, _Orphan] = {}  # by pid
         self._running: list[_Orphan] = []
         self._were_killed = False
@@ -43,22 +44,43 @@ class Orphans:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._descriptors.close()
+        for orphan in self._told.values():
+            orphan.close()
 
     def look(self) -> bool:
         """Send the signals that are due; whether there must be another look."""
-        new = list(_marked(self._mark, self._told.keys())) if self._mark else []
-        for orphan in new:
-            self._descriptors.callback(orphan.close)
-            self._told[orphan.pid] = orphan
-            orphan.send(signal.SIGTERM)
+        is_late = concurrency.now() >= self._deadline
+        self._forget_ended()
+        before = {*self._told}
+        has_seen_all = self._tell_new()
+        new = self._told.keys() - before
         self._running = [orphan for orphan in self._told.values() if orphan.runs()]
-        if not self._running or (self._were_killed and not new):  # who does not end then hangs in the kernel
+        if not self._running and (has_seen_all or (is_late and not new)):
             return False
-        if concurrency.now() >= self._deadline:
+        if self._were_killed and not new:  # who does not end then hangs in the kernel
+            return False
+        if is_late:
             self._were_killed = True
             for orphan in self._running:
                 orphan.send(signal.SIGKILL)
+        return True
+
+    def _forget_ended(self) -> None:
+        """Their descriptors may be needed for others."""
+        for orphan in [one for one in self._told.values() if not one.runs()]:
+            orphan.close()
+            del self._told[orphan.pid]
+
+    def _tell_new(self) -> bool:
+        """Send SIGTERM to those that are not known yet; False if there were too few descriptors to see them all."""
+        try:
+            for orphan in _marked(self._mark, self._told.keys()) if self._mark else ():
+                self._told[orphan.pid] = orphan
+                orphan.send(signal.SIGTERM)
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTORS:
+                raise
+            return False
         return True
 
     def wait(self) -> None:
@@ -117,14 +139,19 @@ class _Orphan:
 
 
 def _marked(mark: str, known: Set[int]) -> Iterator[_Orphan]:
-    """Those with the mark that are not known yet."""
-    for path in Path("/proc").glob("[0-9]*"):
-        pid = int(path.name)
-        if pid in known or pid == os.getpid():
+    """Those with the mark that are not known yet. Raises OSError where no descriptor can be had."""
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or (pid := int(name)) in known or pid == os.getpid():
             continue
-        with suppress(OSError):
+        try:
+            if not bears(pid, mark):
+                continue
             orphan = _Orphan(pid, mark)
-            if orphan.bears_it():
-                yield orphan
-            else:
-                orphan.close()
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                raise
+            continue  # it has ended, or is another user's
+        if orphan.bears_it():  # its number was not given to another one before there was a pidfd
+            yield orphan
+        else:
+            orphan.close()

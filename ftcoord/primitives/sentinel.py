@@ -68,8 +68,17 @@ class Sentinel:
         process = self._process
         return process.pid if process else None
 
-    def keep(self, config: EtcdConfig, lease_id: int, ttl: float, deaths: str, was: Sequence[str] = ()) -> None:
-        """Stand by a lease that was renewed just now, for `ttl` seconds. May be said again.
+    def keep(
+        self,
+        config: EtcdConfig,
+        lease_id: int,
+        ttl: float,
+        deaths: str,
+        was: Sequence[str] = (),
+        sent_at: float | None = None,
+    ) -> None:
+        """Stand by a lease whose last renewal, for `ttl` seconds, was sent at that monotonic time; now if None. May be
+        said again.
 
         If this process dies the cause is written under `death_key(deaths, ...)`, and for the members that it `was`.
         """
@@ -81,7 +90,8 @@ class Sentinel:
             if number is None:
                 number = self._etcds[config] = len(self._etcds)
                 orders = [Order(etcd=number, config=config_raw(config))]
-            at = concurrency.now()  # not when it is read: a new sentinel may take seconds to start
+            # Not when it is read: a new sentinel may take seconds to start.
+            at = concurrency.now() if sent_at is None else sent_at
             order = Order(etcd=number, keep=lease_id, at=at, ttl=ttl, deaths=deaths, was=was, rests=False)
             self._kept[lease_id] = order
             if not self._send(*orders, order):
@@ -207,7 +217,8 @@ class _Process:
 
     def end(self) -> None:
         """It holds nothing that must be given back."""
-        self._process.kill()
+        with suppress(PermissionError):  # this process has given up root; the end of the pipe ends it
+            self._process.kill()
         self._pipe.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_WITHIN)
@@ -242,9 +253,9 @@ class SentinelFor:
         sentinel = Sentinel.of_process() if config is not None else None
         return None if sentinel is None or config is None else cls(sentinel, config, deaths, was)
 
-    def keep(self, lease_id: int, ttl: float) -> None:
-        """It was renewed just now, for `ttl` seconds."""
-        self._sentinel.keep(self._config, lease_id, ttl, self._deaths, self._was)
+    def keep(self, lease_id: int, ttl: float, sent_at: float) -> None:
+        """It was renewed for `ttl` seconds, by a request that was sent at that monotonic time."""
+        self._sentinel.keep(self._config, lease_id, ttl, self._deaths, self._was, sent_at)
 
     def rest(self, lease_id: int) -> None:
         """It is not to be renewed for now."""

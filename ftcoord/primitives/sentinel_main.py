@@ -7,6 +7,9 @@ writes the cause into etcd, gives the leases up, and ends the processes that bea
 that is stopped or traced is not dead: its leases are not renewed meanwhile, and end by time. The sentinel has no
 terminal, listens on nothing, and ends when it has done this.
 
+Before the pidfd says so the kernel may hold a dead process for minutes: while it dumps core, or hangs in a driver. So
+the sentinel looks before it renews a lease in place of the process.
+
 Standard input brings the orders, see `ftcoord.primitives.sentinel_orders`. If it ends while the process lives, that has
 become another program by `exec`, which counts as its end, or has closed its files. Then it starts another sentinel when
 it next renews a lease, which ends this one. Until then this one renews nothing, and still buries the process.
@@ -34,6 +37,7 @@ from ftcoord.core.lease import LeaseTimes
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.pidfd import LONGEST_POLL
 from ftcoord.primitives.orphans import Orphans
 from ftcoord.primitives.sentinel_orders import Order, config_from
 from ftcoord.primitives.watched_process import WatchedProcess
@@ -188,7 +192,7 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
         waits.register(process.pidfd, select.POLLIN)
     while True:
         left = max(sentinel.next_due() - concurrency.now(), 0)
-        ready = {fd for fd, _ in waits.poll(None if left == inf else math.ceil(1000 * left))}
+        ready = {fd for fd, _ in waits.poll(None if left == inf else math.ceil(1000 * min(left, LONGEST_POLL)))}
         if 0 in ready:
             data = os.read(0, 65536)
             if not data:
@@ -199,6 +203,8 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
             process.told()
         elif ready or (process.pidfd is None and process.has_ended()):  # a child may have kept the pipe open
             return ""  # only now, since it may have told of leases just before
+        elif sentinel.next_due() <= concurrency.now() and process.is_ending():  # which no descriptor says
+            return ""
         sentinel.renew()
 
 

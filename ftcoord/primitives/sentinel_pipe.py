@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.fork import hide, unhide
+from ftcoord.fork import hide, identity_of, unhide
 
 HANGS_AFTER: Final = 30.0
 """Seconds for which nothing may be read of what was told. To start takes as long on a machine that starves."""
@@ -34,7 +34,7 @@ class SentinelPipe:
         # As plain numbers: an object would close its number also when that means a file of somebody else.
         self._ours, self._reader = ours.detach(), reader.detach()  # never change
         hide(self._ours)
-        self._identity = _identity(self._ours)  # never changes
+        self._identity = identity_of(self._ours)  # never changes
         self._unsent, self._left = b"", 0  # what there was no room for, and what nobody had read when it was told last
         self._hangs_since: float | None = None  # when it was first seen that nothing was read
 
@@ -85,7 +85,7 @@ class SentinelPipe:
             os.close(self._ours)
 
     def _is_ours(self) -> bool:
-        return _identity(self._ours) == self._identity
+        return identity_of(self._ours) == self._identity
 
     def _send(self, data: bytes) -> int:
         """How many bytes there was room for."""
@@ -94,12 +94,3 @@ class SentinelPipe:
             return borrowed.send(data, _NO_HARM)
         finally:
             borrowed.detach()
-
-
-def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Which file it stands for; None for none."""
-    try:
-        found = os.fstat(descriptor)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino

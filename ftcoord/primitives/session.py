@@ -39,8 +39,8 @@ Listener: TypeAlias = Callable[[SessionState], None]
 class Bystander(Protocol):
     """Who hears what becomes of a lease. Called on any thread; must not block, nor raise."""
 
-    def keep(self, lease_id: int, ttl: float) -> None:
-        """It was renewed just now, for `ttl` seconds."""
+    def keep(self, lease_id: int, ttl: float, sent_at: float) -> None:
+        """It was renewed for `ttl` seconds, by a request that was sent at that monotonic time."""
 
     def rest(self, lease_id: int) -> None:
         """It is not renewed for now."""
@@ -356,7 +356,8 @@ class KeptLease:
     def _tell_of_renewal(self) -> None:
         self._is_introduced = True
         if self._bystander is not None:
-            self._bystander.keep(self.id, self.ttl)
+            times = self._times
+            self._bystander.keep(self.id, times.ttl, times.sent_at)  # this may have been stopped since the answer
 
     def fail(self, failure: BaseException) -> None:
         """Count as lost: an error that nobody foresaw ended the thread while it renewed this lease, or told of it.

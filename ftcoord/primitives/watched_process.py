@@ -11,7 +11,8 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,10 @@ _DOES_NOT_RUN: Final = frozenset("TtZXx")
 _IS_DEAD: Final = frozenset("ZXx")
 _EXITING: Final = 0x4
 """PF_EXITING in the flags there (<linux/sched.h>)."""
+_KILLED: Final = 1 << signal.SIGKILL - 1
+"""SIGKILL among the pending signals of /proc/PID/status: nobody can block, ignore or take back that one."""
+_PROC: Final = "/proc"
+_GROUPS: Final = "/sys/fs/cgroup"
 RECENT: Final = 5.0
 """Seconds: a process that the kernel kills for lack of memory ends within so many, if nobody heard of it meanwhile."""
 _LOOK_AGAIN: Final = 0.01
@@ -76,9 +81,9 @@ class WatchedProcess:
         return True
 
     def is_ending(self) -> bool:
-        """Whether it has no program any longer, though it has not ended yet: a driver may take long to let go of it.
-        For a process that has closed its files."""
-        return _is_over(self._own_stat())
+        """Whether it never returns to its program, though it has not ended yet: it dumps core, frees gigabytes, or was
+        killed while it hangs in a driver. That may take minutes. False where there is no /proc."""
+        return self._own_stat() is not None and _is_doomed(self.pid)
 
     def know_program(self, stack: int) -> None:
         """It is the one whose stack begins there: what this has found itself may be that of the next one."""
@@ -99,8 +104,8 @@ class WatchedProcess:
         Until its parent has waited for it, /proc knows; afterwards its pidfd does, on a kernel of 2025 or later.
         """
         told = self._told_by_pidfd()
-        if told is None and (fields := self._own_stat()) is not None and _is_over(fields):
-            told = int(fields[_EXIT_STATUS])
+        if told is None and (fields := self._own_stat()) is not None:
+            told = _status_in(self.pid, fields)
         return self._told_by_pidfd() if told is None else told  # it may have been waited for in between
 
     def told(self) -> None:
@@ -194,8 +199,13 @@ def is_being_started(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
+    return _stat_in(Path(_PROC, str(pid)))
+
+
+def _stat_in(directory: Path) -> list[str] | None:
+    """Of a process, or of one of its threads; None if it is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = (directory / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
@@ -208,6 +218,50 @@ def _stack_in(fields: list[str] | None) -> int:
 
 def _is_over(fields: list[str] | None) -> bool:
     return fields is not None and (fields[_STATE] in _IS_DEAD or bool(int(fields[_FLAGS]) & _EXITING))
+
+
+def _is_doomed(pid: int) -> bool:
+    """Whether no thread of a process returns to its program.
+
+    Its first thread alone says little: that may end while the others run on, or while another one starts a program.
+    """
+    try:
+        told = _told_in(Path(_PROC, str(pid)))
+        if told.get("CoreDumping") == "1" or _is_killed(told, "ShdPnd"):
+            return True
+        threads = [*Path(_PROC, str(pid), "task").iterdir()]
+        return bool(threads) and all(map(_is_thread_doomed, threads))
+    except OSError:  # it has ended just now, which its pidfd says
+        return False
+
+
+def _is_thread_doomed(directory: Path) -> bool:
+    """Raises OSError if it is gone."""
+    return _is_over(_stat_in(directory)) or _is_killed(_told_in(directory), "SigPnd")
+
+
+def _is_killed(told: Mapping[str, str], pending: str) -> bool:
+    return bool(int(told.get(pending, "0"), 16) & _KILLED)
+
+
+def _told_in(directory: Path) -> dict[str, str]:
+    """What its `status` says, by name. Raises OSError if it is gone."""
+    lines = (directory / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+    return {name: text.strip() for name, _, text in (line.partition(":") for line in lines)}
+
+
+def _status_in(pid: int, fields: list[str]) -> int | None:
+    """How a process ends whose `stat` says that, as `os.wait` says it; None if that is not known, or if it lives.
+
+    Of one that is only about to end a kernel before 5.17 says 0 there.
+    """
+    status = int(fields[_EXIT_STATUS])
+    if _is_over(fields) or (status and _is_doomed(pid)):
+        return status
+    with suppress(OSError):
+        if _is_killed(_told_in(Path(_PROC, str(pid))), "ShdPnd"):
+            return signal.SIGKILL
+    return None
 
 
 class OomKills:
@@ -245,14 +299,15 @@ def oom_kills(pid: int) -> OomKills | None:
 def _groups(pid: int) -> Iterator[Path]:
     """The files in which its control group may count them."""
     try:
-        groups = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+        groups = Path(_PROC, str(pid), "cgroup").read_text(encoding="utf-8")
     except OSError:
         return
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         for controller, file in (_V1, _V2):
             if controller in controllers.split(","):
-                yield Path("/sys/fs/cgroup", controller, path.lstrip("/"), file)
+                yield Path(_GROUPS, controller, path.lstrip("/"), file)
+                yield Path(_GROUPS, controller, file)  # of a container: its path is the host's, its mount its own
 
 
 def _count(events: Path) -> int | None:

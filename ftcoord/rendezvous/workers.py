@@ -21,7 +21,7 @@ from ftcoord.core.event_records import WorkerFailure
 from ftcoord.pidfd import P_PIDFD, open_pidfd
 from ftcoord.primitives.orphans import bears
 from ftcoord.primitives.step_thread import StepThread
-from ftcoord.primitives.watched_process import is_being_started, oom_kills, status_after_wait
+from ftcoord.primitives.watched_process import RECENT, is_being_started, oom_kills, status_after_wait
 from ftcoord.rendezvous.signals import handled_signals
 from ftcoord.rendezvous.worker_failures import WorkerProcess
 
@@ -122,7 +122,9 @@ class WorkerWatch:
         waits = select.poll()
         for descriptor in (self._reader, *self._running):
             waits.register(descriptor, select.POLLIN)
-        ended = {descriptor for descriptor, _ in waits.poll()}
+        ended = {descriptor for descriptor, _ in waits.poll(None if self._memory is None else 1000 * RECENT)}
+        if self._memory is not None and not ended:  # or an old OOM kill would explain a SIGKILL hours later
+            self._memory.note()
         for pidfd in () if self._thread.closed else ended:
             if self._tells(self._running.pop(pidfd), _status(pidfd)):
                 self._running.clear()

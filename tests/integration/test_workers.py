@@ -21,7 +21,9 @@ from helpers import DEADLINE, eventually, open_files
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ftcoord.core.event_records import WorkerFailure
+from ftcoord.primitives import watched_process
 from ftcoord.primitives.orphans import MARK
+from ftcoord.rendezvous import workers
 from ftcoord.rendezvous.handler import HandlerResources
 from ftcoord.rendezvous.orphans import MarkedChildren, ProcessMark
 from ftcoord.rendezvous.worker_failures import failure_in
@@ -350,6 +352,28 @@ def test_a_worker_that_is_killed_for_its_timer_is_told_with_that(
         failed.get(timeout=DEADLINE).line == f"worker {process.pid} was killed, since its timer 'forward' had expired"
     )
     end(process)
+    watch.end()
+
+
+def test_memory_that_ran_out_long_before_has_killed_no_worker(
+    children: MarkedChildren,
+    failed: queue.Queue[WorkerFailure],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """But another process of the group."""
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 3\n")
+    monkeypatch.setattr(watched_process, "_groups", lambda _pid: [events])
+    for module in (watched_process, workers):
+        monkeypatch.setattr(module, "RECENT", 0.05)
+    process = worker()
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    assert watch._memory is not None
+    events.write_text("oom_kill 4\n")
+    eventually(lambda: not watch._memory.grew(), "it is long ago")  # type: ignore[union-attr]
+    end(process)
+    assert "SIGKILL" in failed.get(timeout=DEADLINE).line
     watch.end()
 
 

@@ -124,7 +124,7 @@ class Notes:
         self.renewed_at: float | None = None
         self.rests = False
 
-    def keep(self, lease_id: int, ttl: float) -> None:
+    def keep(self, lease_id: int, ttl: float, sent_at: float) -> None:
         self.renewed_at, self.rests = concurrency.now(), False
 
     def rest(self, lease_id: int) -> None:

@@ -213,3 +213,12 @@ def test_a_cause_that_is_told_after_the_recall_is_told_all_the_same() -> None:
     ended = why_ended(told_ends([peer]), 15, [peer, lost])
     assert ended == "host of node2 is gone (its lease ended); 1 more node followed"
     assert why_ended(told_ends([peer]), 15, [peer]) == told_ends([peer])
+
+
+def test_a_worker_that_its_agent_kills_since_that_was_told_to_stop_is_no_cause() -> None:
+    """It did not heed SIGTERM, and the agent says only at its end that it was told to."""
+    killed = WorkerFailure(11, 0, 0, -1, 9, "was killed by signal 9 (SIGKILL)")
+    failed = HistoryEvent("failed", 1, "host1", "a", failures=(killed,), noted=10)
+    left = HistoryEvent("left", 1, "host1", "a", "host1 leaves: SignalException", noted=20)
+    assert in_causal_order([failed, left]) == [left, failed]
+    assert in_causal_order([failed]) == [failed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,15 @@ from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Lease, Op
 from ftcoord.primitives import sentinel_main
 from ftcoord.primitives.orphans import GRACE
-from ftcoord.primitives.sentinel_main import AGAIN_AFTER, CALL_TIMEOUT, EXEC, HELP_AFTER, Sentinel, fate_of_silent
+from ftcoord.primitives.sentinel_main import (
+    AGAIN_AFTER,
+    CALL_TIMEOUT,
+    EXEC,
+    HELP_AFTER,
+    Sentinel,
+    _watch,
+    fate_of_silent,
+)
 from ftcoord.primitives.sentinel_orders import Order, config_raw
 from ftcoord.primitives.watched_process import WatchedProcess
 from ftcoord.testing import Scheduler
@@ -62,7 +71,7 @@ class Stub(WatchedProcess):
     def __init__(self) -> None:
         self.pid, self.pidfd, self.stopped = 1, None, False
         self.ends_at = math.inf
-        self.another_program = False
+        self.another_program = self.ending = False
 
     def runs(self) -> bool:
         return not self.stopped
@@ -72,7 +81,7 @@ class Stub(WatchedProcess):
         return concurrency.now() >= self.ends_at
 
     def is_ending(self) -> bool:
-        return False
+        return self.ending
 
     def is_another_program(self) -> bool:
         return self.another_program
@@ -326,5 +335,42 @@ def test_a_process_that_has_closed_its_files_for_another_program_is_buried(monke
         with standing_by(monkeypatch) as (sentinel, process):
             process.another_program = True
             assert fate_of_silent(process, sentinel) == EXEC
+
+    virtually(play)
+
+
+def test_a_process_that_the_kernel_holds_though_it_is_dead_is_buried_when_it_would_renew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It dumps core: nothing tells, and its pipe stays open."""
+
+    def play() -> None:
+        with standing_by(monkeypatch) as (sentinel, process):
+            silent = SimpleNamespace(register=lambda *_: None, poll=lambda wait: concurrency.sleep(wait / 1000) or [])
+            monkeypatch.setattr(sentinel_main.select, "poll", lambda: silent)
+            process.ending = True
+            assert _watch(process, sentinel) == ""
+            assert concurrency.now() == pytest.approx(TTL * HELP_AFTER, abs=0.1)
+            assert Noting.made.told == []
+
+    virtually(play)
+
+
+def test_a_ttl_of_months_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ttl, longest = 1e7, (1 << 31) - 1
+
+    def wait(milliseconds: int) -> list[tuple[int, int]]:
+        assert milliseconds <= longest
+        concurrency.sleep(milliseconds / 1000)
+        return []
+
+    def play() -> None:
+        with standing_by(monkeypatch, 0) as (sentinel, process):
+            sentinel.obey(Order(etcd=0, keep=0, at=concurrency.now(), ttl=ttl, deaths="/d", was=(), rests=False))
+            silent = SimpleNamespace(register=lambda *_: None, poll=wait)
+            monkeypatch.setattr(sentinel_main.select, "poll", lambda: silent)
+            process.ending = True
+            assert _watch(process, sentinel) == ""
+            assert concurrency.now() == pytest.approx(ttl * HELP_AFTER, abs=1)
 
     virtually(play)

@@ -155,3 +155,18 @@ def test_a_forked_child_does_not_keep_it_open(pipe: SentinelPipe) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_forked_child_keeps_a_file_that_got_its_number(pipe: SentinelPipe) -> None:
+    """As the log of a daemon that has closed all files."""
+    reader, writer = os.pipe()
+    os.dup2(writer, pipe._ours)
+    child = os.fork()
+    if child == 0:
+        os.write(pipe._ours, b"from the child")
+        os._exit(0)
+    os.waitpid(child, 0)
+    for descriptor in (writer, pipe._ours):
+        os.close(descriptor)
+    assert os.read(reader, 100) == b"from the child"
+    os.close(reader)

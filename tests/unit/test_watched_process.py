@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,38 @@ def stat(
     return fields
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, fields: Sequence[str] | None, born: int = 100) -> WatchedProcess:
+class Proc:
+    """Stands in for /proc."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def tell(self, pid: int, fields: Sequence[str] | None, **status: str) -> None:
+        """What it says of a process with one thread; nothing without `fields`."""
+        if fields is not None:
+            self._tell(self._directory / str(pid), fields, status)
+            self.tell_of_thread(pid, pid, fields, **status)
+
+    def tell_of_thread(self, pid: int, thread: int, fields: Sequence[str], **status: str) -> None:
+        self._tell(self._directory / str(pid) / "task" / str(thread), fields, status)
+
+    def _tell(self, directory: Path, fields: Sequence[str], status: Mapping[str, str]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "stat").write_text(f"1 (a) program)) {' '.join(fields)}\n")
+        told = {"SigPnd": "0" * 16, "ShdPnd": "0" * 16, **status}
+        (directory / "status").write_text("".join(f"{name}:\t{text}\n" for name, text in told.items()))
+
+
+@pytest.fixture
+def proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Proc:
+    monkeypatch.setattr(watched_process, "_PROC", str(tmp_path))
+    return Proc(tmp_path)
+
+
+def watched(proc: Proc, fields: Sequence[str] | None, born: int = 100, **status: str) -> WatchedProcess:
     """This process's parent, of which /proc says that."""
-    told = {os.getpid(): stat(started=born), os.getppid(): fields}
-    monkeypatch.setattr(watched_process, "_stat", told.get)
+    proc.tell(os.getpid(), stat(started=born))
+    proc.tell(os.getppid(), fields, **status)
     return WatchedProcess(os.getppid(), None)
 
 
@@ -42,47 +71,86 @@ def watched(monkeypatch: pytest.MonkeyPatch, fields: Sequence[str] | None, born:
     ("fields", "is_being_started"),
     [(stat("R"), True), (stat("Z"), False), (stat("R", environment=140721663183115), False), (None, False)],
 )
-def test_one_that_has_no_environment_yet(
-    monkeypatch: pytest.MonkeyPatch, fields: Sequence[str] | None, is_being_started: bool
-) -> None:
-    monkeypatch.setattr(watched_process, "_stat", lambda pid: fields)
+def test_one_that_has_no_environment_yet(proc: Proc, fields: Sequence[str] | None, is_being_started: bool) -> None:
+    proc.tell(os.getppid(), fields)
     assert watched_process.is_being_started(os.getppid()) is is_being_started
 
 
 @pytest.mark.parametrize("state", "RSD")
-def test_one_that_runs(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    process = watched(monkeypatch, stat(state))
+def test_one_that_runs(proc: Proc, state: str) -> None:
+    process = watched(proc, stat(state))
     assert process.runs()
     assert not process.is_ending()
     assert process.status() is None
 
 
 @pytest.mark.parametrize("state", "Tt")
-def test_one_that_is_stopped_or_traced_does_not_run_but_lives(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    process = watched(monkeypatch, stat(state, exit_status=19))
+def test_one_that_is_stopped_or_traced_does_not_run_but_lives(proc: Proc, state: str) -> None:
+    process = watched(proc, stat(state, exit_status=19))
     assert not process.runs()
     assert not process.is_ending()
     assert not process.has_ended()
     assert process.status() is None
 
 
-def test_a_zombie_tells_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched(monkeypatch, stat("Z", exit_status=9)).status() == 9
+def test_a_zombie_tells_its_status(proc: Proc) -> None:
+    assert watched(proc, stat("Z", exit_status=9)).status() == 9
 
 
-def test_one_that_a_driver_does_not_let_go_of_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_a_driver_does_not_let_go_of_is_ending(proc: Proc) -> None:
     """It has no program and no open files any longer, but its pidfd says nothing yet."""
-    process = watched(monkeypatch, stat("D", PF_EXITING | 0x400000, exit_status=9))
+    process = watched(proc, stat("D", PF_EXITING | 0x400000, exit_status=9))
     assert process.is_ending()
     assert process.status() == 9
 
 
-def test_of_a_younger_process_with_its_number_nothing_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+KILLED = f"{1 << signal.SIGKILL - 1:016x}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "wait_status"),
+    [
+        (stat("D", exit_status=11), {"CoreDumping": "1"}, 11),
+        (stat("S"), {"CoreDumping": "1"}, None),  # an older kernel, and a program that reads the dump
+        (stat("D"), {"SigPnd": KILLED, "ShdPnd": KILLED}, 9),
+        (stat("D", exit_status=256), {"SigPnd": KILLED}, 256),  # another thread has ended the process
+    ],
+)
+def test_one_that_the_kernel_holds_though_it_is_dead_is_ending(
+    proc: Proc, fields: Sequence[str], status: dict[str, str], wait_status: int | None
+) -> None:
+    """It dumps core, or hangs in a driver: its files are open, and its pidfd says nothing, for minutes."""
+    process = watched(proc, fields, **status)
+    assert process.is_ending()
+    assert process.status() == wait_status
+    assert not process.has_ended()
+
+
+def test_one_whose_first_thread_has_ended_lives(proc: Proc) -> None:
+    process = watched(proc, stat("Z", PF_EXITING))
+    proc.tell_of_thread(os.getppid(), 1, stat("S"))
+    assert not process.is_ending()
+
+
+def test_one_whose_first_thread_must_end_for_another_program_lives(proc: Proc) -> None:
+    """Another thread starts one, and ends all others."""
+    process = watched(proc, stat("S"), SigPnd=KILLED)
+    proc.tell_of_thread(os.getppid(), 1, stat("R"))
+    assert not process.is_ending()
+    assert process.status() is None
+
+
+def test_one_that_was_sent_another_signal_lives(proc: Proc) -> None:
+    blocked = f"{1 << signal.SIGTERM - 1:016x}"
+    assert not watched(proc, stat("S"), SigPnd=blocked, ShdPnd=blocked, CoreDumping="0").is_ending()
+
+
+def test_of_a_younger_process_with_its_number_nothing_is_believed(proc: Proc) -> None:
     """A parent is never younger than its child."""
-    process = watched(monkeypatch, stat("Z", started=101, exit_status=9))
+    process = watched(proc, stat("Z", started=101, exit_status=9))
     assert process.status() is None
     assert not process.is_ending()
-    same_tick = watched(monkeypatch, stat("Z", started=100, exit_status=9))
+    same_tick = watched(proc, stat("Z", started=100, exit_status=9))
     assert same_tick.status() == 9
 
 
@@ -98,12 +166,9 @@ def test_a_real_process_that_is_younger_is_not_taken_for_the_parent() -> None:
     ("before", "now", "is_another"),
     [(5, 5, False), (5, 6, True), (5, 0, False), (0, 6, False), (0, 0, False)],  # 0: it may not be known
 )
-def test_a_program_is_known_by_its_stack(
-    monkeypatch: pytest.MonkeyPatch, before: int, now: int, is_another: bool
-) -> None:
-    process = watched(monkeypatch, stat(stack=before))
-    told = {os.getpid(): stat(started=100), os.getppid(): stat(stack=now)}
-    monkeypatch.setattr(watched_process, "_stat", told.get)
+def test_a_program_is_known_by_its_stack(proc: Proc, before: int, now: int, is_another: bool) -> None:
+    process = watched(proc, stat(stack=before))
+    proc.tell(os.getppid(), stat(stack=now))
     assert process.is_another_program() == is_another
 
 
@@ -174,8 +239,7 @@ def test_where_nobody_counts_it_memory_has_not_run_out(monkeypatch: pytest.Monke
     assert not process.was_oom()
 
 
-def test_where_there_is_no_proc_it_is_only_known_whether_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_process, "_stat", lambda _pid: None)
+def test_where_there_is_no_proc_it_is_only_known_whether_it_exists(proc: Proc) -> None:
     process = WatchedProcess(os.getppid(), None)
     assert process.runs()
     assert not process.has_ended(0.05)
@@ -183,3 +247,22 @@ def test_where_there_is_no_proc_it_is_only_known_whether_it_exists(monkeypatch: 
     assert not process.is_another_program()
     assert process.status() is None
     assert process.cause().endswith("ended, and nobody could tell how")
+
+
+@pytest.mark.parametrize(
+    ("line", "file"), [("4:memory:/docker/1", "memory/memory.oom_control"), ("0::/docker/1", "memory.events")]
+)
+def test_a_container_that_sees_its_own_group_alone_counts_its_kills(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, proc: Proc, line: str, file: str
+) -> None:
+    """The group's path is the host's, and leads nowhere."""
+    proc.tell(4711, stat())
+    (tmp_path / "4711" / "cgroup").write_text(f"{line}\n")
+    monkeypatch.setattr(watched_process, "_GROUPS", str(tmp_path / "groups"))
+    events = tmp_path / "groups" / file
+    events.parent.mkdir(parents=True)
+    events.write_text("oom_kill 3\n")
+    found = watched_process.oom_kills(4711)
+    assert found is not None
+    events.write_text("oom_kill 4\n")
+    assert found.grew()

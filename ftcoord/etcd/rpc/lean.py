@@ -12,9 +12,10 @@ import contextlib
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
 
+from google.protobuf.message import DecodeError
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
@@ -36,6 +37,9 @@ from ftcoord.etcd.api import Compare, Get, Lease, MemberStatus, Op, RangeResult,
 from ftcoord.etcd.rpc import errors, messages
 from ftcoord.etcd.rpc.codec import range_request, range_result, txn_request, txn_result
 from ftcoord.etcd.rpc.dialer import Dialer, left
+
+if TYPE_CHECKING:
+    import ssl
 
 T = TypeVar("T")
 
@@ -70,6 +74,10 @@ class _Broken(Exception):
     """The connection is of no use any longer."""
 
 
+_BREAKS: Final = (OSError, H2Error, DecodeError, UnicodeDecodeError, _Broken)
+"""What an exchange fails with, also where something answers that is no etcd."""
+
+
 class LeanClient:
     """A client of one etcd cluster, for one thread: it reads, writes, and sees to leases. Implements
     `ftcoord.etcd.api.EtcdCalls`.
@@ -84,6 +92,7 @@ class LeanClient:
         self._index = 0  # of the endpoint in use
         self._connection: _Connection | None = None
         self._token: str | None = None
+        self._was_refused = False  # since the last login, for a token that is none
 
     @property
     def config(self) -> EtcdConfig:
@@ -114,7 +123,7 @@ class LeanClient:
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
         """Seconds that the lease lives from now on. Raises LeaseLost, and EtcdError."""
         request = messages.message("LeaseKeepAliveRequest")(id=lease_id)
-        ttl = int(self._call(messages.KEEP_ALIVE, request, timeout).ttl)
+        ttl = int(self._call(messages.KEEP_ALIVE, request, timeout, login=False).ttl)
         if ttl <= 0:
             raise LeaseLost(f"lease {lease_id:x} has expired or was revoked")
         return ttl
@@ -159,34 +168,43 @@ class LeanClient:
         if connection is not None:
             connection.close()
 
-    def _call(self, method: messages.Method, request: Any, timeout: float | None, *, write: bool = False) -> Any:
+    def _call(
+        self,
+        method: messages.Method,
+        request: Any,
+        timeout: float | None,
+        *,
+        write: bool = False,
+        login: bool = True,
+    ) -> Any:
+        """Without `login` etcd needs none, as far as is known: then nobody logs in before it refuses."""
         deadline = concurrency.now() + (self._config.request_timeout if timeout is None else timeout)
         body = method.serialize(request)
         while True:
             try:
-                return method.parse(self._once(method.path, body, deadline, write))
+                return self._once(method, body, deadline, write, login)
             except EtcdUnavailable:
                 seconds = deadline - concurrency.now()
                 if seconds <= RETRY_PAUSE:  # the next attempt could say nothing but that the time is over
                     raise
                 concurrency.sleep(RETRY_PAUSE)
 
-    def _once(self, path: str, body: bytes, deadline: float, write: bool) -> bytes:
+    def _once(self, method: messages.Method, body: bytes, deadline: float, write: bool, login: bool) -> Any:
         where = self._config.endpoints[self._index]
-        token = self._token_of(deadline)
+        token = self._token_of(deadline) if login or self._was_refused else self._token or ""
         connection = self._connected(deadline)
         try:
-            failure, answer = connection.exchange(path, body, token, deadline)
-        except (OSError, H2Error, _Broken) as error:
+            failure, answer = connection.exchange(method.path, body, token, deadline)
+            if failure is None:
+                return method.parse(answer)
+        except _BREAKS as error:
             self._give_up()
             failure = errors.CallFailure("UNAVAILABLE", str(error))
             raise errors.translate(failure, write=write, where=where.target) from None
-        if failure is None:
-            return answer
         if errors.blames_member(failure):
             self._give_up()
-        if token and errors.is_stale_token(failure.details):
-            self._token = None
+        if self._config.credentials and errors.is_stale_token(failure.details):
+            self._token, self._was_refused = None, True
             raise EtcdUnavailable(f"etcd at {where}: the login ran out: {failure.details}")
         raise errors.translate(failure, write=write, where=where.target)
 
@@ -201,12 +219,16 @@ class LeanClient:
             connection = self._connected(deadline)
             try:
                 failure, answer = connection.exchange(method.path, method.serialize(request), "", deadline)
-            except (OSError, H2Error, _Broken) as error:
+                token = "" if failure is not None else str(method.parse(answer).token)
+            except _BREAKS as error:
                 self._give_up()
                 raise EtcdUnavailable(f"etcd did not answer the login: {error}") from None
             if failure is not None and "authentication is not enabled" not in failure.details:
-                raise errors.translate(failure, write=False, where=str(self._config.endpoints[self._index]))
-            self._token = "" if failure is not None else str(method.parse(answer).token)
+                refusal = errors.translate(failure, write=False, where=str(self._config.endpoints[self._index]))
+                if errors.blames_member(failure):  # it has no leader, or is a learner
+                    self._give_up()
+                raise refusal
+            self._token, self._was_refused = token, False
         return self._token
 
     def _connected(self, deadline: float) -> _Connection:
@@ -214,7 +236,7 @@ class LeanClient:
             where = self._config.endpoints[self._index]
             try:
                 self._connection = _Connection(self._dialers[self._index], where, self._config.tls, deadline)
-            except (OSError, H2Error, _Broken) as error:
+            except _BREAKS as error:
                 self._give_up()
                 raise EtcdUnavailable(f"etcd at {where}: {error}") from None
         return self._connection
@@ -255,7 +277,7 @@ class _Connection:
                 if getattr(event, "stream_id", None) != stream:
                     continue
                 if isinstance(event, StreamReset):
-                    raise _Broken(f"the server ended the call ({ErrorCodes(event.error_code).name})")
+                    raise _Broken(f"the server ended the call ({_name_of(event.error_code)})")
                 if isinstance(event, (ResponseReceived, TrailersReceived)):
                     found.update((str(name), str(value)) for name, value in event.headers)
                 elif isinstance(event, DataReceived):
@@ -304,14 +326,33 @@ class _Connection:
         return events
 
 
-def _encrypted(plain: socket.socket, tls: Tls, host: str) -> socket.socket:
+def tls_context(tls: Tls) -> ssl.SSLContext:
+    """What checks a server's certificate as gRPC does. Raises OSError for a file that cannot be read.
+
+    Python alone asks more of an authority, from 3.13 on: one that a plain `openssl req -x509` made does not say what
+    its key is for.
+    """
     import ssl  # takes 5 MB, and few need it
 
     context = ssl.create_default_context(cafile=tls.ca)
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if tls.cert:
         context.load_cert_chain(tls.cert, tls.key)
+    return context
+
+
+def _encrypted(plain: socket.socket, tls: Tls, host: str) -> socket.socket:
+    context = tls_context(tls)
     context.set_alpn_protocols(["h2"])
     return context.wrap_socket(plain, server_hostname=tls.server_name or host)
+
+
+def _name_of(code: int) -> str:
+    """What HTTP/2 calls a reason to end a call; its number if it is none of HTTP/2's."""
+    try:
+        return ErrorCodes(code).name
+    except ValueError:
+        return f"error {code}"
 
 
 def _failure(headers: dict[str, str]) -> errors.CallFailure | None:

@@ -110,7 +110,15 @@ class SentinelStub:
 
     # -- as the process knows it --------------------------------------------------------------------------------------
 
-    def keep(self, _config: EtcdConfig, lease_id: int, ttl: float, deaths: str, was: Sequence[str] = ()) -> None:
+    def keep(
+        self,
+        _config: EtcdConfig,
+        lease_id: int,
+        ttl: float,
+        deaths: str,
+        was: Sequence[str] = (),
+        sent_at: float | None = None,
+    ) -> None:
         at = concurrency.now()
         order = self._kept[lease_id] = Order(etcd=0, keep=lease_id, at=at, ttl=ttl, deaths=deaths, was=was, rests=False)
         self._tell(order)
