@@ -337,9 +337,13 @@ class Ending:
     Args:
         close: must not refer to the object, must not start a thread, and must end soon though etcd is away.
         stage: when it is called at the end of the process.
+        late: called there in place of `close` when no time is left; like that, and without any request.
     """
 
-    def __init__(self, close: Callable[[], None], stage: Stage = Stage.MEMBERS) -> None:
+    def __init__(
+        self, close: Callable[[], None], stage: Stage = Stage.MEMBERS, late: Callable[[], None] | None = None
+    ) -> None:
+        self._late = late  # never changes
         self.stage, self._pid, self._runtime = stage, os.getpid(), _runtime  # never change
         self._closers = of_process(_Closers)  # here, for it takes a lock
         self._close = deque([close])  # whoever takes it out closes, or cancels
@@ -369,6 +373,8 @@ class Ending:
             self._closers.join(_exit_deadline)
         if self.stage >= Stage.CLIENTS or now() < _exit_deadline:
             self.close()
+        elif self._take() is not None and self._late is not None:
+            self._late()
 
     def cancel(self) -> None:
         """Never close. Idempotent."""
@@ -388,7 +394,11 @@ _exit_deadline = math.inf
 
 
 def when_forgotten(
-    owner: object, close: Callable[..., None], *arguments: object, stage: Stage = Stage.MEMBERS
+    owner: object,
+    close: Callable[..., None],
+    *arguments: object,
+    stage: Stage = Stage.MEMBERS,
+    late: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
     """Call `close(*arguments)` once: when nobody refers to `owner` any longer, or when the process ends before.
 
@@ -396,10 +406,10 @@ def when_forgotten(
     threads still run then. What takes too long is given up (`EXIT_TIMEOUT`). In a forked child nothing is called for
     what its parent made.
 
-    The arguments must not refer to `owner`, nor may a thread; see `Ending` for `close`. Returns what cancels this: call
+    The arguments must not refer to `owner`, nor may a thread; see `Ending` for `close` and `late`. Returns what cancels this: call
     it when `owner` is closed.
     """
-    ending = Ending(partial(close, *arguments), stage)
+    ending = Ending(partial(close, *arguments), stage, late)
     finalizer = weakref.finalize(owner, ending.close_soon)
     finalizer.atexit = False
 

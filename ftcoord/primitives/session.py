@@ -428,7 +428,7 @@ class Session(Closing):
             undo.pop_all()
         # In the listener may be whoever has this session: then the renewer keeps both, until that one ends it.
         self._cancel_finalizer = concurrency.when_forgotten(
-            self, _end_forgotten, etcd, self._kept, stage=concurrency.Stage.LEASES
+            self, _end_forgotten, etcd, self._kept, stage=concurrency.Stage.LEASES, late=self._kept.end_renewals
         )
 
     @property

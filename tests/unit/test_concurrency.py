@@ -45,3 +45,13 @@ def test_a_thread_that_cannot_start_is_not_waited_for(monkeypatch: pytest.Monkey
     while waiting:
         threads.join(concurrency.now() + 60)
     assert done == [1]
+
+
+def test_what_there_is_no_time_to_close_at_the_end_says_so_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the sentinel would renew its lease for as long as the process takes to end."""
+    monkeypatch.setattr(concurrency, "_exit_deadline", concurrency.now() - 1)
+    told: list[str] = []
+    ending = concurrency.Ending(lambda: told.append("closed"), concurrency.Stage.LEASES, lambda: told.append("rests"))
+    ending.close_at_exit()
+    ending.close_at_exit()
+    assert told == ["rests"]
