@@ -406,8 +406,8 @@ def when_forgotten(
     threads still run then. What takes too long is given up (`EXIT_TIMEOUT`). In a forked child nothing is called for
     what its parent made.
 
-    The arguments must not refer to `owner`, nor may a thread; see `Ending` for `close` and `late`. Returns what cancels this: call
-    it when `owner` is closed.
+    The arguments must not refer to `owner`, nor may a thread; see `Ending` for `close` and `late`. Returns what cancels
+    this: call it when `owner` is closed.
     """
     ending = Ending(partial(close, *arguments), stage, late)
     finalizer = weakref.finalize(owner, ending.close_soon)
