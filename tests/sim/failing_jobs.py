@@ -372,7 +372,7 @@ def kernel_of(job: Job) -> Iterator[None]:
     def record(**event: Any) -> None:
         job.node_now.told.append(event["message"])
 
-    with installed(job.plan.seed, job.sentinel), ExitStack() as undo:
+    with installed(job.plan.seed, job.sentinel, lambda _kept: None), ExitStack() as undo:
 
         def put(module: Any, name: str, value: object) -> None:
             undo.callback(setattr, module, name, module.__dict__[name])
