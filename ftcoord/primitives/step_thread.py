@@ -72,9 +72,9 @@ class StepThread(Closing):
             self._end()
             failure = sys.exc_info()[1]
             if failure is not None:
-                log.exception("%s failed, and does nothing more", self._thread.name)
-                if not self.closed:
+                if not self.closed:  # before the line: whoever has read that asks the owner
                     self._failed(failure)
+                log.exception("%s failed, and does nothing more", self._thread.name)
 
     def _try_step(self) -> None:
         try:
