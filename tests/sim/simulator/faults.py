@@ -283,11 +283,10 @@ class Faults:
         key, value = self._key(draw), draw.choice(GARBAGE)
         if self._etcd_is_away:
             return ""
-        with contextlib.suppress(ftcoord_errors.EtcdNoSpace):
+        with contextlib.suppress(ftcoord_errors.EtcdNoSpace):  # it may have been written all the same
             self._world.observer.txn((), [Put(key, value)])
-            self._after(draw.choice((0.0, 1.0, 5.0)), lambda: self._clean(key, value))
-            return f"somebody writes {value!r} to {key}"
-        return ""
+        self._after(draw.choice((0.0, 1.0, 5.0)), lambda: self._clean(key, value))
+        return f"somebody writes {value!r} to {key}"
 
     def _clean(self, key: str, value: bytes) -> None:
         if self._etcd_is_away:
