@@ -13,8 +13,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ftcoord import coordination, errors, timer
     from ftcoord.config import EtcdConfig
+    from ftcoord.core.layout import Span
+    from ftcoord.core.lease import SessionState
     from ftcoord.embedded.cluster import EtcdCluster
     from ftcoord.embedded.server import EtcdServer
+    from ftcoord.etcd.api import Compare, Delete, Get, Put
     from ftcoord.etcd.client import EtcdClient
     from ftcoord.heartbeat import Heartbeat, watch_heartbeats
     from ftcoord.primitives.deaths import cause_of_death
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Barrier": "ftcoord.recipes.barrier",
+    "Compare": "ftcoord.etcd.api",
+    "Delete": "ftcoord.etcd.api",
     "Election": "ftcoord.recipes.election",
     "EtcdClient": "ftcoord.etcd.client",
     "EtcdCluster": "ftcoord.embedded.cluster",
@@ -37,8 +42,12 @@ _HOMES = {
     "EtcdRendezvousHandler": "ftcoord.rendezvous.handler",
     "EtcdServer": "ftcoord.embedded.server",
     "EtcdStore": "ftcoord.store",
+    "Get": "ftcoord.etcd.api",
     "Heartbeat": "ftcoord.heartbeat",
+    "Put": "ftcoord.etcd.api",
     "Session": "ftcoord.primitives.session",
+    "SessionState": "ftcoord.core.lease",
+    "Span": "ftcoord.core.layout",
     "cause_of_death": "ftcoord.primitives.deaths",
     "install_legacy_names": "ftcoord.rendezvous.legacy",
     "register_init_methods": "ftcoord.rendezvous.init_method",
@@ -47,6 +56,8 @@ _HOMES = {
 
 __all__ = [
     "Barrier",
+    "Compare",
+    "Delete",
     "Election",
     "EtcdClient",
     "EtcdCluster",
@@ -55,8 +66,12 @@ __all__ = [
     "EtcdRendezvousHandler",
     "EtcdServer",
     "EtcdStore",
+    "Get",
     "Heartbeat",
+    "Put",
     "Session",
+    "SessionState",
+    "Span",
     "cause_of_death",
     "coordination",
     "errors",
@@ -80,7 +95,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(f"ftcoord.{name} needs PyTorch: pip install 'ftcoord[torch]'") from error
+        raise ImportError(f"ftcoord.{name} needs PyTorch: pip install torch") from error
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ import importlib
 import os
 import runpy
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Final, NoReturn
 
@@ -55,7 +56,7 @@ def install() -> None:
 
 
 def main() -> None:
-    """Run a script or a module as `python` would, with torchft on ftcoord."""
+    """Run a script or a module as `python` would, with torchft on ftcoord. A script imports the modules beside it."""
     arguments = sys.argv[1:]
     module = arguments[:1] == ["-m"]
     if len(arguments) < 1 + module:
@@ -64,6 +65,8 @@ def main() -> None:
     if module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
+        if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on; without it, `-m` has put the folder here
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

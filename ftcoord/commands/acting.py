@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -148,4 +149,8 @@ def _say(terminal: Terminal, done: Done, nothing: int = NOT_DONE) -> int:
 
 def who() -> str:
     """Who runs this command, as others read it."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user that has no entry in its passwd; OSError from Python 3.13 on
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"

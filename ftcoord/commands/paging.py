@@ -59,7 +59,7 @@ def page_serving() -> ModuleType:
         package = (error.name or "").partition(".")[0]
         if package not in PACKAGES:
             raise
-        raise FtcoordError(f"the page needs {package}: pip install 'ftcoord[dashboard]'") from None
+        raise FtcoordError(f"the page needs {package}: pip install starlette uvicorn") from None
     return serving
 
 

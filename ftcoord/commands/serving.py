@@ -6,8 +6,8 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +32,7 @@ from ftcoord.metrics.exporter import (
 )
 
 if TYPE_CHECKING:
+    from ftcoord.dashboard.serving import PageServer
     from ftcoord.embedded.server import EtcdServer
 
 
@@ -145,13 +146,13 @@ def _gateway(options: argparse.Namespace) -> int:
     metrics_at = _metrics_address(options) if options.metrics_port is not None else None
     page = _gateway_page(options)
     ended = _event_of_the_end()
-    with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting, page() as page_at:
+    with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting, page() as served:
         print(f"gateway serves on {gateway.address()}; Ctrl-C ends it", flush=True)
         print(f"TORCHFT_LIGHTHOUSE={gateway.address()}", flush=True)
         if exporting.url is not None:
             print(f"metrics are at {exporting.url}", flush=True)
-        if page_at:
-            print(f"the page is at {page_at}, and torchft's /status", flush=True)
+        if served is not None:
+            print(f"the page is at {served.address}, and torchft's /status", flush=True)
         try:
             gateway.check(timeout=5)
         except EtcdError as error:
@@ -160,11 +161,14 @@ def _gateway(options: argparse.Namespace) -> int:
             if gateway.has_failed:
                 print("ftcoord: the gateway has failed, see its log; start it again", file=sys.stderr)
                 return 1
+            if served is not None and served.has_failed:
+                print("ftcoord: the page has failed, see the log; the gateway goes on without it", file=sys.stderr)
+                served = None
     return 0
 
 
-def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextManager[str]]:
-    """What serves the job's page, and gives its address; empty where none is wanted.
+def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextManager[PageServer | None]]:
+    """What serves the job's page; None where none is wanted.
 
     Raises ConfigError, and FtcoordError without the extra that it needs, before any socket is opened.
     """
@@ -172,7 +176,7 @@ def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextMa
     if options.page_port is None:
         if allow_kill:
             raise ConfigError("--allow-kill", "1", "give --page-port too: it is that page which takes torchft's kill")
-        return lambda: nullcontext("")
+        return nullcontext
     from ftcoord.coordination.address import parse_address
     from ftcoord.operator.status import Rules
 
@@ -184,13 +188,7 @@ def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextMa
         warn_of(listen[0], "can end each replica of the job")
     names, about = host_names_of(options), about_page(config, KEY_PREFIX)
     page = serving.Page(config, KEY_PREFIX, rules, listen, about, names, who(), token, job.name, allow_kill)
-
-    @contextmanager
-    def served() -> Iterator[str]:
-        with serving.PageServer(page) as server:
-            yield server.address
-
-    return served
+    return lambda: serving.PageServer(page)
 
 
 def _metrics(options: argparse.Namespace) -> int:

@@ -146,6 +146,8 @@ class _Orders:
             return JSONResponse(plain(await to_thread.run_sync(self._actor.act, order, sender_of(request))))
         except (FtcoordError, ValueError) as error:  # what is no JSON is a ValueError
             return refusal(status_of(error), reason_of(error))
+        except RecursionError:
+            return refusal(400, "this is nested too deeply for an order")
 
 
 def _of_another_job(only: str) -> Response:
@@ -153,16 +155,25 @@ def _of_another_job(only: str) -> Response:
 
 
 class _Metrics:
-    """Tells Prometheus of all runs, once at a time: each scrape reads all of them."""
+    """Tells Prometheus of all runs, once at a time: each scrape reads all of them. Scrapes that wait for one share the
+    next one: a slow etcd is not asked for each of them, of whom most have gone by then."""
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect  # never changes
         self._turn = asyncio.Lock()
+        # For whoever has the turn:
+        self._read_at = -math.inf  # when the last read began
+        self._read = b"", ""
 
     async def metrics(self, _request: Request) -> Response:
+        asked_at = concurrency.now()
         try:
             async with self._turn:
-                text, kind = await to_thread.run_sync(exposed, self._collect)
+                if self._read_at < asked_at:
+                    begun_at = concurrency.now()
+                    self._read = await to_thread.run_sync(exposed, self._collect)
+                    self._read_at = begun_at
+                text, kind = self._read
         except ServerError as error:
             return PlainTextResponse(f"{error}\n", 501)
         return Response(text, media_type=kind)

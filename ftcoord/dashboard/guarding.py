@@ -45,7 +45,14 @@ def is_of_another_site(headers: Mapping[str, str]) -> bool:
     browser says where it comes from, in one of these headers, which no page can change. Programs send neither.
     """
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-    return site != "same-origin" or (origin is not None and urlsplit(origin).netloc != headers.get("host"))
+    return site != "same-origin" or (origin is not None and _host_of(origin) != headers.get("host"))
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # no address, such as "http://["
+        return None
 
 
 def is_token(authorization: str, token: str) -> bool:

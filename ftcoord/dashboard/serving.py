@@ -18,6 +18,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.dashboard.connections import BoundedProtocol
 from ftcoord.dashboard.torchft_paths import TorchftPaths
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
@@ -81,25 +82,57 @@ def serve(page: Page, ready: Callable[[str], None]) -> None:
 class PageServer(Closing):
     """Serves a page on a thread of its own, until `close()`.
 
-    Raises ServerError when it cannot listen there, ThreadNotStarted, and ConfigError.
+    Raises ServerError when it cannot listen or serve there, ThreadNotStarted, and ConfigError.
     """
 
     def __init__(self, page: Page) -> None:
         with ExitStack() as undo:
             self._server, listener, self.address = undo.enter_context(_made(page))
-            self._thread = concurrency.thread(self._server.run, "ftcoord-page", [listener])
+            self._thread = concurrency.thread(self._server.run_on_thread, "ftcoord-page", listener)
             self._thread.start()
+            undo.callback(self._end)
+            self._server.settled.wait()
+            if not self._server.started:
+                raise ServerError(f"the page cannot be served at {self.address}: {self._server.error}")
             self._ends = undo.pop_all()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended though nobody closed it."""
+        return not self._thread.is_alive() and not self._server.should_exit
 
     def close(self) -> None:
         """Within some seconds. Idempotent."""
+        self._ends.close()
+
+    def _end(self) -> None:
         self._server.should_exit = True
         self._thread.join()
-        self._ends.close()
+
+
+class _Server(uvicorn.Server):
+    """One that says when it serves."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.settled = concurrency.event()  # it serves (`started`), or has ended
+        self.error = ""  # why it did not start; written before `settled` is set
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.settled.set()
+
+    def run_on_thread(self, listener: socket.socket) -> None:
+        try:
+            self.run([listener])
+        except (OSError, SystemExit) as error:  # no descriptors; uvicorn's exit, which would end this thread unheard
+            self.error = str(error)
+        finally:
+            self.settled.set()
 
 
 @contextmanager
-def _made(page: Page) -> Iterator[tuple[uvicorn.Server, socket.socket, str]]:
+def _made(page: Page) -> Iterator[tuple[_Server, socket.socket, str]]:
     """A server that does not run yet, its socket, and its address."""
     host, port = page.listen
     with (
@@ -110,13 +143,14 @@ def _made(page: Page) -> Iterator[tuple[uvicorn.Server, socket.socket, str]]:
     ):
         config = uvicorn.Config(
             _app(page, client, board, LeaseBook(lean)),
+            http=BoundedProtocol,
             log_level="critical",
             access_log=False,
             server_header=False,
             proxy_headers=False,  # else whoever calls from this machine says from where orders come
             timeout_graceful_shutdown=END_TIMEOUT,
         )
-        yield uvicorn.Server(config), listener, f"http://{host}:{listener.getsockname()[1]}"
+        yield _Server(config), listener, f"http://{host}:{listener.getsockname()[1]}"
 
 
 def _app(page: Page, client: EtcdClient, board: Board, leases: LeaseBook) -> ASGIApp:

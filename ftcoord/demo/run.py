@@ -238,7 +238,7 @@ class Demo:
 def run_demo(folder: Path | None) -> None:
     """Run the demo, with its logs in `folder` (default: a new one). Raises DemoError, ServerError."""
     if importlib.util.find_spec("torch") is None:
-        raise DemoError("the demo trains with PyTorch: pip install 'ftcoord[torch,server]'")
+        raise DemoError("the demo trains with PyTorch: pip install torch")
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="ftcoord-demo-"))
     folder.mkdir(parents=True, exist_ok=True)

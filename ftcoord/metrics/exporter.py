@@ -94,7 +94,7 @@ def prometheus() -> ModuleType:
     try:
         return importlib.import_module("prometheus_client")
     except ImportError:
-        raise ServerError("prometheus_client is not installed: pip install 'ftcoord[metrics]'") from None
+        raise ServerError("prometheus_client is not installed: pip install prometheus_client") from None
 
 
 def exposed(collect: Collect) -> tuple[bytes, str]:

@@ -16,6 +16,7 @@ from ftcoord.core.layout import (
     events_span,
 )
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, parse_decided
+from ftcoord.errors import EtcdError, OutcomeUnknown
 from ftcoord.etcd.api import Compare, EtcdCalls, Get, Put
 from ftcoord.operator.naming import NamedMember
 from ftcoord.operator.noting import ordered
@@ -26,7 +27,9 @@ CLOSED_TTL: Final = 3600
 
 
 def evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
-    """End a member's lease, after the others can read why; whether it was still there. Raises EtcdError.
+    """End a member's lease, after the others can read why; whether it was still there.
+
+    Raises EtcdError; OutcomeUnknown if the cause is written and the lease may live. It may be called again.
 
     The cause comes first: without it, the others would give the member time to come back to its seat.
     """
@@ -37,7 +40,12 @@ def evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
     if not etcd.txn([is_there], [death, *told]).succeeded:
         etcd.revoke(grave.id)
         return False
-    etcd.revoke(member.kv.lease)
+    try:
+        etcd.revoke(member.kv.lease)
+    except EtcdError as error:
+        raise OutcomeUnknown(
+            f"{member} is said to be evicted, but its lease may still live: evict it again: {error}"
+        ) from None
     return True
 
 

@@ -51,4 +51,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "greenlet":
             raise
-        raise ImportError(f"ftcoord.testing.{name} needs greenlet: pip install 'ftcoord[testing]'") from error
+        raise ImportError(f"ftcoord.testing.{name} needs greenlet: pip install greenlet") from error

@@ -33,4 +33,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(f"ftcoord.timer.{name} needs PyTorch: pip install 'ftcoord[torch]'") from error
+        raise ImportError(f"ftcoord.timer.{name} needs PyTorch: pip install torch") from error

@@ -41,7 +41,7 @@ TIMER_RETRY_PAUSE: Final = 0.5
 STOP_TIMEOUT: Final = 5.0
 """Seconds that `stop()` waits for what the watchdog is doing."""
 
-Reap: TypeAlias = Callable[[TimerInfo], bool]
+Reap: TypeAlias = Callable[[TimerInfo], bool | None]
 
 
 class EtcdTimerServer(TimerServer):
@@ -50,8 +50,8 @@ class EtcdTimerServer(TimerServer):
     Args:
         run: the run's id.
         etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
-        reap: called with an expired timer in place of SIGKILL. If it returns False it is called again. What it raises
-            is logged, and counts as done.
+        reap: called with an expired timer in place of SIGKILL. If it returns False it is called again, 0.5 s later.
+            True and None mean that the worker was dealt with. What it raises is logged, and means the same.
         max_interval: seconds between two looks at whether the server was stopped.
         daemon: whether the watchdog's thread is a daemon.
         key_prefix: the `key_prefix` of `rdzv_conf`.
@@ -351,7 +351,7 @@ def _key(request: TimerRequest) -> Hashable:
 
 def _no_throw(reap: Reap, info: TimerInfo) -> bool:
     try:
-        return reap(info)
+        return reap(info) is not False
     except Exception:  # the user's callback; torch's rule: a worker whose reaping failed is not tried again
         log.exception("the reap callback failed for worker %d; its timer counts as done", info.pid)
         return True

@@ -270,6 +270,18 @@ def test_reaping_that_fails_is_tried_again(etcd: EtcdServer, prefix: str) -> Non
         assert {(info.pid, info.scope) for info in calls} == {(one.pid, "scope")}
 
 
+def test_a_callback_that_returns_nothing_has_reaped(etcd: EtcdServer, prefix: str) -> None:
+    calls: list[TimerInfo] = []
+    with (
+        serving(prefix, etcd.get_endpoint(), calls.append) as server,
+        Worker(EtcdTimers(prefix, etcd.get_endpoint())) as one,
+    ):
+        one.do("acquire", 0.2, "scope")
+        eventually(lambda: bool(calls), "a call")
+        server.knows(0)
+        assert len(calls) == 1
+
+
 @pytest.mark.parametrize("left", [-1, 1e9], ids=["expired", "hardly ever expires"])
 def test_timers_of_torchs_local_client_are_refused_with_words(etcd: EtcdServer, prefix: str, left: float) -> None:
     """Their workers are plain integers. Of a batch that has one, nothing stays behind."""

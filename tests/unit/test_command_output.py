@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import getpass
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord import cli
+from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS
 from ftcoord.commands.output import WIDEST, Terminal, neutral, to_json, to_line, to_yaml
 from ftcoord.operator import told
@@ -180,3 +183,14 @@ def test_bash_completes_a_command() -> None:
     tried = "COMP_WORDS=(ftcoord st); COMP_CWORD=1; _shtab_ftcoord; echo ${COMPREPLY[@]}"
     found = subprocess.run(["bash", "-c", f"{script}\n{tried}"], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["status"]
+
+
+@pytest.mark.parametrize("error", [KeyError("uid not found"), OSError("No username set")], ids=repr)
+def test_who_acts_has_a_name_though_the_host_knows_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container that runs as a user of whom its passwd does not know."""
+
+    def unknown() -> str:
+        raise error
+
+    monkeypatch.setattr(getpass, "getuser", unknown)
+    assert who().startswith(f"uid {os.getuid()}@")

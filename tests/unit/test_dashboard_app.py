@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from helpers import DEADLINE, eventually
 from page_calls import TOKEN, Answer, Clerk, Site, numbers
+from prometheus_client.core import GaugeMetricFamily
 
 from ftcoord.core import event_records, rendezvous_records, timer_records
 from ftcoord.core.event_records import HistoryEvent
@@ -29,6 +31,7 @@ from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.dashboard import app as apps
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Get
 from ftcoord.operator.status import Rules
 from ftcoord.testing import MemoryClient, MemoryEtcd
@@ -137,7 +140,48 @@ def test_prometheus_is_told_of_all_runs(site: Site, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     answer = site.get("/metrics")
     assert answer.status == 501
-    assert b"pip install 'ftcoord[metrics]'" in answer.body
+    assert b"pip install prometheus_client" in answer.body
+
+
+def test_scrapes_that_wait_share_one_read(site: Site) -> None:
+    began, may_end, reads = threading.Event(), threading.Event(), []
+
+    def collect() -> list[GaugeMetricFamily]:
+        reads.append(len(reads))
+        began.set()
+        assert may_end.wait(DEADLINE)
+        return [GaugeMetricFamily("ftcoord_runs", "Runs.", value=len(reads))]
+
+    app = make_app(site.board, LeaseBook(Clerk()), {}, collect)
+    bodies: list[bytes] = []
+
+    async def scrape() -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            bodies.append(message.get("body", b""))
+
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/metrics",
+            "query_string": b"",
+            "headers": [(b"host", b"localhost")],
+        }
+        await app(scope, receive, send)
+
+    async def scrapes() -> None:
+        first = asyncio.create_task(scrape())
+        await asyncio.to_thread(began.wait, DEADLINE)
+        others = [asyncio.create_task(scrape()) for _ in range(20)]
+        await asyncio.sleep(0)  # each of them has begun to wait
+        may_end.set()
+        await asyncio.gather(first, *others)
+
+    asyncio.run(scrapes())
+    assert len(reads) == 2
+    assert sum(b"ftcoord_runs 2.0" in body for body in bodies) == 20
 
 
 def test_a_page_without_a_token_does_nothing(site: Site) -> None:
@@ -175,6 +219,23 @@ def test_a_member_is_evicted_and_all_can_read_by_whom(site: Site) -> None:
     cause = json.loads(death.value)["cause"]
     assert cause == "evicted by ann through the page of me@here, from 192.0.2.7: it smells"
     assert site.order().status == 409
+
+
+def test_an_evict_that_is_half_done_is_not_called_undone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.may_act()
+
+    def fail(self: MemoryClient, lease_id: int, *, timeout: float | None = None) -> None:
+        raise EtcdUnavailable("no member answered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryClient, "revoke", fail)
+        answer = site.order()
+    assert answer.status == 504
+    assert "n on host of n" in (why := json.loads(answer.body)["error"])
+    assert "evict it again" in why
+    assert site.members() == 1
+    assert site.order().status == 200
+    assert site.members() == 0
 
 
 def write_round(client: MemoryClient, *names: str) -> None:
@@ -271,7 +332,7 @@ def test_bad_orders_are_refused(site: Site, order: dict[str, object], status: in
 def test_an_order_that_is_not_json_is_refused(site: Site) -> None:
     site.may_act()
     headers = {"authorization": f"Bearer {TOKEN}"}
-    for body in (b"", b"[]", b"{", b"\xff"):
+    for body in (b"", b"[]", b"{", b"\xff", b"[" * 16_000):
         assert site.get("/api/act", method="POST", body=body, headers=headers).status == 400
 
 

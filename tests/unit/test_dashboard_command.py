@@ -79,4 +79,4 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "pip install 'ftcoord[dashboard]'" in done.stderr
+    assert "pip install starlette uvicorn" in done.stderr

@@ -177,6 +177,7 @@ def test_torchfts_kill_without_a_token_where_that_was_allowed(gateway: GatewaySi
     [
         {"origin": "http://evil.example"},
         {"origin": "null"},
+        {"origin": "http://["},
         {"origin": "http://127.0.0.1:2"},
         {"sec_fetch_site": "cross-site"},
         {"sec_fetch_site": "same-site", "origin": "http://127.0.0.1:1"},

@@ -121,7 +121,7 @@ FLOORS = (
     "operator.examining",
     "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts dashboard.refusals dashboard.torchft_status",
     "dashboard.board",
-    "dashboard.torchft_paths",
+    "dashboard.torchft_paths dashboard.connections",
     "dashboard.app",
     "dashboard.serving",
     "commands.codes commands.output",

@@ -1,0 +1,100 @@
+"""The page's server on its thread: it says when it serves, and keeps no connection on which nothing is asked."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from urllib.request import urlopen
+
+import pytest
+import uvicorn
+from helpers import DEADLINE, eventually
+
+from ftcoord.config import EtcdConfig
+from ftcoord.dashboard import connections
+from ftcoord.dashboard.serving import Page, PageServer
+from ftcoord.errors import ServerError
+from ftcoord.operator.status import Rules
+
+NO_ETCD = "127.0.0.1:1"
+
+
+def page() -> Page:
+    config = EtcdConfig.load(NO_ETCD, env={})
+    return Page(config, "/f", Rules(), ("127.0.0.1", 0), {"version": "1"}, (), "me@here", "")
+
+
+@contextmanager
+def connected(server: PageServer, said: bytes = b"") -> Iterator[socket.socket]:
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as one:
+        one.sendall(said)
+        yield one
+
+
+def is_ended(one: socket.socket) -> bool:
+    try:
+        return not one.recv(1 << 16)
+    except ConnectionResetError:
+        return True
+
+
+def serves(server: PageServer) -> bool:
+    with urlopen(f"{server.address}/api/about", timeout=DEADLINE) as answer:
+        return bool(answer.status == 200)
+
+
+ASKED = b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"G", b"GET / HTTP/1.1\r\n", ASKED + b"G"], ids=["silent", "a byte", "a line", "again"]
+)
+def test_a_connection_on_which_nothing_is_asked_is_ended(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADERS_TIMEOUT", 0.2)
+    with PageServer(page()) as server, connected(server, said) as one:
+        eventually(lambda: is_ended(one), "the end of the connection")
+        assert serves(server)
+
+
+def test_one_connection_too_many_is_ended_and_takes_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 3)
+    with PageServer(page()) as server, ExitStack() as silent:
+        for _ in range(3):
+            silent.enter_context(connected(server))
+        with connected(server) as more:
+            assert is_ended(more)
+        silent.close()
+        eventually(lambda: _serves_by_now(server), "room for another one")
+
+
+def _serves_by_now(server: PageServer) -> bool:
+    try:
+        return serves(server)
+    except OSError:  # the server has not seen yet that the others are gone
+        return False
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), SystemExit(3)], ids=repr)
+def test_one_that_cannot_serve_says_so(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: uvicorn.Server, sockets: object = None) -> None:
+        raise error
+
+    monkeypatch.setattr(uvicorn.Server, "startup", fail)
+    with pytest.raises(ServerError, match=r"the page cannot be served at http://127\.0\.0\.1:\d+: .*(3|open files)"):
+        PageServer(page())
+
+
+def test_one_that_ends_by_itself_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with PageServer(page()) as server:
+        assert serves(server)
+        assert not server.has_failed
+
+        async def fail(self: uvicorn.Server, counter: int) -> bool:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(uvicorn.Server, "on_tick", fail)
+        eventually(lambda: server.has_failed, "its end")
