@@ -1,7 +1,4 @@
-"""The `ftcoord` command.
-
-Exit codes: 0 done, or healthy; 1 failed, or unhealthy; 2 wrong use; 3 etcd cannot be reached; 130 interrupted.
-"""
+"""The `ftcoord` command."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Final
 
 from ftcoord import __version__
 from ftcoord.commands import completion
-from ftcoord.commands.codes import INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE
+from ftcoord.commands.codes import HEALTHY, INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE
 from ftcoord.commands.flags import resolve
 from ftcoord.commands.output import neutral
 from ftcoord.errors import ConfigError, EtcdUnavailable, FtcoordError, OutcomeUnknown
@@ -29,8 +26,14 @@ FAMILIES: Final = {
     "paging": ("dashboard",),
     "serving": ("demo", "server", "gateway", "metrics"),
 }
-"""The modules of `ftcoord.commands`, and which commands each has. Only that of the given command is loaded: to load all
-of them would take longer than most commands do."""
+"""The modules of `ftcoord.commands`, and the commands of each. Only the given command's module is loaded: loading all
+would take longer than most commands do."""
+
+EXIT_CODES: Final = (
+    f"Exit codes: {HEALTHY} done or healthy; {NOT_DONE} failed, not done or not healthy; {WRONG_USE} wrong usage;"
+    f" {UNREACHABLE} etcd cannot be reached, or did not answer a write; {INTERRUPTED} interrupted."
+    " `ftcoord COMMAND --help` describes a command."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +66,9 @@ def _complain(error: FtcoordError, code: int) -> int:
 
 def _parser(command: str = "") -> argparse.ArgumentParser:
     """The parser of this command, or of all if there is none of that name."""
-    parser = argparse.ArgumentParser(prog="ftcoord", description="Fault-tolerant PyTorch coordination on etcd.")
+    parser = argparse.ArgumentParser(
+        prog="ftcoord", description="Fault-tolerant PyTorch coordination on etcd.", epilog=EXIT_CODES
+    )
     parser.add_argument("--version", action="version", version=f"ftcoord {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for family in [name for name, has in FAMILIES.items() if command in has] or FAMILIES:

@@ -1,4 +1,4 @@
-"""`ftcoord evict`, `drain`, `close`, `kill` and `gc`: what acts on jobs. Each asks first, and says what it did."""
+"""`ftcoord evict`, `drain`, `close`, `kill` and `gc`. Each asks for confirmation, and reports what it did."""
 
 from __future__ import annotations
 
@@ -20,40 +20,67 @@ from ftcoord.operator.told import FORMAT, Done
 
 COMMON: Final = (*ETCD_FLAGS, KEYS_FLAG, YES_FLAG, *OUTPUT_FLAGS)
 
-_REASON: Final = Flag("--reason", "FTCOORD_REASON", "why, for those who read it later", full_text, None, "TEXT")
-_FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "also if fewer nodes stay than a round needs", whole(0, 1), 0)
-_IDLE: Final = Flag("--idle", "FTCOORD_GC_IDLE", "also jobs that are not over but have nobody left", whole(0, 1), 0)
-_WAIT: Final = Flag(
-    "--wait", "FTCOORD_KILL_WAIT", "seconds until the manager must have obeyed", seconds, 10.0, "SECONDS"
+_REASON: Final = Flag(
+    "--reason", "FTCOORD_REASON", "the reason, recorded for those who read about it later", full_text, None, "TEXT"
 )
+_FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "drain even if too few nodes stay for a round", whole(0, 1), 0)
+_IDLE: Final = Flag(
+    "--idle", "FTCOORD_GC_IDLE", "also delete jobs that are not over but have no members", whole(0, 1), 0
+)
+_WAIT: Final = Flag("--wait", "FTCOORD_KILL_WAIT", "seconds to wait for the manager to obey", seconds, 10.0, "SECONDS")
 
 
 def add_commands(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives."""
-    evict = commands.add_parser("evict", help="end a member's lease now, so that the others go on without it")
+    evict = commands.add_parser(
+        "evict",
+        help="end a member's lease now, so that the others go on without it",
+        description="End a member's lease now, with a cause that the others read, so that they go on without it. If its"
+        " process is still alive, it rejoins as a new member: stop the process or the host to keep it out.",
+    )
     add_job(evict)
-    evict.add_argument("node", metavar="NODE", help="its host, node id, replica id or member id")
+    evict.add_argument("node", metavar="NODE", help="the member's host, node id, replica id or member id")
     add(evict, (_REASON, *COMMON))
     evict.set_defaults(run=_evict)
 
-    drain = commands.add_parser("drain", help="have a node leave a run, without an error and without a time-out")
+    drain = commands.add_parser(
+        "drain",
+        help="make a node leave a run without an error or a timeout",
+        description="Recall the current round and make a node leave the run. The other nodes form a new round, and the"
+        " node's agent exits with status 0. Processes that joined through init_method never return for a new round, so"
+        " drain does not stop them.",
+    )
     add_job(drain)
-    drain.add_argument("node", metavar="NODE", help="its host, node id or member id")
+    drain.add_argument("node", metavar="NODE", help="the node's host, node id or member id")
     add(drain, (_REASON, _FORCE, *COMMON))
     drain.set_defaults(run=_drain)
 
-    close = commands.add_parser("close", help="end a run for all of its nodes")
+    close = commands.add_parser(
+        "close",
+        help="end a run for all of its nodes",
+        description="End a run for all of its nodes. Each node exits with an error that says who closed the run.",
+    )
     add_job(close)
     add(close, (_REASON, *COMMON))
     close.set_defaults(run=_close)
 
-    kill = commands.add_parser("kill", help="end the process of a replica's manager")
+    kill = commands.add_parser(
+        "kill",
+        help="end the process of a replica's manager",
+        description="Order a replica's manager to end its process, and wait until it has obeyed. This also works for"
+        " replicas behind `ftcoord gateway`.",
+    )
     add_job(kill)
-    kill.add_argument("replica", metavar="REPLICA", help="its replica id")
+    kill.add_argument("replica", metavar="REPLICA", help="the replica's id")
     add(kill, (_REASON, _WAIT, *COMMON))
     kill.set_defaults(run=_kill)
 
-    gc = commands.add_parser("gc", help="delete what jobs that are over left behind")
+    gc = commands.add_parser(
+        "gc",
+        help="delete the keys of jobs that are over",
+        description="Delete the keys of jobs that are over and have no members left. Those keys would also expire"
+        " automatically. Histories are kept.",
+    )
     add(gc, (_IDLE, *COMMON))
     gc.set_defaults(run=_gc)
 
@@ -126,7 +153,7 @@ def _gc(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
-    """Raises ConfigError if nobody can answer, and NothingThere for a no."""
+    """Ask for confirmation. Raises ConfigError without a terminal, and NothingThere for a no."""
     from ftcoord.operator.orders import NothingThere
 
     if options.yes:
@@ -148,7 +175,7 @@ def _say(terminal: Terminal, done: Done, nothing: int = NOT_DONE) -> int:
 
 
 def who() -> str:
-    """Who runs this command, as others read it."""
+    """The user and host that run this command, as others read it."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user that has no entry in its passwd; OSError from Python 3.13 on

@@ -1,4 +1,4 @@
-"""`ftcoord completion`: what makes a shell complete commands and flags."""
+"""`ftcoord completion`: a script that makes a shell complete commands and flags."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ SHELLS: Final = ("bash", "zsh", "tcsh")
 
 def add_commands(commands: Any, parser: Callable[[], argparse.ArgumentParser]) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives, and `parser` makes the whole parser."""
-    completion = commands.add_parser("completion", help="print what makes a shell complete commands and flags")
-    completion.add_argument("shell", choices=SHELLS, help="which shell")
+    completion = commands.add_parser(
+        "completion",
+        help="print a shell completion script",
+        description='Print a script that makes a shell complete commands and flags. In bash: eval "$(ftcoord completion'
+        ' bash)".',
+    )
+    completion.add_argument("shell", choices=SHELLS, help="the shell")
     add(completion, ())
     completion.set_defaults(run=lambda options: _completion(options.shell, parser()))
 

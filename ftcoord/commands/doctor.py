@@ -1,4 +1,4 @@
-"""`ftcoord doctor`: whether an etcd is fit for jobs, and what to do where it is not."""
+"""`ftcoord doctor`: checks whether an etcd cluster is fit for jobs, and says what to do if it is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from ftcoord.operator.told import Examination
 
 def add_commands(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives."""
-    doctor = commands.add_parser("doctor", help="whether an etcd is fit for jobs, and what to do where it is not")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check whether an etcd cluster is fit for jobs",
+        description="Check an etcd cluster: endpoints, version, leader, alarms, space, latency, clocks, TLS, rights"
+        " below the key prefix, leftovers. For each problem, say what to do. Writes no keys: it measures write latency"
+        " by granting and revoking a lease. Exits with status 0 if there is no problem.",
+    )
     add(doctor, (*ETCD_FLAGS, KEYS_FLAG, *OUTPUT_FLAGS))
     doctor.set_defaults(run=_doctor)
 

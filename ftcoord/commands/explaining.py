@@ -22,12 +22,22 @@ LINE_WIDTH: Final = 100
 
 def add_commands(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives."""
-    history = commands.add_parser("history", help="what happened to a job, in etcd's order")
+    history = commands.add_parser(
+        "history",
+        help="show what happened to a job, in etcd's order",
+        description="Show what happened to a job, in etcd's order: rounds and quorums, which members came and went,"
+        " what failed and why. Exits with status 0 if there is a history.",
+    )
     add_job(history)
     add(history, (*ETCD_FLAGS, KEYS_FLAG, *OUTPUT_FLAGS))
     history.set_defaults(run=_history)
 
-    why = commands.add_parser("why", help="why a job is as it is: what came first, what was lost, what to do")
+    why = commands.add_parser(
+        "why",
+        help="explain a job's last interruption: the first cause, what was lost, what to do",
+        description="Explain, in one paragraph, what ended a job's last round or changed its quorum, the first cause,"
+        " what was lost, and what to do. Exits with status 0 if the job is healthy now, or has finished.",
+    )
     add_job(why)
     add(why, (*ETCD_FLAGS, KEYS_FLAG, *RULE_FLAGS, *OUTPUT_FLAGS))
     why.set_defaults(run=_why)

@@ -1,4 +1,4 @@
-"""Flags of commands. Each has a variable too, which counts where the flag is not given."""
+"""Flags of commands. Each has an environment variable too, which is used when the flag is omitted."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Flag:
     Args:
         name: as `--name`.
         variable: its environment variable.
-        help: what it is.
+        help: what it is, without the variable and the default, which `add` appends.
         parse: from its name, or the variable's, and the text; raises ConfigError.
-        default: where neither is given; not parsed.
-        metavar: what stands for its value in the help; empty for a flag without one.
-        choices: the values that there are, for the shell's completion; empty for others.
+        default: used when neither is given; not parsed.
+        metavar: the placeholder for its value in the help; empty for a flag without a value.
+        choices: the allowed values, for shell completion; empty if any value may be given.
         short: another name, as `-n`.
     """
 
@@ -47,21 +47,24 @@ class Flag:
 
 
 ETCD_FLAGS: Final = (
-    Flag("--endpoints", "FTCOORD_ENDPOINTS", "where etcd is, as h1:2379,h2:2379", metavar="LIST"),
-    Flag("--ca-cert", "FTCOORD_CA_CERT", "the authority of etcd's certificate", metavar="FILE"),
+    Flag(
+        "--endpoints", "FTCOORD_ENDPOINTS", "etcd's endpoints, such as h1:2379,h2:2379", text, "127.0.0.1:2379", "LIST"
+    ),
+    Flag("--ca-cert", "FTCOORD_CA_CERT", "the CA that signed etcd's certificate", metavar="FILE"),
     Flag("--cert", "FTCOORD_CERT", "the client's certificate", metavar="FILE"),
     Flag("--key", "FTCOORD_KEY", "the client's private key", metavar="FILE"),
-    Flag("--server-name", "FTCOORD_SERVER_NAME", "the name in etcd's certificate", metavar="NAME"),
-    Flag("--user", "FTCOORD_USER", "etcd's user; the password is in FTCOORD_PASSWORD", metavar="NAME"),
-    Flag("--request-timeout", "FTCOORD_REQUEST_TIMEOUT", "seconds that a call may take", seconds, metavar="SECONDS"),
+    Flag("--server-name", "FTCOORD_SERVER_NAME", "the host name to expect in etcd's certificate", metavar="NAME"),
+    Flag("--user", "FTCOORD_USER", "the etcd user; its password is read from FTCOORD_PASSWORD", metavar="NAME"),
+    Flag("--request-timeout", "FTCOORD_REQUEST_TIMEOUT", "timeout of a call to etcd", seconds, 5, "SECONDS"),
 )
-"""Those that `EtcdConfig.load` takes: their variables are read there, and etcdctl's after them."""
-KEYS_FLAG: Final = Flag("--key-prefix", "FTCOORD_KEY_PREFIX", "where the keys lie", key_path, KEY_PREFIX, "PATH")
+"""The flags that `EtcdConfig.load` takes. It reads their variables, and then etcdctl's, and applies the defaults: those
+here are only for the help."""
+KEYS_FLAG: Final = Flag("--key-prefix", "FTCOORD_KEY_PREFIX", "the prefix of all keys", key_path, KEY_PREFIX, "PATH")
 OUTPUT_FLAGS: Final = (
-    Flag("--output", "FTCOORD_OUTPUT", "how to show it", choice(*FORMATS), "table", "FORMAT", FORMATS, "-o"),
-    Flag("--color", "FTCOORD_COLOR", "colours on terminals", choice(*COLOURS), "auto", "WHEN", COLOURS),
+    Flag("--output", "FTCOORD_OUTPUT", "the output format", choice(*FORMATS), "table", "FORMAT", FORMATS, "-o"),
+    Flag("--color", "FTCOORD_COLOR", "whether to use colours", choice(*COLOURS), "auto", "WHEN", COLOURS),
 )
-YES_FLAG: Final = Flag("--yes", "FTCOORD_YES", "do it without asking", YES, 0, short="-y")
+YES_FLAG: Final = Flag("--yes", "FTCOORD_YES", "do not ask for confirmation", YES, 0, short="-y")
 
 
 def add(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
@@ -78,7 +81,7 @@ def add(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
 
 
 def resolve(options: argparse.Namespace, env: Mapping[str, str] | None = None) -> None:
-    """Give each flag its value: what was given, else its variable's, else the default. Raises ConfigError."""
+    """Give each flag its value: the given one, else its variable's, else the default. Raises ConfigError."""
     variables = os.environ if env is None else env
     for flag in options.flags:
         given = getattr(options, flag.dest)

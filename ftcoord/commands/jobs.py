@@ -18,23 +18,25 @@ if TYPE_CHECKING:
     from ftcoord.operator.status import Rules
 
 RULE_FLAGS: Final = (
-    Flag("--min-replicas", "FTCOORD_MIN_REPLICAS", "as in the job's address", whole(1, 2**31 - 1), 1, "N"),
+    Flag("--min-replicas", "FTCOORD_MIN_REPLICAS", "min_replicas of the job's address", whole(1, 2**31 - 1), 1, "N"),
     Flag(
         "--on-member-loss",
         "FTCOORD_ON_MEMBER_LOSS",
-        "as in the run's rdzv_conf",
+        "on_member_loss of the run's rdzv_conf",
         choice("restart", "ignore"),
         "restart",
         "WHAT",
         ("restart", "ignore"),
     ),
 )
-"""What etcd does not have of a job, and the next decision depends on."""
+"""Settings of a job that the next decision depends on and that etcd does not store."""
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Give a command its JOB."""
-    parser.add_argument("job", metavar="JOB", help="its id: torchrun's --rdzv-id, or the last part of a job's address")
+    parser.add_argument(
+        "job", metavar="JOB", help="the job's id: torchrun's --rdzv-id, or the last part of a job's address"
+    )
 
 
 def terminal_of(options: argparse.Namespace) -> Terminal:

@@ -1,4 +1,4 @@
-"""`ftcoord ls`: the runs and jobs on an etcd."""
+"""`ftcoord ls`: the runs and jobs on an etcd cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from ftcoord.operator.told import JobLine, JobList
 
 def add_commands(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives."""
-    ls = commands.add_parser("ls", help="list the runs and jobs on an etcd")
+    ls = commands.add_parser(
+        "ls",
+        help="list the runs and jobs on an etcd cluster",
+        description="List the runs and jobs that have keys below the key prefix: state, last round and quorum, number"
+        " of live members.",
+    )
     add(ls, (*ETCD_FLAGS, KEYS_FLAG, *OUTPUT_FLAGS))
     ls.set_defaults(run=_ls)
 

@@ -1,4 +1,4 @@
-"""`ftcoord status`: what is told of a job, once."""
+"""`ftcoord status`: the state of a job, once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,24 @@ from ftcoord.operator.status import Member, Rules, foremost, members_of, tell_jo
 from ftcoord.operator.told import JobStatus, NextDecision, QuorumStatus, RoundsStatus, TimerStatus, no_such_job
 
 ROWS: Final = 50
-"""Rows of a table where the user does not ask for all. Only the leases of these members are asked for: each takes a
+"""Rows of a table unless the user asks for all. Only the leases of these members are read, since each takes a
 request."""
 
-ALL_FLAG: Final = Flag("--all", "FTCOORD_ALL", "show all members, and all leases", whole(0, 1), 0)
+ALL_FLAG: Final = Flag(
+    "--all", "FTCOORD_ALL", "show all members and their leases; takes a request for each lease", whole(0, 1), 0
+)
 
 _NEXT: Final = {"wait": "waits", "publish": "is due", "withheld": "is withheld"}
 
 
 def add_commands(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives."""
-    status = commands.add_parser("status", help="who is in, who is missing, and why there is no next round or quorum")
+    status = commands.add_parser(
+        "status",
+        help="show a job's members, and why there is no next round or quorum",
+        description="Show a job's round or quorum: which members are in it, missing or waiting, why there is no next"
+        " one, and which worker holds which expiration timer. Exits with status 0 if the job is healthy.",
+    )
     add_job(status)
     add(status, (*ETCD_FLAGS, KEYS_FLAG, *RULE_FLAGS, ALL_FLAG, *OUTPUT_FLAGS))
     status.set_defaults(run=_status)

@@ -1,4 +1,4 @@
-"""`ftcoord dashboard`: the page, until it is told to end."""
+"""`ftcoord dashboard`: serves the dashboard until it is interrupted."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from ftcoord.errors import ConfigError, FtcoordError
 from ftcoord.files import contents
 
 HOST_NAMES_FLAG: Final = Flag(
-    "--host-names", "FTCOORD_DASHBOARD_HOST_NAMES", "what browsers may call the page, as n1,n2", text, "", "LIST"
+    "--host-names",
+    "FTCOORD_DASHBOARD_HOST_NAMES",
+    "host names accepted in the Host header, such as n1,n2",
+    text,
+    "",
+    "LIST",
 )
 PAGE_FLAGS: Final = (
-    Flag("--listen", "FTCOORD_DASHBOARD_LISTEN", "where to serve", text, "127.0.0.1:29512", "ADDRESS"),
+    Flag("--listen", "FTCOORD_DASHBOARD_LISTEN", "the address to serve on", text, "127.0.0.1:29512", "ADDRESS"),
     HOST_NAMES_FLAG,
 )
 TOKEN, TOKEN_FILE = "FTCOORD_DASHBOARD_TOKEN", "FTCOORD_DASHBOARD_TOKEN_FILE"
-"""Variables, and no flags: `ps` shows command lines to everybody."""
+"""Environment variables, not flags: `ps` shows command lines to everybody."""
 SHORTEST_TOKEN: Final = 16
 """Characters."""
 PACKAGES: Final = {"anyio", "starlette", "uvicorn"}
@@ -35,7 +40,12 @@ PACKAGES: Final = {"anyio", "starlette", "uvicorn"}
 
 def add_commands(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives."""
-    dashboard = commands.add_parser("dashboard", help="serve a page that shows all jobs, live, until Ctrl-C")
+    dashboard = commands.add_parser(
+        "dashboard",
+        help="serve a web page that shows all jobs, live, until Ctrl-C",
+        description="Serve a web page that shows all jobs, live, until Ctrl-C. The page is read-only unless"
+        " FTCOORD_DASHBOARD_TOKEN or FTCOORD_DASHBOARD_TOKEN_FILE gives a token. Needs the extra `dashboard`.",
+    )
     add(dashboard, (*ETCD_FLAGS, KEYS_FLAG, *RULE_FLAGS, *PAGE_FLAGS))
     dashboard.set_defaults(run=_dashboard)
 

@@ -1,4 +1,4 @@
-"""`ftcoord demo`, `server`, `gateway` and `metrics`: what runs until it is told to end."""
+"""`ftcoord demo`, `server`, `gateway` and `metrics`: commands that run until they are interrupted."""
 
 from __future__ import annotations
 
@@ -45,56 +45,93 @@ def _path(key: str, value: object) -> Path:
 
 
 _DEMO_FLAGS: Final = (
-    Flag("--logs", "FTCOORD_DEMO_LOGS", "where the agents' logs go; else a new folder", _path, None, "FOLDER"),
+    Flag("--logs", "FTCOORD_DEMO_LOGS", "folder for the agents' logs; a new one if omitted", _path, None, "FOLDER"),
 )
 _SERVER_FLAGS: Final = (
     Flag("--host", "FTCOORD_SERVER_HOST", "the address to serve on", text, "127.0.0.1", "HOST"),
     Flag("--port", "FTCOORD_SERVER_PORT", "the port to serve on; 0 for a free one", whole(0, 65535), 2379, "PORT"),
     Flag(
-        "--data-dir", "FTCOORD_SERVER_DATA_DIR", "keep the data here, not in a temporary folder", text, None, "FOLDER"
+        "--data-dir",
+        "FTCOORD_SERVER_DATA_DIR",
+        "folder for etcd's data; a temporary one if omitted",
+        text,
+        None,
+        "FOLDER",
     ),
 )
 _METRICS_FLAGS: Final = (
-    Flag("--metrics-host", "FTCOORD_METRICS_HOST", "the address for Prometheus", listening_host, LOOPBACK, "HOST"),
-    Flag("--metrics-cert", "FTCOORD_METRICS_CERT", "serve Prometheus by TLS, with this", metavar="FILE"),
+    Flag("--metrics-host", "FTCOORD_METRICS_HOST", "the address to serve metrics on", listening_host, LOOPBACK, "HOST"),
+    Flag("--metrics-cert", "FTCOORD_METRICS_CERT", "serve metrics over TLS, with this certificate", metavar="FILE"),
     Flag("--metrics-key", "FTCOORD_METRICS_KEY", "the private key of that certificate", metavar="FILE"),
-    Flag("--metrics-client-ca", "FTCOORD_METRICS_CLIENT_CA", "serve only clients of this authority", metavar="FILE"),
+    Flag(
+        "--metrics-client-ca",
+        "FTCOORD_METRICS_CLIENT_CA",
+        "accept only clients with a certificate of this CA",
+        metavar="FILE",
+    ),
 )
-_METRICS_PORT_HELP: Final = "the port for Prometheus; 0 for a free one"
+_METRICS_PORT_HELP: Final = "the port to serve metrics on; 0 for a free one"
 _GATEWAY_FLAGS: Final = (
-    Flag("--etcd", "FTCOORD_GATEWAY_ETCD", "the job: etcd://h1:2379/job?min_replicas=2", text, None, "ADDRESS"),
-    Flag("--listen", "FTCOORD_GATEWAY_LISTEN", "where to serve", text, "127.0.0.1:29510", "ADDRESS"),
+    Flag(
+        "--etcd",
+        "FTCOORD_GATEWAY_ETCD",
+        "the job's address, such as etcd://h1:2379/job?min_replicas=2",
+        text,
+        None,
+        "ADDRESS",
+    ),
+    Flag("--listen", "FTCOORD_GATEWAY_LISTEN", "the address to serve on", text, "127.0.0.1:29510", "ADDRESS"),
     Flag("--metrics-port", "FTCOORD_METRICS_PORT", _METRICS_PORT_HELP, port_number, None, "PORT"),
     *_METRICS_FLAGS,
     Flag(
         "--page-port",
         "FTCOORD_GATEWAY_PAGE_PORT",
-        "the port for the job's page, and torchft's paths; 0 for a free one",
+        "the port for the job's dashboard and torchft's paths; 0 for a free one",
         port_number,
         None,
         "PORT",
     ),
-    Flag("--page-host", "FTCOORD_GATEWAY_PAGE_HOST", "the address for that page", listening_host, LOOPBACK, "HOST"),
+    Flag(
+        "--page-host", "FTCOORD_GATEWAY_PAGE_HOST", "the address for that dashboard", listening_host, LOOPBACK, "HOST"
+    ),
     HOST_NAMES_FLAG,
-    Flag("--allow-kill", "FTCOORD_GATEWAY_ALLOW_KILL", "torchft's path kills without the page's token", whole(0, 1), 0),
+    Flag("--allow-kill", "FTCOORD_GATEWAY_ALLOW_KILL", "let torchft's kill path work without a token", whole(0, 1), 0),
 )
 
 
 def add_commands(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives."""
-    demo = commands.add_parser("demo", help="train on three nodes, lose one, replace it (half a minute)")
+    demo = commands.add_parser(
+        "demo",
+        help="train on three nodes, kill one, replace it (about a minute)",
+        description="Train on three nodes of this host with an embedded etcd, kill one, and replace it. Takes about a"
+        " minute.",
+    )
     add(demo, _DEMO_FLAGS)
     demo.set_defaults(run=_demo)
 
-    server = commands.add_parser("server", help="run an embedded etcd on this host until Ctrl-C")
+    server = commands.add_parser(
+        "server",
+        help="run an embedded etcd server on this host until Ctrl-C",
+        description="Run an embedded etcd server on this host until Ctrl-C. Exits with status 1 if etcd ends.",
+    )
     add(server, _SERVER_FLAGS)
     server.set_defaults(run=_server)
 
-    gateway = commands.add_parser("gateway", help="serve torchft's lighthouse protocol from etcd until Ctrl-C")
+    gateway = commands.add_parser(
+        "gateway",
+        help="serve torchft's lighthouse protocol from etcd until Ctrl-C",
+        description="Serve torchft's lighthouse protocol from etcd until Ctrl-C, for replicas that use torchft's own"
+        " classes. Exits with status 1 if the gateway fails: run it under a supervisor.",
+    )
     add(gateway, _GATEWAY_FLAGS)
     gateway.set_defaults(run=_gateway)
 
-    metrics = commands.add_parser("metrics", help="tell Prometheus of all runs on an etcd until Ctrl-C")
+    metrics = commands.add_parser(
+        "metrics",
+        help="serve Prometheus metrics for all runs until Ctrl-C",
+        description="Serve Prometheus metrics for all runs on an etcd cluster until Ctrl-C. Needs the extra `metrics`.",
+    )
     port = Flag("--metrics-port", "FTCOORD_METRICS_PORT", _METRICS_PORT_HELP, port_number, 29511, "PORT")
     add(metrics, (*ETCD_FLAGS, KEYS_FLAG, port, *_METRICS_FLAGS))
     metrics.set_defaults(run=_metrics)

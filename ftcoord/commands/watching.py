@@ -1,4 +1,4 @@
-"""`ftcoord watch`: what is told of a job, whenever it changes. One that has lost etcd says so."""
+"""`ftcoord watch`: the state of a job, whenever it changes, and whether etcd still answers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ from ftcoord.operator.told import JobStatus, Watched
 from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe
 
 SCREEN: Final = 20
-"""Members of a table that is shown again and again."""
+"""Rows of each table on the screen."""
 _CLEAR: Final = "\x1b[H\x1b[2J"
 
 
 def add_commands(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` gives."""
-    watch = commands.add_parser("watch", help="the status of a job, whenever it changes, until Ctrl-C")
+    watch = commands.add_parser(
+        "watch",
+        help="show the status of a job whenever it changes, until Ctrl-C",
+        description="Show the status of a job whenever it changes, until Ctrl-C: one screen on a terminal, otherwise a"
+        " line for each change. Reports lost contact with etcd within a few seconds. The exit status is that of the"
+        " last state shown.",
+    )
     add_job(watch)
     add(watch, (*ETCD_FLAGS, KEYS_FLAG, *RULE_FLAGS, *OUTPUT_FLAGS))
     watch.set_defaults(run=_watch)
@@ -51,7 +57,7 @@ def _watch(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """What ftcoord would warn of is shown here, in its place."""
+    """Keep ftcoord's warnings off the screen, which shows the same facts itself."""
     package = logging.getLogger("ftcoord")
     before = package.level
     package.setLevel(logging.ERROR)

@@ -24,6 +24,7 @@ from ftcoord import cli
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS
 from ftcoord.commands.output import WIDEST, Terminal, neutral, to_json, to_line, to_yaml
+from ftcoord.config import EtcdConfig
 from ftcoord.operator import told
 from ftcoord.operator.told import FORMAT, Done, Examination, Finding, JobLine, JobList
 
@@ -161,6 +162,25 @@ def test_each_command_and_flag_is_described_with_its_variable(command: str) -> N
     for flag in parsers()[command].get_default("flags"):
         assert flag.variable.startswith("FTCOORD_")
         assert re.search(rf"^\| `{flag.name}\b[^|]*\| `{flag.variable}` \|", page, re.MULTILINE), flag.name
+
+
+@pytest.mark.parametrize("command", parsers())
+def test_each_commands_help_says_what_it_does(command: str) -> None:
+    assert re.fullmatch(r"[A-Z].*\.", parsers()[command].description or "")
+
+
+def test_the_help_has_the_exit_codes_of_the_page() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("## Exit codes\n")[2].partition("\n## ")[0]
+    assert re.findall(r"\b\d+ (?=[a-z])", cli.EXIT_CODES) == [
+        f"{code} " for code in re.findall(r"^\| (\d+) \|", table, re.M)
+    ]
+    assert cli._parser().epilog == cli.EXIT_CODES
+
+
+def test_the_help_shows_etcds_defaults() -> None:
+    config = EtcdConfig.load(env={})
+    shown = {flag.dest: flag.default for flag in ETCD_FLAGS if flag.default is not None}
+    assert shown == {"endpoints": config.endpoints[0].target, "request_timeout": config.request_timeout}
 
 
 def test_the_flags_about_etcd_are_what_the_variables_are_about() -> None:
