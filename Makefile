@@ -64,6 +64,7 @@ benchmark: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.rendezvous --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.store --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.quorum --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.deaths --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.reforming --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.stuck --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.sentinel --write docs/benchmarks.md

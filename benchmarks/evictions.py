@@ -215,16 +215,17 @@ def section(plan: Plan, found: Measured) -> str:
         for run, one in found.counts.items()
         for reason, times in one.reasons.most_common(5)
     ]
-    load = f"{min(found.loads):.1f} at the least, {mean(found.loads):.1f} in the mean" if found.loads else "not read"
+    load = f"at least {min(found.loads):.1f}, mean {mean(found.loads):.1f}" if found.loads else "not read"
     ended = f"It ended early: {found.ended}.\n\n" if found.ended else ""
     return f"""## False evictions
 
 Written by `python -m benchmarks.evictions --write docs/benchmarks.md`. {plan.agents} agents for each TTL, for
 {found.seconds / 60:.0f} min; {plan.load} busy processes, each in a session of its own as the agents are, on
 {os.cpu_count()} cores; load average {load}. etcd {found.etcd}, {MEMBERS} members; the leader was
-killed {found.kills} times ({found.unhurt} more times it could not be). Nobody dies, so each agent that is called back
-is a false eviction; a lease that is lost is none, if its node comes back to its seat. "Least left" is what a lease had
-left as its agent knew: its sentinel may have renewed it since. "Longest pause" is how long an agent did not run.
+killed {found.kills} times ({found.unhurt} more times it could not be). No agent dies, so each recalled agent is a false
+eviction. A lost lease is not one if its node takes its seat again. "Least left" is the smallest remaining time of a
+lease as its agent knew it; its sentinel may have renewed the lease since. "Longest pause" is how long an agent did not
+run.
 
 {ended}{table(header, rows)}
 {"".join(reasons)}"""

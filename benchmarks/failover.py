@@ -281,7 +281,7 @@ CASES: Final = (
         targets=(Target("recalled", TTL + 1.0),),
     ),
     Case(
-        "3 agents with 2 workers, one exits with 1, its peers hang",
+        "3 agents with 2 workers, one exits with status 1, its peers hang",
         3,
         lambda job: job.fail_worker(),
         150,

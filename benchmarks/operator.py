@@ -96,7 +96,7 @@ def _verdict(nodes: int, found: dict[str, Timings]) -> str:
     ours = {what: timings for what, timings in found.items() if what.startswith("ftcoord")}
     what = "ftcoord status" if nodes >= LARGE else max(ours, key=lambda one: median(ours[one].wall))
     target, taken = TARGET_LARGE if nodes >= LARGE else TARGET, median(ours[what].wall)
-    told = f"with {nodes} nodes `{what}` takes {taken:.0f} ms, {median(ours[what].cpu):.0f} ms of them on a processor"
+    told = f"with {nodes} nodes `{what}` takes {taken:.0f} ms, {median(ours[what].cpu):.0f} ms of it CPU"
     return verdict(told, taken <= target, f"{target} ms")
 
 
@@ -107,17 +107,18 @@ def _section(
 
 Written by `python -m benchmarks.operator --write docs/benchmarks.md`.
 {measured_with()}
-A run of so many nodes, each under a lease of its own, on an etcd of this host; one with {SMALL_ROUNDS} rounds in its
-history, or as many as that holds. Each command is a process, with Python's start and all imports, and all of them come
-by turns. Milliseconds, median / worst of {repeat}, and the median of those of CPU that the process took itself. `watch`
-is timed until its first screen is there. Where the load average is above the number of cores, the difference between
-the two is time that a process waited for one.
+A run of that many nodes, each with a lease of its own, on an etcd server of this host. The small run's history has
+{SMALL_ROUNDS} rounds, the large run's as many as it holds. Each command is a process, including Python's start and all
+imports; the commands alternate. Wall-clock ms are median / worst of {repeat}; CPU is the median of the process itself.
+`watch` is timed until its first screen. If the load average is above the number of cores, the difference between
+wall-clock time and CPU is time that the process waited for a core.
 
 {table(["nodes", "what", "ms", "CPU, ms", "ms / raw read"], commands)}
 {" ".join(verdicts)}
 
-`ftcoord dashboard`, and one browser's stream of the run: from the request to the first page, and from a member's change
-in etcd to the page that has it. `/api/about` is asked meanwhile, with a change of a member each {1000 * CHURN:g} ms.
+`ftcoord dashboard` with one browser's stream of the run: time from the request to the first page, and from a member's
+change in etcd to the page that shows it. Meanwhile a member changes every {1000 * CHURN:g} ms; `/api/about` is timed
+too.
 
 {table(["nodes", "first page, ms", "bytes", "an update, ms", "bytes", "`/api/about`, ms", "memory, MiB"], pages)}"""
 

@@ -150,11 +150,11 @@ def run(world_sizes: tuple[int, ...], repeat: int) -> str:
     header = ["ranks", *(f"{call}, {kind}" for call in ("step", "`should_commit`") for kind in (OURS, TORCHFT))]
     return f"""## The ranks of a group
 
-Written by `python -m benchmarks.ranks --write docs/benchmarks.md`. One group that is alone in its job, each rank a
-process, rank 0's with the manager; both kinds by turns. Milliseconds until the last rank is answered,
+Written by `python -m benchmarks.ranks --write docs/benchmarks.md`. One group that is alone in its job; each rank is a
+process, and rank 0's has the manager; ftcoord and torchft alternate. Milliseconds until the last rank is answered,
 median / 90th percentile of {samples}. A step is a `_quorum` and a `should_commit`.
-Targets: without the one quorum's own time (that of one rank), a step takes at most {TARGET} times torchft's;
-`should_commit` at most {TARGET} times, and no write.
+Targets: without the time of the quorum itself (measured with one rank), a step takes at most {TARGET} times torchft's;
+`should_commit` takes at most {TARGET} times, and writes nothing.
 
 {table([*header, "step without the quorum, ratio", "`should_commit`, ratio", "etcd's writes, step / vote"], rows)}"""
 

@@ -194,10 +194,10 @@ def three() -> Iterator[Coordinator]:
 
 
 OUTAGES: Final[Sequence[tuple[str, str, Callable[[], AbstractContextManager[Coordinator]], bool]]] = (
-    ("torchft's lighthouse, started again at once", TORCHFT, torchfts, True),
-    ("torchft's lighthouse, its host gone", TORCHFT, torchfts, False),
-    ("ftcoord's only etcd, started again at once", OURS, single, True),
-    ("the leader of ftcoord's three etcds, its host gone", OURS, three, False),
+    ("torchft's lighthouse, restarted at once", TORCHFT, torchfts, True),
+    ("torchft's lighthouse, its host lost", TORCHFT, torchfts, False),
+    ("ftcoord's only etcd server, restarted at once", OURS, single, True),
+    ("the leader of ftcoord's three etcd members, its host lost", OURS, three, False),
 )
 
 
@@ -239,20 +239,20 @@ def run(trials: int) -> str:
         cases.append((title, outage(kind, case, restart)))
         _say(f"{title}: {cases[-1][1].seconds:.2f} s")
     header = ["killed", "next quorum after, s", "calls that failed", "quorum id before", "after"]
-    return f"""## A replica dies, or what coordinates it
+    return f"""## A replica or its coordinator dies
 
 Written by `python -m benchmarks.reforming --write docs/benchmarks.md`.
 {measured_with()}
 
 ### A replica dies
 
-One of three replicas dies, the other two ask at once; heartbeat time-out 5 s, `min_replicas` 2. Seconds until both have
-a quorum, of {trials} trials.
+One of three replicas dies, and the other two ask at once; heartbeat timeout 5 s, `min_replicas` 2. Seconds until both
+have a quorum, of {trials} trials.
 
 {table(["one is", "", "median", "worst", "target"], rows)}
 ### The coordinator is killed
 
-With -9, while two replicas train. They call `_quorum` with a time-out of {ATTEMPT.total_seconds():g} s, and again when
+With -9, while two replicas train. They call `_quorum` with a timeout of {ATTEMPT.total_seconds():g} s, and retry when
 it fails.
 
 {table(header, [_row(*case) for case in cases])}"""

@@ -76,10 +76,10 @@ class Evictions:
 
 HEAD: Final = """# Benchmarks
 
-Each section says which command writes it, and with what it was measured; `make benchmark` runs most of them. A command
-replaces its own sections and leaves the others alone. Claims are ratios within one run; the seconds are those of one
-small machine. All etcds that are not killed commit as they do by default, in batches (an embedded etcd 3.5.0 to 3.5.2
-would commit each write by itself, for 0.4 ms more: those releases can lose writes when killed).
+Each section names the command that writes it, and the versions and the machine it ran on; `make benchmark` runs most of
+them. A command replaces its own sections and leaves the others alone. Claims are ratios within one run; the seconds are
+those of one small machine. Every etcd that is not killed commits in batches, as by default. (An embedded etcd 3.5.0 to
+3.5.2 would commit each write separately, which takes 0.4 ms more, because those versions can lose writes when killed.)
 """
 """What stands above all sections."""
 
@@ -103,9 +103,9 @@ def rounds(trials: Sequence[Trial]) -> list[str]:
 {_written("rounds")}
 
 `N` nodes (min = max = `N`) in {PROCESSES} processes on one host call `next_rendezvous` together; seconds until the last
-one has left it. "First" is a new run, "again" is all of them a second time. All handlers are made through torch's
-registry, and are connected (etcd-v3's have their lease and their first watch), before the clock starts; each trial has
-a fresh etcd. Median of {repeats} (least to most).
+one has returned. "First" is the first round of a new run, "again" the second round of all nodes. All handlers are made
+through torch's registry, and are connected (etcd-v3's have their lease and first watch), before the clock starts; each
+trial has a fresh etcd. Median of {repeats} (minimum to maximum).
 
 {_speed("First", trials, lambda trial: trial.first)}
 {_speed("Again", trials, lambda trial: trial.again)}""",
@@ -152,14 +152,14 @@ def _cost(trials: Sequence[Trial]) -> str:
     header = ["N", "backend"]
     for which in ("first", "again"):
         header += [f"{which}: CPU, ms", f"{which}: etcd writes", f"{which}: requests"]
-    reached = verdict(f"most writes of {OURS}: {most:.2f} a node", most <= TARGET_WRITES, f"at most {TARGET_WRITES}")
-    return f"""## Cost of a round, for each node
+    reached = verdict(f"most writes of {OURS}: {most:.2f} per node", most <= TARGET_WRITES, f"at most {TARGET_WRITES}")
+    return f"""## Cost of a round per node
 
 {_written("rounds")}
 
 Writes are etcd's own count of raft proposals: puts, transactions that write, leases granted. Requests are gRPC messages
-that etcd received, by method (etcd-v2 sends none: it speaks HTTP). Those of the first round count from before the
-handlers were made. CPU is that of the nodes' processes in the round, without etcd's.
+that etcd received, by method (etcd-v2 sends none: it uses HTTP). Those of the first round include those of making the
+handlers. CPU is that of the nodes' processes in the round, without etcd's.
 
 {table(header, rows)}
 {reached}
@@ -195,10 +195,10 @@ def idle(measured: Idle) -> str:
 
 {_written("idle")}
 
-What etcd received in {measured.seconds:g} s from {measured.count} nodes in a running round, each asked for
-`num_nodes_waiting()` ten times a second as by torchrun's agent. Lease TTL {TTL} s.
+What etcd received in {measured.seconds:g} s from {measured.count} nodes in a running round, whose
+`num_nodes_waiting()` is called ten times a second, as by torchrun's agent. Lease TTL {TTL} s.
 
-{table(["request", "number", "a node and second"], [row for row in rows if row[1] != "0" or row[0] == "(writes)"])}"""
+{table(["request", "number", "per node and second"], [row for row in rows if row[1] != "0" or row[0] == "(writes)"])}"""
 
 
 def imports(measured: Sequence[Import]) -> str:
@@ -209,8 +209,8 @@ def imports(measured: Sequence[Import]) -> str:
 
 {_written("import")}
 
-Loading ftcoord's entry points ({measured[0].entries}) adds {ours:.1f} ms to the {total:.0f} ms that the import of
-`torch.distributed.elastic.rendezvous` takes (medians). {reached}
+Loading ftcoord's entry points ({measured[0].entries}) adds {ours:.1f} ms to the {total:.0f} ms of importing
+`torch.distributed.elastic.rendezvous` (medians). {reached}
 """
 
 
@@ -236,12 +236,13 @@ def failover(measured: Sequence[Recoveries]) -> str:
     return f"""## Agents lost and added
 
 Written by `python -m benchmarks.deaths --write docs/benchmarks.md`. torchrun agents with `--nnodes=2:3`, gloo workers,
-default settings. Seconds from `kill -9` of an agent (or from the stop of all processes of a host, the exit of a worker,
-the start of the new agent's command, so with its imports) until etcd told the survivors of the recall, until the
-first worker of the new round was started, and until all workers of the new round had done an all_reduce, so with
-their imports. Median / worst. Workers whose agent was killed end within 50 ms of it, also where nobody ends them. Of a
-worker that exits a child holds gloo's connections open, so its peers hang, as with NCCL. c10d's store is hosted by the
-agent that is killed in place of rank 0's, and by one that lives in all other cases.
+default settings. Seconds from the event until the survivors received the recall from etcd, until the first worker of
+the new round was started, and until all workers of the new round had done an all_reduce, which includes their imports.
+Median / worst. The event is `kill -9` of an agent, SIGSTOP of all processes of a host, the exit of a worker, or the
+start of the new agent's command, which includes its imports. The benchmark's workers exit within 50 ms of their agent's
+death, because only ftcoord would end them. A child of the worker that exits keeps gloo's connections open, so that its
+peers hang, as with NCCL. c10d's store is hosted by the agent that is killed in the case of rank 0, and by a survivor in
+all other cases.
 {measured_with()}
 
 {table(header, rows)}"""
@@ -284,7 +285,7 @@ def evictions(measured: Sequence[Evictions]) -> str:
     return f"""## Agents that starve
 
 Written by `python -m benchmarks.deaths --write docs/benchmarks.md`. Three torchrun agents, default settings, one gloo
-worker each. Nobody dies, so each restart of the workers is one too many: somebody was taken for dead.
+worker each. No agent dies, so each restart of the workers is a false eviction: a live agent was taken for dead.
 {measured_with()}
 
 {table(header, rows)}"""

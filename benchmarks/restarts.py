@@ -158,11 +158,11 @@ class Case:
 
 
 CASES: Final = (
-    Case("killed with -9, and started again under its id", _killed),
-    Case("the same, heartbeat time-out 1 s", _killed, 1000),
+    Case("killed with -9, and restarted under its id", _killed),
+    Case("the same, heartbeat timeout 1 s", _killed, 1000),
     Case("its client is dropped, and made again", _dropped),
-    Case("the same, heartbeat time-out 20 s", _dropped, 20_000),
-    Case("frozen; two others ask, join time-out 0.1 s", _frozen, replicas=3),
+    Case("the same, heartbeat timeout 20 s", _dropped, 20_000),
+    Case("frozen; two others ask, join timeout 0.1 s", _frozen, replicas=3),
     Case("its ManagerServer is dropped, and made again", _dropped, serve=_manager),
     Case("two of four drop their ManagerServer", _two_lost, replicas=4, serve=_manager),
     Case("its ManagerServer is shut down; two others ask", _left, replicas=3, serve=_manager),
@@ -249,12 +249,12 @@ def run(trials: int) -> str:
         rows.append([case.title, *(_spread(times[kind]) for kind in times)])
     return f"""## The replica that decides is killed, dropped, frozen or shut down
 
-Written by `python -m benchmarks.restarts --write docs/benchmarks.md`. Seconds from when it happens until all who ask
-have a quorum: median / worst of {trials} trials. With torchft the lighthouse decides, and lives.
+Written by `python -m benchmarks.restarts --write docs/benchmarks.md`. Seconds from the event until all asking
+replicas have a quorum: median / worst of {trials} trials. torchft's decider is its lighthouse, which stays alive.
 
 {table(["what happens to it", OURS, TORCHFT], rows)}
-The same for two native replicas of torchft's, behind ftcoord's gateway or at torchft's lighthouse, from the kill on. A
-call that fails is made again.
+The same for two native torchft replicas, behind ftcoord's gateway or at torchft's lighthouse, from the kill on. A call
+that fails is retried.
 
 {table(["what happens", "gateway", "lighthouse"], _outages(trials))}"""
 

@@ -154,15 +154,16 @@ def rounds_section(sizes: Sequence[Size], members: int, processes: int, patience
     names = ["N", "round", "s", "CPU, ms", "kB out", "requests", "events", "writes", "etcd's CPU, ms"]
     problems = "".join(f"{_prose(f'- N = {size.count}: {size.problem}.')}\n" for size in sizes if size.problem)
     about = f"""Written by `python -m benchmarks.scale --members {members} --write docs/scaling.md`. {_machine()} N
-    agents in {processes} processes, or more so that none has over {MOST_IN_ONE}; they let etcd go first (it has
-    hosts of its own). Each process has one connection, each agent with watches of its own and a lease of {LEASE_TTL}
-    s; min = N - 1, max = N. "s" is until the last one has left `next_rendezvous`. All other columns are for each
-    node: CPU of its process, bytes that etcd sent to clients, messages that etcd received, changes that watches were
-    told, etcd's writes (raft proposals), and etcd's CPU, all members together. "One lost": a lease ends (so without
-    its TTL); the next round waits 1 s (`settle_timeout`) for whoever may still come. "One added": a node comes, and
-    the others are called back. What takes longer than {patience:g} s is given up."""
+    agents in {processes} processes, or more so that none has over {MOST_IN_ONE}; etcd has a higher scheduling
+    priority, because it would have hosts of its own. Each process has one connection; each agent has its own watches
+    and a lease of {LEASE_TTL} s; min = N - 1, max = N. "s" is until the last agent has returned from
+    `next_rendezvous`. All other columns are per node: CPU of its process, bytes that etcd sent to clients, messages
+    that etcd received, changes that watches delivered, etcd's writes (raft proposals), and the CPU of all etcd
+    members together. "One lost": a lease is revoked, so its TTL is not included; the next round waits 1 s
+    (`settle_timeout`) for nodes that may still come. "One added": a node joins, and the others are called back. A
+    round that takes longer than {patience:g} s is abandoned."""
     held = table(_HELD, [_held_cells(size) for size in sizes if size.made and size.making and size.held])
-    more = "### What making the agents cost, and what etcd held after the last round"
+    more = "### Cost of making the agents, and etcd's state after the last round"
     return _section(_title(members), about, table(names, rows), problems, more, held)
 
 
@@ -207,7 +208,7 @@ def _held_cells(size: Size) -> list[str]:
 
 
 def _title(members: int) -> str:
-    return "## Rounds on one etcd" if members == 1 else f"## Rounds on {members} etcds"
+    return "## Rounds on one etcd server" if members == 1 else f"## Rounds on {members} etcd members"
 
 
 def _section(title: str, about: str, *parts: str) -> str:
@@ -283,8 +284,10 @@ def quorums_section(sizes: Sequence[int], members: int, processes: int, patience
     names = ["N", "ftcoord, ms", "torchft, ms", "ftcoord / torchft", "kB out", "requests", "events", "writes"]
     about = f"""Written by `python -m benchmarks.scale --quorums --write docs/scaling.md`. {_machine()} N replicas in
     {processes} processes, or more so that none has over {MOST_IN_ONE}, ask at once, {STEPS} times; ms until the last
-    one is answered (median). The last four columns are ftcoord's, for each replica and step. Replicas of one process
-    share a connection; each has watches of its own, and requests of its own."""
+    one is answered (median). The last four columns are ftcoord's, per replica and step. Replicas of one process share
+    a connection, but neither watches nor requests, as if each had a host of its own. In
+    [benchmarks.md](benchmarks.md#quorums) those of one process share watches and batch their writes, so its ratio to
+    torchft is smaller."""
     return _section("## Quorums of many replicas", about, table(names, rows), problems)
 
 
@@ -328,10 +331,10 @@ def handlers_section(sizes: Sequence[int]) -> str:
     names = ["N", "made: CPU, ms", "requests", "writes", "threads", "leases", "watches", "streams"]
     names += ["renewals a second", "other requests a second", "etcd's memory, MB"]
     about = f"""Written by `python -m benchmarks.scale --handlers --write docs/scaling.md`. {_machine()} Handlers made
-    by torch's registry, in {PROCESSES} processes, each with a connection of its own; all columns are for each
-    handler. The CPU is that of making it, and the requests and writes are those; what it holds is counted in a
-    running round, as are the requests of the {IDLE:g} s that follow (lease of {TTL} s). The threads are Python's after
-    it was made, with those that each process has once."""
+    by torch's registry, in {PROCESSES} processes, each with a connection of its own; all columns are per handler.
+    CPU, requests and writes are those of making it. Leases, watches and streams are counted in a running round, as are
+    the requests of the {IDLE:g} s that follow (lease of {TTL} s). Threads are Python's after it was made, including
+    those that each process has once."""
     return _section("## What a handler holds", about, table(names, rows))
 
 
@@ -360,10 +363,10 @@ def stores_section(sizes: Sequence[int], members: int, processes: int, patience:
     rows = agent_store.rows(sizes, members, STORE_STEPS, patience, processes)
     names = ["N", "step", "store", "ms", "etcd's CPU, ms", "kB out", "requests", "events", "writes"]
     about = f"""Written by `python -m benchmarks.scale --stores --write docs/scaling.md`. {_machine()} N agents in
-    {processes} processes do together what torch's agents do: they assign ranks, and leave through a barrier; ms until
-    the last one is done (median of {STORE_STEPS}). The last five columns are for each agent. Stores of one process
-    share a connection, but no watch. "A round's" is the store that `next_rendezvous` gives: with a fence, and under
-    the lease of the run."""
+    {processes} processes together do what torch's agents do: they assign ranks, and leave through a barrier; ms until
+    the last one is done (median of {STORE_STEPS}). The last five columns are per agent. Stores of one process share a
+    connection, but no watches. "A round's" is the store that `next_rendezvous` returns: it has a fence, and its keys
+    are attached to the run's lease."""
     return _section("## The store of a round", about, table(names, rows))
 
 

@@ -103,22 +103,22 @@ def _section(begun: dict[bool, list[Begun]], taken: Sequence[Taken], woke: str, 
     longer = median(one.round for one in begun[True]) - median(one.round for one in begun[False])
     memory = max(one.memory for one in taken)
     own = [
-        ["CPU of its start, ms", _spread([one.cpu for one in taken])],
+        ["CPU to start it, ms", _spread([one.cpu for one in taken])],
         ["resident memory, MiB", _spread([one.memory for one in taken])],
-        ["... without what it shares with other processes (PSS), MiB", _spread([one.own for one in taken])],
-        [f"woke while its process renews its lease itself (about {renewals} times)", woke],
+        ["proportional set size (PSS), MiB", _spread([one.own for one in taken])],
+        [f"wake-ups while its process renews its lease itself (about {renewals} times)", woke],
     ]
     return f"""## The sentinel
 
 Written by `python -m benchmarks.sentinel --write docs/benchmarks.md`.
 {measured_with()}
-An agent that is alone in its run, in a process of its own with all imports done: from the making of its handler until
-`next_rendezvous()` has returned, and its process's CPU in the first {BEGINS:g} s, in which the sentinel is started.
-Median / worst of {len(taken)}, by turns.
+An agent that is alone in its run, in a process with all imports done. "First round" is from the making of its handler
+until `next_rendezvous()` has returned; CPU is the process's in the first {BEGINS:g} s, in which the sentinel starts.
+Median / worst of {len(taken)}, alternating.
 
 {table(["", "first round, ms", "CPU of the agent, ms"], rows)}
 {verdict(f"a first round takes {longer:+.1f} ms with a sentinel", longer <= TARGET_ROUND, f"+{TARGET_ROUND:g} ms")}
-What the sentinel takes itself:
+The sentinel's own cost:
 
 {table(["", ""], own)}
 {verdict(f"it takes at most {memory:.1f} MiB", memory <= TARGET_MEMORY, f"{TARGET_MEMORY:g} MiB")}

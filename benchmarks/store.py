@@ -158,14 +158,14 @@ def run(repeat: int, crowd_repeat: int) -> str:
     growth = ours["64 adders"] / ours["16 adders"]
     return f"""## The store
 
-Written by `python -m benchmarks.store --write docs/benchmarks.md`. Medians in ms of {TURNS} turns, values of 64 bytes;
-all on one host, over loopback, each store with a fresh server in each turn. What one client does is measured by turns
-of {AT_A_TIME} calls, store after store. A raw transaction that puts one key took
+Written by `python -m benchmarks.store --write docs/benchmarks.md`. Medians in ms of {TURNS} turns, with values of 64
+bytes, on one host over loopback; each store has a fresh server in each turn. Operations of one client are measured
+{AT_A_TIME} calls at a time, alternating between the stores. A raw transaction that puts one key took
 {1000 * raw:.3f} ms.
 
 {table(["operation", *(f"{kind}, ms" for kind in STORES), "ours / raw", "legacy / ours"], rows)}
 - Slowest of set, get and add alone: {worst:.2f} raw transactions (target 1.3).
-- Least lead over the legacy store in any row: {least:.1f}x (target 1); in contended rows {contended:.1f}x (target 5).
+- Smallest ratio to the legacy store in any row: {least:.1f}x (target 1); in contended rows {contended:.1f}x (target 5).
 - 64 adders take {growth:.1f} times as long as 16 (4 is linear).
 """
 

@@ -112,14 +112,16 @@ def run(trials: int, timeout: float) -> str:
             print(f"{title}: {times[-1]:.2f} s", file=sys.stderr, flush=True)
         rows.append([title, f"{median(times):.2f}", f"{max(times):.2f}", str(count)])
         if proactive:
-            reached = verdict(f"with it at worst {max(times):.2f} s", max(times) <= TARGET, f"{TARGET:g} s")
+            reached = verdict(
+                f"with proactive recovery at worst {max(times):.2f} s", max(times) <= TARGET, f"{TARGET:g} s"
+            )
     return f"""## A replica is killed in the middle of a step
 
 Written by `python -m benchmarks.stuck --write docs/benchmarks.md`.
 {measured_with()}
 
-One of four replicas on Gloo is killed with -9 while the others wait for it in an allreduce with a time-out of
-{timeout:g} s. Seconds until all of them have committed their next step, without it.
+One of four replicas on Gloo is killed with -9 while the others wait for it in an allreduce with a timeout of
+{timeout:g} s. Seconds until all survivors have committed their next step.
 
 {table(["", "median", "worst", "trials"], rows)}
 {reached}
