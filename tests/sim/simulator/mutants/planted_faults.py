@@ -20,11 +20,11 @@ MUTANTS: Final = (
         "compares = [unchanged(put.key, expected), *guards]", "compares = [*guards]", ALL,
     ),
     Mutant(
-        "a write that somebody else was ahead of counts as done", "ftcoord.primitives.write_once",
+        "a write that another one preceded counts as done", "ftcoord.primitives.write_once",
         "done = kv is not None and kv.value == put.value", "done = kv is not None", ALL,
     ),
     Mutant(
-        "who lost its membership still decides", "ftcoord.primitives.group.group",
+        "a member that lost its membership still decides", "ftcoord.primitives.group.group",
         "own = OwnWrite((exists(self.key),))", "own = OwnWrite(())", ALL,
     ),
     Mutant(
@@ -58,7 +58,7 @@ MUTANTS: Final = (
     ),
     # -- mirrors and members ------------------------------------------------------------------------------------------
     Mutant(
-        "nobody asks whether a watch has missed the last change", "ftcoord.primitives.mirror",
+        "no member asks whether a watch has missed the last change", "ftcoord.primitives.mirror",
         "if {kv.key: kv.mod_revision for kv in now.kvs} != {key: kv.mod_revision for key, kv in self.kvs.items()}:",
         "if False:", ALL,
     ),
@@ -104,7 +104,7 @@ MUTANTS: Final = (
         "return self.sent_at + self.ttl * RENEW_AFTER", "return self.sent_at + self.ttl * 1.5", ALL,
     ),
     Mutant(
-        "who leaves does not revoke its lease", "ftcoord.primitives.session",
+        "a member that leaves does not revoke its lease", "ftcoord.primitives.session",
         "if kept.state is not SessionState.LOST:", "if False:", ALL,
     ),
     Mutant(
@@ -131,7 +131,7 @@ MUTANTS: Final = (
         "    if True:\n        return Outlook(Standing.ANSWERED", ROUNDS,
     ),
     Mutant(
-        "nobody hears of a recall", "ftcoord.core.rendezvous",
+        "a recall is not noticed", "ftcoord.core.rendezvous",
         'return (max(1, now.waiting), now.recalled) if now.recalled else (0, "")', 'return 0, ""', ROUNDS,
     ),
     Mutant(
@@ -143,7 +143,7 @@ MUTANTS: Final = (
         "number = max([*known, previous.number, situation.highest]) + 1", "number = previous.number or 1", ROUNDS,
     ),
     Mutant(
-        "of a round that etcd lost nobody in an earlier one hears", "ftcoord.core.rendezvous",
+        "nodes of an earlier round do not learn of a round that etcd lost", "ftcoord.core.rendezvous",
         "wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]",
         "wanting = [*poll.asking]", RESTORES,
     ),
@@ -152,7 +152,7 @@ MUTANTS: Final = (
         "drained=_still_drained(previous.drained, situation.members),", "", ("rounds",),
     ),
     Mutant(
-        "a new node does not look which rounds there were", "ftcoord.rendezvous.node",
+        "a new node ignores earlier rounds", "ftcoord.rendezvous.node",
         "self._numbers.heard(retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone))",
         "retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone)", ("rounds",),
     ),
@@ -170,11 +170,11 @@ MUTANTS: Final = (
         "if count <= poll.alive // 2:", "if False:", QUORUMS,
     ),
     Mutant(
-        "nobody waits until the join time-out", "ftcoord.core.quorum",
+        "the join timeout is not awaited", "ftcoord.core.quorum",
         "if count != poll.alive and now < until:", "if False:", QUORUMS,
     ),
     Mutant(
-        "shrink_only is not heard", "ftcoord.core.quorum",
+        "shrink_only is ignored", "ftcoord.core.quorum",
         "if not (shrink_only and before) or name in before]", "if True]", QUORUMS,
     ),
     Mutant(
@@ -205,7 +205,7 @@ MUTANTS: Final = (
         'fence = Compare(term_key(self._prefix, term.number), "version", ">", 0)', RESTORES,
     ),
     Mutant(
-        "a leader that is gone leads on", "ftcoord.core.election",
+        "a leader that is gone still leads", "ftcoord.core.election",
         "and last.member in live:", "and live:", RECIPES,
     ),
     Mutant(
