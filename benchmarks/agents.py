@@ -33,7 +33,7 @@ REQUEST_TIMEOUT: Final = 60
 AT_ONCE: Final = 16
 """Requests that the hosts of one process have under way. Hundreds of threads that each wait for an answer cost it more
 than the requests do, and no host has more than one such thread. What waits for its turn has not been sent yet, so its
-time-out has not begun."""
+timeout has not begun."""
 SPARE: Final = 1
 """How many agents there are beside those of the first round: it is added at the end."""
 

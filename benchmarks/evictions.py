@@ -85,8 +85,8 @@ class Count:
         recalled: how often it was called back: its workers would have been restarted.
         lost: how many leases it lost.
         failed: how often it could not join: torchrun would have ended.
-        least_left: seconds that a lease had left before the agent's own renewal, at the least.
-        longest_pause: seconds for which the agent did not run, at the most.
+        least_left: the smallest remaining time of a lease before the agent's own renewal, in seconds.
+        longest_pause: the longest time for which the agent did not run, in seconds.
         reasons: why it was called back, and why it could not join.
     """
 
@@ -199,7 +199,7 @@ def _tell(found: Measured, left: float, problem: str) -> None:
     for run, one in found.counts.items():
         _say(
             f"  lease_ttl {run.title}: {one.recalled} called back, {one.lost} leases lost, {one.failed} failed to join,"
-            f" {one.least_left:.1f} s left at the least, not run for {one.longest_pause:.2f} s at the most"
+            f" {one.least_left:.1f} s left at least, not run for {one.longest_pause:.2f} s at most"
         )
 
 

@@ -31,7 +31,7 @@ def job_at(endpoints: str, min_replicas: int) -> str:
 
 
 def lighthouse(min_replicas: int, bind: str = "[::]:0") -> Any:
-    """A LighthouseServer of torchft's, with its default heartbeat time-out of 5 s."""
+    """A LighthouseServer of torchft's, with its default heartbeat timeout of 5 s."""
     from torchft._torchft import LighthouseServer
 
     return LighthouseServer(bind=bind, min_replicas=min_replicas, join_timeout_ms=60_000)

@@ -29,7 +29,7 @@ from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 
 RENEWAL: Final = 5 / 3
-"""Seconds between two renewals of a lease for the default heartbeat time-out of 5 s: deaths are spread over this."""
+"""Seconds between two renewals of a lease for the default heartbeat timeout of 5 s: deaths are spread over this."""
 BEFORE: Final = 2.0
 """Seconds that a replica lives before it dies: it has its sentinel by then."""
 ATTEMPT: Final = timedelta(seconds=5)
@@ -188,7 +188,7 @@ def single() -> Iterator[Coordinator]:
 
 @contextlib.contextmanager
 def three() -> Iterator[Coordinator]:
-    """Three etcds, of which the leader is killed."""
+    """Three etcd members, of which the leader is killed."""
     with EtcdCluster(3) as cluster:
         yield [job_at(cluster.endpoints, 2)] * 2, lambda: cluster.kill(cluster.leader()), lambda: None
 

@@ -147,7 +147,7 @@ def _left(group: Group, new: Processes) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What happens to the replica that decides, at which heartbeat time-out, in a job of how many, and of which kind
+    """What happens to the replica that decides, at which heartbeat timeout, in a job of how many, and of which kind
     the replicas are."""
 
     title: str
@@ -221,7 +221,7 @@ def _gateway(pipe: Connection, numbers: Sequence[int], job: str, port: int) -> N
 
 
 def _outages(trials: int) -> list[list[str]]:
-    """Native replicas, whose gateway or lighthouse is killed. torchft has one lighthouse at the most."""
+    """Native replicas, whose gateway or lighthouse is killed. torchft has one lighthouse at most."""
     back = [
         [outage(TORCHFT, case, True, BACK_AFTER).seconds for _ in range(trials)]
         for case in (_gateway_of_both, torchfts)

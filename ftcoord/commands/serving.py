@@ -158,7 +158,7 @@ def _server(options: argparse.Namespace) -> int:
         while etcd.is_running() and not ended.wait(SIGNAL_INTERVAL):
             pass
         if not ended.is_set():
-            print("ftcoord: etcd has ended by itself", file=sys.stderr)
+            print("ftcoord: etcd has exited; start it again", file=sys.stderr)
     return 0 if ended.is_set() else 1
 
 
