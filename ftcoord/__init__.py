@@ -1,6 +1,40 @@
 """Fault-tolerant PyTorch coordination with nothing to run but etcd.
 
-Public names are loaded when they are first used: importing ftcoord loads neither torch nor grpc.
+Rendezvous (needs torch):
+
+- `EtcdRendezvousHandler`: one node's part in a run's rendezvous; torchrun makes it for `--rdzv-backend=etcd-v3`.
+- `EtcdRendezvousBackend`: stores the state of torch's own rendezvous state machine (`etcd-v3-dynamic`).
+- `register_init_methods`: lets `init_process_group` take `init_method="etcd://..."`.
+- `install_legacy_names`: makes torch's backend names `etcd` and `etcd-v2` run on ftcoord.
+- `EtcdStore`: a `torch.distributed.Store` whose keys live in etcd.
+
+Coordination:
+
+- `coordination`: torchft's coordination API without a lighthouse, and an `Observer` of jobs.
+- `Election`: lets one of several processes lead at a time.
+- `Barrier`: lets a fixed number of processes pass together.
+- `Heartbeat`: shows other processes that this one is alive, with some data.
+- `watch_heartbeats`: iterates over the processes that join, change, leave and are lost.
+- `timer`: expiration timers for `torch.distributed.elastic.timer`.
+
+etcd:
+
+- `EtcdClient`: a client of etcd's v3 API.
+- `EtcdConfig`: endpoints, TLS and login of an etcd cluster.
+- `Get`, `Put`, `Delete`: the operations of a transaction.
+- `Compare`: a guard of a transaction.
+- `Span`: the keys that a read, a deletion or a watch covers.
+- `Session`: a lease that this process keeps alive.
+- `SessionState`: what a session knows of its lease: CONNECTED, SUSPENDED or LOST.
+- `cause_of_death`: why the process that held a lease is gone.
+- `EtcdServer`: an etcd server on this machine, for development and tests.
+- `EtcdCluster`: a local etcd cluster whose members can be killed, paused and restarted.
+
+Errors:
+
+- `errors`: every exception that ftcoord raises; all derive from `errors.FtcoordError`.
+
+Each name is loaded when it is first used: importing ftcoord loads neither torch nor grpc.
 """
 
 from __future__ import annotations
@@ -99,5 +133,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is public, and what every module has; not what else happens to be loaded."""
+    """The public names and the dunder names; no submodules that happen to be loaded."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,4 +1,4 @@
-"""Objects that are closed at the end of a `with`."""
+"""Objects that are closed at the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _Self = TypeVar("_Self", bound="Closing")
 
 
 class Closing(abc.ABC):
-    """A context manager that gives itself, and closes itself in the end, whatever happened."""
+    """A context manager that returns itself, and closes itself when the block ends, also with an error."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Every exception ftcoord raises on its own account.
+"""Every exception class of ftcoord.
 
-Each message says what happened, to what, and what to do next. Nothing here imports torch or grpc: the
-rendezvous layer translates these into torch's own error types where torch's API promises those.
+Each message says what happened, to what, and what to do next. This module imports neither torch nor grpc: the
+rendezvous layer translates these errors into torch's own types where torch's API promises those.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any, Final, TypeVar
 _E = TypeVar("_E", bound="FtcoordError")
 
 MORE_THREADS: Final = "raise the limit on threads (ulimit -u, or the container's limit on processes) if it is reached"
-"""What to do where no thread can be started."""
+"""What to do when no thread can be started."""
 
 
 class FtcoordError(Exception):
     """The root of the tree: catch this to catch everything ftcoord raises.
 
-    Each can be copied, also into another process, as multiprocessing and concurrent.futures do: it has the same text
-    and attributes there.
+    Errors can be pickled, as multiprocessing and concurrent.futures do. The copy has the same text and attributes.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -28,12 +27,12 @@ class FtcoordError(Exception):
         return _again, (type(self), self.args), self._state()
 
     def _state(self) -> dict[str, Any]:
-        """The attributes, as they are to be in another process."""
+        """The attributes of a copy in another process."""
         return self.__dict__
 
 
 def _again(kind: type[_E], args: tuple[object, ...]) -> _E:
-    """An error that was copied, without its attributes."""
+    """A copy of an error, without its attributes."""
     error = kind.__new__(kind, *args)
     error.args = args
     return error
@@ -43,7 +42,7 @@ _PLAIN: Final = (type(None), bool, int, float, str, bytes, timedelta, type(Path(
 
 
 def _is_plain(value: object) -> bool:
-    """Whether every process can read a copy of it. A class of the user's, even one that derives from these, may not."""
+    """Whether every process can unpickle it. A process may lack a user's class, even one that derives from these."""
     if type(value) is dict:
         return all(_is_plain(inner) for item in value.items() for inner in item)
     if type(value) in (list, tuple, set, frozenset):
@@ -56,8 +55,8 @@ class ConfigError(FtcoordError, ValueError):
 
     Args:
         key: the setting, as the user wrote it (``lease_ttl``, ``FTCOORD_ENDPOINTS``).
-        value: what it was set to (never a secret). A copy of the error has the `repr` of what is no plain value, since
-            another process may not be able to read that.
+        value: what it was set to (never a secret). A copy of the error has the `repr` of a value that another process
+            may not be able to unpickle.
         allowed: what would have been accepted.
     """
 
@@ -72,14 +71,14 @@ class ConfigError(FtcoordError, ValueError):
 
 
 class ForkedProcessError(FtcoordError, RuntimeError):
-    """A forked child used what belongs to its parent, or wanted an etcd client though its parent had one.
+    """A forked child used an object of its parent, or made an etcd client although its parent had one.
 
-    gRPC does not survive ``fork()``, with no setting: its locks are copied as they are, its threads are not.
+    gRPC does not survive ``fork()``, whatever its settings: the child copies its locks, but not its threads.
     """
 
     @classmethod
     def of(cls, what: str) -> ForkedProcessError:
-        """The error that says what is the parent's, and what to do."""
+        """The error for an object of the parent; `what` names it."""
         return cls(
             f"{what}, and gRPC does not survive fork(): start this process with the 'spawn' or 'forkserver' method, or"
             " fork it before the parent makes its first etcd client"
@@ -87,7 +86,12 @@ class ForkedProcessError(FtcoordError, RuntimeError):
 
 
 class StateError(FtcoordError):
-    """A key holds what this version of ftcoord cannot read; the key is named and left alone."""
+    """A key holds a value that this version of ftcoord cannot read. The key is left as it is.
+
+    Args:
+        key: the key.
+        problem: what is wrong with its value.
+    """
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(
@@ -97,15 +101,15 @@ class StateError(FtcoordError):
 
 
 class ServerError(FtcoordError, RuntimeError):
-    """A server of ftcoord's (an embedded etcd, a gateway) could not be found, started or reached."""
+    """An embedded etcd or a gateway could not be found, started or reached."""
 
 
 class ThreadNotStarted(FtcoordError, RuntimeError):
-    """A thread that ftcoord needs cannot be started: there are too many, or the interpreter ends.
+    """A thread that ftcoord needs cannot be started: there are too many, or the interpreter is shutting down.
 
     Args:
-        name: of the thread.
-        error: Python's.
+        name: the thread's name.
+        error: the error that Python raised.
     """
 
     def __init__(self, name: str, error: RuntimeError) -> None:
@@ -113,11 +117,11 @@ class ThreadNotStarted(FtcoordError, RuntimeError):
 
 
 class ThreadFailed(FtcoordError, RuntimeError):
-    """A thread of ftcoord ended by an error that nobody foresaw, which is its cause and was logged.
+    """A thread of ftcoord ended with an unexpected error. The error was logged, and is this one's ``__cause__``.
 
     Args:
         what: what the thread did.
-        error: what ended it.
+        error: the error that ended it.
     """
 
     def __init__(self, what: str, error: BaseException) -> None:
@@ -128,7 +132,7 @@ class ThreadFailed(FtcoordError, RuntimeError):
 
 
 class EtcdError(FtcoordError):
-    """A call to etcd failed. Raised itself for answers that no subclass describes."""
+    """A call to etcd failed. Errors of etcd that no subclass describes are raised as this class."""
 
 
 class EtcdUnavailable(EtcdError, ConnectionError):
@@ -136,7 +140,10 @@ class EtcdUnavailable(EtcdError, ConnectionError):
 
 
 class ClientClosed(EtcdError):
-    """The client was closed, so no later call will be answered, and none must be repeated. Make a new client."""
+    """The client was closed. Raised by every later call, and by calls in flight. Make a new client.
+
+    A closed `EtcdTimerClient` raises it too.
+    """
 
 
 class OutcomeUnknown(EtcdError):
@@ -144,26 +151,26 @@ class OutcomeUnknown(EtcdError):
 
 
 class EtcdAuthError(EtcdError, PermissionError):
-    """etcd refused the user, the password or the permission."""
+    """etcd refused the login, or the user lacks a permission. Any call to etcd may raise it."""
 
 
 class EtcdNoSpace(EtcdError):
     """etcd's quota is used up (NOSPACE): it takes no writes until somebody makes room.
 
-    A write that raises it may have happened all the same, as with OutcomeUnknown: etcd makes what it had let in before,
-    and answers NOSPACE to that too. Reads still work, so re-read before writing again.
+    The write may have happened, as with OutcomeUnknown: etcd also answers NOSPACE to writes that it had admitted
+    before, and then applies. Reads still work, so re-read before writing again.
     """
 
 
 class RequestRefused(EtcdError, ValueError):
-    """etcd will never accept this request (too large, malformed): the same call fails again."""
+    """etcd will never accept this request, because it is too large or malformed. Do not repeat it."""
 
 
 class Compacted(EtcdError):
-    """The revision asked for was compacted away; list the keys again.
+    """A watch asked for a revision that etcd has compacted away. List the keys again.
 
     Args:
-        compact_revision: the oldest revision that etcd can still watch from.
+        compact_revision: the oldest revision from which etcd can still watch.
     """
 
     def __init__(self, compact_revision: int) -> None:
@@ -172,11 +179,11 @@ class Compacted(EtcdError):
 
 
 class Rewound(Compacted):
-    """etcd's history is shorter than it was; list the keys again.
+    """etcd's revision went back: it lost writes, or another etcd has its address. List the keys again.
 
     Args:
-        revision: where etcd is now.
-        seen: where it was before.
+        revision: etcd's revision now; kept as `compact_revision`.
+        seen: its revision before; only in the message.
     """
 
     def __init__(self, revision: int, seen: int) -> None:
@@ -189,18 +196,23 @@ class Rewound(Compacted):
 
 
 class LeaseLost(EtcdError):
-    """The lease is gone, and with it every key put under it. Take a new lease and join again."""
+    """The lease is gone, and so are its keys. Take a new lease and join again.
+
+    Raised when a lease is renewed, and when a key is put under it.
+    """
 
 
 class RoundOver(FtcoordError):
-    """A store belongs to a round that a newer round has replaced; its writes are refused for good."""
+    """A store belongs to a round that a newer round has replaced. Its writes are refused for good."""
 
 
 class NotInQuorum(FtcoordError, LookupError):
-    """A replica has no seat in the quorum that it was given, so there is no rank for it. Ask for the next quorum.
+    """A replica has no seat in the quorum that it was given, so it has no rank. Ask for the next quorum.
+
+    The message is torchft's own, because users search for it.
 
     Args:
-        replica_id: the replica that was looked up. The message is torchft's own: its users search for it.
+        replica_id: the replica that was looked up.
     """
 
     def __init__(self, replica_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Heartbeats: which processes of a run live, what they say of themselves, and which left or were lost.
+"""Heartbeats: which processes of a run are alive, their data, and which ones left or were lost.
 
 with ftcoord.Heartbeat("job1", "host-7", ttl=10, data={"gpu": 3}) as heartbeat:
     heartbeat.update({"gpu": 4})
@@ -42,30 +42,32 @@ from ftcoord.primitives.mirror import Change
 log = logging.getLogger(__name__)
 
 LONGEST_DATA: Final = 2**18
-"""Characters of JSON in a heartbeat; etcd takes 1.5 MiB, and escaped characters need up to four times as much."""
+"""Characters of JSON in a heartbeat; etcd takes 1.5 MiB, and escaped characters need up to four bytes for each."""
 WATCH_CHECK_INTERVAL: Final = 60.0
-"""Seconds after which a watch without news checks whether it was closed; `close()` wakes it too."""
+"""Seconds after which a watch without events checks whether it was closed; `close()` wakes it too."""
 WATCH_RETRY_PAUSE: Final = 0.5
-"""Seconds until a watch that failed is tried again."""
+"""Seconds until a failed watch is tried again."""
 HEARTBEAT_TIMEOUT: Final = 5.0
-"""Seconds that a heartbeat waits for etcd when it begins and when it is updated."""
+"""Seconds that a heartbeat waits for etcd when it starts and when it is updated."""
 LEAVE_STEP_TIMEOUT: Final = 1.0
-"""Seconds that each of the three steps of its end may take."""
+"""Seconds that each of the three steps of its shutdown may take."""
 
 
 class Heartbeat:
-    """Shows others that this process lives, with some data, for as long as the context lasts.
+    """Shows other processes that this one is alive, with some data, until the `with` block ends.
 
     Args:
         run: the run's id; watchers use the same.
-        name: whose heartbeat it is. Of several processes with one name only the newest counts, so a killed one may be
-            started again at once.
-        ttl: seconds after which it counts as lost when it is silent. Renewing costs no writes.
-        data: anything that JSON can represent.
-        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        name: the heartbeat's name. If several processes use one name, only the newest counts, so a killed process may
+            be restarted at once.
+        ttl: whole seconds, from 1 to 86400, after which a silent heartbeat counts as lost. etcd grants at least 2 s on
+            default settings. Renewing costs no writes.
+        data: anything that JSON can represent, at most 262,144 characters of JSON.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
+        key_prefix: the `key_prefix` of `rdzv_conf`.
 
-    A heartbeat that etcd lost, because it was out of reach for too long, comes back by itself as soon as it can. One
-    that nobody refers to any longer ends as at the end of its context. For one thread.
+    If the lease expires because etcd was unreachable for too long, the heartbeat comes back automatically. A heartbeat
+    that nobody refers to ends as at the end of its block. Not thread-safe.
 
     Raises ConfigError (a ValueError) or TypeError for bad arguments, before any socket is opened.
     """
@@ -87,7 +89,7 @@ class Heartbeat:
         self._cancel_finalizer: Callable[[], None] | None = None
 
     def __enter__(self) -> Heartbeat:
-        """Begin. Raises EtcdError when etcd takes no heartbeat within 5 seconds, and EtcdUnavailable if it is away."""
+        """Start. Raises EtcdError when etcd does not take the heartbeat within 5 s; EtcdUnavailable if it is down."""
         with ExitStack() as undo:
             undo.callback(self._run.close)
             beating = _Beating(self._run, self._ttl, self._beat)
@@ -98,16 +100,22 @@ class Heartbeat:
         return self
 
     def update(self, data: Any) -> None:
-        """Replace the data. Raises EtcdError when etcd does not take it in 5 s; it is then written later.
+        """Replace the data.
 
-        Raises ThreadFailed if the thread that writes has failed (start another heartbeat), and TypeError for data that
-        JSON cannot represent.
+        Raises:
+            EtcdError: etcd does not take the data within 5 s. It is written later.
+            ThreadFailed: the thread that writes has failed. Start another heartbeat.
+            TypeError, ConfigError: JSON cannot represent the data, or it is too long.
+            RuntimeError: the heartbeat is not running: it is used outside its `with` block.
         """
         self._beat = replace(self._beat, data=_json(data))
         self._running().put(self._beat)
 
     def __exit__(self, *_error: object) -> None:
-        """End: the others see at once that it left, or if etcd is out of reach for 3 s, that it expired."""
+        """End. Watchers see at once that the heartbeat left.
+
+        Takes up to 3 s if etcd is unreachable, and does not raise then: watchers see that the heartbeat expired.
+        """
         beating, self._beating = self._running(), None
         if self._cancel_finalizer is not None:
             self._cancel_finalizer()
@@ -122,7 +130,7 @@ class Heartbeat:
 
 
 class _Beating:
-    """What a heartbeat has while it runs. Does not refer to the heartbeat, whose finalizer ends this."""
+    """The resources of a running heartbeat. Does not refer to the heartbeat, whose finalizer ends this."""
 
     def __init__(self, run: Namespace, ttl: int, beat: Beat) -> None:
         prefix, name = run.prefix, beat.name
@@ -132,7 +140,7 @@ class _Beating:
         )
 
     def put(self, beat: Beat) -> None:
-        """Raises EtcdError when etcd does not take it in time, and ThreadFailed."""
+        """Write the beat. Raises EtcdError when etcd does not take it in time, and ThreadFailed."""
         self._beat, value = beat, encode(beat)
         self._keys.put("", lambda: value)
         limit = LEAVE_STEP_TIMEOUT if beat.left else HEARTBEAT_TIMEOUT
@@ -142,7 +150,7 @@ class _Beating:
             )
 
     def leave(self) -> None:
-        """Say so, and end. Never raises for an etcd that is away."""
+        """Write that the heartbeat leaves, and end. Does not raise if etcd is unreachable."""
         with suppress(EtcdError, ThreadFailed):
             self.put(replace(self._beat, left=True))
         self.end()
@@ -153,9 +161,10 @@ class _Beating:
 
 
 class HeartbeatWatch(Closing):
-    """An iterator of `HeartbeatEvent`, without end until `close()` or the end of its etcd client. A context manager.
+    """A blocking iterator over `HeartbeatEvent`s, which ends with `close()` or when its etcd client is closed.
 
-    For one thread; only `close()` may be called from others. A watch that nobody refers to any longer is closed.
+    A context manager. Use it in one thread; only `close()` may be called from others. A watch that nobody refers to is
+    closed. Iterating raises EtcdAuthError when etcd refuses the login, or the user lacks the permission.
     """
 
     def __init__(self, run: Namespace) -> None:
@@ -184,7 +193,7 @@ class HeartbeatWatch(Closing):
         raise StopIteration
 
     def close(self) -> None:
-        """End the iteration, also one that waits in another thread. Idempotent."""
+        """End the iteration, even while another thread waits in it. Idempotent."""
         self._closed.set()
         self._feed.wake()
         self._run.close()
@@ -219,7 +228,7 @@ class HeartbeatWatch(Closing):
         return self._roll.note(kv.key, kv.create_revision, beat)
 
     def _cause(self, gone: KeyValue) -> str:
-        """Why the process is gone whose heartbeat this was; empty if nobody has said so, or etcd does not answer."""
+        """Why the process of this heartbeat died; empty if no cause is known, or etcd does not answer."""
         try:
             return cause_of_death(self._run.etcd, self._run.prefix, gone.lease)
         except EtcdError as error:
@@ -235,20 +244,28 @@ def _end_watch(feed: Feed, run: Namespace) -> None:
 def watch_heartbeats(
     run: str, etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None, *, key_prefix: str = KEY_PREFIX
 ) -> HeartbeatWatch:
-    """An event `joined` for each name that lives, and then every change. Waits for the next one, also through outages.
+    """Watch the heartbeats of a run. Returns a blocking iterator over `HeartbeatEvent`s, without end until `close()`.
 
-    A name is lost when its heartbeat ended (reason ``left``), when its process died (``died``, with the cause: at once,
-    if that had a sentinel), or when its lease did (``expired``): after `ttl` seconds of silence, or longer if etcd was
-    away meanwhile. An end that was not seen, because etcd compacted its history during an outage, counts as expired
-    where nobody has said of what the process died.
+        with ftcoord.watch_heartbeats("job1") as events:
+            for event in events:
+                print(event.kind, event.name, event.data, event.reason, event.cause)
+
+    The first events are one ``joined`` for each name that is alive; then every change follows. The iterator waits for
+    the next event, also through outages of etcd. Close it, or use it as a context manager; `close()` may be called from
+    another thread.
+
+    A name is ``lost`` for one of three reasons. ``left``: its heartbeat ended. ``died``: its process died, and its
+    sentinel reported the cause, at once. ``expired``: its lease expired, after `ttl` seconds of silence, or longer if
+    etcd was down. If etcd compacted its history during an outage, the watch may miss how a heartbeat ended. It then
+    reports ``expired``, unless a cause of death is known.
 
     Args:
         run: the run's id.
-        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
         key_prefix: the `key_prefix` of `rdzv_conf`.
 
-    Raises ConfigError for bad arguments, before any socket is opened; iterating raises EtcdAuthError when etcd refuses
-    the login, or has no such permission for the user.
+    Raises ConfigError for bad arguments, before any socket is opened. Iterating raises EtcdAuthError when etcd refuses
+    the login, or the user lacks the permission.
     """
     return HeartbeatWatch(Namespace.open(run, etcd, key_prefix))
 

@@ -1,7 +1,7 @@
-"""The words in which the rest of ftcoord speaks to etcd, and the client (`Etcd`) that it gets as an argument.
+"""Requests and results of etcd's v3 API as plain values, and the client protocol (`Etcd`) that ftcoord uses.
 
-Plain values only: no grpc, no protobuf, so that `ftcoord.testing` can offer an etcd in memory behind the same protocol.
-Semantics are those of etcd's v3 API, https://etcd.io/docs/v3.5/learning/api/.
+No grpc and no protobuf, so `ftcoord.testing` offers an in-memory etcd behind the same protocol. The semantics are those
+of etcd's v3 API, https://etcd.io/docs/v3.5/learning/api/.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from ftcoord.errors import EtcdError, RequestRefused
 
 
 class KeyValue(NamedTuple):
-    """One key as etcd stored it. A `mod_revision` of 0 with an empty value stands for "no such key"."""
+    """One key as etcd stored it. A `mod_revision` of 0 with an empty value means that there is no such key.
+
+    Args:
+        key: the key.
+        value: its value.
+        create_revision: etcd's revision when the key was created.
+        mod_revision: etcd's revision when the key was last written.
+        version: how often the key was written since it was created; 1 after the first write.
+        lease: the lease that the key is attached to; 0 for none.
+    """
 
     key: str
     value: bytes
@@ -31,14 +40,23 @@ class KeyValue(NamedTuple):
 
 
 def is_member(kv: KeyValue) -> bool:
-    """Whether the key is a member's, which lies under the lease that it is named for and so will go one day."""
+    """Whether the key is a member's: it is attached to the lease that it is named after, so it will be deleted."""
     return kv.lease != 0 and member_of(kv.key) == member_id(kv.lease)
 
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Read a span. `order` is that of creation, else of the keys; `created_before` keeps older keys only; `revision` is
-    a past one to read at, and RequestRefused is raised when etcd has forgotten it."""
+    """Read the keys of a span.
+
+    Args:
+        span: the keys.
+        limit: the most keys to return; 0 for all.
+        keys_only: leave the values empty.
+        count_only: return no keys, only their number.
+        order: by the bytes of the keys, or by creation, the oldest or the newest first.
+        created_before: only keys created before this revision; 0 for all.
+        revision: read as of this past revision; 0 for the newest. RequestRefused is raised if etcd has compacted it.
+    """
 
     span: Span
     limit: int = 0
@@ -51,7 +69,13 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Write one key; `lease` 0 means that it never expires."""
+    """Write one key.
+
+    Args:
+        key: the key.
+        value: its value: bytes, at most 1.5 MiB on default settings of etcd.
+        lease: the lease to attach the key to; 0 for none: the key then never expires.
+    """
 
     key: str
     value: bytes
@@ -70,8 +94,15 @@ Op: TypeAlias = Get | Put | Delete
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """One guard of a transaction: `key`'s `target` stands in `relation` to `operand`. With an `end`, that of all keys
-    from `key` on and before `end`, in the order of their bytes."""
+    """One guard of a transaction: the `target` of `key` must stand in `relation` to `operand`.
+
+    Args:
+        key: the key.
+        target: its create revision, mod revision, version, value or lease.
+        relation: how the two compare.
+        operand: bytes for ``value``, else an int.
+        end: if not empty, the guard applies to every key from `key` up to, but not including, `end`, in byte order.
+    """
 
     key: str
     target: Literal["create", "mod", "version", "value", "lease"]
@@ -96,7 +127,7 @@ def unchanged(key: str, mod_revision: int) -> Compare:
 
 
 def check_writes(success: Sequence[Op], failure: Sequence[Op]) -> None:
-    """Raises RequestRefused for a transaction that only reads: its client could crash etcd, see `etcd/reading.py`."""
+    """Raises RequestRefused for a transaction that only reads: it could crash etcd, see `etcd/reading.py`."""
     ops = (*success, *failure)
     if ops and all(isinstance(op, Get) for op in ops):
         raise RequestRefused(
@@ -107,7 +138,13 @@ def check_writes(success: Sequence[Op], failure: Sequence[Op]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RangeResult:
-    """The keys of a Get, and the store's revision at which they were read (in a transaction: the transaction's)."""
+    """What a Get found.
+
+    Args:
+        kvs: the keys.
+        count: how many keys the span has, whatever the Get's `limit`.
+        revision: etcd's revision at which they were read; in a transaction, that of the transaction.
+    """
 
     kvs: tuple[KeyValue, ...]
     count: int
@@ -121,22 +158,28 @@ class RangeResult:
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`succeeded` tells which branch ran; `results` has one entry per operation of it: a
-    RangeResult for a Get, None for a Put, the number of deleted keys for a Delete."""
+    """What a transaction did.
+
+    Args:
+        succeeded: True if all guards held and `success` ran; False if `failure` ran.
+        revision: etcd's revision after the transaction.
+        results: one entry per operation of the branch that ran: a RangeResult for a Get, None for a Put, the number of
+            deleted keys for a Delete.
+    """
 
     succeeded: bool
     revision: int
     results: tuple[RangeResult | int | None, ...]
 
     def range(self, index: int) -> RangeResult:
-        """The result of the Get at `index`."""
+        """The result of the Get at `index`. Raises TypeError if that operation is no Get."""
         result = self.results[index]
         if not isinstance(result, RangeResult):
             raise TypeError(f"operation {index} of the transaction is not a Get")
         return result
 
     def deleted(self, index: int) -> int:
-        """How many keys the Delete at `index` removed."""
+        """How many keys the Delete at `index` removed. Raises TypeError if that operation is no Delete."""
         result = self.results[index]
         if not isinstance(result, int):
             raise TypeError(f"operation {index} of the transaction is not a Delete")
@@ -145,7 +188,12 @@ class TxnResult:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A granted lease: its id, and the time to live in seconds that etcd granted, which may not be what was asked."""
+    """A granted lease.
+
+    Args:
+        id: the lease's id.
+        ttl: the TTL that etcd granted, in seconds. It may be longer than the one requested.
+    """
 
     id: int
     ttl: int
@@ -153,15 +201,15 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """What a member of etcd says of itself, and the time that its answer took.
+    """The status that an etcd member reports, and how long its answer took.
 
     Args:
-        version: its release.
-        member_id, leader_id: in hexadecimal, as etcdctl shows them; the leader's is empty while there is none.
+        version: its version.
+        member_id, leader_id: in hexadecimal, as etcdctl shows them; `leader_id` is empty while there is no leader.
         raft_term: grows with each election.
-        db_size, db_size_in_use, db_quota: bytes; the quota is 0 where the release does not tell it (before 3.6).
+        db_size, db_size_in_use, db_quota: bytes; the quota is 0 if etcd does not report it (before 3.6).
         is_learner: whether it has no vote yet.
-        errors: what it complains of.
+        errors: the errors that it reports.
         seconds: from the request to the answer.
     """
 
@@ -179,7 +227,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One change: `kv` as written, or for a deletion its key and the revision of the deletion."""
+    """One change: `kv` as written; for a deletion, its key and the revision of the deletion."""
 
     kind: Literal["put", "delete"]
     kv: KeyValue
@@ -187,48 +235,50 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Changes in revision order; all changes of one revision are in one batch."""
+    """Changes in revision order. All changes of one revision are in one batch."""
 
     events: tuple[Event, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A watch stands, for the first time or, after an interruption, once more; nothing was missed of what etcd has.
+    """A watch is established, for the first time or again after an interruption. It has missed no change.
 
     Args:
-        revision: where etcd is. A watch from now on delivers all that changes after this.
+        revision: etcd's revision. A watch from now on delivers every change after it.
     """
 
     revision: int
 
 
 WatchItem: TypeAlias = "Began | Batch | Exception"
-"""What a watch delivers: Began whenever it stands, batches, then at most one exception (Compacted, Rewound,
-EtcdAuthError ...), after which it is over. See `Etcd.watch` for the order."""
+"""What a watch delivers: Began whenever it is established, batches, then at most one exception (Compacted, Rewound,
+EtcdAuthError ...), which ends it. See `Etcd.watch` for the order."""
 
 
 class Watch(Protocol):
     """A running watch."""
 
     def cancel(self) -> None:
-        """Stop it; idempotent. Nothing is delivered after this returns, but for a call already under way."""
+        """Stop it; idempotent. Nothing is delivered after this returns, except by a call already in progress."""
 
 
 class Renews(Protocol):
     """Keeps leases alive: the part of `Etcd` that a kept lease needs."""
 
-    def renew(self, lease_id: int, *, timeout: float | None = None) -> int: ...
+    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+        """See `Etcd`."""
 
 
 class EtcdCalls(Protocol):
-    """The calls that are answered once: the part of `Etcd` that a small client has too. See there."""
+    """The unary calls: the part of `Etcd` that a small client has too. See `Etcd` for what all of them promise."""
 
     @property
     def config(self) -> EtcdConfig | None:
         """How another process reaches the same etcd; None if none can."""
 
-    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult: ...
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        """Read a span. Raises RequestRefused when etcd has compacted the revision that `get` names."""
 
     def txn(
         self,
@@ -237,21 +287,31 @@ class EtcdCalls(Protocol):
         failure: Sequence[Op] = (),
         *,
         timeout: float | None = None,
-    ) -> TxnResult: ...
+    ) -> TxnResult:
+        """Run `success` if all `compares` hold, else `failure`, as one atomic transaction.
+
+        With an empty `failure`, a guard that does not hold changes nothing: the result is not `succeeded`, and has no
+        `results`. Raises OutcomeUnknown and EtcdNoSpace when the write may have happened, LeaseLost when a Put names a
+        lease that is gone, and RequestRefused for a transaction that only reads or is too large.
+        """
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
-        """A new lease of `ttl` seconds. One whose answer was lost holds nothing, and expires."""
+        """Take a new lease of `ttl` seconds. If the answer is lost, that lease holds no keys, and expires."""
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        """Keep a lease alive; the TTL granted, in seconds. Raises LeaseLost."""
+        """Renew a lease once; returns the TTL granted, in seconds. Raises LeaseLost."""
 
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
-        """Revoke a lease; one that is already gone is no error."""
+        """Revoke a lease, which deletes its keys. Revoking a lease that is already gone is no error."""
 
 
 class Etcd(EtcdCalls, Protocol):
-    """A client of etcd. Every call has a deadline, is linearizable, and raises the EtcdError family: EtcdUnavailable
-    when it had no effect, OutcomeUnknown when a write may have had one, ClientClosed after the client was closed."""
+    """A client of etcd. Reads are linearizable.
+
+    Every call ends within `timeout` seconds; None stands for the client's default. Calls raise subclasses of EtcdError:
+    EtcdUnavailable when the call had no effect, OutcomeUnknown when a write may have had one, EtcdAuthError when etcd
+    refuses the login, ClientClosed when the client was closed.
+    """
 
     def submit(
         self,
@@ -261,29 +321,33 @@ class Etcd(EtcdCalls, Protocol):
         *,
         timeout: float,
     ) -> None:
-        """A transaction that writes, for a caller that does not wait for it. It may share a request, and a revision,
-        with others that are made at the same time.
+        """Start a transaction that writes, without waiting for it. It may share a request, and a revision, with others
+        that are submitted at the same time.
 
-        `done` is called once with the result, or with what `txn` would raise, on this thread before this returns or on
-        the client's. It must not block."""
+        `done` is called once, with the result or with the error that `txn` would raise: on the caller's thread before
+        this returns, or on a thread of the client. It must not block.
+        """
 
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
     ) -> Watch:
         """Deliver every change of `span` from `start_revision` on, each once and in order, until cancelled.
 
-        A `start_revision` of 0 is from now on. To hear of changes at once, watch first and read when the watch stands:
-        etcd serves watches that begin in its past only ten times a second. With `deletes_only` etcd sends no puts.
+        A `start_revision` of 0 means from now on. For changes without delay, watch first, and read when the watch is
+        established: etcd serves watches that start in the past only ten times a second. With `deletes_only` etcd sends
+        no puts.
 
-        `deliver` is called on the client's own thread and must not block. If the client watches the same already, the
-        confirmation (Began) comes on the caller's thread before this returns; a change may then come before it."""
+        `deliver` is called on the client's own thread and must not block. If the client already watches the same span,
+        the confirmation (Began) comes on the caller's thread before this returns; a change may then come before it.
+        """
 
 
 class KeyCalls(abc.ABC):
-    """The short forms of reads and writes of single keys, on top of the two calls of `Etcd` that they stand for."""
+    """Short forms for reading and writing keys, built on `Etcd.range` and `Etcd.txn`. Errors are those of `Etcd`."""
 
     @abc.abstractmethod
-    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult: ...
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        """See `Etcd`."""
 
     @abc.abstractmethod
     def txn(
@@ -293,16 +357,26 @@ class KeyCalls(abc.ABC):
         failure: Sequence[Op] = (),
         *,
         timeout: float | None = None,
-    ) -> TxnResult: ...
+    ) -> TxnResult:
+        """See `Etcd`."""
 
     def get(self, key: str, *, timeout: float | None = None) -> RangeResult:
-        """Read one key; `.one` of the result is its KeyValue or None."""
+        """Read one key, within `timeout` seconds; `.one` of the result is its KeyValue, or None.
+
+        Raises EtcdUnavailable and EtcdAuthError.
+        """
         return self.range(Get(Span(key)), timeout=timeout)
 
     def put(self, key: str, value: bytes, lease: int = 0, *, timeout: float | None = None) -> TxnResult:
-        """Write one key. Raises OutcomeUnknown when the answer was lost."""
+        """Write one key, within `timeout` seconds.
+
+        Raises OutcomeUnknown when the answer was lost, and else as `txn`.
+        """
         return self.txn((), (Put(key, value, lease),), timeout=timeout)
 
     def delete(self, span: Span, *, timeout: float | None = None) -> int:
-        """Delete a span; the number of keys that were deleted. Raises OutcomeUnknown when the answer was lost."""
+        """Delete all keys of a span, such as `Span("/key")`, within `timeout` seconds; returns how many were deleted.
+
+        Takes a Span, not a key. Raises OutcomeUnknown when the answer was lost, and else as `txn`.
+        """
         return self.txn((), (Delete(span),), timeout=timeout).deleted(0)

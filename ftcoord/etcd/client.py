@@ -1,4 +1,4 @@
-"""EtcdClient: etcd's v3 API over gRPC, with deadlines, failover, and no write ever sent twice."""
+"""EtcdClient: etcd's v3 API over gRPC, with deadlines and failover. It never applies a write twice."""
 
 from __future__ import annotations
 
@@ -32,14 +32,20 @@ from ftcoord.etcd.rpc.watch import Watcher, WatchHub
 log = logging.getLogger(__name__)
 
 GRPC_CLOSE_TIMEOUT: Final = 2.0
-"""Seconds that `close()` waits for gRPC's threads, which have nothing left to do."""
+"""Seconds that `close()` waits for gRPC's threads, which have no work left."""
 
 _warned_of: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a member says of itself."""
+    """The status that an etcd member reports.
+
+    Args:
+        version: its version, such as "3.5.21".
+        cluster_id, member_id, leader_id: etcd's ids; `leader_id` is 0 while there is no leader.
+        revision: etcd's revision.
+    """
 
     version: str
     cluster_id: int
@@ -49,21 +55,29 @@ class Status:
 
 
 class EtcdClient(KeyCalls, Closing):
-    """A client of one etcd cluster. Implements `ftcoord.etcd.api.Etcd`.
+    """A client of one etcd cluster. Implements `ftcoord.etcd.api.Etcd`. Thread-safe.
 
-    Every call ends within its time-out (`EtcdConfig.request_timeout` seconds unless said otherwise). Reads, and
-    calls that may safely happen twice, are repeated on other members until then; a transaction that writes is sent
-    again only where it provably never left, and otherwise raises `OutcomeUnknown`.
+        with ftcoord.EtcdClient("h1:2379,h2:2379") as client:
+            client.put("/key", b"value")
+            print(client.get("/key").one)
+
+    Every call ends within `timeout` seconds; None stands for `EtcdConfig.request_timeout` (5 s by default). Reads, and
+    calls that may safely happen twice, are repeated on other members until then. A transaction is sent again only if
+    it provably had no effect; otherwise it raises `OutcomeUnknown`.
+
+    Every call may raise these subclasses of `EtcdError`: `EtcdUnavailable` (no answer, and no effect), `EtcdAuthError`
+    (the login or a permission was refused), `RequestRefused` (too large or malformed) and `ClientClosed`. Calls that
+    write may also raise `OutcomeUnknown` and `EtcdNoSpace`: the write may have happened.
 
     Args:
         etcd: endpoints such as "h1:2379,h2:2379", or a sequence of them, or an EtcdConfig; None takes them from
-            FTCOORD_ENDPOINTS and friends. ConfigError is raised for what is none of these.
+            FTCOORD_ENDPOINTS and related variables, see `EtcdConfig.load`.
 
-    Thread-safe. Connects on first use. Closed when nobody refers to it any longer, and its watches with it; when the
-    interpreter exits, at the latest.
+    Raises ConfigError for any other argument. Connects on first use. A client that nobody refers to is closed, and its
+    watches with it; at the latest when the interpreter exits.
 
-    In a forked child every call raises `ForkedProcessError`, and so does making a client there, if the parent ever had
-    one: gRPC does not survive `fork()`. Children that do not use etcd are not disturbed.
+    In a forked child every call raises `ForkedProcessError`. So does making a client there, if the parent ever had one:
+    gRPC does not survive `fork()`. Children that do not use etcd are not affected.
     """
 
     def __init__(self, etcd: EtcdConfig | str | Sequence[str] | None = None) -> None:
@@ -76,6 +90,10 @@ class EtcdClient(KeyCalls, Closing):
         )
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        """Read a span of keys, linearizably, within `timeout` seconds.
+
+        Raises RequestRefused when etcd has compacted the revision that `get` names, and the errors of every call.
+        """
         response = self._transport.call(messages.RANGE, range_request(get), timeout=timeout)
         return range_result(response, response.header.revision)
 
@@ -87,6 +105,15 @@ class EtcdClient(KeyCalls, Closing):
         *,
         timeout: float | None = None,
     ) -> TxnResult:
+        """Run `success` if all `compares` hold, else `failure`, as one atomic transaction, within `timeout` seconds.
+
+        With an empty `failure`, a guard that does not hold changes nothing: the result is not `succeeded`, and has no
+        `results`.
+
+        Raises, besides the errors of every call: OutcomeUnknown (the write may have happened: read before you repeat
+        it), EtcdNoSpace, LeaseLost (a Put names a lease that is gone), and RequestRefused for a transaction of Gets
+        only, which could crash etcd before 3.5.7.
+        """
         request = txn_request(compares, success, failure)
         response = self._transport.call(messages.TXN, request, timeout=timeout, write=True)
         return txn_result(response, response.header.revision)
@@ -99,6 +126,11 @@ class EtcdClient(KeyCalls, Closing):
         *,
         timeout: float,
     ) -> None:
+        """Start a transaction that writes, without waiting for it. It may share a request with others.
+
+        `done` is called once, with the result or with the error that `txn` would raise, after `timeout` seconds at
+        most. That is on the caller's thread before this returns, or on a thread of the client. It must not block.
+        """
         self._transport.check_process()
 
         def tell(response: Any, revision: int, error: EtcdError | None) -> None:
@@ -107,11 +139,19 @@ class EtcdClient(KeyCalls, Closing):
         self._batcher.submit(txn_request(compares, success, ()), timeout, tell)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
+        """Take a new lease of `ttl` seconds, within `timeout` seconds. etcd may grant a longer TTL, see the result.
+
+        Nobody renews it: see `Session`. Raises the errors of every call.
+        """
         # Safe to repeat: a lease nobody knows of holds no keys, and expires.
         response = self._transport.call(messages.GRANT, messages.message("LeaseGrantRequest")(ttl=ttl), timeout=timeout)
         return Lease(response.id, response.ttl)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+        """Renew a lease once, within `timeout` seconds; returns the TTL granted, in seconds.
+
+        Raises LeaseLost when the lease has expired or was revoked, and the errors of every call.
+        """
         request = messages.message("LeaseKeepAliveRequest")(id=lease_id)
         # A stream for etcd; one request and one answer look the same on it as a unary call, which costs a third.
         response = self._transport.call(messages.KEEP_ALIVE, request, timeout=timeout)
@@ -120,6 +160,10 @@ class EtcdClient(KeyCalls, Closing):
         return int(response.ttl)
 
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
+        """Revoke a lease, which deletes its keys, within `timeout` seconds. A lease that is already gone is no error.
+
+        Raises the errors of every call.
+        """
         try:
             self._transport.call(messages.REVOKE, messages.message("LeaseRevokeRequest")(id=lease_id), timeout=timeout)
         except LeaseLost:
@@ -128,17 +172,34 @@ class EtcdClient(KeyCalls, Closing):
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
     ) -> Watcher:
+        """Deliver every change of `span` from `start_revision` on, each once and in order, until cancelled.
+
+        Args:
+            span: the keys.
+            start_revision: the first revision; 0 for changes from now on.
+            deliver: called with Began whenever the watch is established, with each Batch of changes, and at most once
+                with the error that ends the watch (Compacted, Rewound, EtcdAuthError, ClientClosed). Runs on the
+                client's thread, and must not block.
+            deletes_only: whether to leave out puts.
+
+        The watch survives outages of etcd and missing members. Call `cancel()` of the result to end it. Raises
+        ClientClosed.
+        """
         return self._watches.add(span, start_revision, deliver, deletes_only)
 
     def compact(self, revision: int) -> None:
-        """Forget the history before `revision`. Repeating it is an error of etcd's, raised as RequestRefused."""
+        """Delete etcd's history before `revision`.
+
+        Raises RequestRefused if it is already compacted up to there, or not there yet; OutcomeUnknown; and the errors
+        of every call.
+        """
         self._transport.call(messages.COMPACT, messages.message("CompactionRequest")(revision=revision), write=True)
 
     def status(self, *, timeout: float | None = None) -> Status:
-        """Ask a member who it is.
+        """Ask a member for its status, within `timeout` seconds. Raises the errors of every call.
 
-        Warns once a process of a release with bugs that endanger coordination, but not of an etcd that ftcoord started:
-        whoever started it to try things out has nothing to mend, and `ftcoord server` says it by itself.
+        Logs one warning per process about an etcd version with bugs that endanger coordination. It does not for an
+        etcd that ftcoord started to try things out; `ftcoord server` reports that itself.
         """
         response = self._transport.call(messages.STATUS, messages.message("StatusRequest")(), timeout=timeout)
         header = response.header
@@ -148,11 +209,14 @@ class EtcdClient(KeyCalls, Closing):
 
     @property
     def version(self) -> str:
-        """The release of the member that answers, such as "3.5.21". Raises EtcdError."""
+        """The version of the member that answers, such as "3.5.21". Raises the errors of every call."""
         return self.status().version
 
     def close(self) -> None:
-        """End all watches and connections; idempotent, nothing in a forked child. Leases stay: revoke them first."""
+        """End all watches and connections. Idempotent; does nothing in a forked child.
+
+        Leases are not revoked: do that first.
+        """
         if not self._transport.is_owner():
             return
         self._cancel_finalizer()
@@ -162,7 +226,7 @@ class EtcdClient(KeyCalls, Closing):
         return f"EtcdClient({self.config.describe()})"
 
     def _is_embedded(self, member_id: int) -> bool:
-        """Whether ftcoord started this member, here or in another process; False where etcd does not tell."""
+        """Whether ftcoord started this member, here or in another process; False if etcd does not list its members."""
         try:
             response = self._transport.call(messages.MEMBERS, messages.message("MemberListRequest")())
         except EtcdError as error:  # the warning is not worth a failure
@@ -172,7 +236,7 @@ class EtcdClient(KeyCalls, Closing):
 
 
 def _close(transport: Transport, watches: WatchHub, batcher: Batcher) -> None:
-    """In this order: calls fail, then watches end and nothing more is sent, then no thread is in gRPC."""
+    """In this order: calls fail, watches end, nothing more is sent, no thread is left in gRPC."""
     transport.close()
     watches.close()
     batcher.close()

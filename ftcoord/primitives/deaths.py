@@ -1,4 +1,4 @@
-"""Why the processes that held leases are gone, as their sentinels said."""
+"""Reads why the processes that held leases died, as their sentinels reported."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ log = logging.getLogger(__name__)
 
 
 def cause_of_death(etcd: EtcdCalls, deaths: str, lease_id: int) -> str:
-    """Why the process that held a lease is gone, in one line; empty if nobody has said so.
+    """Why the process that held a lease died, in one line; empty if no cause is known.
 
-    A sentinel says it before it revokes the lease, and etcd keeps it for an hour: who has seen that a key under the
-    lease is gone finds it. Nobody can say it when a whole host is lost, or when the process took its leave in order.
+    A sentinel writes the cause before it revokes the lease, so anyone who has seen a key of the lease vanish can read
+    it. etcd keeps it for an hour. There is no cause when a whole host is lost, or when the process left in order.
 
     Args:
         etcd: the etcd client.
-        deaths: the prefix that the lease's `ftcoord.Session` was given.
+        deaths: the `deaths` prefix that the lease's `ftcoord.Session` was given.
         lease_id: the lease.
 
-    Raises EtcdError.
+    Raises EtcdError. Costs one read, which takes up to the client's default timeout.
     """
     member = member_id(lease_id)
     return causes_of(etcd, deaths, [member]).get(member, "")
 
 
 def causes_of(etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
-    """By member id, for those of whom it is known. Raises EtcdError.
+    """The known causes, by member id. Raises EtcdError.
 
-    One request, unless very many have died within an hour. `timeout` is in seconds, for each request.
+    Costs one request, unless very many processes died within an hour. `timeout` is in seconds, for each request.
     """
     return {member: known.cause for member, known in causes_known(etcd, prefix, members, timeout=timeout).items()}
 
 
 class KnownCause(NamedTuple):
-    """Why a process is gone, and etcd's revision at which that was said."""
+    """Why a process died, and etcd's revision at which the cause was written."""
 
     cause: str
     revision: int

@@ -381,26 +381,30 @@ class KeptLease:
 
 
 class Session(Closing):
-    """One lease of this process, kept alive until `close()`; keys put under it vanish with it. A session that nobody
-    refers to any longer is closed.
+    """A lease that this process keeps alive until `close()`. Keys attached to it are deleted with it. Thread-safe.
+
+    A session that nobody refers to is closed.
 
     Args:
         etcd: the etcd client.
-        ttl: the time to live to ask for, in seconds; `Session.ttl` is what etcd granted (by default at least 2 s).
-        listener: called with CONNECTED, SUSPENDED or LOST at each change, on the keep-alive thread. LOST is final. It
-            must not block. If it raises, the session is LOST.
-        deaths: a prefix of keys. If given, a process beside this one, the sentinel, renews the lease too while this
-            interpreter is stuck. When this process dies it writes the cause below that prefix, where `cause_of_death`
-            finds it, and revokes the lease at once. Where none can be started, and with FTCOORD_SENTINEL=0, the lease
-            ends by time.
-        was: the ids of members that the owner was under leases which it has lost. Others may know it by one of them, so
+        ttl: the TTL to ask for, in whole seconds. `Session.ttl` is what etcd granted: at least 2 s on default settings.
+            ftcoord does not check it; etcd refuses more than 9,000,000,000 s (RequestRefused).
+        listener: called with each new state, on the keep-alive thread: see `state`. It must not block. If it raises,
+            the session is LOST.
+        renewer: renews the lease; None stands for the one of this process.
+        deaths: a prefix of keys. If given, a process beside this one, the sentinel, also renews the lease while this
+            interpreter is stuck. When this process dies, the sentinel writes the cause below that prefix, where
+            `cause_of_death` finds it, and revokes the lease at once. If no sentinel can be started, or
+            FTCOORD_SENTINEL=0 is set, the lease expires instead.
+        was: the ids of members that the owner was under leases that it has lost. Others may know it by one of them, so
             the cause is written under these too.
 
     Raises:
-        EtcdError: no lease could be had.
-        ThreadNotStarted: none can be started to renew it; the lease was given back then.
+        EtcdError: no lease was granted within the client's default timeout.
+        ThreadNotStarted: no thread can be started to renew the lease, which was then revoked.
+        ForkedProcessError: the client belongs to a parent process.
 
-    Not promised: that nobody else believes the lease alive, or dead, at the same moment. Put the check into the
+    Not promised: that nobody else believes at the same moment that the lease is alive, or dead. Put the check into the
     transaction that has the effect.
     """
 
@@ -433,36 +437,42 @@ class Session(Closing):
 
     @property
     def lease_id(self) -> int:
-        """The lease to put keys under. Raises ForkedProcessError in a child that was forked later."""
+        """The lease to attach keys to. Raises ForkedProcessError in a child that was forked later."""
         self._owner.check()
         return self._kept.id
 
     @property
     def state(self) -> SessionState:
+        """What is known of the lease. Costs no request.
+
+        CONNECTED: the lease is alive. SUSPENDED: it was not renewed in time, so it may have expired; do not rely on it,
+        but keep the session: it may become CONNECTED again. LOST: the lease and its keys are gone; this is final, so
+        make a new session.
+        """
         return self._kept.state
 
     @property
     def rests(self) -> bool:
-        """Whether nobody wants it renewed now."""
+        """Whether renewal is paused, see `rest()`."""
         return self._kept.rests
 
     def rest(self) -> None:
-        """Stop renewing; the keys live until the TTL is over, unless `wake()` is called before."""
+        """Pause renewal. The keys live until the TTL is over, unless `wake()` is called before."""
         self._kept.rest()
 
     def wake(self) -> None:
-        """Renew again after `rest()`. Does nothing in a forked child."""
+        """Resume renewal after `rest()`. Does nothing in a forked child."""
         if not self._closed and self._owner.is_current:
             self._kept.resume()
 
     def renew(self, timeout: float) -> None:
-        """Renew once now, in `timeout` seconds. Raises LeaseLost when it is too late, and EtcdError."""
+        """Renew once now, within `timeout` seconds. Raises LeaseLost when the lease is gone, and EtcdError."""
         self._kept.renew(timeout)
 
     def orphan(self) -> None:
-        """Stop renewing without revoking: the keys live until the TTL is over. Idempotent.
+        """Stop renewing, without revoking: the keys live until the TTL is over.
 
-        Does nothing in a forked child.
+        Idempotent; does nothing in a forked child.
         """
         if not self._owner.is_current:  # the renewer's lock may be held there forever
             return
@@ -471,10 +481,10 @@ class Session(Closing):
         self._kept.stop()
 
     def close(self, timeout: float | None = None) -> None:
-        """Revoke the lease at once, and its keys with it, in `timeout` seconds. Idempotent.
+        """Revoke the lease, which deletes its keys. Idempotent; does nothing in a forked child.
 
-        Raises EtcdError when etcd cannot be reached in time; the lease then expires by itself. Does nothing in a forked
-        child.
+        Waits `timeout` seconds for etcd; None stands for the client's default (5 s). Raises EtcdError when etcd does
+        not answer in time or refuses; the lease then expires.
         """
         if self._closed or not self._owner.is_current:
             return

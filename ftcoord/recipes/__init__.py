@@ -1,1 +1,1 @@
-"""Small uses of the group for users: an election, a barrier."""
+"""Small uses of the group mechanism: `Election` and `Barrier`."""

@@ -21,7 +21,7 @@ _parties = whole(1, 1_000_000)
 
 
 class BarrierUse(PlainUse[Generation, Arrival]):
-    """Barriers as a use of the group."""
+    """Barriers as a use of the group mechanism."""
 
     def __init__(self, prefix: str) -> None:
         rules = PlainRules(barrier.decide, barrier.outlook, parse_arrival, parse_generation, encode, check_generation)
@@ -37,21 +37,24 @@ class Barrier(RecipeMember[Generation, Arrival]):
         with ftcoord.Barrier("job1", "loaded", parties=16) as barrier:
             barrier.wait(timeout=300)
 
-    Promised: nobody passes before as many have arrived; a process that comes back, under whatever lease, passes each
-    generation once. Not promised: that all who pass are still alive. One that died counts for up to `lease_ttl` seconds
-    after its last sign of life; and one whose time is over may have been counted in the same moment. Nor is anything
-    promised of an etcd that loses writes which it had acknowledged.
+    Promised: nobody passes before `parties` processes have arrived. A process passes each generation once, even if it
+    loses its lease and comes back under another one.
+
+    Not promised: that all processes that pass are still alive. A process that dies no longer counts as soon as its
+    sentinel has revoked its lease; if its host is lost, or it has no sentinel, it counts until the lease expires. A
+    process that times out may still have been counted. Nothing is promised if etcd loses acknowledged writes.
 
     Args:
         run: the run's id, as in `--rdzv-id`.
-        name: of the barrier.
-        parties: how many pass together; the same in all processes.
-        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        name: the barrier's name.
+        parties: how many processes pass together, from 1 to 1,000,000; the same in all processes.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
         key_prefix: the `key_prefix` of `rdzv_conf`.
-        lease_ttl: seconds after which a silent process counts as dead.
+        lease_ttl: whole seconds, from 1 to 86400, after which a silent process counts as dead. etcd grants at least
+            2 s on default settings.
 
-    Raises ConfigError for bad arguments, before any socket is opened. For one thread per process; not for forked
-    children.
+    Raises ConfigError for bad arguments, before any socket is opened. Call it from one thread per process. In a forked
+    child, calls raise ForkedProcessError.
     """
 
     def __init__(
@@ -70,12 +73,18 @@ class Barrier(RecipeMember[Generation, Arrival]):
         super().__init__(lambda of: BarrierUse(barrier_prefix(of, name)), run, etcd, key_prefix, lease_ttl)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until as many have arrived; this one's place among them, 0 to `parties` - 1.
+        """Wait until `parties` processes have arrived; returns this one's place among them, 0 to `parties` - 1.
 
-        Raises TimeoutError after `timeout` seconds: this process then has not arrived, and the others wait on.
-        ConfigError when others wait for another number of parties. EtcdError when etcd refuses, or does not answer in
-        that time. StateError when the record of the barrier cannot be read. FtcoordError after `close()`. This process
-        has then left the barrier; it may wait again.
+        Waits `timeout` seconds; None waits forever. After an error this process has left the barrier, which takes up
+        to 2 s, and the others wait on. It may wait again, except after `close()`.
+
+        Raises:
+            TimeoutError: the time is over.
+            ConfigError: others wait at this barrier for another number of parties.
+            EtcdError: etcd refuses, or does not answer in that time.
+            StateError: the barrier's record cannot be read.
+            FtcoordError: the barrier was closed, before or during the call.
+            ForkedProcessError: this is a forked child.
         """
         self._check_process()
         pace: UntilDeadline[Generation, Arrival] = UntilDeadline(timeout, f"barrier {self._name!r}")

@@ -1,4 +1,4 @@
-"""One leader at a time."""
+"""Elections: one leader at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ElectionUse(PlainUse[Term, Candidacy]):
-    """Elections as a use of the group."""
+    """Elections as a use of the group mechanism."""
 
     def __init__(self, prefix: str) -> None:
         rules = PlainRules(election.decide, election.outlook, parse_candidacy, parse_term, encode, check_term)
@@ -35,10 +35,11 @@ class ElectionUse(PlainUse[Term, Candidacy]):
         return replace(ask, after=highest)
 
     def writes(self, now: Term) -> Writes:
-        """All other fences go with the transaction that begins a term. Where etcd lost a record, or somebody deleted it
-        while no candidate lived, there may be some of any number, also of higher ones. It names its leader: where only
-        a leader which was cut off remembers a term, its number is given again, and its fence must not hold for that
-        one."""
+        """The transaction that begins a term writes its fence and deletes all others. If etcd lost the record, or
+        somebody deleted it while no candidate was alive, there may be fences of any number, even of higher ones.
+
+        A fence holds the leader's id. If only a leader that was cut off remembers a term, the term's number is given
+        again; the old leader's fence must not hold for the new term."""
         fence = term_key(self.prefix, now.number), now.member.encode()
         return Writes((fence,), other_terms(self.prefix, now.number))
 
@@ -46,24 +47,30 @@ class ElectionUse(PlainUse[Term, Candidacy]):
 class Election(RecipeMember[Term, Candidacy]):
     """Lets one of several processes lead at a time; the others wait in line.
 
-        with ftcoord.Election("job1", "checkpointer") as election:
+        client = ftcoord.EtcdClient()
+        with ftcoord.Election("job1", "checkpointer", etcd=client) as election:
             with election.campaign() as leadership:
                 while not leadership.lost:
-                    client.txn([leadership.fence], [Put("/latest", checkpoint())])
+                    client.txn([leadership.fence], [ftcoord.Put("/latest", checkpoint())])  # bytes
 
-    As etcd's Campaign and kazoo's Election. Promised: terms only grow, and one process leads each; when the lease of a
-    dead leader ends, the oldest candidate follows. Not promised: that a leader which etcd cannot hear has stopped
-    before the next one begins. Its writes that carry `Leadership.fence` are refused.
+    It works like etcd's Campaign and kazoo's Election. Promised: term numbers only grow, and each term has one leader.
+    When the leader dies, the oldest candidate follows: at once, because the leader's sentinel revokes its lease. If the
+    leader's host is lost, or it has no sentinel, the next one leads when the lease expires.
+
+    Not promised: that a leader that etcd cannot reach has stopped before the next one begins. Its writes that carry
+    `Leadership.fence` are refused.
 
     Args:
         run: the run's id, as in `--rdzv-id`.
-        name: of the election.
-        candidate: this one's name, for people; host and pid if None.
-        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        name: the election's name.
+        candidate: this candidate's name, for people; None stands for host and pid.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
         key_prefix: the `key_prefix` of `rdzv_conf`.
-        lease_ttl: seconds after which a silent leader counts as dead.
+        lease_ttl: whole seconds, from 1 to 86400, after which a silent leader counts as dead. etcd grants at least 2 s
+            on default settings.
 
-    Raises ConfigError for bad arguments, before any socket is opened. Thread-safe; not for forked children.
+    Raises ConfigError for bad arguments, before any socket is opened. Thread-safe. In a forked child, calls raise
+    ForkedProcessError.
     """
 
     def __init__(
@@ -81,11 +88,16 @@ class Election(RecipeMember[Term, Candidacy]):
         super().__init__(lambda of: ElectionUse(election_prefix(of, text)), run, etcd, key_prefix, lease_ttl)
 
     def campaign(self, timeout: float | None = None) -> Leadership:
-        """Wait until this process leads.
+        """Wait until this process leads: `timeout` seconds, or forever if None.
 
-        Raises TimeoutError after `timeout` seconds, and takes its candidacy back; EtcdError when etcd refuses, or does
-        not answer in that time; StateError when the record of the election cannot be read; FtcoordError when it is
-        closed meanwhile.
+        After an error this process withdraws, which takes up to 2 s, unless another call of it still waits.
+
+        Raises:
+            TimeoutError: the time is over.
+            EtcdError: etcd refuses, or does not answer in that time.
+            StateError: the election's record cannot be read.
+            FtcoordError: the election was closed, before or during the call.
+            ForkedProcessError: this is a forked child.
         """
         self._check_process()
         pace: UntilDeadline[Term, Candidacy] = UntilDeadline(timeout, f"leading as {self._name!r}")
@@ -101,14 +113,19 @@ class Election(RecipeMember[Term, Candidacy]):
                 pace.tick(look)  # it was elected under a lease that is lost by now
 
     def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Wait until this process leads, call `work`, resign, and return what `work` returned."""
+        """Wait forever until this process leads, call `work`, resign, and return what `work` returned.
+
+        `work` is not interrupted when the leadership is lost: use `campaign` to check `Leadership.lost`, or to fence
+        writes. Raises what `campaign` raises, but TimeoutError, and what `work` raises; this process has then resigned.
+        """
         with self.campaign():
             return work(*args, **kwargs)
 
     def leader(self) -> Term | None:
-        """Who was elected last, None before the first; whether it still lives is not looked at. Costs one read.
+        """The last term: its number and its leader; None before the first election. The leader may be dead.
 
-        Raises EtcdError and StateError.
+        Costs one read, which takes up to the etcd client's default timeout (5 s). Raises EtcdError, StateError and
+        ForkedProcessError.
         """
         self._check_process()
         kv = self._namespace.etcd.range(Get(Span(decided_key(self._prefix)))).one

@@ -1,4 +1,4 @@
-"""What the one that is elected holds."""
+"""What an elected leader holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ftcoord.recipes.member import LEAVE_TIMEOUT, RecipeMember
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """One term of this process. A context manager, which resigns at its end.
+    """A term that this process leads. A context manager, which resigns when the block ends.
 
     Args:
-        number: of the term; it only grows.
-        fence: a guard for transactions of your own, which then have no effect once another leader was elected:
+        number: the term's number; later terms have higher numbers.
+        fence: a guard for your own transactions. They have no effect once another leader was elected:
             `client.txn([leadership.fence], [Put(...)])`.
     """
 
@@ -26,19 +26,21 @@ class Leadership:
 
     @property
     def lost(self) -> bool:
-        """Whether this process knows that it leads no longer: it resigned, its lease was lost, or a later term began,
-        as where its key was deleted. From memory."""
+        """Whether this process knows that it no longer leads: it resigned, its lease was lost, or a later term began
+        (for example because its key was deleted). Costs no request."""
         participant = self._election.participant
         now = participant.record
         return not participant.holds(self._member) or (now is not None and now.number > self.number)
 
     def wait_lost(self, timeout: float | None = None) -> bool:
-        """Wait until it is `lost`, `timeout` seconds at most; whether it is."""
+        """Wait until the leadership is `lost`; returns whether it is. Waits `timeout` seconds; None waits forever."""
         return self._election.participant.wait_for(lambda: self.lost, timeout)
 
     def resign(self) -> None:
-        """Let the next candidate lead at once. Idempotent; never raises for an etcd that is out of reach. Does nothing
-        in a forked child."""
+        """Let the next candidate lead at once. Idempotent; does nothing in a forked child.
+
+        Takes up to 2 s if etcd is unreachable, and does not raise then: the lease expires.
+        """
         if self._election.is_own_process and self._election.participant.holds(self._member):
             self._election.participant.leave(LEAVE_TIMEOUT)
 

@@ -1,4 +1,4 @@
-"""What the recipes share: a participant of a group in a run, which ends with the object that its user holds."""
+"""The base class of the recipes: a participant of a group, which leaves when the user's object ends."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ A = TypeVar("A")
 
 EtcdLike = Etcd | EtcdConfig | str | Sequence[str] | None
 RECIPE_RECORD_TTL: Final = 24 * 3600
-"""Seconds that what was decided is remembered when everybody is gone, so that no number comes again."""
+"""Seconds that the last decision outlives the last member, so that no number is given again."""
 REQUEST_TIMEOUT: Final = 5.0
 """Seconds that one request to etcd may take."""
 LEAVE_TIMEOUT: Final = 2.0
-"""Seconds that leaving may take; if etcd is away for longer, the lease expires by itself."""
+"""Seconds that leaving may take. If etcd is unreachable for longer, the lease expires."""
 
 
 class RecipeMember(Closing, Generic[R, A]):
-    """A context manager around a participant: leaves with `close()`, at the end of the context, or when dropped.
+    """A context manager around a participant. It leaves with `close()`, at the end of the block, or when dropped.
 
     `participant` is for the classes of this package.
 
     Args:
-        use_of: makes the use; gets what the keys of the run begin with.
-        run, etcd, key_prefix, lease_ttl: as a user gives them.
+        use_of: makes the use; called with the prefix of the run's keys.
+        run, etcd, key_prefix, lease_ttl: the user's arguments.
 
     Raises ConfigError for bad arguments, before any socket is opened.
     """
@@ -53,18 +53,22 @@ class RecipeMember(Closing, Generic[R, A]):
         self._cancel_finalizer = concurrency.when_forgotten(self, _end, self.participant, namespace, self._pid)
 
     def close(self) -> None:
-        """Leave at once: calls that wait end with an error. Idempotent; does nothing in a forked child."""
+        """Leave at once. Calls that wait, and later ones, raise FtcoordError.
+
+        Takes up to 2 s if etcd is unreachable, and does not raise then: the lease expires. Idempotent; does nothing in
+        a forked child.
+        """
         self._cancel_finalizer()
         _end(self.participant, self._namespace, self._pid)
 
     @property
     def is_own_process(self) -> bool:
-        """Whether this is no forked child."""
+        """False in a forked child."""
         return os.getpid() == self._pid
 
     @contextlib.contextmanager
     def _or_leave(self) -> Iterator[None]:
-        """Leave if the block ends early, also by an interrupt: unless another call waits, which would end with it."""
+        """Leave if the block raises, also by an interrupt, unless another call still waits: that one would end too."""
         with self._lock:
             self._calls += 1
         is_done = False
