@@ -1,6 +1,6 @@
-"""torchft's Manager and process group for TORCHFT_PROACTIVE_RECOVERY=1: no collective waits for a peer that is dead.
+"""torchft's Manager and process group for TORCHFT_PROACTIVE_RECOVERY=1: no collective waits for a dead peer.
 
-`ftcoord.torchft` puts this Manager in the place of torchft's if that variable is 1. See docs/torchft.md. Needs torchft.
+`ftcoord.torchft` replaces torchft's Manager with this one if that variable is 1. See docs/torchft.md. Needs torchft.
 """
 
 from __future__ import annotations
@@ -23,37 +23,44 @@ from ftcoord.errors import ConfigError, FtcoordError
 
 log = logging.getLogger(__name__)
 errors_log: Final = logging.getLogger("torchft_errors")
-"""torchft's: with TORCHFT_USE_OTEL, its records go to OpenTelemetry."""
+"""torchft's logger. With TORCHFT_USE_OTEL, its records go to OpenTelemetry."""
 
 LIGHTHOUSE: Final = "TORCHFT_LIGHTHOUSE"
 
 
 class PeerLost(FtcoordError, RuntimeError):
-    """A replica of the quorum is lost, so the collectives of the step were aborted. The next quorum is without it."""
+    """A replica of the quorum is lost, so the collectives of the step were aborted. The next quorum is without it.
+
+    Args:
+        quorum_id: the quorum that the replica was in; only in the message.
+        replica_id: the replica that is lost.
+        cause: why it died, in one line; empty if no cause is known.
+    """
 
     def __init__(self, quorum_id: int, replica_id: str, cause: str) -> None:
         super().__init__(
             f"replica {replica_id} of quorum {quorum_id} is lost: {cause or 'it is gone, and did not say why'}; the"
             f" collectives of this step are aborted, and the next quorum is without it"
         )
+        self.replica_id = replica_id
+        self.cause = cause
 
 
 class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore[misc]
-    """A process group of torchft's that is aborted as soon as a replica of the quorum that it is configured for is
-    lost.
+    """A torchft process group that is aborted as soon as a replica of its current quorum is lost.
 
-    Then `errored()` returns a PeerLost. The Manager asks for that before it votes, reports the error, and configures
-    the process group anew with the next quorum. Until then an allreduce does nothing, as with any error: so a step is
-    lost and not the process, though the DDP of torchft 0.2.0 is above it.
+    `errored()` then returns a PeerLost. The Manager calls it before it votes, reports the error, and reconfigures the
+    process group for the next quorum. Until then an allreduce does nothing, as after any error. So a step is lost, but
+    not the process, even with the DDP of torchft 0.2.0.
 
     Args:
         pg: the process group, such as `torchft.ProcessGroupNCCL()`.
         lighthouse_addr: the job's address, `etcd://h1:2379,h2:2379/job?min_replicas=2`.
         connect_timeout: how long to look for etcd.
 
-    Raises RuntimeError when etcd is not found. If the watch itself fails, `failure` says so, and a log line: until the
-    next quorum a collective may then wait for a dead replica until its time-out. It stops watching when nobody refers
-    to it, or with `close()`.
+    Raises RuntimeError when etcd is not found in that time. If the watch itself fails, an error is logged and
+    `failure` is set: until the next quorum, a collective may wait for a dead replica until its own timeout. The watch
+    ends with `close()`, or when nobody refers to this object.
     """
 
     def __init__(
@@ -64,14 +71,13 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         # one that is configured for the next quorum.
         self._turn = concurrency.lock("ProactiveProcessGroup._turn")
         self._quorum_id: int | None = None
-        """The quorum that it is configured for, until it is aborted. Guarded by _turn."""
+        """The quorum that this is configured for, until it is aborted. Guarded by _turn."""
         self._abortable: ProcessGroup = pg
-        """What has the communicator. Guarded by _turn."""
+        """The process group that has the communicator. Guarded by _turn."""
         self._place: tuple[str, int] | None = None
-        """The replica and the rank that it is configured for. Guarded by _turn."""
+        """The replica and the rank that this is configured for. Guarded by _turn."""
         self.failure: BaseException | None = None
-        """Why nobody watches over the quorum that this is configured for; None if it is watched. Written by the watch's
-        thread, and by `configure`."""
+        """Why the current quorum is not watched; None if it is. Written by the watch's thread, and by `configure`."""
         self._watch = QuorumWatch(
             lighthouse_addr,
             connect_timeout,
@@ -89,7 +95,7 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         *more: Any,
         **named: Any,
     ) -> None:
-        """Called by the Manager with each new quorum, see torchft."""
+        """Called by the Manager for each new quorum, see torchft."""
         with self._turn:
             self._quorum_id = None
             super().configure(store_addr, replica_id, rank, world_size, quorum_id, *more, **named)
@@ -100,7 +106,7 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
             self._watch.follow(quorum_id)  # which tells also of those that were lost while it was configured
 
     def errored(self) -> Exception | None:
-        """What makes the Manager vote against the step."""
+        """The error that makes the Manager vote against the step: a PeerLost, or one of the process group; or None."""
         return self.error() or self.parent.errored()  # type: ignore[no-any-return]
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Work:
@@ -108,12 +114,12 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         return _Released(super().allreduce(tensors, opts))
 
     def report_error(self, e: Exception) -> None:
-        """See torchft. What fails since a peer is lost does not hide that it is lost."""
+        """See torchft. Later errors do not replace a PeerLost."""
         if not isinstance(self.error(), PeerLost):
             super().report_error(e.with_traceback(None))  # the frames of which hold the collective, see `_Released`
 
     def abort(self, errored: bool = True) -> None:
-        """End all collectives by an error, as far as the process group inside can."""
+        """End all collectives with an error, as far as the wrapped process group can."""
         with self._turn:
             self._quorum_id = None
             self._abortable.abort()
@@ -123,7 +129,7 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         self.parent.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Stop watching, and shut the process group inside down."""
+        """Stop watching, and shut down the wrapped process group."""
         self.close()
         self.parent.shutdown()
 
@@ -132,7 +138,7 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         self._watch.close()
 
     def _note_loss(self, quorum_id: int, replica_id: str, cause: str) -> None:
-        """On the watch's thread. Gloo's abort may take as long as the collectives do that its peers must end."""
+        """On the watch's thread. Gloo's abort may block until the peers have ended their collectives."""
         with self._turn:
             if quorum_id != self._quorum_id:
                 return
@@ -144,13 +150,13 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
             self._abortable.abort()
 
     def _tell_of_error(self, quorum_id: int, error: PeerLost) -> None:
-        """With the fields that torchft gives its own record of the abort, which does not say why."""
+        """With the fields of torchft's own record of the abort, which does not give the reason."""
         replica_id, rank = self._place or (None, None)
         facts = {"replica_id": replica_id, "rank": rank, "quorum_id": quorum_id, "error": str(error)}
         errors_log.info("", extra={"job_id": os.environ.get("JOB_ID", "unknown"), **facts})
 
     def _note_failure(self, quorum_id: int, error: BaseException) -> None:
-        """On the watch's thread. The training goes on: without a watch it waits as torchft does by itself."""
+        """On the watch's thread. The training continues: without the watch, collectives wait as in plain torchft."""
         with self._turn:
             if quorum_id != self._quorum_id:
                 return
@@ -164,10 +170,10 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
 
 
 class _Released(Work):
-    """A collective that is let go of when it has ended, whoever still holds this.
+    """Releases a collective when it has ended, even if somebody still holds this object.
 
-    A collective of Gloo keeps the connections of its process group open for as long as anybody has it. Peers that wait
-    at the other ends would not hear that this one has given up.
+    A Gloo collective keeps the connections of its process group open while anybody refers to it. Peers that wait at
+    the other ends would not notice that this process has given up.
     """
 
     def __init__(self, work: Work) -> None:
@@ -196,10 +202,10 @@ class _Released(Work):
 
 
 class Manager(torchft.manager.Manager):  # type: ignore[misc]
-    """torchft's Manager, with its process group in a ProactiveProcessGroup. The arguments are torchft's.
+    """torchft's Manager, with its process group wrapped in a ProactiveProcessGroup. The arguments are torchft's.
 
-    Raises ConfigError if it is not told where the job is: each rank watches it, where torchft needs that for rank 0
-    only.
+    Raises ConfigError if neither `lighthouse_addr` nor TORCHFT_LIGHTHOUSE is set: each rank watches the job, whereas
+    torchft needs the address for rank 0 only.
     """
 
     def __init__(self, pg: ProcessGroup, *args: Any, **kwargs: Any) -> None:
@@ -221,7 +227,7 @@ class Manager(torchft.manager.Manager):  # type: ignore[misc]
 
 
 def _abortable(pg: ProcessGroup) -> ProcessGroup:
-    """The process group inside all wrappers: a wrapper of torchft 0.2.0 that is aborted loses what it wraps."""
+    """The process group inside all wrappers: when a wrapper of torchft 0.2.0 is aborted, it drops what it wraps."""
     while isinstance(pg, ProcessGroupWrapper) and isinstance(pg.parent, ProcessGroup):
         pg = pg.parent
     return pg

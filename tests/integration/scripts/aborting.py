@@ -65,6 +65,7 @@ def main() -> None:
     assert inner.aborts == 1, "once"
     assert isinstance(error, proactive.PeerLost)
     assert "replica c of quorum 2 is lost: host7 was killed" in str(error)
+    assert (error.replica_id, error.cause) == ("c", "host7 was killed")
     configure(3)
     assert group.errored() is None
     watch.on_lost(3, "d", "")
