@@ -1,4 +1,4 @@
-"""When an expiration timer has expired, and what people see of it. Pure: `now` is an argument, in seconds."""
+"""When an expiration timer expires, and how it is displayed. Pure: `now` is an argument, in seconds."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Final, Generic, TypeVar
 from ftcoord.core.timer_records import Timer
 
 CLAIM_TIMEOUT: Final = 2.0
-"""Seconds for which a server leaves a timer to another server that found it expired."""
+"""Seconds for which a server leaves an expired timer to another server that has marked it."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TimerInfo:
-    """A timer as people want to see it. On its own host the times are exact, elsewhere they compare wall clocks.
+    """A timer, for display. Its times are exact on the worker's own host; elsewhere they include clock skew.
 
     Attributes:
         host: the name of the worker's host.
-        pid: the worker's, on that host.
-        rank: the worker's in its world; None if it has none.
-        scope: where the worker is.
+        pid: the worker's pid on that host.
+        rank: the worker's rank in its world; None if it has none.
+        scope: the scope that the worker is in.
         age: seconds since it entered the scope.
-        left: seconds until the timer expires, negative if that is overdue.
+        left: seconds until the timer expires; negative if it is overdue.
     """
 
     host: str
@@ -37,7 +37,7 @@ class TimerInfo:
 
 
 def inform(timer: Timer, host: str, now: float, wall: float) -> TimerInfo:
-    """What a reader on `host` can say of a timer, whose monotonic clock says `now` and whose wall clock `wall`."""
+    """A timer as seen by a reader on `host`, whose monotonic clock shows `now` and whose wall clock shows `wall`."""
     worker = timer.worker
     since = now - timer.at_ms / 1000 if worker.host == host else wall - timer.wall_ms / 1000
     left = timer.left_ms / 1000 - max(since, 0.0)
@@ -46,11 +46,11 @@ def inform(timer: Timer, host: str, now: float, wall: float) -> TimerInfo:
 
 
 def due(timer: Timer, me: str, now: float, listed: bool) -> float:
-    """When a server, `me`, that learns of a timer now has to see to it.
+    """When the server `me`, which learns of a timer now, must handle it.
 
-    The time runs from now. Where the timer was `listed`, because it was there before the server began to look, what
-    passed since it was written counts too: by the clock of the worker's host, which is the server's. A timer
-    that another server found expired is left to that server for a while.
+    The time runs from now. If the timer was `listed`, because it existed before the server began to watch, the time
+    since it was written counts too, by the clock of the worker's host, which is the server's host. A timer that another
+    server has marked as expired is left to that server for `CLAIM_TIMEOUT`.
     """
     if timer.expired and timer.expired != me:
         return now + CLAIM_TIMEOUT
@@ -60,7 +60,7 @@ def due(timer: Timer, me: str, now: float, listed: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[T]):
-    """What a server knows of a timer: when it is due, since when it is known, and when to look at it next."""
+    """What a server knows about a timer: when it is due, since when it is known, and when to check it next."""
 
     item: T
     due: float
@@ -69,7 +69,7 @@ class Entry(Generic[T]):
 
 
 class Book(Generic[T]):
-    """The timers that a server watches, by key. It has no clock: the caller's times count."""
+    """The timers that a server watches, by key. It has no clock: callers pass the times."""
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Entry[T]] = {}
@@ -81,34 +81,34 @@ class Book(Generic[T]):
         return self._entries
 
     def note(self, key: Hashable, item: T, due: float, now: float) -> None:
-        """Watch a timer, in place of what was known under its key."""
+        """Watch a timer. Replaces the entry of the same key."""
         self._entries[key] = Entry(item, due, now, due)
 
     def drop(self, key: Hashable) -> None:
-        """Stop watching it. Without effect if it is not watched."""
+        """Stop watching a timer. Does nothing if it is not watched."""
         self._entries.pop(key, None)
 
     def postpone(self, key: Hashable, until: float, item: T | None = None) -> None:
-        """Look at a due timer again at `until`; `item` replaces what was known of it."""
+        """Check a due timer again at `until`; `item`, if given, replaces the entry's item."""
         if (known := self._entries.get(key)) is not None:
             self._entries[key] = replace(known, look_at=until, item=known.item if item is None else item)
 
     def hold(self, until: float) -> None:
-        """Let nothing expire before `until`: what the server knows may be old."""
+        """Let no timer expire before `until`: the entries may be out of date."""
         self._held_until = max(self._held_until, until)
 
     def shift(self, seconds: float) -> None:
-        """Give all timers more time: for as long neither the server ran nor, perhaps, the workers."""
+        """Give all timers more time, because the server, and perhaps the workers, did not run for so long."""
         for key, one in self._entries.items():
             self._entries[key] = replace(one, due=one.due + seconds, look_at=one.look_at + seconds)
 
     def expired(self, now: float) -> list[tuple[Hashable, Entry[T]]]:
-        """What is to be looked at, the oldest first; nothing while it is held."""
+        """The timers to check now, the earliest due first; none during a `hold`."""
         if now < self._held_until:
             return []
         found = [(key, one) for key, one in self._entries.items() if one.look_at <= now]
         return sorted(found, key=lambda pair: pair[1].due)
 
     def look_at(self) -> float:
-        """When there will be something to look at; infinity if never."""
+        """When there will be a timer to check; infinity if never."""
         return max(min((one.look_at for one in self._entries.values()), default=math.inf), self._held_until)

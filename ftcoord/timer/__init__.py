@@ -1,11 +1,11 @@
-"""Expiration timers in etcd: for torch's `configure()` and `expires()`, across restarts and seen from every host.
+"""Expiration timers in etcd, for torch's `configure()` and `expires()`. They survive restarts; every host sees them.
 
     import torch.distributed.elastic.timer as timer
     timer.configure(ftcoord.timer.EtcdTimerClient())     # in a worker of torchrun, with rdzv_conf timers=1
     with timer.expires(after=60):
         ...
 
-`docs/timers.md` has the rest. The client and the server need torch, and load it when they are first used.
+See `docs/timers.md`. `EtcdTimerClient` and `EtcdTimerServer` need torch, and load it when they are first used.
 """
 
 from __future__ import annotations

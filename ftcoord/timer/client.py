@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 ACQUIRE_TIMEOUT: Final = 1.0
 """Seconds that `acquire` waits for etcd by default."""
 LONGEST_SCOPE: Final = 1024
-"""Characters of a scope's name that are recorded: its last ones, where torch puts the line."""
+"""Characters of a scope's name that are recorded: the last ones, where torch puts the line number."""
 
 _ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A timer that this process holds; times on its monotonic clock."""
+    """A timer that this process holds. Times are on its monotonic clock."""
 
     worker: Worker
     scope: str
@@ -71,22 +71,22 @@ class EtcdTimerClient(TimerClient):
 
     Args:
         run: the run's id; None takes run, etcd and login from the agent, under torchrun with `timers=1` in `rdzv_conf`.
-        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
         key_prefix: the `key_prefix` of `rdzv_conf`.
         timeout: seconds that `acquire` may wait until etcd has the timer; 0 never waits.
-        ttl: seconds after which the timers of a host that vanished are gone.
+        ttl: whole seconds, from 2 to 3600, after which the timers of a lost host are deleted. If only the worker dies,
+            its sentinel deletes them at once.
 
-    As with torch's clients there is one timer for each scope of a process: acquiring it again replaces it, and one
-    release ends it. Timers of different scopes run side by side. A client that nobody refers to any longer is closed.
-    Thread-safe; not usable in a forked child.
+    As with torch's clients, each scope of a process has one timer: acquiring it again replaces it, and one release ends
+    it. Timers of different scopes run side by side. A client that nobody refers to is closed. Thread-safe; not usable
+    in a forked child.
 
-    Promised: `release` wins if it began before the timer's time was over, whatever etcd knows of it. One write each. An
-    etcd that is out of reach, or refuses, raises nothing: `acquire` waits for `timeout` once, and then neither call
-    waits until etcd is back. A timer that is still held then is recorded.
+    Promised: `release` wins if it began before the timer expired, even if etcd does not know yet. Each call costs one
+    write. If etcd is unreachable or refuses, neither call raises: `acquire` waits for `timeout` once, and then neither
+    call waits until etcd is back. Timers that are still held then are recorded.
 
-    Not promised: that a worker which cannot reach etcd is reaped when it is stuck. It runs unguarded for that time; and
-    from the moment on at which its etcd client is closed, or its thread fails by an error that nobody foresaw. Both are
-    logged as errors.
+    Not promised: that a stuck worker is reaped while it cannot reach etcd. Nor is it reaped after its etcd client was
+    closed, or its thread failed with an unexpected error; both are logged as errors.
 
     Raises ConfigError (a ValueError) for bad arguments, before any socket is opened.
     """
@@ -129,13 +129,20 @@ class EtcdTimerClient(TimerClient):
         self._cancel_finalizer = concurrency.when_forgotten(self, self._end)
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Have this process reaped unless `scope_id` is released by then.
+        """Have this process reaped unless `scope_id` is released before `expiration_time`.
+
+        Waits up to the client's `timeout` for etcd, once per outage.
 
         Args:
-            scope_id: where it is.
-            expiration_time: by `time.time()` of this host, of which only the time from now on counts.
+            scope_id: the scope's name.
+            expiration_time: an absolute time in seconds, as `time.time()` of this host gives it. It is converted to a
+                duration from now at once, so later changes of the wall clock do not matter.
 
-        Waits up to `timeout` seconds for etcd, once an outage. Raises ConfigError, and ForkedProcessError.
+        Raises:
+            ConfigError: an empty name, a time too far away, or too many timers at once.
+            TypeError: an argument of another type.
+            ClientClosed: after `close()`.
+            ForkedProcessError: in a forked child.
         """
         self._keys.check_process()
         scope, after = _scope(scope_id), self._from_now(expiration_time)
@@ -154,10 +161,7 @@ class EtcdTimerClient(TimerClient):
                 self._keys.wait(str(slot), self._timeout)
 
     def release(self, scope_id: str) -> None:
-        """End the timer of `scope_id`, if there is one. At once: it does not wait for etcd.
-
-        Raises ForkedProcessError.
-        """
+        """End the timer of `scope_id`, if there is one. Does not wait for etcd. Raises ForkedProcessError."""
         self._keys.check_process()
         with self._lock:
             slot = self._held.pop(scope_id, None)
@@ -167,7 +171,8 @@ class EtcdTimerClient(TimerClient):
                 self._record(slot, _released)
 
     def _record(self, slot: int, render: Render) -> bool:
-        """With the lock held: have etcd hold it; whether that can be. Raises ClientClosed after `close()`."""
+        """With the lock held: queue the write to etcd; returns whether it will be made. Raises ClientClosed after
+        `close()`."""
         try:
             self._keys.put(str(slot), render)
         except (ClientClosed, ThreadFailed) as error:
@@ -178,10 +183,10 @@ class EtcdTimerClient(TimerClient):
         return True
 
     def close(self) -> None:
-        """Release all, and give the lease up: at the latest when the process ends, or nobody refers to it any longer.
-        Idempotent.
+        """Release all timers, and give up the lease. Idempotent; does nothing in a forked child.
 
-        Takes `timeout` seconds, twice at the most, when etcd is out of reach.
+        Happens automatically when the process ends, or when nobody refers to the client. Takes at most twice `timeout`
+        if etcd is unreachable.
         """
         if os.getpid() != self._worker.pid:
             return
@@ -193,14 +198,14 @@ class EtcdTimerClient(TimerClient):
         self._end()  # without the lock: it waits for etcd
 
     def _free_slot(self) -> int:
-        """The lowest one, so that there are only as many slots as timers at once."""
+        """The lowest free slot, so that there are only as many slots as timers at once."""
         slot = heapq.heappop(self._free) if self._free else len(self._held)
         if slot >= SLOTS:
             raise ConfigError("scope_id", "<text>", f"a process holds {SLOTS} timers at the most: release some first")
         return slot
 
     def _from_now(self, expiration_time: float) -> float:
-        """Seconds from now. torch added them to the wall clock just before, which may have been set since."""
+        """Seconds from now. torch has just added them to the wall clock, which may have been set since."""
         if isinstance(expiration_time, bool) or not isinstance(expiration_time, (int, float)):
             raise TypeError(f"expiration_time is a number of seconds, not {type(expiration_time).__name__}")
         if not math.isfinite(expiration_time):
@@ -217,7 +222,7 @@ class EtcdTimerClient(TimerClient):
 
 
 def _end(ledger: Ledger, held: dict[str, int], keys: LeasedKeys, run: Namespace, timeout: float) -> None:
-    """Release all at once, whatever etcd knows, and then have etcd know it."""
+    """Release all timers locally at once, then in etcd."""
     for slot in held.values():
         ledger.release(slot)
     held.clear()

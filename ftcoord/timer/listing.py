@@ -1,4 +1,4 @@
-"""All timers of a run, seen from any host."""
+"""All timers of a run, readable from any host."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from ftcoord.timer.process import host_id
 log = logging.getLogger(__name__)
 
 SUBSCRIPTION_BEGIN_TIMEOUT: Final = 5.0
-"""Seconds that etcd may take to begin a watch."""
+"""Seconds that etcd may take to start a watch."""
 CLOSED_CHECK_INTERVAL: Final = 60.0
-"""Seconds after which a watch without news checks whether it was closed; `close()` wakes it too."""
+"""Seconds after which a watch without events checks whether it was closed; `close()` wakes it too."""
 
 
 def active(
     run: str, etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None, *, key_prefix: str = KEY_PREFIX
 ) -> list[TimerInfo]:
-    """The timers that run now, of all hosts; the one with the least time left comes first. Costs one read.
+    """The running timers of all hosts, the one with the least time left first. Costs one read.
 
     Args:
         run: the run's id.
-        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
         key_prefix: the `key_prefix` of `rdzv_conf`.
 
-    Raises ConfigError for bad arguments, before any socket is opened, and EtcdError when etcd cannot be read.
+    Raises ConfigError for bad arguments, before any socket is opened, and EtcdError when etcd cannot be read within the
+    client's default timeout (5 s).
     """
     with Namespace.open(run, etcd, key_prefix) as place:
         found = place.etcd.range(Get(timers_span(place.prefix)))
@@ -48,10 +49,10 @@ def active(
 
 
 class Subscription(Closing):
-    """Reports timers that expire, until `close()`, or until nobody refers to this any longer. A context manager.
+    """Reports timers that expire, until `close()`, or until nobody refers to it. A context manager; see `on_expired`.
 
-    It ends by itself when its etcd client is closed, or when its thread fails by an error that nobody foresaw. Both are
-    logged as errors, and `failure` says why.
+    It also ends when its etcd client is closed, or its thread fails with an unexpected error. Both are logged as
+    errors, and set `failure`.
     """
 
     def __init__(self, run: Namespace, callback: Callable[[TimerInfo], object]) -> None:
@@ -60,21 +61,21 @@ class Subscription(Closing):
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended it; None while it reports, and after `close()`."""
+        """The error that ended it; None while it reports, and after `close()`."""
         return self._reports.failure
 
     def begin(self, timeout: float) -> None:
-        """Returns when no later expiry can be missed, after `timeout` seconds at most. Raises EtcdError."""
+        """Start. Returns when no later expiry can be missed. Raises EtcdError after `timeout` seconds at most."""
         self._reports.begin(timeout)
 
     def close(self) -> None:
-        """Report nothing more; waits for a callback under way, unless that is what closes it. Idempotent."""
+        """Stop reporting. Waits for a running callback, unless that callback calls this. Idempotent."""
         self._cancel_finalizer()
         self._reports.close()
 
 
 class _Reports:
-    """The thread of a subscription, which does not know it: so a subscription can be forgotten."""
+    """The thread of a subscription. Does not refer to the subscription, which can so be garbage-collected."""
 
     def __init__(self, run: Namespace, callback: Callable[[TimerInfo], object]) -> None:
         self.failure: BaseException | None = None  # written once, by the thread
@@ -111,7 +112,7 @@ class _Reports:
         log.error("expired timers are not reported any longer: %s; subscribe again", error)
 
     def _newly_expired(self, change: Change) -> Timer | None:
-        """The timer that expired with this change, unless it was reported already."""
+        """The timer that expired with this change, unless it was already reported."""
         timer = _timer(change.now) if change.now else None
         if change.now is None:
             assert change.was is not None
@@ -135,19 +136,22 @@ def on_expired(
     *,
     key_prefix: str = KEY_PREFIX,
 ) -> Subscription:
-    """Call `callback` with each timer that a server finds expired from now on, on any host, until `close()`.
+    """Call `callback` with each timer that a server, on any host, finds expired from now on, until `close()`.
 
-    Keep what this returns: it is closed when nobody refers to it any longer.
+    Keep the result: a subscription that nobody refers to is closed.
 
-    It is called on a thread of its own, once for each timer. If several timers of one worker expire together, it is
-    called for the first. It survives outages of etcd, but misses what etcd compacted away during one.
+    The callback runs on a thread of its own, once for each timer. If several timers of one worker expire together, it
+    is called for the first. Its exceptions are logged. The subscription survives outages of etcd, but misses changes
+    that etcd compacts away during one.
 
     Args:
         run: the run's id.
-        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        callback: called with a `TimerInfo`.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
         key_prefix: the `key_prefix` of `rdzv_conf`.
 
-    Raises ConfigError for bad arguments, before any socket is opened, and EtcdError when etcd is not there.
+    Raises ConfigError or TypeError for bad arguments, before any socket is opened, and EtcdError when etcd does not
+    answer within 5 s.
     """
     if not callable(callback):
         raise TypeError("callback must be something to call with a TimerInfo")

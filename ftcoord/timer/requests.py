@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class EtcdTimerRequest(TimerRequest):
-    """A timer that was acquired, or ended, as etcd tells it.
+    """A timer that was acquired, or that ended, as read from etcd.
 
     Attributes:
         worker_id: the `Worker`.
-        expiration_time: by this process's wall clock, as torch wants it; -1 when it was released, its lease ended, or a
-            server has reaped its worker.
-        kv: its key.
-        timer: its record, the last one if it ended.
-        listed: whether it was there already when the watch began, or began again.
+        expiration_time: in seconds on this process's wall clock, as torch expects it; -1 when the timer was released,
+            its lease ended, or a server has reaped its worker.
+        kv: the timer's key.
+        timer: its record; if it ended, the last one.
+        listed: whether it already existed when the watch started or restarted.
     """
 
     __slots__ = ["kv", "listed", "timer"]
@@ -39,9 +39,9 @@ class EtcdTimerRequest(TimerRequest):
 
 
 class EtcdRequestQueue(RequestQueue):
-    """The timers of one host of a run. For one thread; only `wake()` may be called from others.
+    """The timers of one host of a run. Use it in one thread; only `wake()` may be called from others.
 
-    `size` and `get` raise EtcdError where etcd cannot be watched, and go on where they were when called again.
+    `size` and `get` raise EtcdError when etcd cannot be watched. The next call continues where they stopped.
     """
 
     def __init__(self, etcd: Etcd, prefix: str, host: str) -> None:
@@ -52,24 +52,24 @@ class EtcdRequestQueue(RequestQueue):
 
     @property
     def began(self) -> int:
-        """How often the watch began: after each time, what came may have been late."""
+        """How often the watch has started. After each start, requests may have been late."""
         return self._began
 
     def size(self) -> int:
-        """How many requests there are to `get` without waiting."""
+        """How many requests `get` returns without waiting."""
         while self._pump(0):
             pass
         return len(self._ready)
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Up to `size` requests as soon as there is one; none after `timeout` seconds, or on a `wake()`."""
+        """Up to `size` requests, as soon as there is one; none after `timeout` seconds, or on `wake()`."""
         deadline = concurrency.now() + timeout
         while not self._ready and self._pump(deadline - concurrency.now()):
             pass
         return [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
 
     def wait(self, timeout: float) -> None:
-        """Wait for a request to `get`, or something for it to raise, or a `wake()`; `timeout` seconds at most."""
+        """Wait at most `timeout` seconds for a request, an error that `get` will raise, or `wake()`."""
         deadline = concurrency.now() + timeout
         try:
             while not self._ready and self._pump(deadline - concurrency.now()):
@@ -78,7 +78,7 @@ class EtcdRequestQueue(RequestQueue):
             self._problem = error
 
     def wake(self) -> None:
-        """End the `get` or `wait` that waits. From any thread."""
+        """End a `get` or `wait` that waits. For any thread."""
         self._feed.wake()
 
     def close(self) -> None:
@@ -86,8 +86,8 @@ class EtcdRequestQueue(RequestQueue):
         self._feed.close()
 
     def _take_problem(self) -> EtcdError:
-        """No frame of the traceback to come may hold the error: a cycle would keep the server, which is in it too,
-        until the collector runs."""
+        """No frame of the traceback may refer to the error: the cycle would keep the server alive until the garbage
+        collector runs."""
         assert self._problem is not None
         problem, self._problem = self._problem, None
         return problem

@@ -1,4 +1,4 @@
-"""The host's side of expiration timers: reaps workers that stay in a scope for too long."""
+"""The host's side of expiration timers: reaps workers that stay in a scope too long."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 NO_EXPIRY_AFTER_GAP: Final = 2.0
 """Seconds without expiries after etcd could not be watched: releases may still be on their way."""
 LATE_AFTER: Final = 1.0
-"""Seconds by which the watchdog may be late. If it is later, it did not run, and perhaps the workers did not either."""
+"""Seconds by which the watchdog may be late. If it is later, it was suspended, and perhaps the workers were too."""
 TIMER_RETRY_PAUSE: Final = 0.5
-"""Seconds until something is tried again: to watch, or to reap a worker."""
+"""Seconds until a failed watch, or a failed reaping of a worker, is tried again."""
 STOP_TIMEOUT: Final = 5.0
-"""Seconds that `stop()` waits for what the watchdog is doing."""
+"""Seconds that `stop()` waits for the watchdog to finish its work."""
 
 Reap: TypeAlias = Callable[[TimerInfo], bool | None]
 
@@ -49,24 +49,26 @@ class EtcdTimerServer(TimerServer):
 
     Args:
         run: the run's id.
-        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and friends.
+        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
         reap: called with an expired timer in place of SIGKILL. If it returns False it is called again, 0.5 s later.
             True and None mean that the worker was dealt with. What it raises is logged, and means the same.
-        max_interval: seconds between two looks at whether the server was stopped.
+        max_interval: the longest time between two turns of the watchdog, in seconds.
         daemon: whether the watchdog's thread is a daemon.
         key_prefix: the `key_prefix` of `rdzv_conf`.
-        clock: a monotonic clock, in seconds.
+        clock: a monotonic clock in seconds. It must be the clock of the workers' host (`time.monotonic`).
         expiring: called with each timer that has expired, right before its worker is reaped; must not block.
 
-    A timer runs from when it was recorded in etcd, on this host's monotonic clock. Right before a worker is killed, its
-    start time is compared (another process may have its pid), the ledger in its memory is read (it may have released
-    the timer, and etcd not know yet), and the timer's key is marked expired by a transaction that fails if the worker
-    has written it since. So a worker that released in time is never killed; of several servers one reaps; and while
-    etcd is out of reach nobody is. A server that was killed is replaced by starting another one.
+    A timer runs from when it was recorded in etcd, on this host's monotonic clock. Before it kills a worker, the server
+    makes three checks. It compares the worker's start time, because another process may have its pid. It reads the
+    ledger in the worker's memory, because etcd may not know of a release yet. And it marks the timer's key as expired,
+    in a transaction that fails if the worker has written the key since.
 
-    Also keeps the lease of a worker that holds a timer: a worker that is stuck in C code cannot renew it by itself.
+    So a worker that released in time is never killed, only one of several servers reaps a worker, and no worker is
+    reaped while etcd is unreachable. To replace a server that was killed, start another one.
 
-    Keep the server: one that nobody refers to any longer is stopped.
+    The server also renews the lease of a worker that holds a timer, because a worker stuck in C code cannot.
+
+    Keep a reference: a server that nobody refers to is stopped.
 
     Raises ConfigError (a ValueError) for bad arguments, before any socket is opened.
     """
@@ -102,10 +104,10 @@ class EtcdTimerServer(TimerServer):
     # -- torch's interface --------------------------------------------------------------------------------------
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Note timers that were acquired, and timers that ended.
+        """Note timers that were acquired, and timers that ended. torch's watchdog calls this.
 
-        Raises TypeError for those of torch's LocalTimerClient, before any is noted: their workers are plain pids, which
-        may be anybody's. A subclass with a `_reap_worker` of its own may know, and gets them.
+        Raises TypeError for timers of torch's LocalTimerClient, before it notes any: their workers are plain pids,
+        which another process may have by now. A subclass that overrides `_reap_worker` gets them.
         """
         for request in timer_requests:
             self._refuse_integers(request)
@@ -122,8 +124,8 @@ class EtcdTimerServer(TimerServer):
                 self._book.note(key, request, due(request.timer, self.id, now, request.listed), now)
 
     def _is_marked_again(self, request: EtcdTimerRequest) -> bool:
-        """Whether the same other server marks a timer once more, since it could not reap the worker. That gives it no
-        more time: this server may be able to."""
+        """Whether the same other server marks a timer again because it could not reap the worker. That does not extend
+        the timer: this server may be able to."""
         known = self._book.entries.get(_key(request))
         if known is None or not isinstance(known.item, EtcdTimerRequest):
             return False
@@ -131,7 +133,7 @@ class EtcdTimerServer(TimerServer):
         return now.expired not in ("", self.id) and (before.token, before.expired) == (now.token, now.expired)
 
     def _refuse_integers(self, request: TimerRequest) -> None:
-        """Say what to do at once: a timer in the book that cannot be reaped guards nobody."""
+        """Raise at once: a timer whose worker cannot be reaped guards nobody."""
         unknown = type(self)._reap_worker is EtcdTimerServer._reap_worker and isinstance(request.worker_id, int)
         if unknown and request.expiration_time >= 0:
             raise TypeError(
@@ -168,12 +170,15 @@ class EtcdTimerServer(TimerServer):
         return True
 
     def start(self) -> None:
-        """Begin to watch. Raises ThreadNotStarted."""
+        """Start the watchdog's thread. Raises ThreadNotStarted."""
         super().start()
         self._resources.thread = self._watchdog_thread
 
     def stop(self) -> None:
-        """End the watchdog; running timers are left to another server. Idempotent."""
+        """Stop the watchdog, and wait up to 5 s for it to finish its work. Idempotent.
+
+        Running timers are left to another server.
+        """
         self._stop_signaled = True
         self._cancel_finalizer()
         self._resources.end()
@@ -182,7 +187,7 @@ class EtcdTimerServer(TimerServer):
     # -- the watchdog -------------------------------------------------------------------------------------------
 
     def _turn(self) -> float:
-        """One turn of the watchdog's thread; the seconds until the next one, if no request comes before."""
+        """One turn of the watchdog's thread; returns the seconds until the next one, if no request comes before."""
         try:
             self._run_watchdog()
         except Exception:  # of a user's subclass; torch's rule: the watchdog goes on
@@ -211,13 +216,13 @@ class EtcdTimerServer(TimerServer):
         self._resources.stopping.wait(TIMER_RETRY_PAUSE)
 
     def _end(self, error: ClientClosed) -> None:
-        """Whoever closed the client has ended the server with it, perhaps without knowing."""
+        """The client was closed, which ends the server, perhaps unintentionally."""
         if not self._resources.stopping.is_set():
             log.error("no worker is reaped any longer: %s; start another timer server", error)
         self._stop_signaled = True
 
     def _see_to(self, key: Hashable, entry: Entry[TimerRequest]) -> bool:
-        """Reap the worker, if it still holds the timer. False if etcd cannot be asked."""
+        """Reap the worker, if it still holds the timer. False if etcd is unreachable."""
         request = entry.item
         if not isinstance(request, EtcdTimerRequest):
             self._finish(key, request, self._reap_worker_no_throw(request.worker_id))
@@ -276,8 +281,8 @@ class EtcdTimerServer(TimerServer):
 
 
 class _Gaps:
-    """The times in which a server may not have known the latest, or was not run: workers get them again. For the
-    watchdog's thread.
+    """Periods in which a server did not get all changes, or did not run: timers get more time then. For the watchdog's
+    thread.
 
     Args:
         book: the server's timers.
@@ -291,13 +296,13 @@ class _Gaps:
         self._problem = LogOnce(log)
 
     def plan(self, max_interval: float) -> float:
-        """Seconds until the watchdog looks again. It was not run if it looks much later."""
+        """Seconds until the watchdog's next turn. If that comes much later, the watchdog was suspended."""
         now = self._clock()
         self._planned = now + min(max(self._book.look_at() - now, 0), max_interval)
         return self._planned - now
 
     def notice(self, began: int) -> None:
-        """Give workers time if there was a gap since the last look. `began` is the queue's: how often its watch has."""
+        """Give timers more time if there was a gap since the last turn. `began`: how often the queue's watch started."""
         now = self._clock()
         late = now - self._planned
         if late > LATE_AFTER:
@@ -309,13 +314,13 @@ class _Gaps:
             self._book.hold(now + NO_EXPIRY_AFTER_GAP)
 
     def begin(self, error: EtcdError) -> None:
-        """Etcd cannot be asked: nothing expires now, nor at once when it is back."""
+        """etcd is unreachable: no timer expires now, nor right after etcd is back."""
         self._problem.say(f"timers cannot be watched for now, and no worker is reaped: {error}")
         self._book.hold(self._clock() + NO_EXPIRY_AFTER_GAP)
 
 
 class _ServerResources:
-    """What a server has to end. Does not refer to the server."""
+    """The resources that a server must release. Does not refer to the server."""
 
     def __init__(self, queue: EtcdRequestQueue, leases: WorkerLeases, run: Namespace) -> None:
         self.queue, self._leases, self._run = queue, leases, run  # never change
@@ -334,7 +339,7 @@ class _ServerResources:
 
 
 def _watch(reference: weakref.ref[EtcdTimerServer], resources: _ServerResources) -> None:
-    """The watchdog's thread, which holds the server only while it has something to do."""
+    """The watchdog's thread. It refers to the server only while it works."""
     timeout = 0.0
     while not resources.stopping.is_set():
         resources.queue.wait(timeout)
