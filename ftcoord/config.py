@@ -1,8 +1,8 @@
 """Where etcd is and how to log in to it, from arguments, ``FTCOORD_*`` and ``ETCDCTL_*`` variables.
 
-Everything is checked here, before any socket is opened: bad input raises `ConfigError`, which names the argument or
-variable it came from. Files are opened to see that they can be read; names are not resolved. Secrets (passwords,
-``user:password@`` in a URL, keys pasted in place of a path) never appear in a repr, a str or an error.
+Everything is checked here, before any socket is opened. Bad input raises `ConfigError`, which names the argument or
+variable that it came from. Files are opened to check that they can be read; names are not resolved. Secrets (passwords,
+``user:password@`` in a URL, a key pasted instead of a path) never appear in a repr, a str or an error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def key_path(key: str, value: object) -> str:
 
 
 def full_text(key: str, value: object, allowed: str = "give a text that is not empty") -> str:
-    """A parser for ids and names, which are taken as they are, also their white space. Raises ConfigError."""
+    """A parser for ids and names, which are taken as they are, including white space. Raises ConfigError."""
     if not isinstance(value, str) or not value.strip() or not _is_utf8(value):
         raise ConfigError(key, redacted(value), allowed)
     return value
@@ -83,7 +83,7 @@ def text(key: str, value: object) -> str:
 
 
 def seconds(key: str, value: object) -> float:
-    """A finite number of seconds greater than 0, as a number or as text."""
+    """A finite number of seconds greater than 0, as a number or as text. Raises ConfigError."""
     number = _number(value)
     if number is None or not 0 < number <= MAX_SECONDS:
         raise ConfigError(key, redacted(value), "give seconds as a number greater than 0, such as 30 or 0.5")
@@ -91,7 +91,7 @@ def seconds(key: str, value: object) -> float:
 
 
 def choice(*names: str) -> Callable[[str, object], str]:
-    """A parser for one of these words, in whatever case."""
+    """A parser for one of these words, in any case."""
 
     def parse(key: str, value: object) -> str:
         word = value.strip().lower() if isinstance(value, str) else ""
@@ -115,7 +115,7 @@ def whole(low: int, high: int, why: str = "") -> Callable[[str, object], int]:
 
 
 lease_seconds = whole(1, 86_400, " (seconds); etcd on default settings grants 2 s at the least")
-"""A parser for the TTL of a lease that a user gives."""
+"""A parser for a lease TTL given by a user."""
 
 
 def _number(value: object) -> int | float | None:
@@ -159,7 +159,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can mean it: 127.0.0.0/8, ::1, localhost. Names are not resolved."""
+        """Whether it is this machine's loopback: 127.0.0.0/8, ::1, localhost. Names are not resolved."""
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:
@@ -195,7 +195,14 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class EtcdConfig:
-    """How to reach one etcd cluster. `tls` None: plaintext; `request_timeout`: seconds that one call may take."""
+    """How to reach one etcd cluster. `load` makes one from arguments and the environment.
+
+    Args:
+        endpoints: the members to connect to.
+        tls: the TLS settings; None for plaintext.
+        credentials: the login; None for none.
+        request_timeout: seconds that one call may take by default.
+    """
 
     endpoints: tuple[Endpoint, ...]
     tls: Tls | None = None
@@ -218,15 +225,22 @@ class EtcdConfig:
         env: Mapping[str, str] | None = None,
         names: Mapping[str, str] | None = None,
     ) -> EtcdConfig:
-        """Each setting by itself: the argument, else its ``FTCOORD_*`` variable, else ``ETCDCTL_*``, else the default.
+        """Read each setting separately: from the argument, else ``FTCOORD_*``, else ``ETCDCTL_*``, else the default.
 
         Args:
-            endpoints: a comma list or a sequence of ``host``, ``host:port``, ``http(s)://host:port``; the port is 2379
-                when not given. Text that is empty counts as not given; without any it is 127.0.0.1:2379.
-            secure: True asks for TLS, False for plaintext; None follows the scheme, and where endpoints have none,
-                TLS is used if a TLS setting is given.
+            endpoints: a comma-separated list or a sequence of ``host``, ``host:port`` or ``http(s)://host:port``. The
+                default port is 2379, the default endpoint 127.0.0.1:2379. Empty text counts as not given.
+            ca_cert: the path of a PEM file with CA certificates; by default gRPC's roots are used.
+            cert: the path of the client certificate, a PEM file; goes with `key`.
+            key: the path of its private key, a PEM file.
+            server_name: the name in the server's certificate, if it differs from the endpoint's host.
+            user: an etcd user; goes with `password`.
+            password: its password, not empty.
+            request_timeout: seconds that one call may take by default; 5 if not given.
+            secure: True for TLS, False for plaintext. None follows the endpoints' scheme; endpoints without a scheme
+                use TLS if a TLS setting is given.
             env: the variables; None reads ``os.environ``.
-            names: what the user calls an argument, where that is not its name here; for error messages only.
+            names: the user's names of arguments that differ from the names here; for error messages only.
 
         Raises:
             ConfigError: a setting is malformed, contradicts another, or names a file that cannot be read.
@@ -257,7 +271,7 @@ class EtcdConfig:
 
     @classmethod
     def of(cls, etcd: EtcdConfig | str | Sequence[str] | None) -> EtcdConfig:
-        """What a user gives to say where etcd is: this, endpoints, or None for what the environment says.
+        """The configuration that a user's argument means: an EtcdConfig, endpoints, or None for the environment's.
 
         Raises:
             ConfigError: as `load`.

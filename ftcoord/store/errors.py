@@ -1,4 +1,4 @@
-"""What goes wrong with etcd, in the error types that torch's stores raise."""
+"""Translates ftcoord's errors into those that torch's stores raise."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ftcoord.errors import (
 )
 
 QueueEmptyError: type[Exception] = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
-"""What torch raises for an empty queue; torch 2.6 has none."""
+"""torch's error for an empty queue; torch 2.6 has none."""
 
 
 class RoundOverError(RoundOver, DistStoreError):
-    """The fence of a store is gone: what `ftcoord.errors.RoundOver` is, for users of torch's error types too."""
+    """The fence of a store is gone: both an `ftcoord.errors.RoundOver` and a DistStoreError."""
 
 
 @contextlib.contextmanager
 def as_torch_errors() -> Iterator[None]:
-    """Raises DistNetworkError where etcd did not answer, RoundOverError behind a fence, DistStoreError for the rest."""
+    """Raises DistNetworkError when etcd did not answer, RoundOverError when the fence is gone, else DistStoreError."""
     try:
         yield
     except RoundOver as error:

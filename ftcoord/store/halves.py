@@ -1,8 +1,8 @@
-"""The two halves of a store that is written in Python, who holds the C++ half, and how a store ends.
+"""The Python half and the C++ half of a store: who refers to the C++ half, and when to close the store.
 
-torch passes on an object in C++ (to PrefixStore, to process groups), which calls the methods of the Python object. It
-does not keep the Python object alive, and nothing notifies Python when the last holder in C++ releases it. But the C++
-object counts its holders in its first bytes, and the Python object is one of them while it lives.
+torch hands a C++ object on (to PrefixStore, to process groups), which calls the methods of the Python object. It does
+not keep the Python object alive, and nothing notifies Python when the last C++ reference goes. But the C++ object has a
+reference count in its first bytes, and the Python object holds one reference while it lives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ftcoord.store.waiting import Waiting
 HOLDERS_CHECK_INTERVAL: Final = 0.5
 """Seconds between two checks whether C++ still refers to a store that Python has freed."""
 _WORDS: Final = 6
-"""Words of 32 bits at the start of any C++ store: a pointer, its counts (c10's intrusive_ptr_target), its time-out."""
+"""32-bit words at the start of any C++ store: a pointer, its counts (c10's intrusive_ptr_target), its timeout."""
 
 
 class _Probe(Store):
@@ -31,13 +31,13 @@ class _Probe(Store):
 
 
 def holders(store: Store) -> int | None:
-    """How many hold the C++ half of a store, its Python half among them; None where that cannot be told."""
+    """The reference count of a store's C++ half, including its Python half; None if it cannot be determined."""
     words = _words(store)
     return None if _PLACE is None or words is None else words[_PLACE]
 
 
 class StoreResources:
-    """What a store has to close. Does not refer to the store, so that the store's finalizer can pass this on."""
+    """The resources of a store. Does not refer to the store, so that the store's finalizer can hand this on."""
 
     def __init__(
         self, changes: ExactlyOnceWriter, waiting: Waiting, client: EtcdClient | None, closed: concurrency.Event
@@ -53,7 +53,7 @@ class StoreResources:
         return self._owner.is_current
 
     def close(self) -> None:
-        """Wake all that wait, let the lease expire, and close the client if it is the store's own. Idempotent."""
+        """Wake all waiting calls, let the lease expire, and close the client if the store made it. Idempotent."""
         self.ending.close()
 
     def _close(self) -> None:
@@ -65,19 +65,19 @@ class StoreResources:
 
 
 class _HeldInCpp:
-    """The stores of this process that C++ may call, though Python has freed them; and the thread that sees them off."""
+    """Stores of this process that Python has freed but C++ may still call, and the thread that closes them."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[list[Store], StoreResources]] = deque()  # finalizers append, the thread removes
         self._thread = concurrency.DetachedThreads(self._see_off, self._held, 1)
 
     def put(self, box: list[Store], resources: StoreResources) -> None:
-        """From a finalizer. The store in the box is closed when nothing else holds it."""
+        """For a finalizer. The store in the box is closed when nothing else refers to it."""
         self._held.append((box, resources))
         self._thread.start()
 
     def _see_off(self) -> None:
-        """A finalizer runs once, so a box stays until its store is closed, though the thread fails."""
+        """A finalizer runs only once, so a box stays until its store is closed, even if the thread fails."""
         while self._held:
             for _ in range(len(self._held)):
                 box, resources = self._held[0]
@@ -92,11 +92,11 @@ class _HeldInCpp:
 
 
 _kept: list[Store] = []
-"""Stores that C++ may call, and whose last holder cannot be noticed: they stay. Any thread appends."""
+"""Stores that C++ may call, and whose last reference cannot be noticed: they stay. Any thread appends."""
 
 
 def let_go(store: Store, resources: StoreResources) -> None:
-    """For the finalizer of a store: close it, or keep it as long as C++ may call it, and close it then."""
+    """For the finalizer of a store: close it when C++ cannot call it any more."""
     held = holders(store)
     if held == 1:
         resources.ending.close_soon()
@@ -107,7 +107,7 @@ def let_go(store: Store, resources: StoreResources) -> None:
 
 
 def _is_over(box: list[Store], resources: StoreResources) -> bool:
-    """Whether C++ does not hold it, and Python has closed it or holds it in this box alone.
+    """Whether C++ does not refer to the store, and Python has closed it or refers to it from this box alone.
 
     Python may have it again: `PrefixStore.underlying_store` gives it back.
     """
@@ -115,7 +115,7 @@ def _is_over(box: list[Store], resources: StoreResources) -> bool:
 
 
 def _find_place() -> int | None:
-    """Which of the words is the count of holders. Tried out, not known: one that goes with those who hold it."""
+    """Which of the words is the reference count. Found by trial: the word that changes with the references."""
     probe, held, seen = _Probe(), list[Store](), list[list[int]]()
     for _ in range(3):
         words = _words(probe)
@@ -130,10 +130,9 @@ def _find_place() -> int | None:
 
 
 def _words(store: Store) -> list[int] | None:
-    """The first words of the C++ half; None if this Python half is not laid out as pybind11 does with one C++ half.
+    """The first words of the C++ half; None if the Python half does not have pybind11's layout for one C++ half.
 
-    That is: behind the head of each object the address of the C++ object, and then its holder, which is one pointer to
-    the same.
+    That layout is: the object's header, the address of the C++ object, and its holder, a pointer to the same address.
     """
     value, holder = (ctypes.c_size_t * 2).from_address(id(store) + object.__basicsize__)
     if not value or value != holder:
@@ -148,4 +147,4 @@ def _references_of_a_list() -> int:
 
 _PLACE: Final = _find_place()
 _ALONE: Final = _references_of_a_list()
-"""What `sys.getrefcount` says of what is in one list and nowhere else; that depends on the interpreter."""
+"""What `sys.getrefcount` returns for an object that only one list refers to. It depends on the interpreter."""

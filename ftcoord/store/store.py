@@ -1,7 +1,7 @@
 """The c10d Store whose keys live in etcd.
 
-<prefix>data/<key>           the value (`core/store_values.py` says how)
-<prefix>ops/<id>             what makes a lost answer harmless (`primitives/exactly_once.py`)
+<prefix>data/<key>           a value, encoded as `core/store_values.py` describes
+<prefix>ops/<id>             the count that makes a lost answer harmless (`primitives/exactly_once.py`)
 <prefix>queues/<key>/<id>    an item of a queue
 """
 
@@ -55,13 +55,13 @@ from ftcoord.store.waiting import Waiting
 T = TypeVar("T")
 
 DEFAULT_STORE_TIMEOUT: Final = timedelta(seconds=300)
-"""The time-out of a store's operations, unless its user sets another."""
+"""The default timeout of a store's operations."""
 KEYS_PER_REQUEST: Final = 100
 """Keys in one transaction; etcd allows 128 operations."""
 BYTES_PER_REQUEST: Final = 2**20
-"""Bytes of values in one transaction; etcd allows 1.5 MiB per request, keys included."""
+"""Bytes of values in one transaction; etcd allows 1.5 MiB per request, including keys."""
 REMEMBERED_KEYS: Final = 256
-"""How many keys' last revisions and values are remembered, so that they can be changed again without reading them."""
+"""How many keys are remembered with revision and value, so that they can be changed again without being read."""
 REMEMBERED_BYTES: Final = 4096
 """The largest value that is remembered."""
 LONGEST_TIMEOUT: Final = 1e9
@@ -69,35 +69,45 @@ LONGEST_TIMEOUT: Final = 1e9
 
 
 class EtcdStore(Store):
-    """A `torch.distributed.Store` on etcd.
+    """A `torch.distributed.Store` on etcd. Thread-safe; not usable in a forked child.
+
+    Warning: stores with the same prefix on the same etcd are one store. That includes all stores without a `prefix`, so
+    give each job its own.
 
     Args:
-        etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and friends.
-        prefix: all keys start with it, so end it with a slash; stores with one prefix on one etcd are one store.
+        etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and related
+            variables.
+        prefix: the prefix of all keys, ``/ftcoord/v1/@store/`` by default; end it with a slash.
         timeout: how long operations wait (default 300 s), also through an outage of etcd.
         ttl: seconds that the keys written here outlive this store. Their lease is renewed as long as the store is open.
-        lease: put all keys under this lease instead, and never renew it.
-        fence: a key; once it is gone, every change raises RoundOverError, and so does waiting for a key that is not
-            there.
+        lease: attach all keys to this lease instead, and never renew it.
+        fence: a key. Once it is gone, every change raises RoundOverError, and so does waiting for a missing key.
 
-    When neither Python nor C++ (a PrefixStore, a process group) refers to a store any longer, it is closed after a
-    moment. As long as C++ refers to it, it works. If it is in a reference cycle that Python frees while C++ refers to
-    the store, it stays open until `close()`.
+    Keys are str; values are str or bytes, and are returned as bytes. etcd limits a key and its value to 1.5 MiB
+    together, on default settings. A change is made at most once, and exactly once if the call returns. `multi_set` of
+    more than 100 keys (or 1 MiB of values) is not atomic.
 
-    Raises `torch.distributed.DistStoreError` when a key did not appear in time, or when etcd refuses a value as too
-    large (1.5 MiB by its default), or when the store or its client is closed; `DistNetworkError` when etcd could not be
-    reached in time. Keys are str, values str or bytes, and bytes come back. A change is made at most once, and exactly
-    once when the call returns. `multi_set` of more than 100 keys (or 1 MiB of values) is not atomic. Usable from
-    several threads, not in a forked child.
+    Every operation waits up to the store's timeout, even `check` and `set` if etcd is unreachable. It may raise:
+
+    - `torch.distributed.DistStoreError` when a key did not appear in time, when etcd refuses the login or the value
+      (too large, or NOSPACE), or when the store or its client is closed;
+    - `torch.distributed.DistNetworkError` when etcd did not answer in time;
+    - `ftcoord.store.errors.RoundOverError`, a DistStoreError, when the store's `fence` or `lease` is gone;
+    - `ForkedProcessError` in a forked child.
+
+    A store is closed automatically, after a moment, when neither Python nor C++ (a PrefixStore, a process group) refers
+    to it. It works as long as C++ refers to it. If Python frees it in a reference cycle while C++ still refers to it,
+    it stays open until `close()`.
 
     The semantics are TCPStore's (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Store), also
     for queues: `check` and `wait` see a queue that holds an item, and `num_keys`, `list_keys` and `delete_key` do not.
-    There are three differences. `get` waits for a value if there is only a queue, as HashStore's does. `add` to a value
-    that is not a number raises DistStoreError, where TCPStore closes the connection. And unlike torch's own EtcdStore,
-    time-outs raise DistStoreError, not LookupError.
+    There are three differences. If there is only a queue, `get` waits for a value, as HashStore's does. `add` to a
+    value that is not a number raises DistStoreError, whereas TCPStore closes the connection. And unlike in torch's own
+    EtcdStore, timeouts raise DistStoreError, not LookupError.
 
-    A PrefixStore has all of this but queues and `list_keys`, which torch passes on to no store written in Python: it
-    raises NotImplementedError ("queue support is not implemented"). Use the store itself, with a `prefix` of its own.
+    A PrefixStore on this store supports everything but queues and `list_keys`, which torch does not forward to stores
+    written in Python: it raises NotImplementedError ("queue support is not implemented"). Use an EtcdStore with its own
+    `prefix` instead.
     """
 
     _open: StoreResources | None = None  # None until all arguments were accepted
@@ -129,11 +139,11 @@ class EtcdStore(Store):
     # -- reading ------------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:
-        """The value of `key`; waits until there is one."""
+        """The value of `key`. Waits until there is one; DistStoreError after the store's timeout."""
         return _value(self._await(Get(Span(self._data + key)), key, self._deadline()))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all keys, in order; waits until all are there."""
+        """The values of all keys, in order. Waits until all exist; DistStoreError after the store's timeout."""
         deadline, wanted = self._deadline(), list(dict.fromkeys(keys))
         found = self._look(wanted, deadline)
         while missing := [key for key in wanted if key not in found]:
@@ -145,7 +155,10 @@ class EtcdStore(Store):
         return [_value(found[key]) for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there, each as a value or as a queue that holds an item."""
+        """Wait until all keys exist, each as a value or as a queue that holds an item.
+
+        Raises DistStoreError after `timeout`; None stands for the store's timeout.
+        """
         deadline = self._deadline(timeout)
         while missing := self._missing(keys, deadline):
             if self._are_alone(self._around(missing), missing, len(keys), deadline):
@@ -154,34 +167,38 @@ class EtcdStore(Store):
                 self._until(self._signs(missing[0]), missing[0], deadline)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there now, each as a value or as a queue that holds an item."""
+        """Whether all keys exist now, each as a value or as a queue that holds an item.
+
+        Waits only if etcd does not answer: DistNetworkError after the store's timeout.
+        """
         return not self._missing(keys, self._deadline())
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """The number of keys. Queues do not count."""
         return self._range(Get(Span(self._data, is_prefix=True), count_only=True), self._deadline()).count
 
     def list_keys(self) -> list[str]:
-        """All keys, sorted."""
+        """All keys, sorted. Queues are not listed."""
         found = self._range(Get(Span(self._data, is_prefix=True), keys_only=True), self._deadline())
         return [kv.key.removeprefix(self._data) for kv in found.kvs]
 
     # -- changing -----------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set `key`, whether it was there or not."""
+        """Set `key`, whether it exists or not."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set all keys; atomic up to 100 of them with 1 MiB of values. Raises ValueError for unequal lengths."""
+        """Set all keys. Atomic up to 100 keys and 1 MiB of values. Raises ValueError for unequal lengths."""
         last = dict(zip(keys, values, strict=True))
         for puts in _requests([Put(self._data + key, stored(as_bytes(value))) for key, value in last.items()]):
             self._make(puts)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the decimal number that `key` holds (0 if it is not there); the sum.
+        """Add to the decimal number that `key` holds, 0 if it does not exist; returns the sum.
 
-        Takes one request, however many others add the same amount at the same moment.
+        Takes one request, however many others add the same amount at the same moment. Raises DistStoreError if the
+        value is not a number.
         """
         name = self._data + key
         seen = self._remembered.get(name)
@@ -209,7 +226,7 @@ class EtcdStore(Store):
         return int(plain(new, made.kv.version))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to what `key` holds."""
+        """Append to the value of `key`. A missing key counts as empty."""
         name, more = self._data + key, as_bytes(value)
         seen = self._remembered.get(name)
         tries = self._tries(key)
@@ -224,9 +241,10 @@ class EtcdStore(Store):
             made = once(made.kv)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set `key` to `desired` if it holds `expected`, or is not there and `expected` is empty; what it holds then.
+        """Set `key` to `desired` if it holds `expected`, or does not exist and `expected` is empty.
 
-        For a key that is not there and another `expected`, that is returned, as TCPStore does.
+        Returns what the key holds afterwards. For a missing key and an `expected` that is not empty, returns
+        `expected`, as TCPStore does.
         """
         name, wanted, new = self._data + key, as_bytes(expected), as_bytes(desired)
         guard = Compare(name, "value", "=", stored(wanted)) if wanted else absent(name)
@@ -241,20 +259,21 @@ class EtcdStore(Store):
         return new
 
     def delete_key(self, key: str) -> bool:
-        """Delete `key`; whether it was there."""
+        """Delete `key`; returns whether it existed."""
         name = self._data + key
         return self._make([Delete(Span(name))], [exists(name)]).done
 
     # -- queues -------------------------------------------------------------------------------------------------
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Put an item at the end of the queue `key`."""
+        """Append an item to the queue `key`."""
         self._make([Put(self._queue(key).start + uuid.uuid4().hex, as_bytes(value))])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first item of the queue; each is given to one caller only.
+        """Take the first item of the queue. Each item goes to one caller only.
 
-        Waits for one if `block`, else raises `torch.distributed.QueueEmptyError` when there is none.
+        If `block`, waits for an item, and raises DistStoreError after the store's timeout. Else raises
+        `torch.distributed.QueueEmptyError` if there is none (DistStoreError with torch 2.6).
         """
         deadline = self._deadline()
         first = Get(self._queue(key), limit=1, order="oldest")
@@ -266,7 +285,7 @@ class EtcdStore(Store):
                 return item.value
 
     def queue_len(self, key: str) -> int:
-        """How many items the queue holds."""
+        """The number of items in the queue."""
         return self._range(Get(self._queue(key), count_only=True), self._deadline()).count
 
     # -- the rest of the interface ------------------------------------------------------------------------------
@@ -275,20 +294,23 @@ class EtcdStore(Store):
     getNumKeys = num_keys
 
     def has_extended_api(self) -> bool:
-        """True: append, multi_get and multi_set are there."""
+        """True: append, multi_get and multi_set are supported."""
         return True
 
     def clone(self) -> EtcdStore:
-        """This store itself: it may be used by several threads."""
+        """This store itself, because it is thread-safe."""
         return self
 
     def close(self) -> None:
-        """Close it: waiting calls fail, and keys written under its own lease expire after `ttl`. Idempotent."""
+        """Close the store: waiting calls raise DistStoreError, and keys under its own lease expire after `ttl`.
+
+        Idempotent.
+        """
         if self._open is not None:
             self._open.close()
 
     def __del__(self) -> None:
-        """Close the store unless C++ still refers to it; then keep it until that ends. Nothing at the process's end."""
+        """Close the store when C++ no longer refers to it. Does nothing when the process ends."""
         if self._open is not None and not sys.is_finalizing():
             let_go(self, self._open)
 
@@ -298,7 +320,7 @@ class EtcdStore(Store):
         return store_queue_span(self._prefix, key)
 
     def _deadline(self, timeout: timedelta | None = None) -> float:
-        """When an operation that begins now must end, on the monotonic clock. Refuses it when the store is closed."""
+        """The monotonic time at which an operation that begins now must end. Raises DistStoreError if it is closed."""
         if self._closed.is_set():
             raise DistStoreError(STORE_CLOSED)
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # C++ property
@@ -312,18 +334,18 @@ class EtcdStore(Store):
         return retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
 
     def _snapshot(self, look: Callable[[SnapshotReader], T], deadline: float) -> T:
-        """What `look` makes of the store as it is at one moment."""
+        """What `look` returns for the store at one revision."""
         with as_torch_errors():
             return read_snapshot(partial(self._retry, deadline), look)
 
     def _missing(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """Those of the keys that are not there now, neither as a value nor as a queue."""
+        """The keys that do not exist now, neither as a value nor as a queue."""
         for key in keys:
             key.encode()  # refuses half characters: etcd would give back another key
         return self._snapshot(partial(self._unseen, keys), deadline)
 
     def _unseen(self, keys: Sequence[str], now: SnapshotReader) -> list[str]:
-        """As `_missing`. Reads all from the first to the last key, and each by itself if many others are there."""
+        """As `_missing`. Reads all keys from the first to the last; or each separately if there are many others."""
         unseen, is_all = list(keys), len(keys) > 1
         for span in (self._from_first_to_last(keys), self._around(keys)[1]) if is_all else ():
             found = now.range(Get(span, limit=2 * len(keys), keys_only=True))
@@ -342,7 +364,7 @@ class EtcdStore(Store):
         return [Span(self._data + start, True), Span(self._queues + quote(start, safe=""), True)]
 
     def _from_first_to_last(self, keys: Sequence[str]) -> Span:
-        """The values of these keys, and of all between them. Texts are in the order of their bytes in UTF-8."""
+        """The values of these keys, and of all between them, in the byte order of UTF-8."""
         return Span(self._data + min(keys), stop=f"{self._data}{max(keys)}\0")
 
     def _name(self, kv: KeyValue) -> str:
@@ -352,25 +374,25 @@ class EtcdStore(Store):
         return unquote(kv.key.removeprefix(self._queues).partition("/")[0])
 
     def _are_alone(self, around: Sequence[Span], keys: Sequence[str], wanted: int, deadline: float) -> bool:
-        """Whether a watch of all around these keys, some of the `wanted` ones, will bring little else."""
+        """Whether watching the spans around these keys, some of the `wanted` ones, brings few other keys."""
         if len(keys) == 1:
             return False
         return sum(self._range(Get(span, count_only=True), deadline).count for span in around) <= 2 * wanted
 
     def _values_to_come(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
-        """The values of the keys, as they are when they are seen first."""
+        """Wait for the keys; returns their first values."""
         found = dict[str, KeyValue]()
         self._all_of(self._around(keys)[:1], keys, lambda kv: found.setdefault(self._name(kv), kv), deadline)
         return {key: found[key] for key in keys}
 
     def _signs_to_come(self, keys: Sequence[str], deadline: float) -> None:
-        """Until each of the keys was seen, as a value or as a queue that held an item."""
+        """Wait until each of the keys was seen, as a value or as a queue that held an item."""
         self._all_of(self._around(keys), keys, lambda kv: None, deadline)
 
     def _all_of(
         self, spans: Sequence[Span], keys: Sequence[str], note: Callable[[KeyValue], object], deadline: float
     ) -> None:
-        """Watch the spans until each of the keys was seen; `note` gets whatever is seen there meanwhile."""
+        """Watch the spans until each of the keys was seen; `note` gets everything that is seen."""
         missing = dict.fromkeys(keys)
 
         def take(kvs: Sequence[KeyValue]) -> bool:
@@ -385,15 +407,15 @@ class EtcdStore(Store):
             self._raise_missing(next(iter(missing)))
 
     def _signs(self, key: str) -> list[Get]:
-        """What finds a key that is there: its value, or an item of its queue."""
+        """The reads that find an existing key: its value, or an item of its queue."""
         return [Get(Span(self._data + key), keys_only=True), Get(self._queue(key), limit=1, keys_only=True)]
 
     def _look(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
-        """Those of the different keys that have a value now."""
+        """The values of those keys that have one now. The keys must be distinct."""
         return self._snapshot(partial(self._seen, keys), deadline)
 
     def _seen(self, keys: Sequence[str], now: SnapshotReader) -> dict[str, KeyValue]:
-        """As `_look`. Reads all from the first to the last key, and each by itself if many others are there."""
+        """As `_look`. Reads all keys from the first to the last; or each separately if there are many others."""
         if len(keys) > 1:
             found = now.range(Get(self._from_first_to_last(keys), limit=2 * len(keys)))
             if found.count == len(found.kvs):
@@ -403,11 +425,11 @@ class EtcdStore(Store):
         return {key: kv for key, kv in each.items() if kv is not None}
 
     def _await(self, get: Get, name: str, deadline: float) -> KeyValue:
-        """What `get` finds, as soon as there is something."""
+        """The first key that `get` finds; waits until there is one."""
         return self._range(get, deadline).one or self._until([get], name, deadline)
 
     def _until(self, gets: Sequence[Get], name: str, deadline: float) -> KeyValue:
-        """What one of `gets` will find, none of which found anything."""
+        """The first key that one of `gets` will find, after none of them found one."""
         with as_torch_errors():
             found = self._waiting.first(gets, deadline)
         if found is None:
@@ -433,7 +455,7 @@ class EtcdStore(Store):
         return Tries(key, self._deadline(), self._closed)
 
     def _put(self, name: str, value: bytes, guard: Compare, deadline: float) -> Made:
-        """Put a key if the guard holds, and remember what it is then: the next change will need it."""
+        """Put a key if the guard holds, and remember its value for the next change."""
         made = self._make([Put(name, value)], [guard], name, deadline)
         kv = made.kv._replace(value=value) if made.done and made.kv else made.kv
         if kv is not None and len(kv.value) <= REMEMBERED_BYTES:
@@ -460,7 +482,7 @@ def _number(key: str, kv: KeyValue) -> int:
 
 
 def _requests(puts: Sequence[Put]) -> Iterator[list[Put]]:
-    """The puts in order, in parts that etcd takes in one request each."""
+    """The puts in order, in parts that fit into one request each."""
     part: list[Put] = []
     size = 0
     for put in puts:

@@ -1,4 +1,4 @@
-"""The tries of one operation that others' changes may refuse."""
+"""The attempts of one operation that fails when others change the key first."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ftcoord import concurrency
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff
 
 UNPAUSED_TRIES: Final = 2
-"""Tries that follow one another without a pause: most of them only learn what the key is."""
+"""Attempts that follow one another without a pause: most of them only learn the key's value."""
 
 
 class Tries:
-    """All have one deadline. For one thread.
+    """Attempts with a common deadline. Not thread-safe.
 
     Args:
         key: what the operation changes.
-        deadline: monotonic; it gets `SHORTEST_TIMEOUT` seconds in any case.
+        deadline: monotonic; at least `SHORTEST_TIMEOUT` seconds from now.
         closed: ends a pause.
     """
 
@@ -27,7 +27,7 @@ class Tries:
         self._key, self._closed, self._failed = key, closed, 0
 
     def again(self) -> None:
-        """Pause after one that was refused. Raises DistStoreError after the deadline."""
+        """Pause after a failed attempt. Raises DistStoreError after the deadline."""
         self._failed += 1
         if concurrency.now() >= self.deadline:
             raise DistStoreError(

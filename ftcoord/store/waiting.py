@@ -1,4 +1,4 @@
-"""Waiting for keys that are not there yet, or for the end of the fence: then nobody will write them."""
+"""Waits for keys that do not exist yet, or for the end of the fence: after that nobody will write them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ftcoord.primitives.exactly_once import round_over
 _Items: TypeAlias = "concurrency.Queue[tuple[int, WatchItem | None]]"
 _FENCE: Final = -1
 Take: TypeAlias = Callable[[Sequence[KeyValue]], bool]
-"""Takes keys as they are; whether these were all that it needs."""
+"""Takes keys as they are; returns whether it has all that it needs."""
 
 
 class Waiting:
-    """The calls of one store that wait, in any of its threads.
+    """The waiting calls of one store. Thread-safe.
 
     Args:
         etcd: the etcd client.
@@ -36,12 +36,12 @@ class Waiting:
         self._waiters: list[_Items] = []
 
     def wake(self) -> None:
-        """End all waits, `closed` being set."""
+        """End all waits. Set `closed` before."""
         for items in list(self._waiters):
             items.put((_FENCE, None))
 
     def first(self, gets: Sequence[Get], deadline: float) -> KeyValue | None:
-        """What one of `gets` finds, or the first value put later; None after the deadline or when the store was closed.
+        """What one of `gets` finds, or the first value put later; None after the deadline, or if the store is closed.
 
         Raises as `until` does.
         """
@@ -54,12 +54,12 @@ class Waiting:
         return found[0] if self.until(gets, take, deadline) else None
 
     def until(self, gets: Sequence[Get], take: Take, deadline: float) -> bool:
-        """Give `take` what `gets` find, and then whatever is put into their spans, until it returns True.
+        """Pass `take` what `gets` find, and then everything that is put into their spans, until it returns True.
 
-        Whether it did: False after the deadline, or when the store was closed. It may be given a key more than once.
+        Returns whether it did: False after the deadline, or if the store was closed. `take` may get a key twice.
 
         Watches each of the spans, and the fence. Raises EtcdError, such as ClientClosed, or EtcdUnavailable when etcd
-        does not answer at the end; and RoundOver when `take` has not got all and the fence is gone.
+        does not answer at the deadline; and RoundOver when the fence is gone and `take` still lacks keys.
         """
         ended = 0
         while not self._closed.is_set():
@@ -71,7 +71,7 @@ class Waiting:
         return False
 
     def _watch(self, gets: Sequence[Get], take: Take, deadline: float) -> bool:
-        """As `until`, but False also when a watch ended."""
+        """As `until`, but also returns False when a watch ended."""
         items: _Items = concurrency.inbox()
         self._waiters.append(items)
         with ExitStack() as undo:
@@ -84,7 +84,7 @@ class Waiting:
             return self._hear(items, gets, take, deadline)
 
     def _hear(self, items: _Items, gets: Sequence[Get], take: Take, deadline: float) -> bool:
-        """Read once all watches stand, so that nothing is missed between reading and watching; then wait."""
+        """Read after all watches are established, so that no change between them is missed; then wait."""
         standing = set[int]()
         wanted = len(gets) + (self._fence is not None)
         while not self._closed.is_set():
@@ -108,7 +108,7 @@ class Waiting:
         return False
 
     def _read(self, gets: Sequence[Get], take: Take, deadline: float) -> bool:
-        """Give what is there now. Raises RoundOver if that is not all and the fence is gone."""
+        """Pass `take` what exists now. Raises RoundOver if that is not all and the fence is gone."""
         fences = [] if self._fence is None else [Get(Span(self._fence), keys_only=True)]
         found = read_snapshot(partial(self._range, deadline), lambda then: then.ranges([*gets, *fences]))
         has_all = take([kv for one in found[: len(gets)] for kv in one.kvs])

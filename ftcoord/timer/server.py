@@ -302,7 +302,7 @@ class _Gaps:
         return self._planned - now
 
     def notice(self, began: int) -> None:
-        """Give timers more time if there was a gap since the last turn. `began`: how often the queue's watch started."""
+        """Give timers more time if there was a gap since the last turn. `began`: how often the queue's watch began."""
         now = self._clock()
         late = now - self._planned
         if late > LATE_AFTER:
