@@ -20,12 +20,15 @@ class EtcdCluster:
         with EtcdCluster(3) as cluster:
             cluster.kill(cluster.leader())
 
-    They end with the process that started them, as `EtcdServer` does. What may fail on purpose is one member at a time
-    or more: without a majority nothing serves, and `restart(i)` of one member waits in vain (use ``wait=False``).
+    They end with the process that started them, as `EtcdServer` does. Without a majority no member serves, and
+    `restart(i)` of one member waits in vain (use ``wait=False``).
+
+    Methods that take the index of a member, from 0 to `n` - 1, raise IndexError for a bad one, and ServerError before
+    `start()` and after `stop()`.
 
     Args:
-        n: how many members.
-        heartbeat_interval_ms, election_timeout_ms, extra_args: for every member, as in `EtcdMember`.
+        n: the number of members, at least 1.
+        heartbeat_interval_ms, election_timeout_ms, extra_args: for every member, as in `EtcdServer`.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -54,18 +57,18 @@ class EtcdCluster:
 
     @property
     def endpoints(self) -> str:
-        """``host:port`` of every member, in order, joined by commas."""
+        """``host:port`` of every member, in order, joined by commas. Raises ServerError if never started."""
         return ",".join(member.get_endpoint() for member in self.members)
 
     def start(self, timeout: float = 60, num_retries: int = 3) -> None:
-        """Start all members and wait until each serves.
+        """Start all members, and wait until each one serves.
 
         Args:
-            timeout: seconds that all of it may take.
-            num_retries: how often to try in all when somebody else takes a port first.
+            timeout: seconds that this may take in all.
+            num_retries: how often to try in all if another process takes a port first.
 
         Raises:
-            ServerError: started already, or a member did not come up; the message has the end of its log.
+            ServerError: it is already started, or a member did not come up; the message has the end of its log.
         """
         if self._started:
             raise ServerError(f"the cluster is started already on {self.endpoints}: use it, or call stop()")
@@ -81,7 +84,7 @@ class EtcdCluster:
                 return
 
     def stop(self) -> None:
-        """End all members and remove their data. Idempotent. Without effect in a forked child."""
+        """End all members and remove their data. Idempotent; does nothing in a forked child."""
         for member in self.members:
             member.stop()
         self._started = False
@@ -91,11 +94,20 @@ class EtcdCluster:
         self.members[i].kill()
 
     def restart(self, i: int, timeout: float = 60, *, wait: bool = True) -> None:
-        """Start member `i` again, ending it first if it runs. See `EtcdMember.restart`."""
+        """Start member `i` again, on the same port with the same data. A running member is ended first.
+
+        Args:
+            i: the member's index.
+            timeout: seconds to wait until it serves.
+            wait: False to return as soon as the process runs: a member without a majority cannot serve yet.
+
+        Raises:
+            ServerError: the cluster is not started, or the member does not come up. It can be tried again.
+        """
         self.members[i].restart(timeout, wait=wait)
 
     def pause(self, i: int) -> None:
-        """Stop member `i` with SIGSTOP: it hangs, with its connections open, until `resume`."""
+        """Stop member `i` with SIGSTOP: it hangs, with its connections open, until `resume`. No effect if it ended."""
         self.members[i].pause()
 
     def resume(self, i: int) -> None:
@@ -103,10 +115,12 @@ class EtcdCluster:
         self.members[i].resume()
 
     def wipe(self, timeout: float = 60) -> None:
-        """Lose all members with their data, and start a new cluster in their place, on the same ports.
+        """Kill all members, remove their data, and start a new cluster on the same ports.
+
+        Waits `timeout` seconds until it serves.
 
         Raises:
-            ServerError: it does not come up.
+            ServerError: the cluster is not started, or the new one does not come up.
         """
         for member in self.members:
             member.wipe()
@@ -115,10 +129,10 @@ class EtcdCluster:
         self.wait_healthy(timeout)
 
     def leader(self, timeout: float = 60) -> int:
-        """The index of the leader among the members that run and are not paused, waiting for an election if need be.
+        """The index of the leader among the members that run and are not paused. Waits for an election if need be.
 
         Raises:
-            ServerError: no leader within `timeout` seconds.
+            ServerError: there is no leader within `timeout` seconds.
         """
         deadline = concurrency.now() + timeout
         while (index := self._leader()) is None:
@@ -128,10 +142,10 @@ class EtcdCluster:
         return index
 
     def wait_healthy(self, timeout: float = 60) -> None:
-        """Return when every member that is neither killed nor paused serves.
+        """Wait until every member that is neither killed nor paused serves.
 
         Raises:
-            ServerError: one did not within `timeout` seconds, or ended meanwhile; or none is running.
+            ServerError: a member did not serve within `timeout` seconds, or ended meanwhile; or no member is running.
         """
         deadline = concurrency.now() + timeout
         active = self._active()
@@ -164,7 +178,7 @@ class EtcdCluster:
         return [i for i, member in enumerate(self.members) if member.is_running() and not member.is_paused()]
 
     def _leader(self) -> int | None:
-        """The member that claims to lead, in the highest term: one that was just resumed may still believe it leads."""
+        """The member that claims to lead, in the highest term: a member that was just resumed may still claim to."""
         claims = []
         for i in self._active():
             status = self.members[i].http("POST", "/v3/maintenance/status", {})

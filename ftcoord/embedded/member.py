@@ -1,4 +1,4 @@
-"""One local etcd process: its ports, its command line, its log, and whether it serves."""
+"""One local etcd process: its ports, command line, log and health."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.release import EMBEDDED_NAMES
 
 POLL_INTERVAL = 0.02
-"""Seconds between two looks at a server that is coming up: etcd announces nothing."""
+"""Seconds between two checks of a server that is starting: etcd does not announce that it serves."""
 
 _HTTP_TIMEOUT = 2.0
 _LOG_LINES = 12
 
 
 class EtcdMember:
-    """One etcd process on this machine, alone or as a member of a local cluster; its peer port is on 127.0.0.1 only.
+    """One etcd process on this machine, alone or as a member of a local cluster. Its peer port is on 127.0.0.1 only.
 
-    The lower layer of `EtcdServer` and `EtcdCluster`, which see to starting it: `prepare`, `launch`, `wait_ready`.
+    The lower layer of `EtcdServer` and `EtcdCluster`, which start it with `prepare`, `launch` and `wait_ready`. Except
+    for `stop`, `is_running`, `is_paused`, `get_host` and `prepare`, methods raise ServerError before it is started.
 
     Args:
-        data_dir: kept on `stop`, or None for a temporary directory that is removed.
-        port: the client port, 0 for any free one.
+        data_dir: etcd's data; kept on `stop`. None for a temporary directory that is removed.
+        port: the client port; 0 for any free one.
         host: the IP address that clients connect to.
-        log_path: etcd's log, appended to; None for ``etcd.log`` beside its data.
+        log_path: the file that etcd's log is appended to; None for ``etcd.log`` beside its data.
         heartbeat_interval_ms: etcd's flag.
-        election_timeout_ms: etcd's flag, at least 5 heartbeat intervals. The smallest lease is 1.5 times this.
+        election_timeout_ms: etcd's flag, at least 5 heartbeat intervals. etcd grants no lease shorter than 1.5 times
+            this.
         extra_args: further etcd flags, last on its command line. Anyone on the machine can read them.
-        name: the member's name among its fellows; in etcd it has ``ftcoord-`` before it, by which clients know that
+        name: the member's name in its cluster. In etcd it is prefixed with ``ftcoord-``, so that clients know that
             ftcoord started this member.
 
     Raises:
@@ -121,7 +123,7 @@ class EtcdMember:
         return self._paused
 
     def healthy(self, timeout: float = _HTTP_TIMEOUT) -> bool:
-        """Whether it serves linearizable reads, hence knows a leader. Out of space (NOSPACE) counts as healthy.
+        """Whether it serves linearizable reads, and so knows a leader. A member out of space (NOSPACE) is healthy.
 
         Args:
             timeout: seconds for each of the two requests that this may take.
@@ -135,15 +137,15 @@ class EtcdMember:
     def http(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout: float = _HTTP_TIMEOUT
     ) -> dict[str, Any] | None:
-        """Ask etcd's HTTP side, such as the JSON gateway ``/v3/...``: the JSON object that it answers.
+        """Send a request to etcd's HTTP side, such as the JSON gateway ``/v3/...``; returns the JSON object.
 
-        None for any answer but status 200 and a JSON object, or none within `timeout` seconds.
+        None for any answer but status 200 with a JSON object, and for no answer within `timeout` seconds.
         """
         answer = self._ask(method, path, body, timeout)
         return answer[1] if answer is not None and answer[0] == http.client.OK and isinstance(answer[1], dict) else None
 
     def prepare(self) -> str:
-        """Choose the ports and keep them.
+        """Choose and reserve the ports.
 
         Returns:
             This member's part of ``--initial-cluster``.
@@ -156,15 +158,15 @@ class EtcdMember:
         return f"{self.name}={self._peer_url()}"
 
     def launch(self, initial_cluster: str, stderr: int | IO[Any] | None = None) -> None:
-        """Start etcd after `prepare`; does not wait until it serves.
+        """Start etcd, after `prepare`. Does not wait until it serves.
 
         Args:
             initial_cluster: what all members' `prepare` returned, joined by commas.
-            stderr: a file or descriptor for etcd's log instead of its log file.
+            stderr: a file or a descriptor for etcd's log, instead of its log file.
 
         Raises:
             ConfigError: `stderr` is ``subprocess.PIPE``, which nobody would read.
-            ServerError: no etcd binary, or it, its directory or its log file cannot be used.
+            ServerError: there is no etcd binary, or the binary, the data directory or the log file cannot be used.
         """
         if stderr in (subprocess.PIPE, subprocess.STDOUT):
             raise ConfigError("stderr", stderr, "a file, a descriptor, subprocess.DEVNULL, or None for etcd's log file")
@@ -196,7 +198,7 @@ class EtcdMember:
         self.relaunch()
 
     def relaunch(self) -> None:
-        """Start etcd again on the same ports and data, ending it first if it runs; does not wait until it serves."""
+        """Start etcd again on the same ports and data; a running one is ended first. Does not wait until it serves."""
         process = self._started()
         self._log_start = self._log.stat().st_size if self._log is not None else 0
         for port in self._ports():
@@ -205,11 +207,11 @@ class EtcdMember:
         self._paused = False
 
     def wait_ready(self, timeout: float) -> None:
-        """Return when etcd serves.
+        """Wait until etcd serves.
 
         Raises:
-            PortLost: it ended because one of its ports is in use.
-            ServerError: it ended, or did not serve within `timeout` seconds. The message has the end of its log.
+            PortLost: etcd ended because one of its ports is in use.
+            ServerError: etcd ended, or did not serve within `timeout` seconds. The message has the end of its log.
         """
         deadline = concurrency.now() + timeout
         while not self.healthy(min(_HTTP_TIMEOUT, max(POLL_INTERVAL, deadline - concurrency.now()))):
@@ -221,41 +223,41 @@ class EtcdMember:
             concurrency.sleep(POLL_INTERVAL)
 
     def kill(self) -> None:
-        """End etcd with SIGKILL, as a crash does. Its data and port are kept for `restart`."""
+        """End etcd with SIGKILL, as in a crash. Its data and port are kept for `restart`."""
         self._started().kill()
         self._paused = False
 
     def pause(self) -> None:
-        """Stop etcd with SIGSTOP: it hangs, with its connections open, until `resume`. No effect when it has ended."""
+        """Stop etcd with SIGSTOP: it hangs, with its connections open, until `resume`. No effect if it has ended."""
         self._started().pause()
         self._paused = self.is_running()
 
     def resume(self) -> None:
-        """Let a paused etcd go on."""
+        """Let a paused etcd continue."""
         self._started().resume()
         self._paused = False
 
     def restart(self, timeout: float = 60, *, wait: bool = True) -> None:
-        """Start etcd again on the same port with the same data, ending it first if it still runs.
+        """Start etcd again on the same port with the same data; a running one is ended first.
 
         Args:
             timeout: seconds to wait until it serves.
-            wait: False to return once the process runs: a member without a majority cannot serve yet.
+            wait: False to return as soon as the process runs: a member without a majority cannot serve yet.
 
         Raises:
-            ServerError: never started, or it does not come up. It can be tried again.
+            ServerError: it was never started, or does not come up. It can be tried again.
         """
         self.relaunch()
         if wait:
             self.wait_ready(timeout)
 
     def wipe(self) -> None:
-        """End etcd with SIGKILL and remove its data, as a host does that is lost; its port is kept for `restart`."""
+        """End etcd with SIGKILL and remove its data, as if its host were lost. Its port is kept for `restart`."""
         self.kill()
         shutil.rmtree(os.path.join(self._data, "member"))
 
     def stop(self) -> None:
-        """End etcd and remove its temporary data. Idempotent. Without effect in a forked child of the starter."""
+        """End etcd and remove its temporary data. Idempotent; does nothing in a forked child."""
         if self._process is not None and not self._process.is_owner():
             return
         if self._process is not None:
@@ -280,7 +282,7 @@ class EtcdMember:
         return f"http://{join(LOOPBACK, self._peer_port.number)}"
 
     def _arguments(self, data_dir: str, initial_cluster: str) -> list[str]:
-        """Only flags that every etcd from 3.4 to 3.6 has."""
+        """etcd's flags: only those that every version from 3.4 to 3.6 has."""
         return [
             f"--name={self.name}",
             f"--data-dir={data_dir}",
@@ -296,7 +298,7 @@ class EtcdMember:
         ]
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None, timeout: float) -> tuple[int, Any] | None:
-        """Status and JSON of etcd's answer, None without one."""
+        """The status and JSON of etcd's answer; None without an answer."""
         connection = http.client.HTTPConnection(local_address(self._host), self.get_port(), timeout=timeout)
         try:
             connection.request(method, path, body=None if body is None else json.dumps(body))
@@ -308,7 +310,7 @@ class EtcdMember:
             connection.close()
 
     def _startup_error(self, problem: str) -> ServerError:
-        """The error, with what etcd logged since its last launch."""
+        """The error, with etcd's log since its last launch."""
         if self._log is None:
             return ServerError(f"{problem} on {self.get_endpoint()}; correct what it wrote to the given stderr")
         with open(self._log, "rb") as file:

@@ -1,4 +1,4 @@
-"""An embedded etcd for one machine."""
+"""An embedded etcd server on this machine."""
 
 from __future__ import annotations
 
@@ -20,29 +20,41 @@ _Self = TypeVar("_Self", bound="EtcdServer")
 
 
 class EtcdServer(EtcdMember):
-    """A single etcd, with the methods of torch's class of that name.
+    """A single etcd server, with the methods of torch's class of that name.
 
         with EtcdServer() as server:
             client = server.get_client()
 
-    It listens on 127.0.0.1 unless told otherwise, and ends with the process that started it, also when that is killed
-    with -9; its temporary data goes with it. It does not end with the thread that started it, nor with a forked child.
-    The arguments are those of `EtcdMember`; other than in torch, a `data_dir` that you give is kept, and `get_client`
-    gives a client of etcd's v3 API.
+    It ends with the process that started it, even if that is killed with SIGKILL, and its temporary data is removed. It
+    does not end with the thread that started it, nor with a forked child. Unlike torch's class, it keeps a `data_dir`
+    that you give, and `get_client` returns a client of etcd's v3 API.
+
+    Args:
+        data_dir: etcd's data; kept on `stop`. None for a temporary directory that is removed.
+        port: the client port; 0 for any free one.
+        host: the IP address to listen on, 127.0.0.1 by default.
+        log_path: the file that etcd's log is appended to; None for ``etcd.log`` beside its data.
+        heartbeat_interval_ms: etcd's flag, 100 by default.
+        election_timeout_ms: etcd's flag, 1000 by default, at least 5 heartbeat intervals. etcd grants no lease shorter
+            than 1.5 times this.
+        extra_args: further etcd flags, last on its command line. Anyone on the machine can read them.
+        name: the member's name; in etcd it is prefixed with ``ftcoord-``.
+
+    Raises ConfigError if an argument is not valid.
     """
 
     def start(self, timeout: float = 60, num_retries: int = 3, stderr: int | IO[Any] | None = None) -> None:
-        """Start etcd and wait until it serves.
+        """Start etcd, and wait until it serves.
 
         Args:
-            timeout: seconds that all of it may take.
-            num_retries: how often to try in all when somebody else takes the port first. Other failures are final.
-            stderr: a file, descriptor or ``subprocess.DEVNULL`` for etcd's log instead of its log file.
+            timeout: seconds that this may take in all.
+            num_retries: how often to try in all if another process takes the port first. Other failures are final.
+            stderr: a file, a descriptor or ``subprocess.DEVNULL`` for etcd's log, instead of its log file.
 
         Raises:
             ConfigError: `stderr` is ``subprocess.PIPE``.
-            ServerError: it is started already; no binary, or the port is in use, or etcd ended or did not serve in
-                time: the message has the end of its log. Nothing is left behind.
+            ServerError: it is already started, there is no etcd binary, the port is in use, or etcd ended or did not
+                serve in time; the message then has the end of etcd's log. Nothing is left behind.
         """
         if self._process is not None:
             raise ServerError(f"etcd is started already on {self.get_endpoint()}: use it, or call stop() or restart()")
@@ -59,15 +71,15 @@ class EtcdServer(EtcdMember):
                 return
 
     def get_host(self) -> str:
-        """``localhost``, as torch's says, or the address that it was told to listen on, if that is another one."""
+        """``localhost``, as in torch; or the address that it listens on, if that is not 127.0.0.1."""
         host = super().get_host()
         return "localhost" if host == LOOPBACK else host
 
     def get_client(self) -> EtcdClient:
-        """A new client of this server; the caller closes it.
+        """Make a client of this server; the caller closes it. Raises ServerError if it was never started.
 
-        Of the client that torch's gives it has `version`. Reading, writing and watching are those of `EtcdClient`: the
-        rest of python-etcd's calls are those of etcd's v2 API, which an etcd from 3.6 on does not have.
+        Of python-etcd's client, which torch's class returns, it has only `version`: the other calls are those of etcd's
+        v2 API, which etcd 3.6 and later do not have. See `EtcdClient`.
         """
         from ftcoord.etcd.client import EtcdClient
 

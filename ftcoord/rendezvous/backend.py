@@ -1,8 +1,8 @@
 """`etcd-v3-dynamic`: torch's own rendezvous state machine, on etcd v3.
 
-torch keeps the whole state of a run in one key, in Python's own object format. Reading that format runs code, so anyone
-who can write the key controls every node. torch also keeps the bootstrap address of the first round
-(docs/architecture.md). Use `etcd-v3` unless you need torch's state machine.
+torch keeps the whole state of a run in one key, as a pickle. Unpickling runs code, so anyone who can write the key
+controls every node. torch also keeps the bootstrap address of the first round (docs/architecture.md). Use `etcd-v3`
+unless you need torch's state machine.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ftcoord.store import EtcdStore
 
 NAME: Final = "etcd-v3-dynamic"
 STATE_TTL: Final = 7200
-"""Seconds that a state lives after its last write; the same as in torch's etcd-v2."""
+"""Seconds that a state lives after its last write, as in torch's etcd-v2."""
 _TORCH_KEYS: Final = ("cas_backoff_max_seconds",)
 
 
 class EtcdRendezvousBackend(RendezvousBackend):
-    """Keeps the state of a run for `torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler`.
+    """Stores the state of a run for `torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler`.
 
-    A state is bytes. It is written if it has not changed since it was read; the fencing token is the key's mod
-    revision. For one thread: nothing guards the lease.
+    A state is bytes. It is written only if it has not changed since it was read; the fencing token is the key's mod
+    revision. Not thread-safe.
 
     Args:
         etcd: the client.
         key: the key that holds the state.
-        ttl: seconds that the state lives after its last write. The lease is renewed by writes, and at most every third
-            of this, so it may be two thirds of it.
+        ttl: seconds that the state lives after its last write, at least two thirds of it: writes renew the lease only
+            when a third of `ttl` has passed.
     """
 
     def __init__(self, etcd: Etcd, key: str, ttl: int = STATE_TTL) -> None:
@@ -52,11 +52,11 @@ class EtcdRendezvousBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """etcd-v3-dynamic."""
+        """``etcd-v3-dynamic``."""
         return NAME
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """The state and its token. Raises RendezvousConnectionError."""
+        """The state and its token; None if there is none. Raises RendezvousConnectionError."""
         try:
             kv = self._etcd.range(Get(Span(self._key))).one
         except EtcdError as error:
@@ -64,11 +64,10 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return (kv.value, kv.mod_revision) if kv else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Write the state if it still has this token, or without one if there is no state yet.
+        """Write the state if it still has this token; without a token, if there is no state yet.
 
-        Returns the state that is there afterwards, its token, and whether this call wrote it.
-
-        Raises RendezvousConnectionError.
+        Returns the state in etcd afterwards, its token, and whether this call wrote it. Raises
+        RendezvousConnectionError.
         """
         expected = token if token else 0
         if not isinstance(expected, int):
@@ -98,10 +97,10 @@ class EtcdRendezvousBackend(RendezvousBackend):
 
 
 def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, EtcdStore]:
-    """The backend and the store for torch's handler, from torchrun's parameters.
+    """Make the backend and the store of torch's handler from torchrun's parameters.
 
-    Takes the endpoints, TLS and login settings that `etcd-v3` takes. Raises ValueError (ConfigError) for bad settings,
-    and RendezvousConnectionError when etcd does not answer.
+    Takes the endpoint, TLS and login settings of `etcd-v3`. Raises ConfigError (a ValueError) for bad settings, and
+    RendezvousConnectionError when etcd does not answer.
     """
     conf = {key: value for key, value in params.config.items() if key not in _TORCH_KEYS}
     if conf.get("timers") is not None:
@@ -114,6 +113,9 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
 
 
 def create_dynamic_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler that `torchrun --rdzv-backend=etcd-v3-dynamic` uses: torch's, on etcd v3."""
+    """Make the handler that `torchrun --rdzv-backend=etcd-v3-dynamic` uses: torch's own, on etcd v3.
+
+    Raises what `create_backend` raises.
+    """
     backend, store = create_backend(params)
     return create_torchs_handler(store, backend, params)

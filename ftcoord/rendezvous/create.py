@@ -1,4 +1,4 @@
-"""Makes a handler from torchrun's parameters."""
+"""Makes a rendezvous handler from torchrun's parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class OpenedRun(NamedTuple):
-    """A run's settings, and a client whose etcd has answered; `server` is that etcd if it was started here."""
+    """A run's settings, and a client whose etcd has answered; `server` is the embedded etcd, if there is one."""
 
     settings: RendezvousSettings
     etcd: SharedClient
@@ -29,10 +29,12 @@ class OpenedRun(NamedTuple):
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler that `torchrun --rdzv-backend=etcd-v3` uses.
+    """Make the handler that `torchrun --rdzv-backend=etcd-v3` uses. It has joined no round yet.
 
-    Raises ValueError (ConfigError) for bad settings before any socket is opened, and RendezvousConnectionError when
-    etcd does not answer within `read_timeout` seconds (default 5).
+    Raises:
+        ConfigError (a ValueError): bad settings, before any socket is opened.
+        RendezvousConnectionError: etcd refuses, or does not answer within `request_timeout` seconds (default 5).
+        ServerError: the embedded etcd cannot be started.
     """
     show_log_lines()
     metrics_at = MetricsAddress.of_environment()
@@ -42,14 +44,14 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def with_conf(params: RendezvousParameters, conf: Mapping[str, object]) -> RendezvousParameters:
-    """The same parameters with another ``rdzv_conf``."""
+    """The same parameters with a different ``rdzv_conf``."""
     return RendezvousParameters(
         params.backend, params.endpoint, params.run_id, params.min_nodes, params.max_nodes, params.local_addr, **conf
     )
 
 
 def open_run(params: RendezvousParameters) -> OpenedRun:
-    """Check the parameters, and connect. Raises as `create_handler`."""
+    """Check the parameters, and connect. Raises what `create_handler` raises."""
     settings = RendezvousSettings.parse(
         backend=params.backend,
         endpoint=params.endpoint,
@@ -74,9 +76,9 @@ def open_run(params: RendezvousParameters) -> OpenedRun:
 
 
 def connect(config: EtcdConfig) -> SharedClient:
-    """A client whose etcd has answered. Raises RendezvousConnectionError.
+    """Make a client whose etcd has answered. Raises RendezvousConnectionError.
 
-    It shares the process's connection: each connection with a watch costs a process three threads, and etcd a stream.
+    It shares the process's connection, because each connection with a watch costs three threads and a stream in etcd.
     """
     client = SharedClient(config)
     try:

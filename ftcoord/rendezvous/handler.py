@@ -1,7 +1,7 @@
-"""torchrun's `etcd-v3` rendezvous: rounds decided through etcd, with a fresh store and bootstrap address each.
+"""torchrun's `etcd-v3` rendezvous: rounds decided through etcd, each with a fresh store and bootstrap address.
 
-The contract is torch's `RendezvousHandler`
-(https://docs.pytorch.org/docs/stable/elastic/rendezvous.html); `docs/protocol.md` says what lies behind it.
+The contract is torch's `RendezvousHandler` (https://docs.pytorch.org/docs/stable/elastic/rendezvous.html);
+`docs/protocol.md` describes the protocol.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class HandlerResources:
-    """What a handler has to give up. Does not refer to the handler, whose finalizer does so."""
+    """The resources of a handler. Does not refer to the handler, whose finalizer releases them."""
 
     def __init__(self, node: Node, ends: contextlib.ExitStack) -> None:
         self.node, self.ends = node, ends  # never change
@@ -63,13 +63,13 @@ class HandlerResources:
         self.tcp_store: TCPStore | None = None
         self.watch: WorkerWatch | None = None
         self.timers: dict[int, str] = {}  # any thread
-        """The expiration timers for which workers were killed, by pid."""
+        """The scopes of the expiration timers for which workers were killed, by pid."""
         self.stopped_at: float | None = None
-        """When the agent was told to stop the workers of this round, by this host's wall clock."""
+        """When the agent was asked to stop the workers of this round, on this host's wall clock."""
         self.left = False  # any thread; becomes True once
 
     def watch_workers(self, round_: AnyRound, children: MarkedChildren | None) -> None:
-        """See at once when one of them fails. Where that cannot be, the others hear of it when the agent says so."""
+        """Report a failed worker at once. If they cannot be watched, the other nodes learn of it from the agent."""
         if children is None:
             return
         try:
@@ -79,16 +79,16 @@ class HandlerResources:
             log.debug("the workers are not watched: %s", error)
 
     def note_expiring(self, timer: TimerInfo) -> None:
-        """A worker is about to be killed for this."""
+        """Note a timer for which a worker is about to be killed."""
         self.timers[timer.pid] = timer.scope
 
     def judge_workers(self) -> None:
-        """Note which of the workers failed first, now that all have ended."""
+        """Note which worker failed first, now that all have ended."""
         if self.watch is not None:
             self.node.workers_ended(self.watch.failure(self.stopped_at))
 
     def end_round(self) -> None:
-        """Close the round's stores, and watch its workers no longer."""
+        """Close the round's stores, and stop watching its workers."""
         self.judge_workers()
         watch, self.watch = self.watch, None
         if watch is not None:
@@ -100,8 +100,8 @@ class HandlerResources:
         self.store = self.tcp_store = None
 
     def leave(self, why: str = "") -> None:
-        """Give everything up; an empty `why` stands for the end of this process. Idempotent; never raises for an etcd
-        that is away."""
+        """Release everything. An empty `why` stands for the end of this process. Idempotent; does not raise if etcd is
+        unreachable."""
         if self.left:
             return
         self.left = True
@@ -122,19 +122,22 @@ def _unwatched(error: BaseException) -> None:
 class EtcdRendezvousHandler(RendezvousHandler):
     """One node's part in the rendezvous of a run.
 
-    Promised: all who leave `next_rendezvous` with the same round have the same world and bootstrap address, and each
-    a rank of its own; rounds only grow; an agent that died is noticed at once, and a host that is lost when its lease
-    ends (`lease_ttl` seconds), whatever the workers do; an etcd outage disturbs no running worker.
+    torch's registry makes it for `--rdzv-backend=etcd-v3`; in a program, call
+    `ftcoord.rendezvous.create.create_handler`. Do not call the constructor: its arguments are not public.
 
-    Not promised: that a node which etcd cannot hear has stopped. Its writes to the store of an old round are refused.
+    Promised: all nodes that `next_rendezvous` returns the same round to have the same world and bootstrap address, and
+    each has its own rank. Round numbers only grow. A dead agent is noticed at once, and a lost host when its lease
+    expires (`lease_ttl` seconds), whatever the workers do. An etcd outage disturbs no running worker.
 
-    A handler that nobody refers to any longer leaves the run to the others, and its store is closed; so does one whose
+    Not promised: that a node that etcd cannot reach has stopped. Its writes to the store of an old round are refused.
+
+    A handler that nobody refers to leaves the run to the others, and its store is closed. The same happens when the
     process ends without `shutdown()`.
 
     Args:
-        settings: the run and its time-outs.
-        etcd: used, and closed at the end.
-        server: an embedded etcd to end with this handler.
+        settings: the run and its timeouts.
+        etcd: the client; closed with this handler.
+        server: an embedded etcd that ends with this handler.
     """
 
     def __init__(self, settings: RendezvousSettings, etcd: SharedClient, server: EtcdServer | None = None) -> None:
@@ -162,7 +165,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- torch's interface --------------------------------------------------------------------------------------
 
     def get_backend(self) -> str:
-        """The name it was asked for by."""
+        """The name of the backend that was asked for, such as ``etcd-v3``."""
         return self._settings.backend
 
     def get_run_id(self) -> str:
@@ -175,17 +178,17 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Take part in the next round; returns when it is decided.
+        """Take part in the next round; returns when the round is decided and all its nodes have taken their seats.
 
-        A surplus node waits here without limit as long as others run, and leaves with SystemExit(0) when the run closes
-        (`on_spare_close=raise`: RendezvousGracefulExitError). So does a node that an operator drains.
+        A spare node waits here without limit while others run. When the run closes it raises SystemExit(0), or
+        RendezvousGracefulExitError with `on_spare_close=raise`. So does a node that an operator drains.
 
         Raises:
-            RendezvousTimeoutError: no round came about within `join_timeout` seconds.
-            RendezvousClosedError: the run is over. A run that failed may be started again: a new handler waits until
-                nobody of it is left (`restart`).
-            RendezvousConnectionError: etcd was out of reach for all that time, or refused.
-            RendezvousStateError: the run's record in etcd is not one that this ftcoord can read, or the run has other
+            RendezvousTimeoutError: no round was decided within `join_timeout` seconds.
+            RendezvousClosedError: the run is over. A failed run may be restarted (see `restart`): a new handler waits
+                until no node of the old run is left.
+            RendezvousConnectionError: etcd was unreachable all that time, or refused.
+            RendezvousStateError: this version of ftcoord cannot read the run's record in etcd, or the run has other
                 limits (--nnodes) than this node.
         """
         self._users_error = sys.exc_info()[1]  # of whoever calls from an except block: no reason of ours to end
@@ -202,9 +205,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(self._resources.store, rank, round_.size, bootstrap)
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 when the agent should come back to `next_rendezvous`. From memory: never blocks, never raises.
+        """More than 0 if the agent should call `next_rendezvous` again. Costs no request, never blocks, never raises.
 
-        Also when the run was closed by a failure or by hand: `next_rendezvous` then says why.
+        Also if the run was closed by a failure or by hand: `next_rendezvous` then raises the reason.
         """
         count, reason = self._node.waiting()
         mine = self._node.round
@@ -221,22 +224,31 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return count
 
     def is_closed(self) -> bool:
-        """Whether the run is over; from memory once this node knows of a round, as long as it has its lease."""
+        """Whether the run is over. Costs no request while this node has its lease and knows of a round.
+
+        Otherwise it reads etcd, and raises RendezvousConnectionError when etcd does not answer within
+        `request_timeout` seconds, or RendezvousStateError when the run's record cannot be read.
+        """
         with self._recorded("is_closed"):
             member = self._node.participant.member
             known = (member.record if member and not member.lost else None) or self._run.read()
         return known is not None and bool(known.closed)
 
     def set_closed(self) -> None:
-        """End the run for all nodes. Raises RendezvousConnectionError after `close_timeout` seconds."""
+        """End the run for all nodes.
+
+        Raises RendezvousConnectionError when etcd refuses, or has not taken it after `close_timeout` seconds, and
+        RendezvousStateError when the run's record cannot be read.
+        """
         with self._recorded("set_closed"):
             self._run.close(f"closed by {self.host}", rendezvous_records.CLOSED, by=self.host)
 
     def shutdown(self) -> bool:
-        """Leave, and close the run if this node's workers are done or have used up their restarts.
+        """Leave, and close the run if this node's workers have finished or have used up their restarts.
 
-        An agent that ends for any other reason leaves the run to the others, as does one that the others went on
-        without. Idempotent. Whether closing reached etcd.
+        An agent that ends for any other reason leaves the run to the others. So does one that the others went on
+        without. Idempotent; never raises for etcd. Returns False if the run should have been closed, but etcd did not
+        take it.
         """
         if self._resources.left:
             return self._told
@@ -256,7 +268,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return self._told
 
     def _why_failed(self, error: ChildFailedError | None) -> WorkerFailure | None:
-        """The worker for which this agent gives up, if it does."""
+        """The worker whose failure makes this agent give up, if one does."""
         if error is None:
             return None
         self._resources.judge_workers()
@@ -265,9 +277,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- joining ------------------------------------------------------------------------------------------------
 
     def prepare(self, metrics_at: MetricsAddress | None = None) -> None:
-        """Take the lease and begin the watch that the first round needs; if etcd is away for now, that does so itself.
+        """Take the lease and start the watch that the first round needs. If etcd is unreachable, the round does both.
 
-        Serves timers from now on, if that is asked for, and the numbers of this process at `metrics_at`.
+        From now on the handler serves timers, if the settings ask for it, and this process's metrics at `metrics_at`.
 
         Raises RendezvousConnectionError when etcd refuses, and ThreadNotStarted; the handler has then left.
         """
@@ -326,7 +338,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _leave(self, why: str = "") -> None:
-        """Give everything up; an empty `why` stands for the end of this process. Does nothing in a forked child."""
+        """Release everything. An empty `why` stands for the end of this process. Does nothing in a forked child."""
         if os.getpid() == self._pid:
             why = why or why_process_ends()
             self._cancel_finalizer()
@@ -339,7 +351,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- events -------------------------------------------------------------------------------------------------
 
     def _log(self, text: str, round_: AnyRound, reason: str, rank: int | None = None) -> None:
-        """Of a change of this node's state; `round_` is the last one that it took part in."""
+        """Log a change of this node's state; `round_` is the last round that it took part in."""
         member, run = self._node.participant.member, self._settings.run_id
         id_, revision = (member.id, member.record_revision or None) if member else (None, None)
         at = {"run": run, "round": round_.number, "host": self.host, "member": id_, "revision": revision}

@@ -1,8 +1,8 @@
-"""`init_process_group(init_method="etcd://...")`: jobs that have no torchrun (Slurm, MPI, by hand) bootstrap from etcd.
+"""`init_process_group(init_method="etcd://...")`: jobs without torchrun (Slurm, MPI, by hand) bootstrap from etcd.
 
-Each process is a member of a run as torchrun's agents are, so all that is true of a round is true here: its store is
-fresh, and once the next round of the run is decided nobody can write to it. A run that is started again under its old
-id therefore meets none of its old keys, and waits for no old member longer than its lease lasts.
+Each process is a member of a run, as torchrun's agents are. So a round has the same properties here: its store is
+fresh, and nobody can write to it once the next round of the run is decided. A run that is restarted under its old id
+therefore sees none of its old keys, and does not wait for an old member longer than its lease lasts.
 """
 
 from __future__ import annotations
@@ -24,19 +24,28 @@ from ftcoord.rendezvous.url import INIT_METHODS, parse_url
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 _registered: set[str] = set()
 _here: dict[tuple[EtcdConfig, str], _Handler] = {}
-"""Who has a seat in which run, of this process: one that takes part again gives up the one that it had."""
+"""This process's seat in each run. When the process takes part again, it gives up its old seat."""
 
 
 def register_init_methods() -> None:
-    """Teach `init_process_group` the schemes `etcd://` and `etcds://` (TLS) in this process; idempotent.
+    """Register the schemes `etcd://` and `etcds://` (TLS) with `init_process_group` in this process. Idempotent.
 
         ftcoord.register_init_methods()
         init_process_group("gloo", init_method="etcd://h1:2379,h2:2379/run7", rank=rank, world_size=4)
 
-    `rank` and `world_size` may stand in the URL instead. Without a rank, members are ranked in the order in which they
-    came; without either, the world is all that came within the last call (`last_call_timeout`, 30 s) from the first.
-    Settings of `rdzv_conf` may follow in the query; TLS and login also come from the environment.
-    (https://docs.pytorch.org/docs/stable/distributed.html#initialization)
+    `rank` and `world_size` may be in the URL instead. Without ranks, processes are ranked in the order in which they
+    join. Without either, the world is every process that joins within `last_call_timeout` (30 s) of the first one. A
+    rank needs a world size. The URL's query takes settings of `rdzv_conf`; TLS and login also come from the
+    environment. (https://docs.pytorch.org/docs/stable/distributed.html#initialization)
+
+    `init_process_group` waits for `timeout`, 30 minutes by default, and raises:
+
+    - `ConfigError` (a ValueError) for a bad URL, before any socket is opened;
+    - torch's `RendezvousTimeoutError` when the world is not complete in time;
+    - `RendezvousConnectionError` when etcd refuses or does not answer;
+    - `RendezvousClosedError` when the run is over;
+    - `RendezvousStateError` when two processes have the same rank, the world sizes differ, or the run's record cannot
+      be read.
     """
     for scheme in INIT_METHODS.keys() - _registered:
         register_rendezvous_handler(scheme, _rendezvous)  # type: ignore[no-untyped-call]
@@ -44,7 +53,7 @@ def register_init_methods() -> None:
 
 
 def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """One world. Raises ConfigError before any socket is opened, and what `next_rendezvous` raises."""
+    """Yield one world. Raises ConfigError before any socket is opened, and what `next_rendezvous` raises."""
     asked = parse_url(url, timeout.total_seconds())
     assert asked.settings.etcd is not None
     run = (asked.settings.etcd, asked.settings.prefix)
@@ -65,17 +74,17 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
 
 
 class _Handler(EtcdRendezvousHandler):
-    """Ends with its process; nobody asks it for a TCPStore."""
+    """Ends with its process, and serves no TCPStore."""
 
     use_agent_store = False
 
     def leave(self) -> None:
-        """Give the seat up, and leave the run to the others."""
+        """Give up the seat, and leave the run to the others."""
         self._leave()
 
 
 def _claim(store: Store, rank: int, host: str) -> None:
-    """Make sure that nobody else of this round has the same rank."""
+    """Claim a rank in this round. Raises RendezvousStateError if another process has it."""
     owner = f"{host}, {uuid.uuid4().hex}"
     holder = store.compare_set(f"ftcoord/ranks/{rank}", "", owner).decode()
     if holder != owner:

@@ -1,4 +1,4 @@
-"""torch's old names for etcd, on ftcoord: job templates that say `--rdzv-backend=etcd-v2` need no change."""
+"""torch's old names of its etcd backends, on ftcoord: job templates with `--rdzv-backend=etcd-v2` need no change."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ NAMES: Final = ("etcd", "etcd-v2")
 
 
 def install_legacy_names() -> None:
-    """Make `--rdzv-backend=etcd` and `etcd-v2` run on ftcoord in this process; idempotent.
+    """Make `--rdzv-backend=etcd` and `etcd-v2` run on ftcoord in this process. Idempotent.
 
-    FTCOORD_REPLACE_LEGACY=1 in torchrun's environment does the same. torch refuses to register a name twice, so this
-    replaces the entries of its registry (tried with torch 2.6 and 2.13). The old `rdzv_conf` keys keep their meaning,
-    and those of `etcd-v3` work too. All others are ignored, as torch's back-ends do, with a warning that names them.
+    Call it before torchrun makes its rendezvous handler; FTCOORD_REPLACE_LEGACY=1 in torchrun's environment does the
+    same. torch refuses to register a name twice, so this replaces the entries of its registry (tested with torch 2.6
+    and 2.13). The old `rdzv_conf` keys keep their meaning, and those of `etcd-v3` work too. Other keys are ignored, as
+    torch's backends do, with a warning that names them.
+
+    Raises ImportError without torch.
     """
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 

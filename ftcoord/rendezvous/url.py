@@ -20,7 +20,7 @@ _rank = whole(0, NO_LIMIT)
 
 @dataclass(frozen=True, slots=True)
 class InitUrl:
-    """A run, its number of members (None: all that come until the last call is over), and the rank of this one."""
+    """A run, its number of members (None: all that join before the last call ends), and this member's rank."""
 
     settings: RendezvousSettings
     world_size: int | None
@@ -28,10 +28,10 @@ class InitUrl:
 
 
 def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) -> InitUrl:
-    """Read the URL; `timeout`, in seconds, is the join time-out if the URL has none.
+    """Parse the URL. `timeout`, in seconds, is the join timeout if the URL has none.
 
     The path is the run id, percent-encoded. Besides `rank`, `world_size` and `local_addr` the query takes the keys of
-    `rdzv_conf`. Without a port it is 2379; without a host, the endpoints come from FTCOORD_ENDPOINTS.
+    `rdzv_conf`. The default port is 2379; without a host, the endpoints come from FTCOORD_ENDPOINTS.
 
     Raises ConfigError.
     """
