@@ -1,4 +1,11 @@
-"""torchft's coordination API (`torchft.coordination`), with all of its state in etcd. See docs/torchft.md."""
+"""torchft's coordination API (`torchft.coordination`), with all of its state in etcd. See docs/torchft.md.
+
+- `LighthouseServer`, `LighthouseClient`: the rules of a job's quorums, and taking part in them.
+- `ManagerServer`, `ManagerClient`: a replica group in the quorums, and one rank's calls to it.
+- `Quorum`, `QuorumMember`, `QuorumResult`, `Timestamp`: the values that they return.
+- `Observer`: follows a job without taking part.
+- `Gateway`: a lighthouse for torchft's own native classes.
+"""
 
 from ftcoord.coordination.gateway import Gateway
 from ftcoord.coordination.lighthouse import LighthouseClient, LighthouseServer

@@ -1,6 +1,6 @@
-"""Where a job's quorums live: `etcd://h1:2379,h2:2379/<job>?min_replicas=2&join_timeout_ms=60000`.
+"""The address of a job: `etcd://h1:2379,h2:2379/<job>?min_replicas=2&join_timeout_ms=60000`.
 
-The options travel in the address, so that nothing has to be stored for a job to begin, and nothing can be lost.
+The address contains the options, so nothing has to be stored before a job starts, and nothing can be lost.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _LIGHTHOUSE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job, its etcd and its rules. Times in milliseconds, as in torchft's command line.
+    """A job, its etcd and its rules. Times are in milliseconds, as in torchft's command line.
 
     Args:
         scheme: etcd, or etcds for TLS.
-        endpoints: a comma list; empty takes FTCOORD_ENDPOINTS, ETCDCTL_ENDPOINTS or 127.0.0.1:2379.
-        name: of the job; its keys are below `/ftcoord/v1/<name>/quorum`.
-        min_replicas: the fewest replicas that may go on.
-        join_timeout_ms: how long a quorum waits for replicas that live but do not ask.
+        endpoints: a comma-separated list; empty takes FTCOORD_ENDPOINTS, ETCDCTL_ENDPOINTS or 127.0.0.1:2379.
+        name: the job's name; its keys are below `/ftcoord/v1/<name>/quorum`.
+        min_replicas: the fewest replicas that form a quorum.
+        join_timeout_ms: how long a quorum waits for replicas that are alive but do not ask.
         heartbeat_timeout_ms: how long a replica counts as alive after its last beat.
-        allow_kill: 1 if whoever reaches a manager's port may end its process; else 0.
-        history_ttl: seconds for which the job's history outlives its last replica; 0 for none.
+        allow_kill: 1 if anyone who reaches a manager's port may end its process; else 0.
+        history_ttl: seconds for which the job's history outlives its last replica; 0 for no history.
     """
 
     scheme: str
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def prefix(self) -> str:
-        """The prefix of all keys of the job."""
+        """The prefix of all of the job's keys."""
         return quorum_prefix(KEY_PREFIX, self.name)
 
     @property
@@ -62,15 +62,15 @@ class Job:
 
     @property
     def heartbeat_timeout(self) -> float:
-        """In seconds."""
+        """`heartbeat_timeout_ms` in seconds."""
         return self.heartbeat_timeout_ms / 1000
 
     def config(self, env: Mapping[str, str] | None = None) -> EtcdConfig:
-        """How to reach its etcd; user, password and TLS files come from the environment. Raises ConfigError."""
+        """How to reach the job's etcd. User, password and TLS files come from the environment. Raises ConfigError."""
         return EtcdConfig.load(self.endpoints or None, secure=SCHEMES[self.scheme], env=env)
 
     def at(self, config: EtcdConfig) -> Job:
-        """The same job, with its etcd named in the address."""
+        """The same job, with its etcd's endpoints in the address."""
         scheme = "etcds" if config.tls else "etcd"
         return replace(self, scheme=scheme, endpoints=",".join(map(str, config.endpoints)))
 

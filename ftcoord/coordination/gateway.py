@@ -1,7 +1,7 @@
-"""A lighthouse for torchft as it is: its wire protocol on one side, the quorums in etcd on the other.
+"""A lighthouse for unmodified torchft: its wire protocol on one side, the quorums in etcd on the other.
 
-torchft's own ManagerServer needs nothing but `TORCHFT_LIGHTHOUSE=http://host:port`. Any number of gateways serve a job
-at once, and each may be killed at any time: what was decided, and who lives, is in etcd.
+torchft's own ManagerServer needs only `TORCHFT_LIGHTHOUSE=http://host:port`. Any number of gateways may serve a job at
+once, and each may be killed at any time: decisions and members are in etcd.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from ftcoord.pool import DaemonPool
 log = logging.getLogger(__name__)
 
 CALL_THREADS: Final = 1024
-"""A quorum call holds a thread for as long as it waits, and so does a beat while etcd is away; else beats take no time.
-Threads are made as they are needed, so this is a limit and no cost: some 500 replicas at once. Their calls must not
-queue behind each other, since none is answered before all have asked. As many threads again speak with etcd for the
-quorum calls, so that each is answered in time also while etcd does not answer."""
+"""The most threads for calls: enough for about 500 replicas. A quorum call holds a thread while it waits, and so does a
+beat while etcd is unreachable. Calls must not queue behind each other, since none is answered before all replicas have
+asked. Threads are made when they are needed, so a high limit costs nothing. As many other threads talk to etcd for the
+quorum calls, so that each call ends in time even if etcd does not answer."""
 
 _Self = TypeVar("_Self", bound="Gateway")
 
@@ -51,19 +51,20 @@ _Self = TypeVar("_Self", bound="Gateway")
 class Gateway:
     """Serves torchft's lighthouse protocol, in threads of this process, until `shutdown()`.
 
-    It serves at once, also while etcd cannot be reached: calls then wait for etcd until their time is over.
+    It serves at once, even if etcd is unreachable: calls then wait for etcd until their timeout.
 
     Args:
-        address: the job's, `etcd://h1:2379,h2:2379/job?min_replicas=2&join_timeout_ms=60000`.
-        listen: `host:port`; port 0 takes a free one. It is plain text, and has no login: keep to addresses that only
-            the job can reach.
+        address: the job's address, `etcd://h1:2379,h2:2379/job?min_replicas=2&join_timeout_ms=60000`.
+        listen: `host:port`; port 0 takes a free one. The protocol is plain text without a login: use an address that
+            only the job can reach.
 
-    Raises ConfigError, and ServerError when it cannot listen there.
+    Raises ConfigError for bad arguments, and ServerError when it cannot listen there.
 
-    A quorum call keeps its replica alive for as long as its connection lives; otherwise a replica lives while it beats.
-    One whose connection has ended is dead when it misses its next beats.
-    If a thread of the gateway fails by an error of ftcoord's own, that is logged, and all calls are refused: see
-    `has_failed`. A gateway that nobody refers to any longer is shut down.
+    A replica is alive while it beats, and during a quorum call while its connection is open. If its connection has
+    ended, it counts as dead when it misses its next beats.
+
+    If a thread of the gateway fails with an unexpected error, the error is logged and all calls are refused: see
+    `has_failed`. A gateway that nobody refers to is shut down.
     """
 
     def __init__(self, address: str, listen: str = "127.0.0.1:0") -> None:
@@ -85,22 +86,22 @@ class Gateway:
         self._cancel_finalizer = concurrency.when_forgotten(self, self._end)
 
     def address(self) -> str:
-        """`http://host:port`, for TORCHFT_LIGHTHOUSE; the name of this host if it listens on all addresses."""
+        """`http://host:port`, for TORCHFT_LIGHTHOUSE; with this host's name if it listens on all addresses."""
         return self._address
 
     def check(self, timeout: float) -> None:
-        """Ask etcd whether it is there. Raises EtcdError when it does not answer in `timeout` seconds."""
+        """Check that etcd answers. Raises EtcdError when it does not, within `timeout` seconds."""
         self._etcd.status(timeout=timeout)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a thread of it has ended by an error: calls are then refused until the gateway is started again."""
+        """Whether one of its threads has failed. All calls are then refused: start a new gateway."""
         return self._service.has_failed
 
     def shutdown(self) -> None:
-        """Stop serving, within some seconds. Idempotent.
+        """Stop serving, within a few seconds. Idempotent.
 
-        Its replicas count as alive until their heartbeats time out, and may come back through another gateway.
+        Its replicas count as alive until their heartbeats time out, and may continue through another gateway.
         """
         self._cancel_finalizer()
         self._end()
@@ -115,7 +116,7 @@ class Gateway:
 
 
 class _Service:
-    """What gRPC's threads know of a gateway: torchft's calls. They do not know the gateway, so it can be forgotten."""
+    """Answers torchft's calls, on gRPC's threads. They do not refer to the gateway, so it can be garbage-collected."""
 
     def __init__(self, etcd: EtcdClient, job: Job, port: int) -> None:
         self._beat_timeout = min(job.heartbeat_timeout, REQUEST_TIMEOUT)
@@ -131,11 +132,11 @@ class _Service:
         return self._sessions.has_failed
 
     def serve(self, server: grpc.Server) -> None:
-        """Have a server that was not started pass its calls on to this."""
+        """Register the handlers with a server that was not started yet."""
         serve(server, SERVICE, {"Quorum": self._quorum, "Heartbeat": self._heartbeat})
 
     def close(self) -> None:
-        """Call it when no call is under way."""
+        """Release the resources. Call it when no call is in progress."""
         self._kills.close()
         self._asks.close()
         self._sessions.close()
@@ -167,7 +168,7 @@ class _Service:
 
 
 def _bind(host: str, port: int, job: Job, pool: DaemonPool) -> tuple[grpc.Server, int]:
-    """A server and its port. Raises ServerError."""
+    """Make a server that listens; returns it and its port. Raises ServerError."""
     with quiet_grpc():
         server = grpc.server(cast(ThreadPoolExecutor, pool), options=_options(job))  # gRPC only submits calls to it
         try:
@@ -178,7 +179,7 @@ def _bind(host: str, port: int, job: Job, pool: DaemonPool) -> tuple[grpc.Server
 
 
 def _end(server: grpc.Server, pool: DaemonPool, service: _Service, etcd: EtcdClient) -> None:
-    """In this order: calls under way are cancelled, then their requests are taken back, then nobody asks any more."""
+    """In this order: cancel the calls in progress, withdraw their requests, stop asking."""
     server.stop(None)
     pool.close()
     service.close()
@@ -186,7 +187,7 @@ def _end(server: grpc.Server, pool: DaemonPool, service: _Service, etcd: EtcdCli
 
 
 def _in_time(quorum: Future[QuorumRecord], deadline: float, caller: PendingCall) -> QuorumRecord:
-    """Raises TimeoutError after the monotonic `deadline`, and has the request taken back."""
+    """Wait for a quorum. Raises TimeoutError after the monotonic `deadline`, and has the request withdrawn."""
     left = deadline - concurrency.now()
     if not wait((quorum,), None if math.isinf(left) else max(left, 0)).done:
         caller.leave()

@@ -1,4 +1,4 @@
-"""torchft's lighthouse without a lighthouse: clients that decide quorums among themselves, through etcd.
+"""torchft's lighthouse API without a lighthouse: the clients decide quorums among themselves, through etcd.
 
 The API is that of `torchft.coordination` (https://docs.pytorch.org/torchft/coordination.html), 0.2.0 and nightly.
 """
@@ -24,25 +24,27 @@ from ftcoord.etcd.shared import SharedClient
 from ftcoord.primitives.group.pace import TakeoverToken
 
 SERVER_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
-"""How long a new LighthouseServer looks for etcd."""
+"""How long a new LighthouseServer waits for etcd."""
 LEAVE_TIMEOUT: Final = 2.0
-"""Seconds that etcd may take to let replicas leave; after that their leases expire."""
+"""Seconds that leaving may take. After that the replicas' leases expire."""
 
 
 class LighthouseServer:
-    """The rules of a job's quorums, under an address of its own. There is no server: the job lives in etcd.
+    """Makes the address of a new job, with the rules of its quorums. It is no server: the job's state is in etcd.
 
-    The address holds all there is to know, so this object and its process may go away at any time. The endpoints come
-    from FTCOORD_ENDPOINTS, else from ETCDCTL_ENDPOINTS, else they are 127.0.0.1:2379.
+    The address contains all of the rules, so this object and its process may end at any time. The endpoints come from
+    FTCOORD_ENDPOINTS, else from ETCDCTL_ENDPOINTS, else 127.0.0.1:2379.
 
     Args:
-        bind: `host:port` as torchft takes it; checked, and not used.
-        min_replicas: the fewest replicas that may go on.
-        join_timeout_ms: how long a quorum waits for replicas that live but do not ask; default 100.
-        quorum_tick_ms: accepted and not used: decisions follow events.
-        heartbeat_timeout_ms: how long a replica counts as alive after its last beat; default 5000.
+        bind: `host:port`, as torchft takes it; checked, but not used.
+        min_replicas: the fewest replicas that form a quorum.
+        join_timeout_ms: how long a quorum waits for replicas that are alive but do not ask, in milliseconds. The
+            default is 100, as in torchft; an address without this option has 60000.
+        quorum_tick_ms: accepted, but not used: decisions follow events.
+        heartbeat_timeout_ms: how long a replica counts as alive after its last beat, in milliseconds; default 5000.
 
-    Raises TypeError, OverflowError, and RuntimeError for a bad `bind` or when etcd does not answer.
+    Raises TypeError and OverflowError for arguments of a wrong type or size, and RuntimeError for a bad `bind` or
+    value, or when etcd does not answer within 10 s.
     """
 
     def __init__(
@@ -74,20 +76,24 @@ class LighthouseServer:
         return self._address
 
     def shutdown(self) -> None:
-        """Does nothing: replicas that know the address go on."""
+        """Does nothing: replicas that know the address continue."""
 
 
 class LighthouseClient:
     """Takes part in the quorums of a job, for any number of replica ids. Thread-safe.
 
+    The job's keys are below `/ftcoord/v1/<job>/quorum`.
+
     Args:
         addr: `etcd://h1:2379,h2:2379/job?min_replicas=2&join_timeout_ms=60000`, or `LighthouseServer.address()`.
-        connect_timeout: how long to look for etcd.
+        connect_timeout: how long to wait for etcd, a timedelta.
 
-    Raises RuntimeError when it is not found in that time.
+    Raises TypeError and ValueError for bad arguments; RuntimeError at once for a malformed address, and after
+    `connect_timeout` if etcd does not answer. Every method raises TypeError, ValueError (a negative timedelta) or
+    OverflowError for bad arguments, and ForkedProcessError in a forked child.
 
-    A call of `quorum` keeps the replica alive while it waits, and is one beat when it returns. A client that nobody
-    refers to any longer ends as with `close()`: its replicas leave at once, so nobody waits for one that was dropped.
+    A call of `quorum` keeps the replica alive while it waits, and counts as one beat when it returns. A client that
+    nobody refers to is closed: its replicas leave at once, so nobody waits for them.
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
@@ -109,19 +115,22 @@ class LighthouseClient:
         shrink_only: bool = False,
         data: dict[Any, Any] | None = None,
     ) -> Quorum:
-        """Ask for a quorum, and wait until there is one with this replica in it.
+        """Ask for a quorum, and wait until one is decided that contains this replica.
 
         Args:
-            replica_id: its name; no two replicas may have the same.
-            timeout: how long to wait.
-            address: of its manager.
-            store_address: of its store.
-            step: the training step it is at.
+            replica_id: the replica's name; no two replicas may have the same.
+            timeout: how long to wait, a timedelta.
+            address: the address of its manager.
+            store_address: the address of its store.
+            step: the training step that it is at.
             world_size: the number of its ranks.
-            shrink_only: let nobody new in.
-            data: JSON for all members to see.
+            shrink_only: whether to admit no new replicas.
+            data: a dict for all members to see; JSON must be able to represent it.
 
-        Raises TimeoutError, after which it no longer counts as asking, and RuntimeError.
+        Raises:
+            TimeoutError: no such quorum was decided in time, or etcd did not answer. The replica no longer asks.
+            RuntimeError: etcd refuses, the quorum's record cannot be read, JSON cannot represent `data`, or the replica
+                has left.
         """
         deadline = concurrency.now() + checks.seconds("timeout", timeout)
         request = QuorumRequest(
@@ -139,23 +148,26 @@ class LighthouseClient:
             return quorum_reply(self._replica(replica_id).ask(request, deadline))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Show that a replica lives.
+        """Show that a replica is alive.
 
         Args:
-            replica_id: its name.
-            timeout: how long etcd may take.
+            replica_id: the replica's name.
+            timeout: how long etcd may take, a timedelta.
 
-        Raises TimeoutError and RuntimeError.
+        Raises TimeoutError when etcd does not answer in time, and RuntimeError when it refuses.
         """
         deadline = concurrency.now() + checks.seconds("timeout", timeout)
         with torchft_errors():
             self._replica(checks.string("replica_id", replica_id)).beat(deadline)
 
     def leave(self, replica_id: str) -> None:
-        """Say that a replica is gone, so that nobody waits for its heartbeat to time out. Beyond torchft.
+        """Let a replica leave, so that nobody waits for its heartbeat to time out. Not in torchft.
+
+        Does nothing for a replica that this client does not represent. Takes up to 2 s if etcd is unreachable, and does
+        not raise then: the lease expires.
 
         Args:
-            replica_id: its name.
+            replica_id: the replica's name.
         """
         with self._lock:
             replica = self._replicas.pop(checks.string("replica_id", replica_id), None)
@@ -163,16 +175,17 @@ class LighthouseClient:
             replica.leave(LEAVE_TIMEOUT)
 
     def kill(self, replica_id: str, message: str, timeout: timedelta = timedelta(seconds=10)) -> None:
-        """End the process of a replica's manager with status 1. Beyond torchft's Python: there only its dashboard can.
+        """Make the process of a replica's manager exit with status 1. In torchft, only the dashboard can do that.
 
-        Returns when the manager has received it, or is gone. A successor of the same name is left alone.
+        Returns when the manager has taken the order, or is gone. A later replica of the same name is left alone.
 
         Args:
-            replica_id: its name.
-            message: why, for the manager's log.
-            timeout: how long to wait for that.
+            replica_id: the replica's name.
+            message: the reason, for the manager's log.
+            timeout: how long to wait, a timedelta.
 
-        Raises TimeoutError, and RuntimeError, also if there is no such replica.
+        Raises TimeoutError when the manager has not taken the order in time or etcd does not answer, and RuntimeError
+        when etcd refuses or there is no such replica.
         """
         deadline = concurrency.now() + checks.seconds("timeout", timeout)
         replica, why = checks.string("replica_id", replica_id), checks.string("message", message)
@@ -181,7 +194,10 @@ class LighthouseClient:
             order_kill(self._etcd, self._job.prefix, replica, why, deadline)
 
     def close(self) -> None:
-        """Leave for all replica ids, and disconnect. Idempotent; does nothing in a forked child. Beyond torchft."""
+        """Let all replicas leave, and disconnect. Not in torchft. Idempotent; does nothing in a forked child.
+
+        Takes up to 2 s if etcd is unreachable, and does not raise then: the leases expire.
+        """
         if os.getpid() != self._pid:  # the replicas are the parent's
             return
         self._cancel_finalizer()
@@ -201,7 +217,7 @@ class LighthouseClient:
 
 
 def _leave_all(replicas: dict[str, Replica], etcd: SharedClient) -> None:
-    """The time is for all of them together: if etcd is away, it is away for each."""
+    """The timeout is for all of them together: if etcd is unreachable, it is for each."""
     deadline = concurrency.now() + LEAVE_TIMEOUT
     for replica in replicas.values():
         left = deadline - concurrency.now()

@@ -14,24 +14,25 @@ from ftcoord.coordination.managed_group import GroupIdentity, ManagedGroup
 
 class ManagerServer:
     """Represents a replica group in the quorums of its job. It listens for the group's ranks, and for peers that fetch
-    the group's weights: drop-in and native ones.
+    the group's weights; both may use ftcoord or torchft's native classes.
 
     Args:
         replica_id: the group's name; no two groups may have the same.
         lighthouse_addr: the job's address, see `LighthouseClient`.
-        hostname: how others reach this host; for `address()`.
-        bind: where to listen, `[::]:29512` or `0.0.0.0:0`; port 0 takes a free one. There is no login: whoever reaches
-            it can vote.
+        hostname: the name or address by which others reach this host; for `address()`.
+        bind: where to listen, such as `[::]:29512` or `0.0.0.0:0`; port 0 takes a free one. There is no login: anyone
+            who reaches the port can vote.
         store_addr: `host:port` of the store of its ranks.
         world_size: the number of its ranks.
-        heartbeat_interval: how often it beats if the job's heartbeat time-out is below 3 s. Otherwise its lease is its
-            heartbeat, which is renewed at a third of its TTL.
-        connect_timeout: how long to look for etcd.
-        quorum_retries: accepted and not used: a quorum is asked for until its time is over, whatever fails meanwhile.
+        heartbeat_interval: a timedelta: how often it beats if the job's heartbeat timeout is below 3 s. Otherwise its
+            lease is its heartbeat, renewed at a third of the TTL.
+        connect_timeout: how long to wait for etcd, a timedelta.
+        quorum_retries: accepted, but not used: a request for a quorum is repeated until its timeout, whatever fails.
 
-    Raises TypeError, ValueError and OverflowError for bad arguments, and RuntimeError when it cannot listen or etcd is
-    not found. It shuts itself down when nobody refers to it. If a thread of it fails by an error of ftcoord's own, that
-    is logged, and the manager leaves the job: its ranks then see that it is gone.
+    Raises TypeError, ValueError and OverflowError for bad arguments. Raises RuntimeError when it cannot listen, and
+    when etcd does not answer within `connect_timeout`. A manager that nobody refers to is shut down. If one of its
+    threads fails with an unexpected error, the error is logged and the manager leaves the job, so its ranks see that it
+    is gone.
     """
 
     def __init__(
@@ -67,7 +68,6 @@ class ManagerServer:
         return self._group.address
 
     def shutdown(self) -> None:
-        """Leave the job, and close the port. Idempotent; does nothing in a forked child, where the manager is the
-        parent's."""
+        """Leave the job, and close the port. Idempotent; does nothing in a forked child."""
         self._cancel_close()
         self._group.close()

@@ -1,4 +1,4 @@
-"""torchft's ManagerClient: one rank's way to its manager, in the same process, on another host, or torchft's own.
+"""torchft's ManagerClient: one rank's calls to its manager, in the same process, on another host, or torchft's own.
 
 The API is that of `torchft.coordination` (https://docs.pytorch.org/torchft/coordination.html), 0.2.0 and nightly.
 """
@@ -23,24 +23,26 @@ from ftcoord.coordination.ranks import RankRequest
 from ftcoord.coordination.types import QuorumResult
 
 LOOKUP_INTERVAL: Final = 0.1
-"""Seconds between two looks for a manager that is not there yet."""
+"""Seconds between two attempts to reach a manager that does not listen yet."""
 
 
 class ManagerCalls(Protocol):
-    """A way to a manager. An answer may be a Failure."""
+    """A connection to a manager. An answer may be a Failure."""
 
     def call(self, call: RankCall, deadline: float) -> Any: ...
     def close(self) -> None: ...
 
 
 class ManagerClient:
-    """One rank's way to its manager, or to that of another group: the drop-in's or torchft's own. Thread-safe.
+    """One rank's calls to its manager, or to another group's: ftcoord's or torchft's own. Thread-safe.
 
     Args:
         addr: `ManagerServer.address()`, `http://host:port`.
-        connect_timeout: how long to look for the manager.
+        connect_timeout: how long to wait for the manager, a timedelta.
 
-    Raises RuntimeError when it is not found in that time.
+    Raises RuntimeError when the manager is not reached in that time. The constructor and every method raise TypeError,
+    ValueError (a negative timedelta) or OverflowError for bad arguments; methods raise ForkedProcessError in a forked
+    child.
     """
 
     def __new__(cls, addr: str, connect_timeout: timedelta) -> ManagerClient:
@@ -75,13 +77,16 @@ class ManagerClient:
             group_rank: this rank.
             step: the step that the group is at.
             checkpoint_metadata: what a peer needs to fetch the weights of this rank.
-            shrink_only: let nobody new in.
-            init_sync: whether all take the weights of one replica at step 0.
-            commit_failures: steps in a row that were not committed.
-            timeout: how long to wait; the time-out of the last rank to call counts for the group.
+            shrink_only: whether to admit no new replicas.
+            init_sync: whether all replicas take the weights of one replica at step 0.
+            commit_failures: how many steps in a row were not committed.
+            timeout: how long to wait, a timedelta. The timeout of the last rank to call applies to the group.
             reconfigure_handle: what peers need to rebuild their process group (nightly).
 
-        Raises TimeoutError and RuntimeError.
+        Raises:
+            TimeoutError: the other ranks have not called, or no quorum was decided, in time.
+            RuntimeError: the manager is gone, has left the job or cannot use etcd; or the group has no seat in the
+                quorum.
         """
         request = RankRequest(
             rank=checks.integer("group_rank", group_rank),
@@ -97,15 +102,16 @@ class ManagerClient:
         return result if isinstance(result, QuorumResult) else result_of(result)
 
     def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
-        """Vote on a step, and wait until all ranks of the group have.
+        """Vote on a step, and wait until all ranks of the group have voted; returns whether all voted yes.
 
         Args:
             group_rank: this rank.
             step: the step.
             should_commit: this rank's vote.
-            timeout: how long to wait.
+            timeout: how long to wait, a timedelta.
 
-        Returns whether all said yes. Raises TimeoutError, after which the vote does not count, and RuntimeError.
+        Raises TimeoutError when the others have not voted in time; the vote then does not count. Raises RuntimeError
+        when the manager is gone.
         """
         vote = TimedVote(
             rank=checks.integer("group_rank", group_rank),
@@ -116,24 +122,27 @@ class ManagerClient:
         return bool(self._call(vote, vote.timeout))
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
-        """What a rank of the group told its manager when it last asked for a quorum. Raises TimeoutError, RuntimeError.
+        """The `checkpoint_metadata` of a rank's last request for a quorum.
 
         Args:
             rank: the rank.
-            timeout: how long to wait for the manager.
+            timeout: how long to wait for the manager, a timedelta.
+
+        Raises TimeoutError when the manager does not answer in time, and RuntimeError when it is gone or the rank has
+        not asked yet.
         """
         query = MetadataQuery(checks.integer("rank", rank))
         return str(self._call(query, checks.seconds("timeout", timeout)))
 
     def kill(self, message: str, timeout: timedelta = timedelta(seconds=10)) -> None:
-        """End the manager's process with status 1, if its job has `allow_kill=1`. Beyond torchft's Python: there only
-        its dashboard can. `LighthouseClient.kill` needs no such option.
+        """Make the manager's process exit with status 1, if its job has `allow_kill=1`. `LighthouseClient.kill` does
+        not need that option. In torchft, only the dashboard can do that.
 
         Args:
-            message: why, for its log.
-            timeout: how long to wait for that.
+            message: the reason, for the manager's log.
+            timeout: how long to wait, a timedelta.
 
-        Raises TimeoutError and RuntimeError.
+        Raises TimeoutError when the manager does not answer in time, and RuntimeError when it is gone or refuses.
         """
         order = KillOrder(checks.string("message", message))
         answer = self._answer(order, checks.seconds("timeout", timeout))
@@ -155,7 +164,7 @@ class ManagerClient:
 
 
 class ManagerWay:
-    """The way to a manager in another process, which may be replaced by one of the other kind at any time.
+    """The connection to a manager in another process. A manager of the other kind may replace it at any time.
 
     Args:
         address: `http://host:port`.
@@ -167,7 +176,7 @@ class ManagerWay:
         self._calls: ManagerCalls | None = None
 
     def find(self, timeout: float) -> None:
-        """Look for the manager. Raises RuntimeError when it is not found in `timeout` seconds."""
+        """Connect to the manager. Raises RuntimeError when that fails for `timeout` seconds."""
         deadline = concurrency.now() + timeout
         try:
             place = place_of(self._address)
@@ -201,7 +210,7 @@ class ManagerWay:
             return self._calls.call(call, deadline)
 
     def close(self) -> None:
-        """Without calls under way."""
+        """Close the connection. Call it when no call is in progress."""
         if self._calls is not None:
             self._calls.close()
 
@@ -216,7 +225,7 @@ def place_of(address: str) -> tuple[str, int]:
 
 
 def calls_to(host: str, port: int, deadline: float) -> ManagerCalls:
-    """A way to the manager that listens there. Raises OSError."""
+    """Connect to the manager that listens there. Raises OSError."""
     try:
         return RankSockets(host, port, RankSocket(host, port, deadline))
     except AnotherProtocol:
@@ -224,7 +233,7 @@ def calls_to(host: str, port: int, deadline: float) -> ManagerCalls:
 
 
 def call_here(group: RankGroup, call: RankCall, deadline: float) -> Any:
-    """Make a call to a manager in this process. Raises what it ends with."""
+    """Call a manager in this process. Raises the call's error."""
     if isinstance(call, RankRequest):
         waiting, ask_for_all = group.quorum(call)
         if ask_for_all is not None:

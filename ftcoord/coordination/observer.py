@@ -1,4 +1,4 @@
-"""Sees what happens in a job without taking part: its quorums, lost members, and the configuration it shares."""
+"""Follows a job without taking part: its quorums, lost members, and shared configuration."""
 
 from __future__ import annotations
 
@@ -33,33 +33,34 @@ log = logging.getLogger(__name__)
 
 
 class Observer:
-    """A view of one job.
+    """Follows one job. Thread-safe.
 
         def abort(replica_id: str, cause: str) -> None:
             print(replica_id, "is lost:", cause)
-            process_group.abort()  # what waits for it ends now, and not by the time-out of NCCL
+            process_group.abort()  # collectives that wait for it end now, not when NCCL times out
 
         observer = Observer("etcd://h1:2379,h2:2379/job1", timedelta(seconds=10), on_lost=abort)
 
-    It is told of each request and each quorum of the job: one for a job, or for a host, is enough.
+    With callbacks, etcd sends it every request and every quorum of the job, so use one per job, or per host.
 
     Args:
         addr: the job's address, see `LighthouseClient`.
-        connect_timeout: how long to look for etcd.
-        on_quorum: called with the last quorum, if there is one, and then with each that is decided; after an
-            interruption of the connection perhaps only with the last of several.
-        on_lost: called with the replica id, and the cause, when a member of the current quorum died, left, or its
-            heartbeat timed out: long before its peers' collectives do. Once for each quorum and member. The cause is
-            one line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; empty if nobody has said so.
-        on_config: called with a name, and its value or None, for each name of the shared configuration, and whenever
-            one changes.
+        connect_timeout: how long to wait for etcd, a timedelta.
+        on_quorum: called with the last quorum, if there is one, and then with every new one. After an interruption it
+            may be called only with the last of several.
+        on_lost: called with the replica id and the cause when a member of the current quorum dies, leaves or misses its
+            heartbeat timeout: long before its peers' collectives time out. Once per quorum and member. The cause is one
+            line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)", or empty if none is known.
+        on_config: called with a name and its value (None if deleted) when a name of the shared configuration changes.
+            At the start it is called for every name, in no particular order.
 
-    Callbacks run one at a time, on a thread of the observer's. What they raise is logged, and the next one comes all
-    the same. Nothing is reported while etcd is away; what changed is reported when it is back. An observer that
-    nobody refers to ends as with `close()`. If its thread fails by an error of ftcoord's own, that is logged, no
-    callback comes any more, and each call raises RuntimeError. Calls are thread-safe.
+    Callbacks run one at a time, on the observer's thread. Their exceptions are logged, and do not stop later callbacks.
+    While etcd is unreachable nothing is reported; changes are reported when it is back. An observer that nobody refers
+    to is closed. If its thread fails with an unexpected error, the error is logged, callbacks end, and each method
+    raises RuntimeError.
 
-    Raises TypeError and ValueError for bad arguments, and RuntimeError when etcd is not found in time.
+    Raises TypeError and ValueError for bad arguments, and RuntimeError when etcd does not answer within
+    `connect_timeout`.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class Observer:
         )
 
     def quorum(self) -> QuorumReply | None:
-        """The last quorum, None before the first. Raises RuntimeError."""
+        """The last quorum; None before the first. Costs one read. Raises RuntimeError when etcd does not answer."""
         return next(self.history(1), None)
 
     def history(self, limit: int = 100) -> Iterator[QuorumReply]:
-        """The quorums that were decided, the last one first, as far back as etcd's history goes (until compaction).
+        """At most `limit` of the decided quorums, the last one first, as far back as etcd has not compacted them.
 
-        Costs one read each. Raises RuntimeError.
+        Costs one read for each. Iterating raises RuntimeError when etcd does not answer.
         """
         decided = quorums(self._etcd, self._prefix)
         for _ in range(limit):
@@ -118,17 +119,21 @@ class Observer:
             yield quorum_reply(quorum)
 
     def get_config(self, name: str) -> bytes | None:
-        """The value of a name in the job's shared configuration; None if it has none. Raises RuntimeError."""
+        """The value of a name in the job's shared configuration; None if it has none.
+
+        Raises RuntimeError when etcd does not answer.
+        """
         key = config_key(self._prefix, checks.string("name", name))
         with self._answering():
             found = self._etcd.get(key).one
         return found.value if found else None
 
     def set_config(self, name: str, value: bytes | None) -> None:
-        """Set a name for all replicas of the job, or delete it with None.
+        """Set a name in the job's shared configuration; None deletes it.
 
-        It lives as long as the job's last quorum; if it is set before the first quorum, for seven days. Raises
-        RuntimeError; whether it was set is then not known.
+        The value is kept as long as the job's last quorum; if it is set before the first quorum, for seven days. etcd
+        takes at most 1.5 MiB on default settings. Raises TypeError for other values, and RuntimeError when etcd refuses
+        or does not answer; the value may then have been set.
         """
         key = config_key(self._prefix, checks.string("name", name))
         if value is not None and not isinstance(value, bytes):
@@ -142,7 +147,10 @@ class Observer:
             self._etcd.put(key, value, lease)
 
     def close(self) -> None:
-        """End it: no callback begins after this returns, unless it is a callback that closes it. Idempotent."""
+        """Stop following the job. No callback begins after this returns. Idempotent.
+
+        It waits for a running callback, unless that callback calls it.
+        """
         self._cancel_finalizer()
         _end(self._informer, self._etcd)
 
@@ -150,7 +158,7 @@ class Observer:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raises what a call raises, and RuntimeError if the thread of this observer has failed."""
+        """Translates errors into torchft's. Raises RuntimeError if the observer's thread has failed."""
         if self._failure is not None:
             problem = f"{type(self._failure).__name__}: {self._failure}"
             raise checks.failed("Internal", f"this observer has failed ({problem}); close it and make a new one")

@@ -1,4 +1,4 @@
-"""The plain values of torchft's coordination API (`torchft.coordination`, torchft 0.2.0 and its nightly builds).
+"""The values of torchft's coordination API (`torchft.coordination`, torchft 0.2.0 and its nightly builds).
 
 https://docs.pytorch.org/torchft/coordination.html
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Record:
-    """Declared attributes only: any other name is an AttributeError, as with torchft's native classes."""
+    """Has declared attributes only: any other name raises AttributeError, as with torchft's native classes."""
 
     __slots__ = ()
 
@@ -21,10 +21,10 @@ class _Record:
 
 
 class Timestamp(_Record):
-    """A moment on the wall clock of the process that decided. Information only: no decision rests on it.
+    """A time on the wall clock of the process that decided. For information only: no decision depends on it.
 
     Args:
-        seconds: since 1970.
+        seconds: seconds since 1970.
         nanos: nanoseconds within that second.
     """
 
@@ -35,16 +35,16 @@ class Timestamp(_Record):
 
 
 class QuorumMember(_Record):
-    """One replica of a quorum, as it asked.
+    """One replica of a quorum, with the values of its request.
 
     Args:
         replica_id: its name, which no other replica has.
-        address: of its manager.
-        store_address: of its store.
-        step: the training step it is at.
+        address: the address of its manager.
+        store_address: the address of its store.
+        step: the training step that it is at.
         world_size: the number of its ranks.
-        shrink_only: whether it asked to let nobody new in.
-        data: what else it sent: JSON, so keys are str. None if it sent nothing.
+        shrink_only: whether it asked to admit no new replicas.
+        data: its other data, as read from JSON, so keys are str; None if it sent none.
     """
 
     __slots__ = ("address", "data", "replica_id", "shrink_only", "step", "store_address", "world_size")
@@ -67,9 +67,9 @@ class Quorum(_Record):
     """The replicas that train together.
 
     Args:
-        quorum_id: grows whenever the members change, or one of them failed to commit; never reused for others.
-        participants: the members, sorted by replica id as bytes.
-        created: when it was decided.
+        quorum_id: grows whenever the members change, or one of them failed to commit. An id is never used again.
+        participants: the members, sorted by the bytes of their replica ids.
+        created: when the quorum was decided.
     """
 
     __slots__ = ("_participants", "created", "quorum_id")
@@ -85,7 +85,7 @@ class Quorum(_Record):
 
     @property
     def participants(self) -> list[QuorumMember]:
-        """Copies, which a caller may change. Made at each read, since most callers never read them."""
+        """Copies of the members, made at each read. A caller may change them."""
         if callable(self._participants):
             self._participants = self._participants()
         return [copy(member) for member in self._participants]
@@ -96,20 +96,20 @@ class Quorum(_Record):
 
 
 class QuorumResult(_Record):
-    """What a quorum means for one rank, and who heals whom.
+    """What a quorum means for one rank: its place, and which replicas heal from which.
 
     Args:
         quorum_id: see `Quorum`.
-        replica_rank, replica_world_size: this replica's rank among all members, and how many they are.
-        recover_src_manager_address, recover_src_replica_rank: whom to fetch the weights from, if `heal`.
-        recover_dst_replica_ranks: the replicas that fetch them from here.
-        store_address: where the ranks of all replicas meet, the same for all that have this rank.
+        replica_rank, replica_world_size: this replica's rank among all members, and their number.
+        recover_src_manager_address, recover_src_replica_rank: the replica to fetch the weights from, if `heal`.
+        recover_dst_replica_ranks: the replicas that fetch the weights from this one.
+        store_address: the store where the ranks of all replicas meet; the same for all with this group rank.
         max_step: the highest step of any member.
-        max_replica_rank, max_world_size: this replica's rank among the members at that step (None if it is not one of
-            them), and how many they are.
+        max_replica_rank, max_world_size: this replica's rank among the members at that step (None if it is at an
+            earlier one), and their number.
         heal: whether this replica must fetch the weights first.
-        replica_ids: of all members, in order.
-        reconfigure_handles: what this rank of each member sent as its handle, in order (torchft's nightly builds).
+        replica_ids: the ids of all members, in rank order.
+        reconfigure_handles: the handle that this rank of each member sent, in rank order (torchft's nightly builds).
     """
 
     __slots__ = (
