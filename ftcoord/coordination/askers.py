@@ -10,11 +10,12 @@ from ftcoord.errors import ThreadNotStarted
 
 
 class Askers:
-    """Mostly one thread, which waits for the next quorum: to start one for each would take as long as the ranks' calls.
-    There are more only while several requests of the group are under way. `ask` and `close` are for one thread.
+    """Usually one thread, which waits for the next quorum: starting a thread for each would take as long as the ranks'
+    calls. There are more only while several requests of the group are in progress. Call `ask` and `close` from one
+    thread.
 
     Args:
-        call_soon: has a function called on that thread.
+        call_soon: calls a function on that thread.
     """
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
@@ -23,7 +24,7 @@ class Askers:
         self._idle = self._started = 0  # only the thread that owns this
 
     def ask(self, ask_for_all: GroupAsk) -> None:
-        """Ask on a thread at once. Where none can be started, all ranks of the group hear that."""
+        """Ask on a thread at once. If no thread can be started, all ranks of the group get the error."""
         if self._idle:
             self._idle -= 1
         else:
@@ -36,7 +37,7 @@ class Askers:
         self._inbox.put(ask_for_all)
 
     def close(self) -> None:
-        """End the threads, each after the request that it has under way."""
+        """End the threads, each after its current request."""
         for _ in range(self._started):
             self._inbox.put(None)
 

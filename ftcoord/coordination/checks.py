@@ -1,4 +1,4 @@
-"""Checks of arguments as torchft's native classes make them, and errors with their texts."""
+"""Checks arguments as torchft's native classes do, and makes errors with their texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 LARGEST: Final = 2**63 - 1
 """The largest integer of torchft's protocol."""
 TEN_YEARS: Final = 10.0 * 365 * 24 * 3600
-"""Seconds. A longer time-out is cut to this: Python's locks refuse those of some hundred years."""
+"""Seconds. A longer timeout is cut to this, because Python's locks refuse timeouts of several hundred years."""
 
 
 def seconds(name: str, value: object) -> float:
@@ -21,21 +21,21 @@ def seconds(name: str, value: object) -> float:
 
 
 def string(name: str, value: object) -> str:
-    """Raises TypeError."""
+    """The value, which must be a str. Raises TypeError."""
     if not isinstance(value, str):
         raise TypeError(f"argument {name!r}: {type(value).__name__!r} object cannot be converted to 'PyString'")
     return value
 
 
 def boolean(name: str, value: object) -> bool:
-    """Raises TypeError for anything but True and False."""
+    """The value, which must be True or False. Raises TypeError."""
     if not isinstance(value, bool):
         raise TypeError(f"argument {name!r}: {type(value).__name__!r} object cannot be converted to 'PyBool'")
     return value
 
 
 def integer(name: str, value: object, lowest: int = 0) -> int:
-    """Raises TypeError, and OverflowError below `lowest` or above 2**63 - 1."""
+    """The value, which must be an int. Raises TypeError, and OverflowError below `lowest` or above 2**63 - 1."""
     if not isinstance(value, int):
         raise TypeError(f"argument {name!r}: {type(value).__name__!r} object cannot be interpreted as an integer")
     if not lowest <= value <= LARGEST:
@@ -44,12 +44,12 @@ def integer(name: str, value: object, lowest: int = 0) -> int:
 
 
 def timed_out(why: str) -> TimeoutError:
-    """The error of a call whose time is over; users match the text before `why`."""
+    """The error of a call that timed out; users match the text before `why`."""
     return TimeoutError(f"{_status('Cancelled', 'Timeout expired')}: {why}")
 
 
 def failed(code: str, message: str) -> RuntimeError:
-    """The error of a call that fails for another reason; `code` is gRPC's name of the status."""
+    """The error of a call that failed for another reason; `code` is gRPC's name of the status."""
     return RuntimeError(_status(code, message))
 
 

@@ -1,4 +1,5 @@
-"""A client of a job's etcd, and its failures in torchft's words: one line that says everything, without a chain."""
+"""Connects to a job's etcd, and translates failures into torchft's errors: one line that says everything, without a
+chain."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ REQUEST_TIMEOUT: Final = 5.0
 def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
     """The job of an address, and a client whose etcd has answered.
 
-    Raises RuntimeError: after `connect_timeout` seconds; and at once for a malformed address, where torchft waits.
+    Raises RuntimeError after `connect_timeout` seconds; and at once for a malformed address, whereas torchft waits.
     """
     try:
         job = parse_address(address)
@@ -38,7 +39,7 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
 
 
 def unreachable(address: str, connect_timeout: float, problem: object, who: str = "etcd") -> RuntimeError:
-    """The error for an address at which nobody is found in time; users match the beginning of its text."""
+    """The error for an address that nobody answers at in time. Users match the beginning of its text."""
     return RuntimeError(
         f"failed to connect to {address.partition('?')[0]} within timeout of {connect_timeout:g}s; verify the"
         f" address and that {who} is up: {problem}"
@@ -46,7 +47,8 @@ def unreachable(address: str, connect_timeout: float, problem: object, who: str 
 
 
 def check_process(pid: int) -> None:
-    """Raises ForkedProcessError in any process but `pid`. Call it before taking a lock: in a child it may be held."""
+    """Raises ForkedProcessError in any process but `pid`. Call it before taking a lock, which a forked child may never
+    get."""
     if os.getpid() != pid:
         raise ForkedProcessError(
             f"this belongs to process {pid}, which was forked, and a child cannot use its connections: start processes"
@@ -56,7 +58,7 @@ def check_process(pid: int) -> None:
 
 @contextlib.contextmanager
 def torchft_errors() -> Iterator[None]:
-    """Raises TimeoutError and RuntimeError with torchft's texts."""
+    """Translates ftcoord's errors into TimeoutError and RuntimeError with torchft's texts."""
     try:
         yield
     except KNOWN as error:

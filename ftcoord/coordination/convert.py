@@ -1,4 +1,4 @@
-"""torchft's values, from the records of a quorum and back."""
+"""Converts quorum records to torchft's values and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftcoord.core.recovery import recovery
 
 
 def quorum_reply(quorum: QuorumRecord) -> QuorumReply:
-    """A quorum as torchft's users know it."""
+    """A quorum as a value of torchft's API."""
     return QuorumReply(quorum.id, partial(_members, quorum), timestamp(quorum))
 
 
@@ -59,12 +59,12 @@ def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: b
 
 
 def result_fields(result: QuorumResult) -> dict[str, Any]:
-    """For JSON."""
+    """The fields of a result, for JSON."""
     return {name: getattr(result, name) for name in QuorumResult.__slots__}
 
 
 def result_of(fields: Mapping[str, Any]) -> QuorumResult:
-    """From what `result_fields` gave. Raises AttributeError for other names."""
+    """The result with the fields that `result_fields` returned. Raises AttributeError for other names."""
     result = QuorumResult()
     for name, value in fields.items():
         setattr(result, name, value)
@@ -72,7 +72,8 @@ def result_of(fields: Mapping[str, Any]) -> QuorumResult:
 
 
 def json_text(data: Mapping[Any, Any] | None) -> str:
-    """The `data` of a request. Raises TypeError if it is not a dict, RuntimeError if JSON cannot express it."""
+    """The `data` of a request as JSON. Raises TypeError if it is not a dict, RuntimeError if JSON cannot represent
+    it."""
     if data is None:
         return ""
     if not isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""Why a call fails, as gRPC's status: what both of the managers' protocols carry, and torchft's users are told."""
+"""Failures of calls as gRPC statuses: both manager protocols carry them, and torchft's users see them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ftcoord.errors import EtcdError, NotInQuorum, ServerError, StateError, Thre
 
 TIMED_OUT: Final = ("Cancelled", "DeadlineExceeded")
 KNOWN: Final = (TimeoutError, NotInQuorum, StateError, ThreadFailed, ThreadNotStarted, ServerError, EtcdError)
-"""What a call to a job or a manager may fail with."""
+"""The errors with which a call to a job or a manager may fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call that failed; `code` is gRPC's name of the status, as `InvalidArgument`."""
+    """A call that failed; `code` is gRPC's name of the status, such as `InvalidArgument`."""
 
     code: str
     message: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """What an error means to whoever called."""
+        """The failure to report to the caller for an error."""
         if isinstance(error, TimeoutError):
             return cls("Cancelled", str(error))
         if isinstance(error, NotInQuorum):

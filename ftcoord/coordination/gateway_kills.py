@@ -1,7 +1,7 @@
-"""Orders to end replicas behind a gateway.
+"""Kill orders for replicas behind a gateway.
 
-torchft's own managers know nothing of etcd. So the gateway hands an order on to them by torchft's protocol, as
-torchft's lighthouse does.
+torchft's own managers do not use etcd. So the gateway forwards an order to them by torchft's protocol, as torchft's
+lighthouse does.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ftcoord.primitives.informer import Informer
 log = logging.getLogger(__name__)
 
 HAND_ON_TIMEOUT: Final = 5.0
-"""Seconds that a manager may take to end, from when its order came."""
+"""Seconds that a manager may take to exit after its order was read."""
 THREADS: Final = 4
 
 
 class GatewayKills(Closing):
-    """Hands orders to kill on, from `begin()` to `close()`.
+    """Forwards kill orders, from `begin()` to `close()`.
 
     Args:
-        etcd: the client; stays the caller's.
-        prefix: of the job's quorums.
-        manager_of: the address of the manager of a member; None for a member that is not this gateway's.
+        etcd: the client; not closed here.
+        prefix: the prefix of the job's quorums.
+        manager_of: returns the address of a member's manager; None for a member of another gateway.
 
-    An order is taken when the manager's process has ended, or the manager has taken it. One whose manager cannot be
-    reached stays untaken, so whoever gave it hears of that. If the watch ends by an error it is logged, and replicas
-    train on; nobody can kill them through etcd until the gateway is started again.
+    An order is taken when the manager's process has ended, or the manager has accepted it. If the manager cannot be
+    reached, the order stays, so the sender sees that it failed. If the watch fails, the error is logged and the
+    replicas keep training, but nobody can kill them through etcd until the gateway is restarted.
     """
 
     def __init__(self, etcd: Etcd, prefix: str, manager_of: Callable[[str], str | None]) -> None:
@@ -51,14 +51,14 @@ class GatewayKills(Closing):
         self._pool = DaemonPool(THREADS, "ftcoord-killing")
 
     def begin(self) -> None:
-        """Watch the orders, from the first call on: without a replica there is nobody to kill. Raises
-        ThreadNotStarted, and may then be called again."""
+        """Start to watch the orders; later calls do nothing. Call it with the first replica: before, there is nobody to
+        kill. Raises ThreadNotStarted, and may then be called again."""
         with self._lock:
             if self._informer is None and not self._closed:
                 self._informer = watch_kills(self._etcd, self._prefix, self._obey, _note_failure)
 
     def close(self) -> None:
-        """Waits for orders that are handed on, for some seconds at most. Idempotent."""
+        """Stop. Waits a few seconds at most for orders that are being forwarded. Idempotent."""
         with self._lock:
             self._closed, informer, self._informer = True, self._informer, None
         if informer is not None:
@@ -68,8 +68,8 @@ class GatewayKills(Closing):
     def _obey(self, order: OrderedKill) -> None:
         """On the watch's thread, which does not wait for managers.
 
-        Each order is handed on once: a manager that was started again since, under the same name and lease, must not
-        get what was meant for the one before it.
+        Each order is forwarded once: a manager that was restarted since, under the same name and lease, must not get
+        the order for its predecessor.
         """
         address = self._manager_of(order.member)
         if address is None or (order.member, order.revision) in self._seen:
@@ -91,7 +91,7 @@ def _hand_on(address: str, order: OrderedKill) -> None:
 
 
 def _kill(address: str, message: str) -> str:
-    """Have a manager end its process; why it did not, or empty."""
+    """Make a manager exit; returns why it did not, or an empty text."""
     deadline = concurrency.now() + HAND_ON_TIMEOUT
     try:
         manager = NativeManager(*place_of(address), deadline)

@@ -1,4 +1,4 @@
-"""The replicas that a gateway represents: which of them live, which wait for a quorum, and which have gone silent."""
+"""The replicas that a gateway represents: which are alive, which wait for a quorum, and which have gone silent."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 REVOKE_TIMEOUT: Final = 2.0
 """Seconds that etcd may take to revoke the lease of a replica that has gone silent."""
 SWEEP_INTERVAL: Final = 0.1
-"""Seconds between two looks for replicas that have gone silent."""
+"""Seconds between two checks for silent replicas."""
 MISSED: Final = 3
-"""Beats that a replica must have missed, and"""
+"""The number of beats that a replica must have missed, and"""
 QUIET_FOR: Final = 0.3
-"""seconds that it must have been silent, before it counts as dead because its connection has ended. One that lives
-connects again with its next beat."""
+"""the seconds that it must have been silent, before it counts as dead because its connection has ended. A live replica
+reconnects for its next beat."""
 
 
 class _GatewaySession:
@@ -41,54 +41,56 @@ class _GatewaySession:
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.manager = ""
-        """The address of its manager, as its last request says."""
+        """The address of its manager, from its last request."""
         self.last_sign_at = 0.0
-        """When it last beat, or was answered."""
+        """When it last beat, or was last answered."""
         self.forwarded_at = 0.0
-        """When a beat of it was last written to etcd."""
+        """When one of its beats was last written to etcd."""
         self.calls = 0
-        """How many of its calls are under way."""
+        """How many of its calls are in progress."""
         self.peer = ""
-        """Who sent its last beat, as gRPC names it,"""
+        """The sender of its last beat, as gRPC names it,"""
         self.beat_at = 0.0
-        """when,"""
+        """the time of that beat,"""
         self.beats_every = math.inf
-        """and how many seconds after the one before; infinite if that came by another connection."""
+        """and the seconds since the beat before; infinite if that one came by another connection."""
         self.looks_at = 0.0
-        """When it is worth the while to ask for its connection again."""
+        """When to check its connection again."""
 
     def note_beat(self, peer: str, now: float) -> None:
-        """It lives."""
+        """Note a beat."""
         self.beats_every = now - self.beat_at if peer == self.peer else math.inf
         self.peer, self.beat_at, self.looks_at = peer, now, 0.0
 
     def is_quiet(self, now: float) -> bool:
-        """Whether to ask if its connection still stands: then its host is lost or it hangs, and has its time-out. Else
-        its process has ended, for it has beaten through that connection before, and would have connected again."""
+        """Whether to check if its connection is still open. If it is, its host is lost or it hangs, and the heartbeat
+        timeout applies. If not, its process has ended: it has beaten through that connection before, and would have
+        reconnected."""
         quiet_since = max(self.last_sign_at, self.beat_at)
         silence = max(MISSED * self.beats_every, QUIET_FOR)
         return not self.calls and now >= max(quiet_since + silence, self.looks_at)
 
     def stands(self, now: float) -> None:
-        """Its connection does: ask again when it has been quiet for twice as long. There may be tens of thousands of
-        connections to look through."""
+        """Its connection is open: check again after twice the time that it has been quiet, because there may be tens of
+        thousands of connections to look through."""
         self.looks_at = now + (now - self.beat_at)
 
 
 class GatewaySessions:
-    """Replicas by their ids, each a member of the job from its first beat or request on. Thread-safe.
+    """Replicas by id, each a member of the job from its first beat or request on. Thread-safe.
 
-    torchft's managers beat ten times a second. etcd sees none of that: each replica has a lease, which is renewed while
-    beats come, and revoked when there were none for the heartbeat time-out, or when they stop and their connection has
-    ended. Only where the time-out is too short for leases (`LEASE_FLOOR`) are beats written, and judged by the decider.
+    torchft's managers beat ten times a second, but these beats do not reach etcd. Each replica has a lease, which is
+    renewed while beats come. It is revoked when no beat came for the heartbeat timeout, or when the beats stop and the
+    connection has ended. Only if the timeout is too short for leases (`LEASE_FLOOR`) are beats written to etcd, where
+    the decider judges them.
 
     Args:
         etcd: the client.
         job: the job and its rules.
-        ended: which of these peers, as gRPC names them, are connected no longer; see `peers`.
+        ended: returns which of these peers, as gRPC names them, are no longer connected; see `peers`.
 
-    If the thread that looks for silent replicas fails, no replica could die any more. All of them are then left to
-    expire, and each call raises ServerError.
+    If the thread that looks for silent replicas failed, no replica would ever count as dead. So all of their leases are
+    then left to expire, and each call raises ServerError.
     """
 
     def __init__(self, etcd: Etcd, job: Job, ended: Callable[[Collection[str]], Collection[str]]) -> None:
@@ -107,12 +109,12 @@ class GatewaySessions:
 
     @property
     def has_failed(self) -> bool:
-        """Whether its thread has ended by an error."""
+        """Whether its thread has failed."""
         with self._lock:
             return self._failed
 
     def beat(self, replica_id: str, peer: str, deadline: float) -> None:
-        """A replica lives; `peer` is who said so. Raises what `Replica.beat` does, and ServerError."""
+        """Note a beat of a replica from `peer`. Raises what `Replica.beat` raises, and ServerError."""
         with self._visit(replica_id) as session:
             with self._lock:
                 session.note_beat(peer, concurrency.now())
@@ -120,7 +122,7 @@ class GatewaySessions:
                 session.replica.beat(deadline)
 
     def ask(self, request: QuorumRequest, deadline: float, caller: PendingCall) -> QuorumRecord:
-        """The next quorum with this replica in it. Raises what `Replica.ask` does, and ServerError."""
+        """The next quorum with this replica in it. Raises what `Replica.ask` raises, and ServerError."""
         with self._visit(request.replica_id) as session:
             with self._lock:
                 session.manager = request.address
@@ -128,15 +130,15 @@ class GatewaySessions:
             return session.replica.ask(request, deadline, caller.gone)
 
     def manager_of(self, member: str) -> str | None:
-        """The address of the manager of a member; None if it is not one of these, or has not asked yet."""
+        """The address of a member's manager; None if the member is not one of these, or has not asked yet."""
         with self._lock:
             sessions = list(self._sessions.values())
         return next((one.manager for one in sessions if one.manager and one.replica.was(member)), None)
 
     def close(self) -> None:
-        """Forget them all. Idempotent. Call it when no calls are under way.
+        """Drop all replicas. Idempotent. Call it when no call is in progress.
 
-        Their leases expire by themselves. Until then they count as alive, and may come back through another gateway.
+        Their leases expire. Until then they count as alive, and may continue through another gateway.
         """
         with self._lock:
             self._closed.set()
@@ -146,7 +148,7 @@ class GatewaySessions:
 
     @contextmanager
     def _visit(self, replica_id: str) -> Iterator[_GatewaySession]:
-        """While this is open the replica does not count as silent."""
+        """While this is open, the replica does not count as silent."""
         with self._lock:
             if self._closed.is_set():
                 raise TimeoutError("the gateway is shutting down")
@@ -174,7 +176,8 @@ class GatewaySessions:
         )
 
     def _should_forward(self, session: _GatewaySession) -> bool:
-        """Whether this beat goes to etcd: if beats are judged there and one is due, or if the replica is no member."""
+        """Whether this beat is written to etcd: if beats are judged there and one is due, or if the replica is no
+        member."""
         joined = session.replica.joined
         with self._lock:
             now = concurrency.now()
@@ -197,7 +200,7 @@ class GatewaySessions:
                 self._orphan_all()
 
     def _end_lease(self, replica: Replica) -> None:
-        """Of one that has gone silent and was forgotten: nobody else would end it, and it would be renewed for ever."""
+        """End the lease of a silent replica that was dropped: nobody else would, and it would be renewed forever."""
         try:
             left = self._leaving.submit(replica.leave, REVOKE_TIMEOUT)
         except ThreadNotStarted as error:
@@ -207,7 +210,7 @@ class GatewaySessions:
             left.add_done_callback(partial(_see_to, replica))
 
     def _cut_off(self) -> dict[_GatewaySession, str]:
-        """Those that are quiet, and whose connection has ended, each with the peer that it was."""
+        """The quiet replicas whose connection has ended, each with its peer."""
         now = concurrency.now()
         with self._lock:
             quiet = {kept: kept.peer for kept in self._sessions.values() if kept.is_quiet(now)}
@@ -219,7 +222,7 @@ class GatewaySessions:
         return {kept: peer for kept, peer in quiet.items() if peer in ended}
 
     def _take_silent(self, cut_off: Mapping[_GatewaySession, str]) -> list[_GatewaySession]:
-        """Those that have sent nothing for too long, or are cut off; they are forgotten."""
+        """Drop and return the replicas that have been silent too long, or are cut off."""
         with self._lock:
             if self._closed.is_set():
                 return []
@@ -243,7 +246,7 @@ class GatewaySessions:
 
 
 def _see_to(replica: Replica, left: Future[None]) -> None:
-    """What nobody foresaw is logged, and its lease expires."""
+    """Log an unexpected error; the lease then expires."""
     if (error := left.exception()) is not None:
         log.error("replica %s did not leave, and its lease is left to expire", replica.replica_id, exc_info=error)
         replica.orphan()
@@ -257,11 +260,12 @@ class PendingCall:
         self._replica: Replica | None = None  # set by the thread that asks, read by that of `leave`
 
     def waits_for(self, replica: Replica) -> None:
-        """Before it asks: `ask` looks at `gone` after this, so one of the two notices a caller that leaves now."""
+        """Note the replica before it asks. `ask` checks `gone` after this, so one of the two notices a caller that
+        leaves now."""
         self._replica = replica
 
     def leave(self) -> None:
-        """It waits no longer. Does not block."""
+        """The caller no longer waits. Does not block."""
         self.gone.set()
         if self._replica is not None:
             self._replica.nudge()

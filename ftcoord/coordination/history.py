@@ -1,4 +1,4 @@
-"""The quorums of a job as etcd has them, the last one first."""
+"""The decided quorums of a job in etcd, the last one first."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ log = logging.getLogger(__name__)
 
 
 def quorum_in(kvs: Mapping[str, KeyValue], decided: KeyValue) -> QuorumRecord:
-    """The quorum of a decided record and of the roster beside it, which is among `kvs`. Raises StateError."""
+    """The quorum of a decided record and its roster, which is among `kvs`. Raises StateError."""
     roster = kvs.get(roster_key(decided.key))
     return parse_quorum(decided.key, decided.value, roster.value if roster else None)
 
 
 def quorums(etcd: Etcd, prefix: str) -> Iterator[QuorumRecord]:
-    """The decided quorums, the last one first, as far back as etcd's history goes (until compaction).
+    """The decided quorums, the last one first, as far back as etcd has not compacted them.
 
-    Costs one read each. Raises EtcdError and StateError.
+    Costs one read for each. Raises EtcdError and StateError.
     """
     revision = 0  # the newest
     while True:

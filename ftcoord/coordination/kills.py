@@ -1,8 +1,7 @@
-"""Ending a manager's process through etcd: an order to a member of the job.
+"""Ends a manager's process through etcd, by an order to a member of the job.
 
-Its manager takes the order, or the gateway that speaks for it.
-
-The order lies under the lease of whoever gives it. It is taken when it has been deleted.
+The member's manager takes the order, or the gateway that represents it, by deleting its key. The order is attached to a
+lease of its sender.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 TAKE_TIMEOUT: Final = 1.0
 """Seconds that a manager tries to delete its order before it ends anyway."""
 LEASE_MARGIN: Final = 5
-"""Seconds that an order outlives the time that its giver waits."""
+"""Seconds that an order outlives its sender's timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,10 @@ class OrderedKill:
     """An order to end a process.
 
     Args:
-        member: whose process.
-        message: why.
-        revision: of etcd, at which it was given.
-        take: deletes it, so that whoever gave it knows that it was taken.
+        member: the member whose process it is.
+        message: the reason.
+        revision: etcd's revision at which it was given.
+        take: deletes the order, which tells the sender that it was taken.
     """
 
     member: str
@@ -51,14 +50,14 @@ class OrderedKill:
 
 
 Obey: TypeAlias = Callable[[OrderedKill], None]
-"""Sees to an order, of any member's. It may be told of one several times."""
+"""Handles an order to any member. It may be called several times for one order."""
 
 
 def watch_kills(etcd: Etcd, prefix: str, obey: Obey, failed: Callable[[BaseException], None]) -> Informer:
-    """Have `obey` see to all orders of the job, on a thread of the watch.
+    """Call `obey` with every order of the job, on the watch's thread.
 
-    All are watched: there are hardly any, and so a member's change of its lease needs no other watch. `failed` is
-    called when that ends by an error.
+    All orders are watched, because there are hardly any; so a member that changes its lease needs no new watch.
+    `failed` is called when the watch fails.
     """
 
     def take(key: str) -> None:
@@ -74,7 +73,7 @@ def watch_kills(etcd: Etcd, prefix: str, obey: Obey, failed: Callable[[BaseExcep
 
 
 def ends_here(is_mine: Callable[[str], bool]) -> Obey:
-    """End this process when that is ordered of a member for which `is_mine` holds."""
+    """Make a handler that ends this process when an order names a member for which `is_mine` holds."""
 
     def obey(order: OrderedKill) -> None:
         if is_mine(order.member):
@@ -87,8 +86,8 @@ def ends_here(is_mine: Callable[[str], bool]) -> Obey:
 def order_kill(
     etcd: Etcd, prefix: str, replica_id: str, message: str, deadline: float, also: Sequence[Op] = ()
 ) -> None:
-    """End the process of the manager that is this replica now, the newest one of that name; and wait until it has taken
-    the order or is gone. One that comes later is left alone. What is to be written `also` goes with the order.
+    """End the process of the newest manager with this replica id; wait until it has taken the order or is gone. A later
+    one is left alone. The operations in `also` are part of the order's transaction.
 
     Raises NotInQuorum if there is no such replica, TimeoutError after the monotonic `deadline`, and EtcdError.
     """
@@ -108,7 +107,7 @@ def order_kill(
 
 
 def _newest(etcd: Etcd, prefix: str, replica_id: str) -> str | None:
-    """The member of that name that came last."""
+    """The newest member with that replica id."""
     for kv in etcd.range(Get(members_span(prefix), order="newest")).kvs:
         with contextlib.suppress(StateError):  # no member
             if parse_replica(kv.key, kv.value).request.replica_id == replica_id:
@@ -117,7 +116,7 @@ def _newest(etcd: Etcd, prefix: str, replica_id: str) -> str | None:
 
 
 def _put_order(etcd: Etcd, prefix: str, member: str, order: Sequence[Op], timeout: float) -> None:
-    """Unless the member is gone. A second copy would only end a process that was ordered to end."""
+    """Write the order, unless the member is gone. Writing it twice is harmless."""
     etcd.txn([exists(member_key(prefix, member))], order, timeout=timeout)
 
 

@@ -33,7 +33,7 @@ HEARTBEAT_RESPONSE: Final[bytes] = _MESSAGES["LighthouseHeartbeatResponse"]().Se
 
 
 def read_quorum_request(message: bytes) -> QuorumRequest:
-    """What a replica asks. Raises ValueError for a message, or a `data` in it, that other replicas could not read."""
+    """A replica's request. Raises ValueError for a message, or for `data` in it, that other replicas could not read."""
     asked = _read("LighthouseQuorumRequest", message)
     if not asked.HasField("requester"):
         raise ValueError("the request names no requester")

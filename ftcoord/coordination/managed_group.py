@@ -1,4 +1,4 @@
-"""What is behind a ManagerServer: the group's member of the job, its ranks, its port. Nothing here knows the server."""
+"""The group behind a ManagerServer: its member of the job, its ranks, its port. Nothing here refers to the server."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from ftcoord.metrics.exporter import Exporting
 log = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT: Final = 2.0
-"""Seconds that a manager which is shut down tries to leave the job; after that its lease expires."""
+"""Seconds that a manager may take to leave the job when it is shut down. After that its lease expires."""
 REJOIN_TIMEOUT: Final = 5.0
-"""Seconds that a manager tries to come back after it lost its lease, and until it tries again."""
+"""Seconds that a manager tries to rejoin after it lost its lease, before the next attempt."""
 REJOIN_PAUSE: Final = 1.0
-"""Seconds between two times that a manager comes back: if whatever costs it its lease does so at once, and each time,
-it must not load etcd."""
+"""Seconds between two attempts to rejoin: a manager that loses its lease each time must not overload etcd."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupIdentity:
-    """What does not change of a replica group. `hostname` is that of the manager's host, for others."""
+    """The constants of a replica group. `hostname` is the name by which others reach the manager's host."""
 
     replica_id: str
     hostname: str
@@ -46,16 +45,17 @@ class GroupIdentity:
 
 
 class ManagedGroup:
-    """A replica group in a job, from the moment it is made until `close()`.
+    """A replica group in a job, from its creation until `close()`.
 
     Args:
-        identity: which group it is.
+        identity: the group's constants.
         lighthouse_addr: the job's address.
         bind: where to listen for the ranks.
-        heartbeat_interval: seconds between beats, if these are judged.
-        connect_timeout: seconds to look for etcd.
+        heartbeat_interval: seconds between beats, if beats are judged.
+        connect_timeout: seconds to wait for etcd.
 
-    Raises RuntimeError, and ConfigError for what the environment says of metrics. Whatever it has made is then gone.
+    Raises RuntimeError, and ConfigError for bad metrics settings in the environment. Everything that was made is then
+    released.
     """
 
     def __init__(
@@ -70,9 +70,10 @@ class ManagedGroup:
         self._identity, self._pid = identity, os.getpid()
         self._closed = concurrency.event()
         self._made = concurrency.event()
-        """Whether the constructor has ended: until then nobody else ends this."""
+        """Set when the constructor has ended: until then nobody else ends this."""
         self._ends: list[ExitStack] = []
-        """How to end it; taken by the one call of `close` that does. Any thread, one step of a list at a time."""
+        """The release of all resources. The one call of `close` that does it takes this. Any thread, one step of a list
+        at a time."""
         with ExitStack() as ends:
             try:
                 ends.callback(Exporting.of_environment().close)
@@ -95,8 +96,7 @@ class ManagedGroup:
                 self._made.set()
 
     def close(self) -> None:
-        """Leave the job, and end all connections. Idempotent; does nothing in a forked child, where all this is the
-        parent's."""
+        """Leave the job, and end all connections. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         with suppress(IndexError):
@@ -147,7 +147,7 @@ class ManagedGroup:
                 self._fail(error)
 
     def _stay(self, interval: float | None) -> None:
-        """Send beats, if they are judged; and come back under a new lease when the last is lost, even if no rank asks.
+        """Beat, if beats are judged. Rejoin under a new lease when the last one is lost, even if no rank asks.
 
         Returns when the group is closed.
         """
@@ -166,7 +166,7 @@ class ManagedGroup:
                 self._closed.wait(timeout)
 
     def _fail(self, error: BaseException) -> None:
-        """A thread of this group has ended by an error: leave the job, so that nobody counts on this group.
+        """A thread of this group has failed: leave the job, so that nobody waits for this group.
 
         The ranks see that the manager is gone, as if its process had died.
         """

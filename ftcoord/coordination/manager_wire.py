@@ -1,6 +1,6 @@
-"""torchft's manager protocol as bytes: the messages of its gRPC service, for both of its ends.
+"""torchft's manager protocol as bytes: the messages of its gRPC service, for both ends.
 
-Field numbers are those of torchft 0.2.0; its nightly builds add to them.
+Field numbers are those of torchft 0.2.0; its nightly builds add fields.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MESSAGES: Final = declare(
 STATUS_CODES: Final = {
     re.sub(r"(?:^|_)(.)([^_]*)", lambda part: part[1] + part[2].lower(), code.name): code for code in grpc.StatusCode
 }
-"""gRPC's statuses by the names that torchft's users see, as `InvalidArgument`."""
+"""gRPC's statuses by the names that torchft's users see, such as `InvalidArgument`."""
 _PLAIN: Final = (
     *("quorum_id", "recover_src_manager_address", "store_address", "max_step", "max_world_size"),
     *("replica_rank", "replica_world_size", "heal"),
@@ -46,7 +46,7 @@ _LISTS: Final = ("recover_dst_replica_ranks", "replica_ids")
 
 
 def write(kind: str, **fields: Any) -> bytes:
-    """A message of that kind."""
+    """A message of this kind."""
     return bytes(_MESSAGES[kind](**fields).SerializeToString())
 
 
@@ -59,14 +59,14 @@ def read(kind: str, message: bytes) -> Any:
 
 
 def write_result(result: QuorumResult, commit_failures: int) -> bytes:
-    """The answer to one rank. `commit_failures` is the most of any replica."""
+    """The answer to one rank. `commit_failures` is the highest number of any replica."""
     fields = {name: getattr(result, name) for name in (*_PLAIN, *_LISTS)}
     fields |= {name: value for name in _OPTIONAL if (value := getattr(result, name)) is not None}
     return write("ManagerQuorumResponse", commit_failures=commit_failures, **fields)
 
 
 def read_result(message: bytes) -> QuorumResult:
-    """What a manager told a rank. Raises ValueError."""
+    """A manager's answer to a rank. Raises ValueError."""
     told, result = read("ManagerQuorumResponse", message), QuorumResult()
     for name in _PLAIN:
         setattr(result, name, getattr(told, name))

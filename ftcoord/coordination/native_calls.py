@@ -1,4 +1,4 @@
-"""Calls of torchft's own clients at a gRPC server of ours: how long they wait, and how one that fails ends."""
+"""Calls of torchft's own clients to our gRPC servers: how long they wait, and how they fail."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from ftcoord.etcd.rpc.quiet_grpc import grpc
 log = logging.getLogger(__name__)
 
 EARLY_ANSWER: Final = 0.1
-"""Seconds before the end of a call's time to answer that it is over. At the end gRPC does so itself, in other words."""
+"""Seconds before a call's deadline at which we answer that it timed out. At the deadline gRPC does, with another
+text."""
 NO_TIMEOUT: Final = 10.0 * 365 * 24 * 3600
-"""Seconds; gRPC gives a time like this to a call without a time-out."""
+"""Seconds. gRPC reports about this much for a call without a timeout."""
 
 
 def serve(
     server: grpc.Server, service: str, calls: Mapping[str, Callable[[bytes, grpc.ServicerContext], bytes]]
 ) -> None:
-    """Have a server that was not started pass the calls of a service on to these, each with its bytes."""
+    """Register handlers for the calls of a service with a server that was not started yet. Each gets the call's
+    bytes."""
     methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         name: grpc.unary_unary_rpc_method_handler(call) for name, call in calls.items()
     }
@@ -32,7 +34,7 @@ def serve(
 
 @contextlib.contextmanager
 def answering(context: grpc.ServicerContext) -> Iterator[None]:
-    """Ends a call that fails with the status that torchft's own server would give it."""
+    """Ends a failed call with the status that torchft's own server would return."""
     try:
         yield
     except ValueError as error:
@@ -50,6 +52,6 @@ def abort(context: grpc.ServicerContext, failure: Failure) -> NoReturn:
 
 
 def time_left(context: grpc.ServicerContext) -> float:
-    """Seconds until the answer is due; infinite for a call without a time-out."""
+    """Seconds until the answer is due; infinite for a call without a timeout."""
     left = context.time_remaining()
     return math.inf if left is None or left > NO_TIMEOUT else max(left - min(left / 10, EARLY_ANSWER), 0)

@@ -1,4 +1,4 @@
-"""torchft's own ranks at a drop-in manager: its gRPC service, for the bytes that the manager's port passes on."""
+"""Serves torchft's own ranks at ftcoord's manager: its gRPC service, for bytes that the manager's port forwards."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
 
 MOST_CALLS: Final = 1024
-"""Calls that may wait at a time, each with a thread. Further ones are refused: else whoever reaches the port could take
-all threads that the process may have."""
+"""The most calls that may wait at a time, each with a thread. Further ones are refused: else anyone who reaches the
+port could use up all threads of the process."""
 SERVER_STOP_TIMEOUT: Final = 2.0
-"""Seconds that calls under way get to see that the server has stopped."""
+"""Seconds that calls in progress get to notice that the server has stopped."""
 
 
 class NativeRanks:
@@ -41,7 +41,7 @@ class NativeRanks:
         self._place: str | int = ""  # where it listens: a name in Linux's abstract namespace, else a port
 
     async def connect(self, loop: asyncio.AbstractEventLoop, make: Callable[[], SpliceEnd]) -> SpliceEnd:
-        """A new connection to it. Raises OSError."""
+        """Open a new connection to it. Raises OSError."""
         if self._server is None:
             self._start()
         if isinstance(self._place, int):
@@ -53,7 +53,7 @@ class NativeRanks:
     def close(self) -> None:
         """End all calls. Idempotent.
 
-        Does not wait for a call that asks for the group: its quorum is given up when the replica leaves, after this.
+        Does not wait for a call that asks for the group: its request ends when the replica leaves, after this.
         """
         if self._server is not None:
             self._server.stop(None).wait(SERVER_STOP_TIMEOUT)  # only then gRPC has no more calls for the pool

@@ -1,5 +1,5 @@
-"""Whether the connection of a caller still stands. gRPC's server tells who calls, and not when that connection ends;
-the kernel knows, and knows it at once when the process at the other end dies."""
+"""Whether a caller's connection is still open. gRPC's server reports who calls, but not when that connection ends. The
+kernel knows at once when the process at the other end dies."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 """Linux's lists of the connections of this process's network."""
 _ESTABLISHED: Final = "01"
 _WORD: Final = 8
-"""Hexadecimal digits of the 32 bits that an address is written in, each in the byte order of this host."""
+"""Hexadecimal digits of the 32-bit words in which an address is written, each in the byte order of this host."""
 
 Peer: TypeAlias = tuple[IPv4Address | IPv6Address, int]
 """The address and port at the other end."""
 
 
 def ended(port: int, peers: Collection[str]) -> frozenset[str]:
-    """Those of them that have no connection to this local port any more. `peers` are as gRPC names them.
+    """The peers, named as gRPC names them, that no longer have a connection to this local port.
 
-    Where the system does not tell (it is no Linux), and of what is no address, none. A process that has inherited a
-    connection keeps it open, and so does a proxy.
+    Returns none where the system does not say (outside Linux), and leaves out names that are no addresses. A process
+    that has inherited a connection keeps it open, and so does a proxy.
     """
     texts = []
     for table in TABLES:
@@ -56,7 +56,7 @@ def parse(name: str) -> Peer | None:
 
 
 def connected(text: str, port: int) -> Iterator[Peer]:
-    """Who is connected with this local port, by a table of Linux's."""
+    """The peers connected to this local port, from a table of Linux."""
     ours = f":{port:04X}"
     for line in text.splitlines():
         if ours in line:  # which most lines are not: there may be tens of thousands
@@ -73,6 +73,6 @@ def _address(digits: str) -> IPv4Address | IPv6Address:
 
 
 def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """A caller of IPv4's at a listener of IPv6's is named either way."""
+    """The same address for an IPv4 caller of an IPv6 listener, which may be written either way."""
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return mapped or address

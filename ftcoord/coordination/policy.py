@@ -1,4 +1,4 @@
-"""Joins the pure decisions of `core.quorum` to the group: who lives, who asks since when, what was decided."""
+"""Connects the pure decisions of `core.quorum` to the group: who is alive, who asks since when, what was decided."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ from ftcoord.primitives.group.policy import View
 log = logging.getLogger(__name__)
 
 LEASE_FLOOR: Final = 3.0
-"""Seconds. A shorter heartbeat time-out is judged by beats: etcd's leases do not end that soon (2 s at the least)."""
+"""Seconds. A shorter heartbeat timeout is judged by beats, because etcd's leases do not expire that soon (2 s or
+more)."""
 
 _KEPT: Final = 4
-"""Quorums that a process keeps as it read, or wrote, them last."""
+"""Quorums that a process keeps, as last read or written."""
 
 
 class _Quorums:
-    """The last quorums of this process, by what etcd holds of them: each is parsed once in a process, which may
-    represent many replicas, and never where it was decided. Thread-safe."""
+    """The last quorums of this process, by their values in etcd. A process may represent many replicas: each quorum is
+    parsed once per process, and never in the process that decided it. Thread-safe."""
 
     def __init__(self) -> None:
         # Any thread, one step of a dict at a time; if two parse the same, the last one stays.
         self._known: dict[tuple[str, bytes, bytes | None], QuorumRecord] = {}
 
     def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
-        """`parse_quorum`. Raises StateError."""
+        """As `parse_quorum`. Raises StateError."""
         quorum = self._known.get((key, value, roster))
         if quorum is None:
             quorum = parse_quorum(key, value, roster)
@@ -57,7 +58,7 @@ class _Quorums:
         return quorum
 
     def note(self, key: str, value: bytes, roster: bytes | None, quorum: QuorumRecord) -> None:
-        """This is what `parse_quorum` would make of it."""
+        """Note the quorum that `parse_quorum` would return for these values."""
         self._known[key, value, roster] = quorum
         for old in [*self._known][:-_KEPT]:
             self._known.pop(old, None)
@@ -67,8 +68,8 @@ _quorums: Final = _Quorums()
 
 
 class HighestSeen:
-    """What a replica remembers of all quorums that it heard of, by their records or by members that know them, whatever
-    etcd and its leases forget. Thread-safe."""
+    """What a replica remembers of all quorums that it has seen, in records or in the requests of members that know
+    them, whatever etcd and its leases forget. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = concurrency.lock("HighestSeen._lock")  # two threads may read a record at the same time
@@ -77,27 +78,27 @@ class HighestSeen:
         self._last: QuorumRecord | None = None
 
     def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
-        """A decided record, which is remembered. Raises StateError."""
+        """Parse a decided record, and remember it. Raises StateError."""
         quorum = _quorums.read(key, value, roster)
         with self._lock:
             self.highest, self._last = self.highest.and_of(quorum), quorum
         return quorum
 
     def note(self, member: ReplicaRecord) -> None:
-        """Remember what a member says that it knows, too: it may be gone when the next quorum is decided."""
+        """Remember what a member knows, too: it may be gone when the next quorum is decided."""
         known = self.highest
         if member.heard > known.number or member.after > known.id:
             with self._lock:
                 self.highest = self.highest.and_(member.heard, member.after)
 
     def tries(self, quorum: QuorumRecord) -> None:
-        """Remember what this replica is about to decide: it may hear neither that it did, nor of the quorum."""
+        """Remember what this replica is about to decide: it may learn neither that it succeeded, nor of the quorum."""
         with self._lock:
             self._tried = self._tried.and_of(quorum)
 
     @property
     def perhaps(self) -> Highest:
-        """The highest, with what this replica has tried to decide: somebody may have been told of that."""
+        """The highest values, including what this replica has tried to decide: others may have seen that."""
         with self._lock:
             return self.highest.and_(self._tried.number, self._tried.id)
 
@@ -108,7 +109,7 @@ class HighestSeen:
 
 
 class _Heard(NamedTuple):
-    """A member's key, what it says, and what that makes the member."""
+    """A member's key, its record, and the member that they make."""
 
     kv: KeyValue
     record: ReplicaRecord
@@ -118,17 +119,17 @@ class _Heard(NamedTuple):
 class QuorumPolicy:
     """Decides the quorums of one job. Implements `ftcoord.primitives.group.policy.Policy`.
 
-    A member lives as long as its lease. With a `heartbeat_timeout` below `LEASE_FLOOR` it must also have written its
+    A member is alive as long as its lease. With a `heartbeat_timeout` below `LEASE_FLOOR` it must also have written its
     record within that many seconds, on the decider's clock.
 
     Args:
-        prefix: the group's.
-        options: the job's.
+        prefix: the group's prefix.
+        options: the job's rules.
         heartbeat_timeout: in seconds.
-        look: the members' mod revisions in etcd now, by their keys. Raises EtcdError.
-        seen: numbers and ids in it are not given again.
-        causes: why members are gone, by their ids, as far as anybody has said so, and at which revision of etcd's.
-            Raises EtcdError.
+        look: returns the members' mod revisions in etcd now, by key. Raises EtcdError.
+        seen: numbers and ids that it knows are not given again.
+        causes: returns why members are gone, by id, if a cause is known, and at which revision of etcd. Raises
+            EtcdError.
         wall_clock: for people.
     """
 
@@ -148,14 +149,14 @@ class QuorumPolicy:
         self._members = ParsedKeys(parse_replica)
         self._decided: tuple[KeyValue, KeyValue | None] | None = None
         self._last: tuple[QuorumRecord | None, Roster | None] = None, None
-        """What `_decided` says."""
+        """The last result of `_read_decided`."""
         self._known: dict[str, _Heard] = {}
         self._silent: dict[str, int] = {}
         self._said = ""
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
-        """Raises StateError when the decided record is not ours to read, and EtcdError."""
+        """Raises StateError when the decided record cannot be read by this version, and EtcdError."""
         previous, roster = self._read_decided(view)
         self._note(view, previous.profiles if previous else {})
         alive, silent, next_death = self._judge(view, now)
@@ -175,7 +176,7 @@ class QuorumPolicy:
         return Wait(verdict.reason, min(times, default=None), verdict.rule)
 
     def _events(self, view: View, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
-        """What the history has to say: nothing, and no request, in a step of the same replicas."""
+        """The events for the history: none, at the cost of no request, in a step of the same replicas."""
         if previous is not None and previous.id == new.id:
             return []
         gone = [seat.member for seat in lost_seats(previous, new)]
@@ -188,7 +189,7 @@ class QuorumPolicy:
         return quorum_events(previous, new, causes, words, int(self._wall_clock() * 1000))
 
     def _word_of(self, view: View, member: str) -> str | None:
-        """Why a member is not in the next quorum, as it says itself; None if it is gone without a word."""
+        """Why a member is not in the next quorum, as it says itself; None if it gave no reason."""
         key = member_key(self._prefix, member)
         if key in self._known:
             return self._known[key].record.leaving or "it is there, and did not ask"
@@ -200,7 +201,7 @@ class QuorumPolicy:
         return said or None
 
     def _encoded(self, decision: Publish[QuorumRecord], view: View, known: Roster | None) -> Publish[bytes]:
-        """The same decision, as etcd is to hold it."""
+        """The same decision, encoded for etcd."""
         head, changed = encode_quorum(decision.record, known)
         key, puts, roster = decided_key(self._prefix), [], view.roster.value if view.roster else None
         if changed is not None:
@@ -209,7 +210,7 @@ class QuorumPolicy:
         return Publish(head, decision.reason, decision.rule, puts, nothing_follows=decision.nothing_follows)
 
     def _read_decided(self, view: View) -> tuple[QuorumRecord | None, Roster | None]:
-        """The last quorum, and its roster as it lies in etcd. Raises StateError."""
+        """The last quorum, and its roster as stored in etcd. Raises StateError."""
         decided, roster = view.decided, view.roster
         if decided is None:
             return None, None
@@ -236,7 +237,7 @@ class QuorumPolicy:
             self._known[kv.key] = known
 
     def _judge(self, view: View, now: float) -> tuple[list[QuorumCandidate], list[QuorumCandidate], float | None]:
-        """Who lives, who is silent, and when the next one may be called so."""
+        """Who is alive, who is silent, and when the next one may count as silent."""
         replicas = [(key, known.candidate) for key, known in self._known.items()]
         if self._silent_after is None:
             return [replica for _, replica in replicas], [], None
@@ -247,7 +248,8 @@ class QuorumPolicy:
         return alive, silent, min((at for at in dies_at.values() if at > now), default=None)
 
     def _confirm_silence(self, unheard: list[str]) -> None:
-        """Only who wrote nothing is silent. A decider that was stopped, or cut off, has not heard of all yet."""
+        """Only a member that wrote nothing is silent. A decider that was stopped, or cut off, may not have seen all
+        writes yet."""
         wrote = {key: self._known[key].kv.mod_revision for key in unheard}
         if any(self._silent.get(key) != revision for key, revision in wrote.items()):
             now = self._look()

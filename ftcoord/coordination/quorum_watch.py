@@ -1,4 +1,4 @@
-"""Tells a member of a quorum when another one of it is lost, and costs etcd next to nothing while nobody is."""
+"""Reports lost members of a quorum to another member, and costs etcd almost nothing while none is lost."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from ftcoord.primitives.step_thread import StepThread
 log = logging.getLogger(__name__)
 
 LOOKED_BACK: Final = 100
-"""Quorums among which one is looked for: a rank that asks for it is hardly ever behind the last one."""
+"""How many past quorums to search: a rank's quorum is almost always the last one."""
 
 OnLost: TypeAlias = Callable[[int, str, str], object]
 """Called with a quorum's id, a replica id, and the cause, which may be empty."""
 OnFailed: TypeAlias = Callable[[int, BaseException], object]
-"""Called with the id of a quorum that nobody watches any longer, and the error that ended the watch over it."""
+"""Called with the id of a quorum that is no longer watched, and the error that ended the watch."""
 
 
 class QuorumWatch(Closing):
-    """Watches over the quorum that a process is in. Thread-safe.
+    """Watches for lost members of the quorum that a process is in. Thread-safe.
 
-    An `Observer` sees every request and every decision of a job. This is for each rank of a job to have: it reads the
-    quorum once, when it begins, and is then told by etcd of members that are gone, and of nothing else.
+    An `Observer` gets every request and every decision of a job. This class is for every rank of a job: it reads the
+    quorum once, at the start, and from then on etcd sends it only the members that are gone.
 
     Args:
         addr: the job's address, see `LighthouseClient`.
-        connect_timeout: how long to look for etcd.
+        connect_timeout: how long to wait for etcd, a timedelta.
         on_lost: called on a thread of this watch with the quorum's id, the replica id and the cause, when a member of
-            the quorum is dead; or, with an empty cause, when it is gone and nobody of its name is back after a
-            heartbeat time-out. May be called again for the same member.
-        on_failed: called on a thread of this watch when it fails by an error that nobody foresaw, which is logged, or
-            when its client is closed: nobody is told of this quorum's losses any more. The next `follow` begins anew.
+            the quorum has died; or, with an empty cause, when it is gone and no replica of its name is back after a
+            heartbeat timeout. It may be called again for the same member.
+        on_failed: called on a thread of this watch when it fails with an unexpected error, which is logged, or when its
+            client is closed. Losses of this quorum are no longer reported; the next `follow` starts again.
 
-    Raises TypeError and ValueError for bad arguments, and RuntimeError when etcd is not found in time. Nothing is told
-    while etcd is away; what happened meanwhile is told when it is back. A watch that nobody refers to any longer ends
-    as with `close()`; the callbacks must not refer to it.
+    Raises TypeError and ValueError for bad arguments, and RuntimeError when etcd does not answer in time. While etcd is
+    unreachable nothing is reported; losses are reported when it is back. A watch that nobody refers to is closed; the
+    callbacks must not refer to it.
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta, on_lost: OnLost, on_failed: OnFailed) -> None:
@@ -61,16 +61,16 @@ class QuorumWatch(Closing):
         self._on_lost, self._on_failed = on_lost, on_failed  # never change
         self._lock = concurrency.lock("QuorumWatch._lock")  # guards the next two
         self._vigils: list[_Vigil] = []
-        """The one that there is now, if there is one."""
+        """The watch over the current quorum, if there is one."""
         self._closed = False
         self._cancel_finalizer = concurrency.when_forgotten(
             self, _end, self._vigils, self._etcd, stage=concurrency.Stage.CLIENTS
         )
 
     def follow(self, quorum_id: int) -> None:
-        """Watch over this quorum from now on, and over no other. Does nothing once it is closed.
+        """Watch this quorum from now on, and no other. Does nothing after `close()`.
 
-        Raises ThreadNotStarted: then it watches over the one before.
+        Raises ThreadNotStarted; the previous quorum is then still watched.
         """
         with self._lock:
             before = self._vigils.copy()
@@ -80,7 +80,7 @@ class QuorumWatch(Closing):
             vigil.close()
 
     def close(self) -> None:
-        """Tell of nobody any more. Waits for a call of `on_lost` under way, unless that closes it. Idempotent."""
+        """Stop reporting. Waits for a running call of `on_lost`, unless that calls this. Idempotent."""
         self._cancel_finalizer()
         with self._lock:
             self._closed = True
@@ -153,7 +153,7 @@ class _Vigil:
             self._on_lost(self._quorum_id, loss.replica_id, loss.cause)
 
     def _seats(self) -> Mapping[str, str]:
-        """The replica ids of the quorum's members, by member id; none if the quorum is forgotten."""
+        """The replica ids of the quorum's members, by member id; empty if etcd no longer has the quorum."""
         for quorum in islice(quorums(self._etcd, self._job.prefix), LOOKED_BACK):
             if quorum.id == self._quorum_id:
                 return {seat.member: seat.request.replica_id for seat in quorum.seats}

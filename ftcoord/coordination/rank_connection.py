@@ -1,4 +1,4 @@
-"""One connection of a drop-in's rank, at its manager."""
+"""A connection of one of ftcoord's ranks, at its manager."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ T = TypeVar("T")
 
 
 class RankConnection(asyncio.Protocol):
-    """Makes the calls of one rank, one at a time. What is no call closes the connection. For the loop's thread.
+    """Makes the calls of one rank, one at a time. Anything that is not a call closes the connection. For the loop's
+    thread.
 
     Args:
         group: the ranks.
-        transport: the connection, which has exchanged its greetings.
-        call_soon: has a function called on the loop's thread.
-        ask_soon: has the group's quorum asked for, which takes its time.
+        transport: the connection, after the greetings.
+        call_soon: calls a function on the loop's thread.
+        ask_soon: asks for the group's quorum, which takes time.
         on_lost: called when the connection has ended.
     """
 
@@ -66,9 +67,9 @@ class RankConnection(asyncio.Protocol):
         self._on_lost()
 
     def _begin_soon(self, call: RankCall) -> None:
-        """A loop that was busy finds this call and ends of connections at the same time, in any order. asyncio tells of
-        those ends one turn later, so the call is made after two: it must not count together with what was taken back
-        before it came."""
+        """Make the call after two turns of the loop. A busy loop finds this call and closed connections at the same
+        time, in any order, and asyncio reports those one turn later. The call must not count together with calls that
+        were withdrawn before it came."""
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._begin_or_end, call)
 

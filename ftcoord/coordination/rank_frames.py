@@ -1,7 +1,7 @@
-"""What the drop-in's own ranks and managers say to each other: a greeting, then frames of JSON.
+"""The protocol between ftcoord's own ranks and managers: a greeting, then frames of JSON.
 
 A rank sends HELLO and is answered with WELCOME. Then it makes one call at a time: a frame with the call, and a frame
-with the answer. Whoever goes away closes the connection, which withdraws the call.
+with the answer. Closing the connection withdraws the call.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ftcoord.core.strict import build, dump, load
 from ftcoord.errors import StateError
 
 HELLO: Final = b"ftcoord/1 rank to manager\n"
-"""Longer than the 24 bytes with which HTTP/2 begins, so torchft's own manager refuses it at once."""
+"""Longer than the 24 bytes of HTTP/2's preface, so torchft's own manager refuses it at once."""
 WELCOME: Final = b"ftcoord/1 manager\n"
 LARGEST_MESSAGE: Final = 4 * 1024 * 1024
-"""Bytes of a call or an answer, as in gRPC."""
+"""The most bytes of a call or an answer, as in gRPC."""
 _LENGTH: Final = struct.Struct(">I")
 _WHERE: Final = "a rank's call"
 
@@ -39,14 +39,14 @@ class TimedVote:
 
 @dataclass(frozen=True, slots=True)
 class MetadataQuery:
-    """A peer wants to know how to fetch the weights of a rank."""
+    """A peer asks how to fetch the weights of a rank."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class KillOrder:
-    """Somebody wants the manager's process to end, and says why."""
+    """An order to end the manager's process, with a reason."""
 
     message: str
 
@@ -62,19 +62,19 @@ _NAMES: Final = {kind: name for name, kind in _CALLS.items()}
 
 
 def frame(payload: bytes) -> bytes:
-    """The payload with its length before it."""
+    """The payload, preceded by its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 class FrameReader:
-    """Cuts what was received into payloads. Not thread-safe."""
+    """Splits received bytes into payloads. Not thread-safe."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that are complete now. Raises ValueError for one that is longer than LARGEST_MESSAGE, as soon
-        as its length is known."""
+        """The payloads that are now complete. Raises ValueError for one longer than LARGEST_MESSAGE, as soon as its
+        length is known."""
         self._buffer += data
         payloads = []
         while len(self._buffer) >= _LENGTH.size:
@@ -95,7 +95,7 @@ def encode_call(call: RankCall) -> bytes:
 
 
 def parse_call(payload: bytes) -> RankCall:
-    """The call of a payload. Raises ValueError for what no rank of this release sends."""
+    """The call of a payload. Raises ValueError for a payload that no rank of this version sends."""
     name, _, record = payload.partition(b" ")
     kind = _CALLS.get(name.decode(errors="replace"))
     if kind is None:
@@ -110,7 +110,7 @@ def parse_call(payload: bytes) -> RankCall:
 
 
 def encode_answer(answer: Any) -> bytes:
-    """The payload of an answer: plain JSON, or a Failure. One that is too long is answered with a Failure."""
+    """The payload of an answer: JSON, or a Failure. An answer that is too long becomes a Failure."""
     if isinstance(answer, Failure):
         return json.dumps({"code": answer.code, "message": answer.message}).encode()
     payload = json.dumps({"is": answer}, separators=(",", ":")).encode()
@@ -120,7 +120,7 @@ def encode_answer(answer: Any) -> bytes:
 
 
 def parse_answer(payload: bytes) -> Any:
-    """The answer of a payload, which may be a Failure. Raises ValueError."""
+    """The answer in a payload, which may be a Failure. Raises ValueError."""
     try:
         said = json.loads(payload)
         return said["is"] if "is" in said else Failure(str(said["code"]), str(said["message"]))
