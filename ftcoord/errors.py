@@ -19,7 +19,8 @@ MORE_THREADS: Final = "raise the limit on threads (ulimit -u, or the container's
 class FtcoordError(Exception):
     """The root of the tree: catch this to catch everything ftcoord raises.
 
-    Errors can be pickled, as multiprocessing and concurrent.futures do. The copy has the same text and attributes.
+    Errors can be copied into another process, as multiprocessing and concurrent.futures do. The copy has the same text
+    and attributes.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -42,7 +43,8 @@ _PLAIN: Final = (type(None), bool, int, float, str, bytes, timedelta, type(Path(
 
 
 def _is_plain(value: object) -> bool:
-    """Whether every process can unpickle it. A process may lack a user's class, even one that derives from these."""
+    """Whether every process can read a copy of it. A process may lack a user's class, even one that derives from
+    these."""
     if type(value) is dict:
         return all(_is_plain(inner) for item in value.items() for inner in item)
     if type(value) in (list, tuple, set, frozenset):
@@ -56,7 +58,7 @@ class ConfigError(FtcoordError, ValueError):
     Args:
         key: the setting, as the user wrote it (``lease_ttl``, ``FTCOORD_ENDPOINTS``).
         value: what it was set to (never a secret). A copy of the error has the `repr` of a value that another process
-            may not be able to unpickle.
+            may not be able to read.
         allowed: what would have been accepted.
     """
 

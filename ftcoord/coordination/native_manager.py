@@ -1,4 +1,4 @@
-"""torchft's own manager, as a drop-in's rank calls it: by gRPC."""
+"""How one of ftcoord's ranks calls torchft's own manager: by gRPC."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMES: Final = {code: name for name, code in STATUS_CODES.items()}
 class NativeManager:
     """A channel to a manager. Thread-safe.
 
-    Raises ConnectionError if there is none, and TimeoutError if it does not answer before the monotonic `deadline`.
+    Raises ConnectionError if nobody listens there, and TimeoutError if nobody answers before the monotonic `deadline`.
     """
 
     def __init__(self, host: str, port: int, deadline: float) -> None:
@@ -42,7 +42,8 @@ class NativeManager:
             undo.pop_all()
 
     def _await_ready(self, deadline: float) -> None:
-        """gRPC would go on trying to connect. What listened there may have died, and then nobody comes."""
+        """Wait until connected. gRPC would retry forever, but the process that listened there may have died for
+        good."""
         ready: Future[bool] = Future()
 
         def note(state: grpc.ChannelConnectivity) -> None:  # called by one thread at a time
@@ -73,7 +74,7 @@ class NativeManager:
         return self._call("Kill", write("KillRequest", msg=call.message), deadline)
 
     def close(self) -> None:
-        """Ends calls under way. Idempotent."""
+        """End calls in progress. Idempotent."""
         self._channel.close()
 
     def _read(self, method: str, message: bytes, deadline: float, field: str) -> Any:
@@ -90,7 +91,7 @@ class NativeManager:
 
 
 def _failure(error: grpc.RpcError) -> Failure:
-    """A call that was sent and not answered failed in transport, as with torchft's own client."""
+    """The failure of a call. One that was sent but not answered failed in transport, as with torchft's own client."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" not in details.lower():
         return TRANSPORT_ERROR

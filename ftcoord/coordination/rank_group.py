@@ -1,4 +1,4 @@
-"""The ranks of one replica group, in the memory of their manager, by whatever way their calls come in."""
+"""The ranks of one replica group, in their manager's memory, however their calls arrive."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _local: weakref.WeakValueDictionary[str, RankGroup] = weakref.WeakValueDictionary()
-"""The groups of this process by their managers' addresses: their ranks here need no socket."""
+"""The groups of this process by their managers' addresses: their ranks in this process need no socket."""
 os.register_at_fork(after_in_child=_local.clear)  # a forked child has no manager: the threads are the parent's
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingCall(Generic[T]):
-    """A rank's call that waits for the others.
+    """A rank's call that waits for the other ranks.
 
     Args:
-        outcome: what it ends with.
-        leave: takes it back; False if the outcome is about to come.
+        outcome: the future outcome.
+        leave: withdraws the call; returns False if the outcome is about to come.
     """
 
     outcome: Future[T]
     leave: Callable[[], bool]
 
     def wait(self, deadline: float, on_end: Callable[[Callable[[], None]], bool] | None = None) -> T:
-        """The outcome. Whoever is interrupted takes the call back.
+        """The outcome. If the wait is interrupted, the call is withdrawn.
 
         Args:
-            deadline: on the monotonic clock; the call is then taken back, and TimeoutError raised.
-            on_end: has a function called when the caller goes away, which ends the wait too; False if it has gone.
+            deadline: on the monotonic clock. After it the call is withdrawn, and TimeoutError raised.
+            on_end: registers a function that is called when the caller goes away, which also ends the wait; returns
+                False if the caller has already gone.
         """
         ended = concurrency.event()
         self.outcome.add_done_callback(lambda _: ended.set())
@@ -61,19 +62,19 @@ class WaitingCall(Generic[T]):
 
 
 def end_process(message: str) -> NoReturn:
-    """With status 1. `message` says why, for the log."""
+    """Exit with status 1. `message` is the reason, for the log."""
     log.error("killed: %s", message)
     os._exit(1)
 
 
 class RankGroup:
-    """What the ranks of a group ask and vote, and what they told. Thread-safe; no call of it blocks.
+    """The requests, votes and metadata of a group's ranks. Thread-safe; no method blocks.
 
     Args:
         replica_id: the group's name.
         world_size: the number of its ranks.
-        ask: takes the requests by rank, and the last one; returns the quorum, or raises what all ranks receive.
-        allow_kill: whether whoever reaches the manager may end this process.
+        ask: takes the requests by rank, and the last request; returns the quorum, or raises the error for all ranks.
+        allow_kill: whether anyone who reaches the manager may end this process.
     """
 
     def __init__(
@@ -90,15 +91,16 @@ class RankGroup:
 
     @staticmethod
     def at(address: str) -> RankGroup | None:
-        """The group whose manager is at this address, if that is in this process."""
+        """The group whose manager has this address, if it is in this process."""
         return _local.get(address)
 
     def listen_at(self, address: str) -> None:
-        """Have the ranks of this process find it."""
+        """Make the group findable for ranks in this process."""
         _local[address] = self
 
     def quorum(self, request: RankRequest) -> tuple[WaitingCall[QuorumRecord], GroupAsk | None]:
-        """Take part in the group's next request. For the last rank there is also how to have the quorum asked for."""
+        """Take part in the group's next request. For the last rank, also returns the object with which to ask for the
+        quorum."""
         self._metadata[request.rank] = request.metadata
         outcome, ask_for_all = self._barrier.join(request)
         return WaitingCall(outcome, lambda: self._barrier.leave(request.rank, outcome)), ask_for_all
@@ -113,17 +115,17 @@ class RankGroup:
         return WaitingCall(outcome, lambda: self._votes.leave(rank, outcome))
 
     def metadata(self, rank: int) -> str | None:
-        """What a rank said when it last asked for a quorum; None for one that never did."""
+        """The metadata of a rank's last request for a quorum; None if it never made one."""
         return self._metadata.get(rank)
 
     def kill(self, message: str) -> Failure:
-        """End this process, if that is allowed: then it does not return."""
+        """End this process, if that is allowed; it then does not return."""
         if not self._allow_kill:
             return KILL_REFUSED
         end_process(message)
 
     def close(self, address: str) -> None:
-        """All calls that wait for other ranks end with ServerError, and so do later ones."""
+        """End all waiting calls, and all later ones, with ServerError."""
         if _local.get(address) is self:
             _local.pop(address, None)
         error = ServerError("this manager was shut down")

@@ -1,7 +1,7 @@
-"""Where a manager listens: one TCP port for the drop-in's ranks and for torchft's native ones.
+"""The port of a manager: one TCP port for ftcoord's own ranks and torchft's native ones.
 
-An event loop on one thread serves all connections, so a call that waits costs no thread. The first bytes of a
-connection tell the two kinds apart. The bytes of native ranks go on to a gRPC server, see `native_ranks`.
+An event loop on one thread serves all connections, so a waiting call costs no thread. The first bytes of a connection
+show its kind. The bytes of native ranks are forwarded to a gRPC server, see `native_ranks`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ftcoord.coordination.tcp import keep_alive
 log = logging.getLogger(__name__)
 
 HTTP2: Final = b"PRI * HTTP/2.0"
-"""How a connection of gRPC's begins."""
+"""The first bytes of a gRPC connection."""
 GREETING_TIMEOUT: Final = 20.0
-"""Seconds that a connection may stay open without having said what it is."""
+"""Seconds that a connection may stay open without a greeting."""
 MOST_NEWCOMERS: Final = 512
-"""Connections that may be open without having said what they are; of more than these the oldest are closed. Else
-whoever reaches the port could take all of the process's file descriptors, of which it often has 1,024."""
+"""The most connections that may be open without a greeting; beyond that the oldest are closed. Else anyone who reaches
+the port could use up the process's file descriptors, of which it often has 1,024."""
 REPEAT_INTERVAL: Final = 60.0
-"""Seconds until an error of the system that goes on is logged again."""
+"""Seconds until a persistent system error is logged again."""
 BACKLOG: Final = 1024
 
 
 def listen(bind: str) -> socket.socket:
-    """A socket that listens at `host:port` or `[address]:port`; all addresses of `[::]` include those of IPv4.
+    """A socket that listens at `host:port` or `[address]:port`; `[::]` includes IPv4.
 
-    Raises RuntimeError with torchft's words.
+    Raises RuntimeError with torchft's text.
     """
     host, colon, port = bind.rpartition(":")
     if not colon or not host:
@@ -71,18 +71,18 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def stop_listening(listener: socket.socket) -> None:
-    """Close what `listen` made. Idempotent."""
+    """Close a socket from `listen`. Idempotent."""
     fork.unhide(listener.fileno())
     listener.close()
 
 
 class RankPort:
-    """Serves the calls that come to a listening socket, which it owns, until `close()`.
+    """Serves the calls that arrive at a listening socket, which it owns, until `close()`.
 
     Args:
         listener: see `listen`.
         group: the ranks.
-        failed: called when its thread ends by an error.
+        failed: called when its thread fails.
     """
 
     def __init__(self, listener: socket.socket, group: RankGroup, failed: Callable[[BaseException], None]) -> None:
@@ -105,14 +105,15 @@ class RankPort:
             undo.pop_all()
 
     def close(self) -> None:
-        """Close all connections, and listen no longer: on return, unless the loop's thread calls. Idempotent."""
+        """Close all connections, and stop listening: before this returns, unless the loop's thread calls it.
+        Idempotent."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread is not concurrency.current_thread():
             self._thread.join()
 
     def _call_soon(self, function: Callable[[], None]) -> None:
-        """On the loop's thread: at once if this is it, else soon; never after the end."""
+        """Call a function on the loop's thread: at once if this is that thread, else soon; never after the end."""
         if self._thread is concurrency.current_thread():
             function()
             return
@@ -151,7 +152,7 @@ class RankPort:
     # -- on the loop's thread -------------------------------------------------------------------------------------
 
     def _greet(self, transport: asyncio.Transport, said: bytes, on_end: Callable[[], None]) -> bool:
-        """Hand a connection over to whom it is for, if what it said tells that; whether it does."""
+        """Hand a connection to its protocol, if the bytes received show which one; returns whether they do."""
         if said.startswith(HELLO):
             self._newcomers.pop(transport, None)
             transport.write(WELCOME)
@@ -174,7 +175,7 @@ class RankPort:
         return False
 
     async def _join_native(self, rank: SpliceEnd, said: bytes) -> None:
-        """Connect a native rank with the gRPC server. What it sends meanwhile waits."""
+        """Connect a native rank to the gRPC server. Bytes that it sends meanwhile wait."""
         assert rank.transport is not None
         try:
             service = await self._native.connect(self._loop, lambda: SpliceEnd(lambda: None))
@@ -185,7 +186,7 @@ class RankPort:
         rank.join(service, said)
 
     def _watch_end(self, transport: asyncio.Transport) -> Callable[[], None]:
-        """Note a new connection; returns what notes its end."""
+        """Note a new connection; returns the function to call when it ends."""
         self._open.add(transport)
         self._newcomers[transport] = None
         if len(self._newcomers) > MOST_NEWCOMERS:
@@ -204,7 +205,7 @@ class RankPort:
 
 
 class _Newcomer(asyncio.Protocol):
-    """A connection that has not said yet whose it is."""
+    """A connection whose kind is not known yet."""
 
     def __init__(
         self,
@@ -238,7 +239,8 @@ class _Newcomer(asyncio.Protocol):
 
 
 async def _let_transports_end() -> None:
-    """They tell of it and close in the loop's next turns; who was being joined is not any more."""
+    """Give transports the next turns of the loop to report that they end, and to close; connections in progress are
+    given up."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -248,10 +250,10 @@ async def _let_transports_end() -> None:
 
 
 class _ErrorLog:
-    """Logs an error of one connection, which asyncio has closed; the others go on.
+    """Logs an error of one connection, which asyncio has closed; the others continue.
 
-    A process that has no file descriptor left for a new connection hears of that a hundred times a second from asyncio,
-    and here once a minute. What the system refuses says where it comes from by itself, so it has no traceback.
+    If the process has no file descriptor left, asyncio reports that a hundred times a second; this logs it once a
+    minute. Errors of the system explain themselves, so they are logged without a traceback.
     """
 
     def __init__(self) -> None:

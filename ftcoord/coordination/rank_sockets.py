@@ -1,4 +1,4 @@
-"""A rank's connections to a drop-in manager in another process."""
+"""A rank's connections to one of ftcoord's managers in another process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ _CHUNK: Final = 64 * 1024
 
 
 class AnotherProtocol(ConnectionError):
-    """What listens there is no manager of the drop-in's: perhaps one of torchft's own."""
+    """The process that listens there is not one of ftcoord's managers; it may be one of torchft's own."""
 
 
 class RankSocket:
-    """One connection, for one call at a time. Raises ConnectionError, TimeoutError and other OSErrors when it cannot be
-    made before the monotonic `deadline`, and AnotherProtocol."""
+    """One connection, for one call at a time.
+
+    Raises ConnectionError, TimeoutError or another OSError when it cannot be made before the monotonic `deadline`, and
+    AnotherProtocol.
+    """
 
     def __init__(self, host: str, port: int, deadline: float) -> None:
         self._socket = socket.create_connection((host, port), _left(deadline))
@@ -43,7 +46,7 @@ class RankSocket:
 
     @property
     def is_usable(self) -> bool:
-        """False if the manager has closed it, or said what nobody asked."""
+        """False if the manager has closed it, or has sent something unexpected."""
         self._socket.settimeout(0)
         try:
             self._socket.recv(1, socket.MSG_PEEK)
@@ -56,7 +59,7 @@ class RankSocket:
     def call(self, call: bytes, deadline: float) -> Any:
         """The answer to a call, which may be a Failure; TRANSPORT_ERROR if the manager goes away meanwhile.
 
-        Raises TimeoutError after the monotonic `deadline`. The connection is of no use any more after either.
+        Raises TimeoutError after the monotonic `deadline`. After either, the connection cannot be used again.
         """
         try:
             self._socket.settimeout(_left(deadline))
@@ -70,7 +73,7 @@ class RankSocket:
             return TRANSPORT_ERROR  # TCP gave the connection up: the manager's host has lost its power
 
     def close(self) -> None:
-        """Withdraws the call under way. Idempotent."""
+        """Withdraw the call in progress. Idempotent."""
         fork.unhide(self._socket.fileno())
         self._socket.close()
 
@@ -99,11 +102,11 @@ class RankSocket:
 
 
 class RankSockets:
-    """As many connections as calls are under way. Thread-safe: it only takes from a list and adds to it.
+    """As many connections as there are calls in progress. Thread-safe: it only takes from a list and adds to it.
 
     Args:
-        host, port: of the manager.
-        first: a connection that is there already.
+        host, port: the manager's.
+        first: an existing connection.
     """
 
     def __init__(self, host: str, port: int, first: RankSocket) -> None:
@@ -111,8 +114,8 @@ class RankSockets:
         self._idle = [first]
 
     def call(self, call: RankCall, deadline: float) -> Any:
-        """The answer to a call, which may be a Failure. Raises OSError when no manager is there, TimeoutError after the
-        monotonic `deadline`, and AnotherProtocol."""
+        """The answer to a call, which may be a Failure. Raises OSError when no manager listens there, TimeoutError
+        after the monotonic `deadline`, and AnotherProtocol."""
         payload = encode_call(call)
         if len(payload) > LARGEST_MESSAGE:
             return Failure("OutOfRange", f"the call has {len(payload)} bytes, above the limit of {LARGEST_MESSAGE}")
@@ -126,7 +129,7 @@ class RankSockets:
         return answer
 
     def close(self) -> None:
-        """Without calls under way."""
+        """Close all connections. Call it when no call is in progress."""
         while self._idle:
             self._idle.pop().close()
 
@@ -142,7 +145,7 @@ class RankSockets:
 
 
 def _left(deadline: float) -> float:
-    """Seconds. Raises TimeoutError when there are none."""
+    """The seconds left. Raises TimeoutError when there are none."""
     left = deadline - concurrency.now()
     if left <= 0:
         raise TimeoutError("the manager did not answer in time")

@@ -1,6 +1,6 @@
-"""What the ranks of one replica group decide together, in their manager's memory: torchft's rules, with no I/O.
+"""What the ranks of one replica group decide together, in their manager's memory: torchft's rules, without I/O.
 
-Ranks call from any thread and wait for a future. A rank that gives up is forgotten, so that nothing depends on it.
+Ranks call from any thread and wait for a future. When a rank gives up, its call is dropped, so nothing depends on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTERRUPTED: Final = "the rank that asked for the whole group was interrupted: 
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """What one rank asks of a quorum. `timeout` in seconds, from when it was received."""
+    """One rank's request for a quorum. `timeout` is in seconds from when it was received."""
 
     rank: int
     step: int
@@ -37,16 +37,17 @@ class RankRequest:
 
 
 _Calls: TypeAlias = "dict[Future[QuorumRecord], RankRequest]"
-"""What the calls of one rank that is there have asked, the last one last."""
+"""The requests in the waiting calls of one rank, the last one last."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAsk:
-    """What whoever got it from `RankBarrier.join` must do, either of the two: the group's ranks wait for it.
+    """What the caller of `RankBarrier.join` must do if it gets one: call `run` or `fail`. The group's ranks wait for
+    it.
 
     Args:
-        run: have the group's quorum asked for. Blocks until there is one.
-        fail: tell the ranks that it cannot be.
+        run: asks for the group's quorum. Blocks until there is one.
+        fail: tells the ranks that this is impossible.
     """
 
     run: Callable[[], None]
@@ -54,11 +55,11 @@ class GroupAsk:
 
 
 class RankBarrier:
-    """Collects the ranks that ask for a quorum; when all are there, the last one's thread asks for the group.
+    """Collects the ranks that ask for a quorum. When all have called, the last one's thread asks for the group.
 
     Args:
         world_size: how many ranks there are.
-        ask: takes the requests by rank, and the last one; returns the quorum, or raises what all ranks receive.
+        ask: takes the requests by rank, and the last request; returns the quorum, or raises the error for all ranks.
     """
 
     def __init__(self, world_size: int, ask: Callable[[Mapping[int, RankRequest], RankRequest], QuorumRecord]) -> None:
@@ -67,13 +68,13 @@ class RankBarrier:
         self._there: dict[int, _Calls] = {}  # by rank; guarded by _lock, as are the calls in it
         self._closed: Exception | None = None  # guarded by _lock
         self._last_number = 0  # guarded by _lock
-        """Of the last quorum that was told."""
+        """The number of the last quorum that was reported to ranks."""
 
     def join(self, request: RankRequest) -> tuple[Future[QuorumRecord], GroupAsk | None]:
-        """This rank's future answer; and for the last rank, how to have the group's quorum asked for.
+        """This rank's future answer; and for the last rank, the object with which to ask for the group's quorum.
 
-        If a rank calls several times, its last request counts, and all of its calls are answered: also one that comes
-        while the group's request is under way.
+        If a rank calls several times, its last request counts, and all of its calls are answered; even one that comes
+        while the group's request is in progress.
         """
         future: Future[QuorumRecord] = Future()
         with self._lock:
@@ -88,7 +89,7 @@ class RankBarrier:
         return future, GroupAsk(lambda: self._ask_for(all_there, request), lambda error: _fail(futures, error))
 
     def leave(self, rank: int, future: Future[QuorumRecord]) -> bool:
-        """A rank gave up one call, whether the group has asked already or not. Always True: see `WaitingCall`."""
+        """A rank gave up a call, before or after the group asked. Always True: see `WaitingCall`."""
         with self._lock:
             calls = self._there.get(rank, {})
             if calls.pop(future, None) is not None and not calls:
@@ -96,14 +97,14 @@ class RankBarrier:
         return True
 
     def close(self, error: Exception) -> None:
-        """All calls that wait for other ranks end with this error, and so do later ones."""
+        """End all waiting calls, and all later ones, with this error."""
         with self._lock:
             self._closed = error
             left, self._there = self._there, {}
         _fail(_futures(left), error)
 
     def _ask_for(self, all_there: Mapping[int, _Calls], last: RankRequest) -> None:
-        """Without the lock: asking takes as long as the quorum, and ranks may join the next barrier meanwhile."""
+        """Ask without the lock: it takes as long as the quorum, and ranks may join the next barrier meanwhile."""
         futures = _futures(all_there)
         try:
             quorum = self._ask({rank: [*calls.values()][-1] for rank, calls in all_there.items()}, last)
@@ -118,10 +119,10 @@ class RankBarrier:
                     future.set_exception(RuntimeError(_INTERRUPTED))
 
     def _take_second_calls(self, quorum: QuorumRecord) -> list[Future[QuorumRecord]]:
-        """The calls that came while this quorum was asked for, by ranks that had called before.
+        """Calls of ranks that had called before, which came while this quorum was asked for.
 
-        Nobody had been told of it yet, so nobody can have called for the next one. But of two requests of the group
-        that the same quorum answers, the second finds ranks that were told by the first.
+        Nobody had been told of the quorum yet, so nobody can have called for the next one. But if one quorum answers
+        two requests of the group, the second request finds ranks that the first has answered.
         """
         with self._lock:
             if quorum.number <= self._last_number:
@@ -151,9 +152,10 @@ class VoteCounter:
         self._closed: Exception | None = None
 
     def cast(self, rank: int, step: int, yes: bool) -> Future[bool]:
-        """Vote; the future tells whether all said yes, as soon as a call of each rank waits. All of them are answered.
+        """Vote. The future says whether all voted yes, as soon as a call of each rank waits. All of these calls are
+        answered.
 
-        The first time that ranks vote on different steps is logged; their votes count together all the same.
+        The first time that ranks vote on different steps, that is logged; their votes still count together.
         """
         future: Future[bool] = Future()
         with self._lock:
@@ -180,12 +182,13 @@ class VoteCounter:
         return future
 
     def leave(self, rank: int, future: Future[bool]) -> bool:
-        """A rank gave up one call, which takes the vote back. False if it has counted: the outcome is about to come."""
+        """A rank gave up a call, which withdraws its vote. False if the vote has counted: the outcome is about to
+        come."""
         with self._lock:
             return self._waiting.pop(future, None) is not None
 
     def close(self, error: Exception) -> None:
-        """All calls that wait for other ranks end with this error, and so do later ones."""
+        """End all waiting calls, and all later ones, with this error."""
         with self._lock:
             self._closed = error
             left, self._waiting = self._waiting, {}

@@ -1,4 +1,4 @@
-"""One replica's part in the quorums of a job: its signs of life, its requests, and what was decided."""
+"""One replica's part in the quorums of a job: its signs of life, its requests, and the decisions."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from ftcoord.primitives.group.participant import Left, Participant, ParticipantO
 log = logging.getLogger(__name__)
 
 RECORD_TTL: Final = 7 * 24 * 3600
-"""Seconds that the last quorum is remembered when all replicas are gone, so that its id does not come again."""
+"""Seconds that the last quorum outlives the last replica, so that its id is not given again."""
 CAUSE_TIMEOUT: Final = 1.0
-"""Seconds that a quorum which is there already may wait for what the log says of it."""
+"""Seconds that a decided quorum may be delayed by reads for its log lines."""
 WORD_TIMEOUT: Final = 0.5
-"""Seconds that a replica which leaves may take to say so."""
+"""Seconds that a leaving replica may take to write that it leaves."""
 LEFT: Final = "its manager was closed"
 BEAT_FRACTION: Final = 1 / 4
-"""Of a heartbeat time-out that is too short for leases: the time between two beats that are written."""
+"""The part of the heartbeat timeout between two written beats, if the timeout is too short for leases."""
 
 
 class Replica:
-    """A replica in a job. Thread-safe; nothing is written before the first sign of life or request.
+    """A replica in a job. Thread-safe; nothing is written before the first beat or request.
 
-    Ends with `leave()`, which revokes its lease, or `orphan()`, which lets it expire; both are for good.
+    It ends with `leave()`, which revokes its lease, or `orphan()`, which lets it expire; both are final.
 
     Args:
         etcd: the etcd client.
         job: the job and its rules.
-        replica_id: its name. Several members with one name are one replica: its last request counts, for all of them.
-        keeps_lease: whether its lease is kept alive between calls too. If not, each call is one sign of life.
-        dies_with_process: whether it is gone when this process dies. If not, its lease ends by time.
+        replica_id: its name. Several members with one name are one replica: the last request counts for all of them.
+        keeps_lease: whether its lease is kept alive between calls. If not, each call counts as one beat.
+        dies_with_process: whether it is gone when this process dies. If not, its lease expires.
         takeover: shared by all replicas of this process.
         timeout: seconds for each request to etcd.
     """
@@ -85,12 +85,12 @@ class Replica:
 
     @property
     def quorum(self) -> QuorumRecord | None:
-        """The last quorum of the job that is known here, whoever is in it."""
+        """The job's last quorum that is known here, with or without this replica."""
         return self._participant.record
 
     @property
     def lease(self) -> int:
-        """The lease that it lives under now; 0 before its first sign of life. Keys of its own go under it too."""
+        """Its current lease; 0 before its first beat. Its other keys are attached to it too."""
         return self._participant.lease
 
     @property
@@ -103,11 +103,11 @@ class Replica:
         return self._participant.was(member)
 
     def ask(self, request: QuorumRequest, deadline: float, gone: concurrency.Event | None = None) -> QuorumRecord:
-        """The next quorum with this replica in it, decided after it asked.
+        """The next quorum that contains this replica, decided after it asked.
 
-        Raises TimeoutError after the monotonic `deadline`, or when the caller is `gone` (see `nudge`), and takes the
-        request back; ServerError once it left; EtcdError if etcd refuses; StateError when the decided record cannot be
-        read; ThreadFailed.
+        Raises TimeoutError after the monotonic `deadline`, or when the caller is `gone` (see `nudge`), and withdraws
+        the request; ServerError once it has left; EtcdError if etcd refuses; StateError when the decided record cannot
+        be read; ThreadFailed.
         """
         beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, request)
         pace = _QuorumPace(self._participant, self._job, self._takeover, beats, deadline, gone or concurrency.event())
@@ -128,24 +128,25 @@ class Replica:
                 self._participant.withdraw(idle(request))
 
     def beat(self, deadline: float) -> None:
-        """Show that it lives.
+        """Show that the replica is alive.
 
-        Raises TimeoutError after the monotonic `deadline`, ServerError once it left, and EtcdError if etcd refuses.
+        Raises TimeoutError after the monotonic `deadline`, ServerError once it has left, and EtcdError if etcd refuses.
         """
         with _in_time(self.replica_id):
             self._participant.touch(idle(nothing_of(self.replica_id)), deadline, by_writing=self._by_writing)
 
     def nudge(self) -> None:
-        """Have those that wait look at once whether they are `gone`."""
+        """Make waiting calls check at once whether their callers are `gone`."""
         self._participant.nudge()
 
     def await_loss(self, timeout: float | None) -> None:
-        """Wait until it is no member, `timeout` seconds at most: its lease is lost, it left, or it could not come
-        back."""
+        """Wait, at most `timeout` seconds, until it is no member: its lease is lost, it left, or it could not
+        rejoin."""
         self._participant.wait_for(lambda: not self._participant.joined, timeout)
 
     def leave(self, timeout: float) -> None:
-        """Be gone at once, and say so. Idempotent; never raises for an etcd that is away for `timeout` seconds."""
+        """Leave at once, and say so. Idempotent; takes at most `timeout` seconds, and does not raise, if etcd is
+        unreachable."""
         self._participant.stop()
         if self._participant.joined:
             word = replace(idle(nothing_of(self.replica_id)), leaving=LEFT)
@@ -153,13 +154,12 @@ class Replica:
         self._participant.leave(timeout)
 
     def orphan(self) -> None:
-        """Take part no longer, but live on for the others until the lease expires by itself. Idempotent."""
+        """Stop taking part, without revoking: for the others it is alive until its lease expires. Idempotent."""
         self._participant.stop()
         self._participant.orphan()
 
     def _log_quorum(self, quorum: QuorumRecord) -> None:
-        """One line for each quorum with other members than the last one, and one for each of them that died. Costs a
-        read then."""
+        """Log one line for each quorum with new members, and one for each member that died, which costs a read."""
         last, self._last = self._last, quorum
         if last is None or last.id != quorum.id:
             self._log_members(quorum)
@@ -190,7 +190,7 @@ class Replica:
         log_change(log, text, run=run, quorum=quorum.id, rank=rank, replica=me, member=id_, revision=revision)
 
     def _is_answered(self, quorum: QuorumRecord) -> bool:
-        """Whether the member that it is now was answered: an older one's seat may leave this one's request open."""
+        """Whether the present member was answered: a seat of an earlier one may leave this one's request open."""
         member = self._participant.member
         return member is None or member.id in quorum.answered
 
@@ -200,7 +200,7 @@ class Replica:
 
 
 class _QuorumPace:
-    """One call's wait for a quorum. For the thread that calls; `see` and `wake_at` run under the participant's lock."""
+    """One call's wait for a quorum. For the calling thread; `see` and `wake_at` run under the participant's lock."""
 
     crowd = 1
 
@@ -238,15 +238,15 @@ class _QuorumPace:
 
 
 class _WaitingBeats:
-    """The beats of one call that waits for long.
+    """The beats of a long call.
 
-    Where beats are judged, a lease alone does not show that its replica lives. And everywhere, a member of the same
-    name that comes later and does not ask hides this call's request, until that is written again.
+    If beats are judged, a lease alone does not show that its replica is alive. And in any job, a later member of the
+    same name that does not ask hides this call's request until it is written again.
 
     Args:
         participant: the replica.
         heartbeat_timeout: the job's, in seconds.
-        request: what it asks; a replica that never did writes that it does not.
+        request: its request; a replica without one writes that it does not ask.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class _WaitingBeats:
         """The monotonic time of the next beat."""
 
     def tick(self, deadline: float) -> None:
-        """Write again what the replica asks, if it is time. Ends with the next beat's time, or the deadline."""
+        """Write the request again, if it is time. Ends at the next beat's time, or the deadline."""
         now = concurrency.now()
         if now < self.at:
             return
@@ -271,7 +271,7 @@ class _WaitingBeats:
 
 @contextlib.contextmanager
 def _in_time(replica_id: str) -> Iterator[None]:
-    """What keeps a call from being answered is a time-out to its caller; but not that somebody closed the replica."""
+    """Reports everything that delays an answer as a timeout to the caller, except that the replica was closed."""
     try:
         yield
     except Left:

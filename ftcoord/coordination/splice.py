@@ -1,4 +1,4 @@
-"""Two connections of an event loop, joined: what comes from one goes to the other, no faster than that takes it."""
+"""Joins two connections of an event loop: bytes from one go to the other, no faster than the other takes them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 
 class SpliceEnd(asyncio.Protocol):
-    """One of the two. For the loop's thread."""
+    """One of the two connections. For the loop's thread."""
 
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._on_lost = on_lost
         self.transport: asyncio.Transport | None = None
         self._other: asyncio.Transport | None = None
         self.tasks: set[asyncio.Task[None]] = set()
-        """What is under way for it: the loop holds its tasks weakly."""
+        """Its running tasks: the loop refers to its tasks weakly."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -22,7 +22,7 @@ class SpliceEnd(asyncio.Protocol):
         transport.pause_reading()  # until it is joined
 
     def join(self, other: SpliceEnd, early: bytes) -> None:
-        """Begin; `early` came in here before."""
+        """Start to forward; `early` was received here before."""
         assert self.transport is not None
         assert other.transport is not None
         if self.transport.is_closing():

@@ -1,4 +1,4 @@
-"""What ranks and managers ask of TCP."""
+"""TCP options of ranks and managers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import socket
 from typing import Final
 
 KEEPALIVE_IDLE: Final = 15
-"""Seconds without a sign of the other host after which it is asked for one."""
+"""Seconds without data from the other host after which it is probed."""
 KEEPALIVE_INTERVAL: Final = 5
-"""Seconds between such questions."""
+"""Seconds between two probes."""
 KEEPALIVE_PROBES: Final = 3
-"""How many may stay unanswered."""
+"""How many probes may stay unanswered."""
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """End the connection some 30 s after the other host has lost its power, and send small messages at once. What a
-    listening socket accepts inherits this."""
+    """End the connection about 30 s after the other host loses power, and send small messages at once. Sockets accepted
+    from a listening socket inherit this."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     values = {"TCP_KEEPIDLE": KEEPALIVE_IDLE, "TCP_KEEPINTVL": KEEPALIVE_INTERVAL, "TCP_KEEPCNT": KEEPALIVE_PROBES}
@@ -27,8 +27,8 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def has_hung_up(connection: int) -> bool:
-    """Whether the other end of a connection, given by its descriptor, has closed it, though what it sent before may
-    not be read yet. Always False where the system does not tell."""
+    """Whether the other end of a connection, given by its descriptor, has closed it, even if earlier bytes are still
+    unread. Always False where the system does not say."""
     hung_up = getattr(select, "POLLRDHUP", 0)
     poll = select.poll()
     poll.register(connection, hung_up)

@@ -1,4 +1,4 @@
-"""Quorums as a use of the group."""
+"""Quorums as a use of the group mechanism."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaReco
 from ftcoord.primitives.group.use import Use
 
 UNNUMBERED: Final = -1
-"""The `asked` of a request that is new, and gets its number when it is stamped."""
+"""The `asked` of a new request, which gets its number when it is stamped."""
 
 
 class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
     """The quorums of one job, as one replica asks for them.
 
-    A request that is asked for the first time is written without its profile if the last quorum has that. If the
-    outlook then says that it is not known there, it is written whole. Of several calls that wait the last one's request
-    counts, for all of them: an earlier call that has to write again writes that one.
+    A new request is written without its profile if the last quorum has the same one. If the outlook then says that the
+    profile is unknown, the request is written in full. If several calls wait, the last one's request counts for all of
+    them: an earlier call that has to write again writes that one.
 
     Args:
         job: the job and its rules.
         replica_id: the replica's name.
-        look: the members' mod revisions in etcd now, by their keys. Raises EtcdError.
+        look: returns the members' mod revisions in etcd now, by key. Raises EtcdError.
         causes: see `QuorumPolicy`.
     """
 
@@ -79,7 +79,7 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         return ReplicaRecord(ask.request, ask.asked, now.id, self._writes, ask.profile, now.number, ask.leaving)
 
     def encode(self, ask: ReplicaRecord) -> bytes:
-        """A request that needs no answer any more is none, also when a new member repeats it."""
+        """An answered request is encoded as none, also when a new member repeats it."""
         asked, now = ask.asked if ask.asked > self._closed else 0, self._seen.highest
         if (asked, now.id, now.number) != (ask.asked, ask.after, ask.heard):  # a record that is written again, later
             ask = ReplicaRecord(ask.request, asked, now.id, ask.beat, ask.profile, now.number, ask.leaving)

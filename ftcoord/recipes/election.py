@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ElectionUse(PlainUse[Term, Candidacy]):
-    """Elections as a use of the group mechanism."""
+    """Elections as a use of the group."""
 
     def __init__(self, prefix: str) -> None:
         rules = PlainRules(election.decide, election.outlook, parse_candidacy, parse_term, encode, check_term)

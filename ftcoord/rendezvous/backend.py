@@ -1,8 +1,8 @@
 """`etcd-v3-dynamic`: torch's own rendezvous state machine, on etcd v3.
 
-torch keeps the whole state of a run in one key, as a pickle. Unpickling runs code, so anyone who can write the key
-controls every node. torch also keeps the bootstrap address of the first round (docs/architecture.md). Use `etcd-v3`
-unless you need torch's state machine.
+torch keeps the whole state of a run in one key, in Python's own object format. Reading that format runs code, so anyone
+who can write the key controls every node. torch also keeps the bootstrap address of the first round
+(docs/architecture.md). Use `etcd-v3` unless you need torch's state machine.
 """
 
 from __future__ import annotations

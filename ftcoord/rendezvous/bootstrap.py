@@ -17,8 +17,8 @@ _STORE_TIMEOUT: Final = timedelta(seconds=60)
 def own_address(local_addr: str | None, etcd: EtcdConfig) -> str:
     """The address at which the other nodes reach this host.
 
-    `local_addr` if it is given; else the address from which this host reaches etcd, which needs no DNS. If etcd is on
-    loopback: the host's name as torch takes it (`socket.getfqdn()`), or 127.0.0.1 if that cannot be resolved.
+    `local_addr` if given; else the address from which this host reaches etcd, which needs no DNS. If etcd is on
+    loopback, the host's name as torch takes it (`socket.getfqdn()`), or 127.0.0.1 if that does not resolve.
     """
     if local_addr:
         return local_addr
@@ -50,7 +50,7 @@ def _resolves(name: str) -> bool:
 class Reservation:
     """A listening port. Peers that connect early wait in its backlog, and no other process can take it meanwhile.
 
-    If the address is a loopback one it listens on loopback only, else on all interfaces, as TCPStore does.
+    For a loopback address it listens on loopback only, else on all interfaces, as TCPStore does.
     """
 
     def __init__(self, address: str) -> None:

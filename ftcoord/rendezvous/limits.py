@@ -1,4 +1,5 @@
-"""A node whose --nnodes are not the run's: it ends, once it is certain that somebody who lives wants the run's."""
+"""Nodes whose --nnodes differ from the run's: such a node ends once it is certain that a live node has the run's
+limits."""
 
 from __future__ import annotations
 
@@ -17,26 +18,27 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 log = logging.getLogger(__name__)
 
 MEMBERS_LOOKED_AT: Final = 100
-"""Members among which a node with other limits looks for one that shares the run's."""
+"""How many members a node with other limits checks for one that has the run's limits."""
 LEASES_OUTLIVED: Final = 1.5
-"""How many times the TTL of a lease must pass until whoever is still there does live."""
+"""How many lease TTLs must pass before a member that is still there is certain to be alive."""
 
 
 class OtherLimits:
-    """What one node knows of the members whose limits are not its own. For one thread.
+    """What one node knows about the members with other limits. Not thread-safe.
 
-    The delay is for a run that was killed and is started again with other limits: the leases of the killed nodes seem
-    to live for a while.
+    The delay is for a run that was killed and is restarted with other limits: the killed nodes seem alive until their
+    leases expire.
     """
 
     def __init__(self, settings: RendezvousSettings, run: RunRecord) -> None:
         self._settings, self._run = settings, run
         self._since: float | None = None
         self.refusal = ""
-        """Why this node is not wanted; empty while it may be."""
+        """Why this node is refused; empty while it may not be."""
 
     def judge(self, now: AnyRound, ask: JoinRequest, timeout: float) -> None:
-        """Raises RendezvousStateError when others share the limits of the run `now`, for longer than a lease lasts."""
+        """Raises RendezvousStateError when others have had the limits of the run `now` for longer than a lease
+        lasts."""
         try:
             asks, _ = self._run.members(MEMBERS_LOOKED_AT, timeout)
         except EtcdError as error:

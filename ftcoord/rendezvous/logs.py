@@ -1,4 +1,4 @@
-"""What torchrun's users read about a rendezvous: texts that name nodes."""
+"""Log texts about a rendezvous for torchrun's users, which name nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ftcoord.logs import named
 
 
 def round_line(run_id: str, round_: AnyRound, rank: int) -> str:
-    """The log line of a participant for a round that is ready. Of a large one it does not know who else is in it."""
+    """A participant's log line for a round that is ready. In a large round it does not know the other participants."""
     where = f"on {named(seat.host for seat in round_.seats)}" if isinstance(round_, Round) else f"with {round_.address}"
     before = f"; the round before ended: {round_.before}" if round_.before else ""
     who = f"decided by {decider_of(round_)}"
@@ -23,6 +23,6 @@ def decider_of(round_: AnyRound) -> str:
 
 
 def attendance(hosts: Sequence[str], count: int, least: int) -> str:
-    """How many nodes came, of at least `least`, and which; `hosts` are the first of them."""
+    """How many nodes have come, of at least `least`, and which; `hosts` are the first of them."""
     who = f" ({named(hosts, count)})" if hosts else ""
     return f"{count} of at least {least} nodes came{who}"

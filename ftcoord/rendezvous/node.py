@@ -39,45 +39,45 @@ from ftcoord.rendezvous.use import RoundUse
 log = logging.getLogger(__name__)
 
 FAREWELL_TIMEOUT: Final = 0.5
-"""Seconds that a node which leaves waits for that word to be read."""
+"""Seconds that a leaving node waits until its reason is read."""
 SHUT_DOWN: Final = "this handler was shut down; make a new one"
 
 
 class _FailedWorker:
-    """A worker of a node's that failed in the last round that it took part in: what the others are told of it."""
+    """A worker that failed in the last round that its node took part in, as reported to the other nodes."""
 
     def __init__(self) -> None:
         self.failure: WorkerFailure | None = None  # written by any thread
-        """None if none did."""
+        """None if no worker failed."""
         self.said_at = 0
-        """etcd's revision at which that was said first, as far as is known; 0 before."""
+        """etcd's revision at which that was first written, as far as is known; 0 before."""
 
 
 class _Numbers:
-    """The numbers of rounds that a node asks with. For the thread that asks, but `highest` is read by any."""
+    """The numbers of rounds that a node asks with. For the asking thread; `highest` is read by any."""
 
     def __init__(self) -> None:
         self.highest = 0
         """The highest round that it knows of: it asks for a later one."""
         self.reopens = -1
-        """The round with which the run had ended that it starts again; -1 for none."""
+        """The round that ended the run which it restarts; -1 for none."""
         self.has_looked = False
-        """Whether it is behind all rounds that have left something in etcd, too."""
+        """Whether it also knows all rounds that have left something in etcd."""
 
     def heard(self, *numbers: int) -> None:
-        """It knows of these rounds."""
+        """Note these rounds."""
         self.highest = max(self.highest, *numbers)
 
 
 class Node:
-    """One node in a run, through all of its leases. For one thread, but for `waiting()` and `stop()`.
+    """One node in a run, through all of its leases. Not thread-safe, but for `waiting()` and `stop()`.
 
     Args:
         etcd: the etcd client.
-        settings: the run and its time-outs.
+        settings: the run and its timeouts.
         address: where the other nodes reach this host.
-        host: its name, for people.
-        rolls: when a round's roll lies beside its head.
+        host: the host's name, for people.
+        rolls: when a round's roll is stored beside its head.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Node:
         )
         self._settings, self._address, self.host = settings, address, host
         self.id = uuid.uuid4().hex
-        """Through all of its leases, so that it keeps its rank."""
+        """The same through all of its leases, so that it keeps its rank."""
         self._changed = concurrency.condition("Node._changed")  # the participant's
         self.participant: Participant[AnyRound, JoinRequest] = Participant(
             etcd,
@@ -109,11 +109,11 @@ class Node:
             self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute
         )
         self.is_drained = False  # becomes True once, on the thread that asks
-        """Whether it has left since an operator wanted it to."""
+        """Whether it has left because an operator drained it."""
         self.round: AnyRound | None = None  # read by any thread
         """The last round that it took part in,"""
         self._seat = ""
-        """and as which member it took its seat there."""
+        """and the member as which it took its seat there."""
         self._failed = _FailedWorker()
         self._holder = SeatHolder(self.participant, settings.request_timeout)
         self._run = RunRecord(etcd, settings)
@@ -121,29 +121,30 @@ class Node:
         self.begin()
 
     def begin(self) -> None:
-        """From now on the join time-out runs."""
+        """The join timeout runs from now on."""
         self.pace = RoundPace(self.participant, self._settings, self._run, self.host)
 
     @property
     def speaker(self) -> Speaker:
-        """Who ends the run, if this node's workers do."""
+        """The node that ends the run, if its workers do."""
         return Speaker(self.id, self.participant.ids)
 
     @property
     def rank(self) -> int:
-        """In the last round that it took part in: also after it lost the lease that it took its seat under."""
+        """Its rank in the last round that it took part in, even after it lost the lease under which it took its
+        seat."""
         rank = self.round.rank_of(self._seat) if self.round is not None else None
         assert rank is not None
         return rank
 
     def ask(self, port: int) -> AnyRound | None:
-        """The next round with a seat for this node, when all of it have taken theirs; None to be called again.
+        """The next round with a seat for this node, when all have taken their seats; None to be called again.
 
         Args:
-            port: one that is held open, for the case that this node gets rank 0. Another one for each call.
+            port: a port that is held open, in case this node gets rank 0. Use another one for each call.
 
-        Raises torch's rendezvous errors, and SystemExit for a spare that is not needed any more. After that nobody
-        counts on the node, but where somebody has to repair the run's record first (RendezvousStateError).
+        Raises torch's rendezvous errors, and SystemExit for a spare that is no longer needed. After that nobody counts
+        on the node, unless somebody has to repair the run's record first (RendezvousStateError).
         """
         self._holder.end()
         try:
@@ -161,11 +162,11 @@ class Node:
             raise
 
     def stop(self) -> None:
-        """Have the thread that waits end with RendezvousClosedError. From any thread."""
+        """Make the waiting thread end with RendezvousClosedError. For any thread."""
         self.participant.stop()
 
     def leave(self, why: str) -> None:
-        """Stop asking, so that nobody counts on this node, and say why. Never raises for an etcd that is away."""
+        """Stop asking, so that nobody counts on this node, and write why. Does not raise if etcd is unreachable."""
         self._holder.end()
         member = self.participant.member
         lives = member if member is not None and member.entered and not member.lost else None
@@ -181,10 +182,10 @@ class Node:
         self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
 
     def waiting(self) -> tuple[int, str]:
-        """How many nodes wait for this one to come back to the rendezvous, and why. From memory; from any thread.
+        """How many nodes wait for this one to come back to the rendezvous, and why. Costs no request; for any thread.
 
-        A node that has lost its lease returns to its seat meanwhile, and so does one that etcd did not answer while it
-        did: that nobody else knows of it says nothing of its workers.
+        0 while a node that has lost its lease returns to its seat, and while etcd does not answer it: that the others
+        do not know of it says nothing about its workers.
         """
         member, mine = self.participant.member, self.round
         if member is None or mine is None:
@@ -244,7 +245,7 @@ class Node:
         return replace(ask, failed=(failed.failure,), failed_at=failed.said_at)
 
     def _when_said(self, number: int) -> int:
-        """etcd's revision at which this node has said of that round that a worker failed; 0 if it has not."""
+        """etcd's revision at which this node has written that a worker of that round failed; 0 if it has not."""
         member = self.participant.member
         said = member.group.said if member is not None else None
         if said is None:
@@ -253,8 +254,8 @@ class Node:
         return said.mod_revision if ask.failed and ask.seated == number else 0
 
     def worker_failed(self, mine: AnyRound, failure: WorkerFailure) -> None:
-        """Have the others know at once that a worker of that round failed: this node's agent comes back later, when it
-        has stopped the others. From any thread."""
+        """Report to the others at once that a worker of that round failed: this node's agent comes back later, when it
+        has stopped the other workers. For any thread."""
         if self.round is mine and not self.waiting()[0]:
             self._failed.failure = failure
             run, fate = self._settings.run_id, failure.line
@@ -265,18 +266,18 @@ class Node:
                 self._holder.begin(self._hold(mine))
 
     def workers_ended(self, failure: WorkerFailure | None) -> None:
-        """What became of the worker that failed first, now that all have ended; None if none did. It is said with what
-        this node asks next."""
+        """Note the failure of the worker that failed first, now that all have ended; None if none failed. It is part of
+        the node's next request."""
         if failure is not None:
             self._failed.failure = failure
 
     @property
     def failure(self) -> WorkerFailure | None:
-        """What became of its worker that failed in the last round that it took part in; None for none."""
+        """The failure of its worker that failed in the last round that it took part in; None for none."""
         return self._failed.failure
 
     def _hold(self, mine: AnyRound) -> JoinRequest:
-        """Says that this node holds its seat in that round, and asks for nothing."""
+        """The request by which this node holds its seat in that round, and asks for nothing."""
         return replace(self._new_ask(0), seated=mine.number, holds=self._seat)
 
     def _started(self, round_: AnyRound) -> AnyRound:
@@ -288,8 +289,8 @@ class Node:
         return round_
 
     def _ready_after_all(self, look: Look[AnyRound, JoinRequest]) -> AnyRound | None:
-        """Of a node that lost its lease: its round, if that has become ready. The others have started it by then, and
-        hear nothing before this node has, too. It is called back at once afterwards."""
+        """For a node that lost its lease: its round, if that has become ready. By then the others have started it, and
+        wait until this node starts too. It is recalled right afterwards."""
         known, member = look.record, self.participant.member
         if known is None or member is None or not known.ready or known.rank_of(member.id) is None:
             return None
@@ -304,7 +305,7 @@ class Node:
         return self._started(known) if stands else None
 
     def _go_on_or_end(self, now: AnyRound, pace: RoundPace) -> None:
-        """Of a run that is over: go on from it, or raise what ends this node."""
+        """For a run that is over: continue it, or raise the error that ends this node."""
         settings = self._settings
         if not pace.has_waited and self.round is None and may_reopen(now, settings.restart):
             text = f"run {settings.run_id!r} is started again; it had ended: {now.closed}"
@@ -323,7 +324,7 @@ class Node:
         self._end_without_error(f"{text}; this node was a spare and is not needed any more")
 
     def _end_without_error(self, text: str) -> NoReturn:
-        """Raise what ends this node's agent as if its workers were done."""
+        """Raise the exception that ends this node's agent as if its workers were done."""
         settings, member = self._settings, self.participant.member
         if settings.on_spare_close == "raise":
             raise RendezvousGracefulExitError(text)
@@ -333,7 +334,8 @@ class Node:
         raise SystemExit(0)
 
     def _await_farewell(self) -> None:
-        """Until somebody has read the word of parting: if this member is the decider, or takes over, its own thread."""
+        """Wait until another member has read why this one leaves; or its own thread, if it is the decider or takes
+        over."""
 
         def heard() -> bool:
             member = self.participant.member

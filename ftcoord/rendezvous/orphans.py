@@ -1,5 +1,5 @@
-"""Tells an agent's workers from all other processes, and has the sentinel end them when the agent dies: torchrun starts
-them in sessions of their own."""
+"""Marks an agent's workers, so that the sentinel can find them and end them when the agent dies: torchrun starts them
+in sessions of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftcoord.primitives.sentinel import Sentinel
 
 
 class ProcessMark:
-    """The mark of this process, and who wants it: `ProcessMark.of_process()` is the one to use. Thread-safe.
+    """The mark of this process, and who needs it; use `ProcessMark.of_process()`. Thread-safe.
 
     A process has one environment, so it has one mark, however many handlers it has.
     """
@@ -26,11 +26,11 @@ class ProcessMark:
 
     @classmethod
     def of_process(cls) -> ProcessMark:
-        """This process's own; a forked child gets another one."""
+        """This process's mark; a forked child gets another one."""
         return concurrency.of_process(cls)
 
     def hold(self) -> None:
-        """What is started from now on bears the mark, until all have called `let_go`."""
+        """Processes started from now on carry the mark, until every holder has called `let_go`."""
         with self._lock:
             self._holders += 1
             if self._holders == 1:
@@ -38,7 +38,7 @@ class ProcessMark:
                 os.environ[MARK] = self.text
 
     def let_go(self) -> None:
-        """Once for each `hold`."""
+        """Call it once for each `hold`."""
         with self._lock:
             self._holders -= 1
             if self._holders or os.environ.get(MARK) != self.text:
@@ -49,7 +49,7 @@ class ProcessMark:
                 os.environ[MARK] = self._outer
 
     def count_ender(self, change: int) -> None:
-        """One more, or one less, wants all with the mark to end with this process."""
+        """One more, or one fewer, handler wants all marked processes to end with this process."""
         with self._lock:
             before, self._enders = self._enders, self._enders + change
             sentinel = Sentinel.of_process()
@@ -58,9 +58,10 @@ class ProcessMark:
 
 
 class MarkedChildren:
-    """All that this process starts while this is open bears a mark, in a variable of the environment that it inherits.
+    """While this is open, all processes that this process starts carry a mark, in an environment variable that they
+    inherit.
 
-    So nothing else is ever touched: neither a worker of another process's run, nor what a user starts by hand.
+    So no other process is ever touched: neither a worker of another run, nor a process that a user starts by hand.
     """
 
     def __init__(self) -> None:
@@ -70,13 +71,13 @@ class MarkedChildren:
         self._process.hold()
 
     def end_with_this_process(self) -> None:
-        """Have the sentinel end them if this process dies while this is open; once."""
+        """Have the sentinel end the marked processes if this process dies while this is open. Call it once."""
         self._ends = True
         self._process.count_ender(1)
 
     def close(self) -> None:
-        """What is started from now on bears no mark, unless others want it. Idempotent; does nothing in a forked
-        child."""
+        """Processes started from now on carry no mark, unless other handlers need it. Idempotent; does nothing in a
+        forked child."""
         if os.getpid() != self._pid or not self._is_open:
             return
         self._is_open = False

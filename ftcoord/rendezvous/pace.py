@@ -25,27 +25,27 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 log = logging.getLogger(__name__)
 
 FIRST_LINE: Final = 5.0
-"""Seconds until a node that waits says so for the first time."""
+"""Seconds until a waiting node logs for the first time who is there."""
 LINES_PER_SECOND: Final = 100
-"""How many nodes of a run say so in a second at most, and ask etcd for it who is there: they all begin to wait at about
-the same time."""
+"""The most nodes of a run that log this in a second, and read the members for it: all begin to wait at about the same
+time."""
 LINE_INTERVAL: Final = 30.0
-"""Seconds between two such lines of a node. In a large run it is longer."""
+"""Seconds between two such lines of a node; longer in a large run."""
 LOOK_TIMEOUT: Final = 2.0
-"""Seconds that a look at the other nodes may take. Nothing depends on it."""
+"""Seconds that a read of the other nodes may take. Nothing depends on it."""
 OLDEST: Final = 4
-"""Members that look soon before there is any round, whatever its size will be."""
+"""Members that look early before there is any round, whatever its size will be."""
 CROWD: Final = 4
-"""Waiting nodes to each seat that are counted with at most: the place in line that a node knows grows with each node
-that has ever joined, and in a long job more come and go than wait at a time."""
+"""The most waiting nodes to assume per seat. A node's place in line grows with each node that has ever joined; in a
+long job more nodes come and go than wait at a time."""
 LIMITS_INTERVAL: Final = 1.0
-"""Seconds between two looks of a node that has other limits than the run."""
+"""Seconds between two checks of a node that has other limits than the run."""
 
 
 class RoundPace:
-    """One call of `next_rendezvous`, from its beginning, through all the asks that it takes.
+    """One call of `next_rendezvous`, through all the asks that it takes.
 
-    For the thread that calls; `see` and `wake_at` are called under the participant's lock.
+    For the calling thread; `see` and `wake_at` are called under the participant's lock.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class RoundPace:
         self.gone = concurrency.event()
         self.deadline = now + settings.join_timeout
         self.has_waited = False
-        """Whether this node has waited for others: it then may be a spare of theirs."""
+        """Whether this node has waited for others: it may then be a spare."""
         self.limits = OtherLimits(settings, run)
         self._spare_of = 0
-        """The last round that has no seat for this node, as the log says."""
+        """The last round without a seat for this node, for the log."""
         self._check_at = math.inf
-        """When to say again that this node takes its seat, or to judge again whether other limits are in its way."""
+        """When to write again that this node takes its seat, or to check again whether other limits are in its way."""
         self._line_at = now + FIRST_LINE
-        """When to say next who is there, but for this node's turn."""
+        """When to log next who is there, before this node's turn is added."""
         self._seated = 0, now
-        """The round in which it takes its seat, and since when it does."""
+        """The round in which it takes its seat, and since when."""
         self._tolerated: AnyRound | None = None
-        """A record with other limits, which nobody else alive shares, as far as is known."""
+        """A record with other limits, which no other live node has, as far as is known."""
 
     @property
     def crowd(self) -> int:
@@ -97,7 +97,7 @@ class RoundPace:
         return min(self.deadline, self._check_at, self._line_at + self._turn, self._takeover.at(), signals_at())
 
     def tick(self, look: Look[AnyRound, JoinRequest]) -> None:
-        """Raises RendezvousTimeoutError after the join time-out, and RendezvousStateError where the limits differ."""
+        """Raises RendezvousTimeoutError after the join timeout, and RendezvousStateError when the limits differ."""
         now = concurrency.now()
         if look.standing is Standing.REFUSED:
             assert look.record is not None
@@ -118,7 +118,7 @@ class RoundPace:
                 log_change(log, f"run {run!r}: waiting for a round: {there}", run=run, reason=there, host=self._host)
 
     def _log_spare(self, full: AnyRound) -> None:
-        """Once for each round."""
+        """Log once for each round that this node is a spare."""
         if self._spare_of == full.number:
             return
         self._spare_of, run = full.number, self._settings.run_id
@@ -127,26 +127,26 @@ class RoundPace:
         log_change(log, text, run=run, round=full.number, host=self._host, member=member.id if member else None)
 
     def rest(self) -> None:
-        """This node waits no longer, for now."""
+        """This node no longer waits, for now."""
         self._takeover.end()
 
     @property
     def _place(self) -> int:
-        """This node's in line: how many have joined up to it, as far as it is known."""
+        """This node's place in line: how many have joined up to it, as far as is known."""
         member = self._participant.member
         return member.group.place if member else 0
 
     @property
     def _turn(self) -> float:
-        """Seconds by which this node says later than the first one in line who is there."""
+        """By how many seconds this node logs later than the first one in line."""
         return self._place % (CROWD * self._settings.max_nodes) / LINES_PER_SECOND
 
     def _seats(self, record: AnyRound | None) -> int:
         return record.size if record is not None and record.size else self._settings.min_nodes
 
     def _waiters(self, record: AnyRound | None) -> int:
-        """How many may wait for the same record, as far as this one can tell. Where nobody knows how many will come,
-        all but the oldest few take it for as many as there may be: they must not all look at once."""
+        """How many nodes may wait for the same record, as far as this one knows. If nobody knows how many will come,
+        all but the oldest few assume the maximum, so that they do not all look at once."""
         seats, place = self._seats(record), self._place
         unknown = (record is None or not record.size) and place > OLDEST
         most = self._settings.max_nodes
@@ -161,7 +161,7 @@ class RoundPace:
             self._check_at = math.inf
 
     def _say_again_at(self, record: AnyRound | None, now: float) -> float:
-        """When to say again that this node takes its seat."""
+        """When to write again that this node takes its seat."""
         number = record.number if record is not None else 0
         if self._seated[0] != number:
             self._seated = number, now
@@ -190,10 +190,10 @@ class RoundPace:
 
 
 def _may_look(record: AnyRound | None, standing: Standing) -> bool:
-    """Whether a node that stands like this may decide in place of the decider.
+    """Whether a node in this standing may decide in place of the decider.
 
-    Not while the nodes of a round take their seats: these count only if they were taken a moment ago, and whoever hears
-    late of the round cannot tell. It would start the round with a node that is dead.
+    Not while the nodes of a round take their seats: seats count only if they were taken a moment ago, and a node that
+    learns late of the round cannot tell. It would start the round with a dead node.
     """
     takes_seats = record is not None and bool(record.size) and not (record.ready or record.recalled)
     return standing in (Standing.PENDING, Standing.SPARE) and not takes_seats

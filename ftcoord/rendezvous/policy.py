@@ -1,4 +1,4 @@
-"""Joins the pure decisions of `core.rendezvous` to the group: keys and bytes on one side, records on the other."""
+"""Connects the pure decisions of `core.rendezvous` to the group: keys and bytes on one side, records on the other."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from ftcoord.primitives.group.policy import View
 from ftcoord.rendezvous.rolls import RollReplaced, Rolls
 
 LEASE_GRACE: Final = 5.0
-"""Seconds that a lease may live on when its time is over: etcd looks twice a second, and its new leader later."""
+"""Seconds that a lease may live on after its TTL: etcd checks twice a second, and a new leader later."""
 
 
 def _is_explained(round_: Round) -> bool:
-    """Whether a run is over, and nothing that comes tells better why."""
+    """Whether a run is over, and no later event explains better why."""
     return bool(round_.closed) and UNKNOWN_PEER not in round_.closed
 
 
@@ -58,30 +58,30 @@ def _by_key(ends: Iterable[HistoryEvent]) -> dict[_EndKey, HistoryEvent]:
 
 
 class _ToldEnds:
-    """Which ends of parts in the last round a decider has told the history of, so that each is told once.
+    """Which ends of parts in the last round a decider has written to the history, so that each is written once.
 
     Args:
-        return_to_seat: seconds for which a node that is gone may come back to its seat.
+        return_to_seat: seconds in which a node that is gone may come back to its seat.
     """
 
     def __init__(self, return_to_seat: float) -> None:
         self._return_to_seat = return_to_seat
         self._record = b""
-        """The record that this decider published last."""
+        """The last record that this decider published."""
         self._told: frozenset[_EndKey] = frozenset()
-        """Of which ends it wrote with that, or before."""
+        """The ends that it wrote with that record, or before."""
         self._late_since: float | None = None
-        """Since when there are ends that no decision has told of; None if there are none."""
+        """Since when there are ends that no decision has written; None if there are none."""
 
     def with_decision(self, situation: RoundSituation, view: View, value: bytes) -> list[HistoryEvent]:
-        """Those to tell of with this new record."""
+        """The ends to write with this new record."""
         told, ends = self._before(view), _by_key(situation.ends)
         self._record, self._told = value, told | ends.keys()
         return [end for key, end in ends.items() if key not in told]
 
     def late(self, situation: RoundSituation, view: View, now: float) -> tuple[Sequence[HistoryEvent], float | None]:
-        """How parts in the last round have ended that no decision has told of, and none may for long: others go on
-        (on_member_loss=ignore), nobody comes, or the run is over. And when to look again at the latest."""
+        """Ends of parts in the last round that no decision has written, and that none may write for long: others go on
+        (on_member_loss=ignore), nobody comes, or the run is over. And the latest time to check again."""
         told = self._before(view)
         fresh = {key: end for key, end in _by_key(situation.ends).items() if key not in told}
         if not fresh:
@@ -100,29 +100,29 @@ class _ToldEnds:
         return in_causal_order([*fresh.values()])[:MOST_ENDS], None
 
     def _before(self, view: View) -> frozenset[_EndKey]:
-        """Of which it has told; none if others have decided since, or its own decision was refused."""
+        """The ends that it has written; none if others have decided since, or its own decision was refused."""
         return self._told if view.decided is not None and view.decided.value == self._record else frozenset()
 
 
 class _LastRecord:
-    """The decided record as a decider reads it, and what it remembers of those before."""
+    """The decided record as a decider reads it, and what it remembers of earlier ones."""
 
     def __init__(self) -> None:
         self._parsed = ParsedKey(parse_decided)
         self.highest = 0
-        """An etcd that lost its last writes may show an older record than this decider has seen."""
+        """The highest round seen: an etcd that lost its last writes may show an older record."""
         self._state: tuple[object, ...] = ()
         self._since: tuple[float, int] = 0.0, 0
 
     def of(self, view: View) -> AnyRound | None:
-        """Raises StateError when it is not ours to read."""
+        """Raises StateError when the record cannot be read by this version."""
         record = self._parsed.of(view.decided) if view.decided else None
         self.highest = max(self.highest, record.number if record else 0)
         return record
 
     def since(self, record: AnyRound | None, view: View) -> tuple[float, int]:
-        """When this round came into its state, as first seen here, and at which of etcd's revisions: an operator who
-        drains another node changes the record, but starts no time-out anew."""
+        """When this round entered its state, as first seen here, and at which revision of etcd. An operator who drains
+        another node changes the record, but does not restart timeouts."""
         if record is None or view.decided is None:
             return view.decided_at, 0
         state = record.roll, record.ready, record.recalled, record.closed
@@ -135,10 +135,10 @@ class RendezvousPolicy:
     """Decides the rounds of one run. Implements `ftcoord.primitives.group.policy.Policy`.
 
     Args:
-        prefix: the run's.
-        options: what its user asked for.
+        prefix: the run's prefix.
+        options: its user's settings.
         etcd: for reading the roll of a round that another member decided, and why members are gone.
-        rolls: when a roll lies beside its head.
+        rolls: when a roll is stored beside its head.
         wall_clock: for people.
     """
 
@@ -155,10 +155,10 @@ class RendezvousPolicy:
         self._wall_clock = wall_clock
         self._members = ParsedKeys(parse_join_request)
         self._candidates: dict[str, RoundCandidate] = {}
-        """By key, as they were when this last decided."""
+        """By key, as they were at the last decision."""
         self._last = _LastRecord()
         self._gone: dict[str, tuple[float, VacantSeat]] = {}
-        """Of the members with a seat in the last round that are gone: when this decider saw it, and what is known."""
+        """Members with a seat in the last round that are gone: when this decider saw it, and what is known."""
         self._ends: tuple[str, Ends] = "", {}
         """How parts in the last round ended: its roll, and the ends."""
         self._bystanders = Bystanders()
@@ -166,7 +166,8 @@ class RendezvousPolicy:
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
-        """Raises StateError when the decided record is not ours to read, EtcdError when what lies beside it is not."""
+        """Raises StateError when the decided record cannot be read by this version, EtcdError when its roll cannot be
+        read."""
         record = self._last.of(view)
         since = self._last.since(record, view)
         try:
@@ -189,8 +190,8 @@ class RendezvousPolicy:
         return replace(published, events=self._events(situation, verdict, published.record, view, me))
 
     def _with_news(self, verdict: Wait, situation: RoundSituation, view: View, me: str, now: float) -> Wait:
-        """With what the history has to say while nothing is decided. Only the oldest member says it: those that stand
-        by see the same."""
+        """Add events for the history while nothing is decided. Only the oldest member adds them: those that stand by
+        see the same."""
         if not view.members or member_of(view.members[0].key) != me:
             return verdict
         bystanders, look_at = self._bystanders.look(situation, now)
@@ -203,7 +204,8 @@ class RendezvousPolicy:
     def _events(
         self, situation: RoundSituation, verdict: Publish[Round], value: bytes, view: View, me: str
     ) -> list[HistoryEvent]:
-        """What the history has to say of a decision. Ends that were written with an earlier one are not repeated."""
+        """The events of a decision for the history. Ends that were written with an earlier decision are not
+        repeated."""
         fresh = self._told.with_decision(situation, view, value)
         return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, self._wall_ms())
 
@@ -232,15 +234,15 @@ class RendezvousPolicy:
         )
 
     def _unreadable(self) -> frozenset[str]:
-        """The members that live and cannot be read, as far as this has seen."""
+        """The live members whose records cannot be read, as far as this has seen."""
         return frozenset(map(member_of, self._members.unreadable))
 
     def _gone_of(
         self, previous: Round | None, members: Sequence[RoundCandidate], view: View, now: float
     ) -> tuple[Mapping[str, str], float]:
-        """Why members with a seat are gone, of those of whom it is known, and since when the first of them is.
+        """Why members with a seat are gone, if it is known, and since when the first of them is.
 
-        Read once of each: a sentinel says it before its member goes.
+        Each cause is read once: a sentinel writes it before its member goes.
         """
         gone: Set[str] = frozenset()
         if previous is not None and not _is_explained(previous):
@@ -276,7 +278,7 @@ class RendezvousPolicy:
         return int(self._wall_clock() * 1000)
 
     def _longest_silence(self) -> int:
-        """Milliseconds for which a node may have been lost when its lease ends: etcd may be late to end it."""
+        """Milliseconds that a node may have been lost before its lease ends: etcd may end it late."""
         lease = self._options.return_to_seat
         return int((lease + LEASE_GRACE) * 1000) if lease else 0
 
@@ -292,10 +294,10 @@ class RendezvousPolicy:
     def _publish(
         self, decision: Publish[Round], previous: Round | None, head: RoundHead | None, me: str, *, again: bool
     ) -> Publish[bytes]:
-        """A new round opens its store, empty, and ends those before, in the same transaction.
+        """A new round opens its empty store, and closes earlier ones, in the same transaction.
 
-        The round before is that of the record, or where the record was lost the one before this by its number. What
-        lies in the new one's store is of a run that was forgotten since. All rolls but the new one's are deleted, also
+        The previous round is that of the record; if the record was lost, the number before this one. Keys in the new
+        round's store are left from a run that was forgotten since. All rolls but the new one are deleted, including
         those of deciders that were too late. If the record vanished and is written `again`, so is its roll.
         """
         number, last = decision.record.number, previous.number if previous else 0

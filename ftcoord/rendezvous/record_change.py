@@ -1,5 +1,5 @@
-"""What changes a run's record beside its decider, in one transaction: nodes and operators that end the run, and
-operators that have nodes leave it."""
+"""Changes of a run's record by others than its decider, in one transaction: nodes and operators that end the run, and
+operators that drain nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ftcoord.primitives.write_once import WriteOutcome, write_once
 
 @dataclass(frozen=True, slots=True)
 class RecordChange:
-    """The record that replaces the one that is there, what goes with it, and what the history has to say."""
+    """The record that replaces the present one, the operations that go with it, and the events for the history."""
 
     value: bytes
     also: Sequence[Op]
@@ -37,16 +37,16 @@ def ending(
     by: str = "",
     ends: Sequence[HistoryEvent] = (),
 ) -> RecordChange | None:
-    """What ends a run; None to leave the run as it is.
+    """The change that ends a run; None to leave the run as it is.
 
     If the run did not finish, its round ends too: torch's agents wait in the round's store, in their exit barrier, for
     nodes that will not come.
 
     Args:
-        prefix: the run's.
+        prefix: the run's prefix.
         speaks: see `core.rendezvous.close`.
         by: who ends it, for people.
-        ends: how parts in its last round ended, of which the history may not know yet.
+        ends: how parts in its last round ended; the history may not have them yet.
     """
     ended = rendezvous.close(now, reason, outcome, speaks=speaks)
     if ended is None:
@@ -60,12 +60,12 @@ def ending(
 
 
 def draining(now: AnyRound, leavers: Sequence[JoinRequest], reason: str, *, by: str) -> RecordChange | None:
-    """What has nodes leave a run; None to leave the record as it is: see `core.rendezvous.drain`.
+    """The change that drains nodes of a run; None to leave the record as it is: see `core.rendezvous.drain`.
 
     Args:
-        leavers: what the members of these nodes ask.
-        reason: what is said of each, behind the name of its host.
-        by: who wants it, for people.
+        leavers: the requests of these nodes' members.
+        reason: what is written about each, after the name of its host.
+        by: who drains them, for people.
     """
     hosts = {ask.node: ask.host for ask in leavers}
     text = f"{named(sorted({*hosts.values()}))} {reason}"
@@ -90,11 +90,11 @@ def change_record(
     change: Callable[[AnyRound], RecordChange | None],
     timeout: float,
 ) -> None:
-    """Replace a run's record by what `change` makes of it, under its lease, or else a new one of `run_ttl` seconds.
+    """Replace a run's record by what `change` returns for it, under its lease, or else a new one of `run_ttl` seconds.
 
-    `change` gets the record as it is, and is called again when somebody else changed it meanwhile. If it returns None
-    the record stays as it is. Raises StateError, and OutcomeUnknown and EtcdUnavailable when etcd cannot be reached;
-    each of the requests of a try may take `timeout` seconds.
+    `change` gets the present record, and is called again if somebody else changes it meanwhile. If it returns None, the
+    record stays as it is. Raises StateError, and OutcomeUnknown and EtcdUnavailable when etcd is unreachable; each
+    request of an attempt may take `timeout` seconds.
     """
     key, done = decided_key(prefix), False
     history = EventLog(etcd, prefix, history_ttl, uuid.uuid4().hex, keeps=False) if history_ttl else None

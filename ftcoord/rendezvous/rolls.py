@@ -24,25 +24,25 @@ from ftcoord.primitives.group.policy import View
 
 
 class RollReplaced(Exception):
-    """The roll of a record was deleted: there is another record by now."""
+    """The roll of a record was deleted, because there is another record by now."""
 
 
 class Rolls:
     """Reads and writes the rolls of one run, for its decider.
 
     Args:
-        prefix: the run's.
+        prefix: the run's prefix.
         etcd: for reading the roll of a round that another member decided.
-        sizes: when a roll lies beside its head.
+        sizes: when a roll is stored beside its head.
     """
 
     def __init__(self, prefix: str, etcd: Etcd, sizes: RollSizes) -> None:
         self._prefix, self._etcd, self._sizes = prefix, etcd, sizes
         self._known: dict[str, Round] = {}
-        """By roll id, a record with that roll: of the last round, and of that which this decider wants to follow."""
+        """Full records by roll id: that of the last round, and of the round that this decider wants next."""
 
     def of(self, head: RoundHead, view: View) -> Round | None:
-        """The last round, with its roll. None if it vanished with its roll, and this decider never read that."""
+        """The last round, with its roll. None if the record vanished with its roll, and this decider never read it."""
         known = self._known.get(head.roll) or self._read_roll(head, view)
         if known is None:
             return None
@@ -65,7 +65,7 @@ class Rolls:
         raise StateError(span.start, f"is not whole, though {now.key} names it: delete that, so that all decide anew")
 
     def new(self, record: Round, me: str) -> tuple[bytes, list[tuple[str, bytes]]]:
-        """The record of a new round, and its roll where that lies beside it."""
+        """The record of a new round, and its roll if that is stored beside it."""
         if self._sizes.is_inline(record):
             return encode(replace(record, by=me)), []
         chunks = self._sizes.chunks_for(record)
@@ -76,7 +76,8 @@ class Rolls:
     def said_again(
         self, record: Round, head: RoundHead | None, me: str, with_roll: bool
     ) -> tuple[bytes, list[tuple[str, bytes]]]:
-        """What else is said of a round: in the form that it was decided in, since its participants know it by that."""
+        """A later record of a round, in the form in which the round was decided, because its participants know it in
+        that form."""
         if head is None:
             return encode(replace(record, by=me)), []
         value = encode(head_of(record, head.roll, head.chunks, me))
@@ -87,7 +88,7 @@ class Rolls:
         return [(roll_key(self._prefix, roll, at), encode(chunk)) for at, chunk in parts]
 
     def old(self, record: Round, me: str) -> list[Span]:
-        """All but that of this new round."""
+        """All rolls but that of this new round."""
         if self._sizes.is_inline(record):
             return [rolls_span(self._prefix)]
         return list(other_rolls(self._prefix, roll_id(record, self._sizes.chunks_for(record), me)))

@@ -39,7 +39,7 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 log = logging.getLogger(__name__)
 
 HISTORY_TIMEOUT: Final = 1.0
-"""Seconds that a look at the history may take: nothing depends on it but a text."""
+"""Seconds that a read of the history may take: only a text depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,11 @@ class Speaker:
 
 
 MOST_HEARD: Final = 64
-"""Members that whoever closes a run looks at for what they say: more than have a seat in a round that is no large one,
-with those that are away."""
+"""How many members' requests are read when the run is closed: more than the seats of a round that is not large, plus
+those that are away."""
 MOST_SILENT: Final = 16
-"""Members that are left when one of them looks who has said nothing: of more, others are still to leave."""
+"""The most remaining members with which a leaving member checks who has reported nothing: with more, others are still
+to leave."""
 
 
 class _RoundReplaced(Exception):
@@ -72,7 +73,7 @@ class RunRecord:
         self._key = decided_key(settings.prefix)
 
     def read(self) -> AnyRound | None:
-        """The last round that was decided; None if there is none."""
+        """The last decided round; None if there is none."""
         try:
             kv = self._etcd.range(Get(Span(self._key))).one
             return parse_decided(kv.key, kv.value) if kv else None
@@ -92,8 +93,8 @@ class RunRecord:
         """End the run, within `close_timeout` seconds, unless it is over or went on without `speaker`.
 
         Args:
-            reason: why. In the record it is followed by the first cause of the round's end, if that is known.
-            failure: the speaker's worker that failed.
+            reason: why. In the record, the first cause of the round's end follows it, if that is known.
+            failure: the failure of the speaker's worker.
             by: its host.
         """
         settings = self._settings
@@ -129,8 +130,8 @@ class RunRecord:
         return True
 
     def _ends_with(self, now: AnyRound, mine: HistoryEvent) -> tuple[str, list[HistoryEvent]]:
-        """The first cause of all ends of parts in this round that are known, with this node's own; and those of them
-        that the history does not know yet."""
+        """The first cause among all known ends of parts in this round and this node's own; and those ends that the
+        history does not have yet."""
         told, said = self._told_ends(now.number), self._said_ends(now)
         key = mine.kind, mine.node
         before = told.get(key) or said.get(key)
@@ -139,7 +140,7 @@ class RunRecord:
         return told_ends([*known.values()]), [end for one, end in fresh.items() if one not in told]
 
     def _told_ends(self, number: int) -> Ends:
-        """How parts in this round ended, as the history says; nothing where it cannot be read."""
+        """How parts in this round ended, by the history; empty if it cannot be read."""
         try:
             found = self._etcd.range(Get(events_span(self._settings.prefix)), timeout=HISTORY_TIMEOUT)
         except EtcdError as error:
@@ -149,8 +150,8 @@ class RunRecord:
         return {(end.kind, end.node): end for end in ends_in(last_life(past), number)}
 
     def _said_ends(self, now: AnyRound) -> Ends:
-        """The same as its members and their sentinels have said it themselves: the decider, which would write it into
-        the history, may have been lost with its host. Of a large round only the decider knows who sat there."""
+        """The same, as the members and their sentinels wrote it themselves: the decider, which would write it into the
+        history, may have been lost with its host. In a large round only the decider knows the seats."""
         if not isinstance(now, Round):
             return {}
         prefix = self._settings.prefix
@@ -165,9 +166,9 @@ class RunRecord:
         return note_ends({}, now, members, gone)
 
     def _speaks(self, now: AnyRound, speaker: Speaker) -> bool:
-        """Whether a node has a seat in this round, and the others do not go on without it.
+        """Whether a node has a seat in this round, and the others have not gone on without it.
 
-        Raises EtcdError, StateError, and _RoundReplaced if the round is not the last one any more.
+        Raises EtcdError, StateError, and _RoundReplaced if the round is no longer the last one.
         """
         if speaker.node in now.drained:
             return False
@@ -186,30 +187,30 @@ class RunRecord:
         return False
 
     def members(self, limit: int, timeout: float) -> tuple[list[JoinRequest], int]:
-        """The requests of members of the run, `limit` of them at most; and how many members there are.
+        """The requests of at most `limit` members of the run, and the number of all members.
 
-        They are those with the lowest ids, which are mostly the oldest: etcd would read all members to find the oldest,
-        and each node of a large run that forms slowly asks for this. Raises EtcdError.
+        They are the members with the lowest ids, which are usually the oldest. To find the oldest, etcd would read all
+        members, and each node of a large, slowly forming run asks for this. Raises EtcdError.
         """
         span = members_span(self._settings.prefix)
         found = self._etcd.range(Get(span, limit=limit), timeout=timeout)
         return [ask for _, ask in _asks_in(found)], found.count
 
     def note_failure(self, now: AnyRound, host: str, node: str, failure: WorkerFailure) -> None:
-        """Of a run that is over since a peer was lost, and nobody knows which: a worker of this node had failed by
-        itself, which took longer to show.
+        """For a run that ended because an unknown peer was lost: note that a worker of this node had failed on its own,
+        which showed later.
 
-        Never raises for an etcd that is away.
+        Does not raise if etcd is unreachable.
         """
         mine = failure_event(now.number, host, node, failure)
         if UNKNOWN_PEER in now.closed and not is_consequence(mine):
             self._note(replace(mine, by=host), ())
 
     def note_silent(self, now: AnyRound, host: str, member: str) -> None:
-        """Of a run that is over since a peer was lost, and nobody knows which: say who of its last round has said
-        nothing when this member, which is the last to look, leaves.
+        """For a run that ended because an unknown peer was lost: note which members of its last round have reported
+        nothing when this member, the last one to check, leaves.
 
-        Never raises for an etcd that is away.
+        Does not raise if etcd is unreachable.
         """
         settings = self._settings
         if UNKNOWN_PEER not in now.closed or not settings.history_ttl:
@@ -229,7 +230,7 @@ class RunRecord:
         self._note(event, [exists(member_key(settings.prefix, member))])
 
     def _note(self, event: HistoryEvent, guards: Sequence[Compare]) -> None:
-        """Add to the history what no decision tells, if the guards hold."""
+        """Add to the history an event that no decision carries, if the guards hold."""
         settings = self._settings
         if not settings.history_ttl:
             return
@@ -245,7 +246,7 @@ class RunRecord:
 
 
 def _asks_in(found: RangeResult) -> Iterator[tuple[KeyValue, JoinRequest]]:
-    """What the members ask whose keys can be read."""
+    """The requests of members whose keys can be read."""
     for kv in found.kvs:
         try:
             yield kv, rendezvous_records.parse_join_request(kv.key, kv.value)
@@ -254,7 +255,7 @@ def _asks_in(found: RangeResult) -> Iterator[tuple[KeyValue, JoinRequest]]:
 
 
 def _log_why_not(run_id: str, now: AnyRound, outcome: str) -> None:
-    """Tell the user why this node did not close the run with this outcome."""
+    """Log why this node did not close the run with this outcome."""
     if not now.closed:
         log.info("run %r is left to the others: they went on without this node", run_id)
     elif now.outcome != outcome:

@@ -1,5 +1,5 @@
-"""What a node says of its seat while its workers run: that it holds it through another lease (R9 in `core.rendezvous`),
-or that a worker failed (R3)."""
+"""What a node writes about its seat while its workers run: that it holds the seat under another lease (R9 in
+`core.rendezvous`), or that a worker failed (R3)."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from ftcoord.primitives.group.participant import Left, Participant
 log = logging.getLogger(__name__)
 
 SAY_RETRY_PAUSE: Final = 0.5
-"""Seconds until what was not said is tried again."""
+"""Seconds until a failed write is tried again."""
 
 
 class SeatHolder:
-    """Says so for one node, on a thread of its own, until etcd has taken it or the node asks for something else.
+    """Writes it for one node, on its own thread, until etcd has taken it or the node asks for something else.
     Thread-safe.
 
     Args:
-        participant: the node's.
-        timeout: seconds that one try may take.
+        participant: the node's participant.
+        timeout: seconds that one attempt may take.
     """
 
     def __init__(self, participant: Participant[AnyRound, JoinRequest], timeout: float) -> None:
         self._participant, self._timeout = participant, timeout
         self._lock = concurrency.lock("SeatHolder._lock")  # guards what follows; never held while it waits
         self._thread: concurrency.Thread | None = None
-        """The one that has something to say."""
+        """The thread that has something to write."""
         self._cancelled = concurrency.event()
         self._has_seat = False
         self._ask: JoinRequest | None = None
-        """What to say of this seat; what was said last, if there is no thread."""
+        """What to write about this seat; without a thread, what was written last."""
         self._failure: BaseException | None = None
 
     @property
     def failure(self) -> ThreadFailed | None:
-        """What ended a thread of this seat's, that nobody foresaw."""
+        """The unexpected error that ended a thread of this seat."""
         failure = self._failure
         return None if failure is None else ThreadFailed("says that this node holds its seat", failure)
 
@@ -50,9 +50,10 @@ class SeatHolder:
             self._has_seat, self._ask, self._failure = True, None, None
 
     def begin(self, ask: JoinRequest) -> None:
-        """Write this ask, through another lease if the last one is lost, unless the node has ended its round.
+        """Write this ask, under another lease if the last one is lost, unless the node has ended its round.
 
-        A worker's failure is said again with each later ask, whatever that says: the others must hear of it.
+        A worker's failure is written again with each later ask, whatever that is for, because the others must learn of
+        it.
 
         Raises ThreadNotStarted.
         """
@@ -69,7 +70,7 @@ class SeatHolder:
             self._thread = thread
 
     def end(self) -> None:
-        """Say no more: whatever the node asks next must not be overwritten. Waits for an attempt under way."""
+        """Stop writing: the node's next request must not be overwritten. Waits for an attempt in progress."""
         with self._lock:
             self._has_seat = False
             self._cancelled.set()
@@ -93,9 +94,10 @@ class SeatHolder:
                 self._end_thread(failure)
 
     def _next(self, said: JoinRequest | None) -> JoinRequest | None:
-        """What to say next. None if that was said just now: the thread has then ended for `begin`.
+        """What to write next. None if it was just written: the thread has then ended for `begin`.
 
-        Not if the lease that it was said through is lost already: `begin` was told so while this thread was busy.
+        Not None if the lease that it was written under is already lost: `begin` was called for that while this thread
+        was busy.
         """
         with self._lock:
             if self._ask != said or not self._participant.joined:

@@ -1,7 +1,7 @@
-"""The parameters that torchrun gives a rendezvous back-end (endpoint, run id, ``rdzv_conf``), checked and frozen.
+"""The parameters that torchrun gives a rendezvous backend (endpoint, run id, ``rdzv_conf``), checked and frozen.
 
-`_KEYS` is all of ``rdzv_conf``: torch's own keys, those of the old etcd back-ends, and ftcoord's. A value may be text
-(from the command line) or a number (from Python). None counts as not given, as it does for torch.
+`_KEYS` lists all of ``rdzv_conf``: torch's own keys, those of the old etcd backends, and ftcoord's. A value may be text
+(from the command line) or a number (from Python). None counts as not given, as in torch.
 """
 
 from __future__ import annotations
@@ -121,31 +121,31 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousSettings:
-    """All settings of a rendezvous handler; times in seconds.
+    """All settings of a rendezvous handler. Times are in seconds.
 
     Attributes:
-        backend: the name torchrun knows the back-end by.
-        run_id: the job; any text with more than white space in it. Taken as it is, also its white space.
+        backend: torchrun's name of the backend.
+        run_id: the run's id: any text but white space alone. It is taken as it is, including white space.
         min_nodes: the fewest nodes that a round may have, at least 1.
-        max_nodes: the most.
-        local_addr: this node's address as other nodes reach it, or None to find out.
-        etcd: how to reach etcd; None: start an embedded one.
+        max_nodes: the most nodes that it may have.
+        local_addr: this node's address for other nodes; None to find it automatically.
+        etcd: how to reach etcd; None starts an embedded one.
         join_timeout: how long to wait for a round with enough nodes.
         last_call_timeout: how long a round with `min_nodes` waits for more.
         close_timeout: how long closing the run may take.
         settle_timeout: how long a round waits when every live node of the last one is back.
-        lease_ttl: how long a silent node counts as alive. The server may grant more.
+        lease_ttl: how long a silent node counts as alive. etcd may grant more.
         run_ttl: how long the run's state outlives its last agent.
-        history_ttl: how long its history does; 0 for none.
+        history_ttl: how long the run's history outlives it; 0 for no history.
         on_member_loss: ``restart`` the workers when a node's lease expires, or ``ignore`` it as torch does.
-        orphans: when this process dies, ``end`` what it has started (its workers), or ``leave`` it.
-        restart: which closed runs a new start may go on from, once nobody of the old one is left: one that ``failed``,
-            ``always`` any, ``never``.
-        on_spare_close: a spare whose run closes, and a drained node, ends with ``exit`` code 0, or will ``raise``
-            torch's RendezvousGracefulExitError. That is for programs that run an agent themselves: torchrun's own
-            handling of it ends with an AttributeError.
-        key_prefix: where in etcd the runs live; begins with ``/`` and does not end with it.
-        request_timeout: how long one call to etcd may take; the same as `etcd.request_timeout` if there is `etcd`.
+        orphans: when this process dies, ``end`` the processes that it started (its workers), or ``leave`` them.
+        restart: which closed runs a new start may continue, once no node of the old run is left: those that ``failed``,
+            ``always`` any, or ``never``.
+        on_spare_close: how a spare ends when its run closes, and a drained node: ``exit`` with status 0, or ``raise``
+            RendezvousGracefulExitError. The latter is for programs that drive an agent themselves: torchrun crashes on
+            it with an AttributeError.
+        key_prefix: the prefix of all runs in etcd; begins with ``/`` and does not end with it.
+        request_timeout: how long one call to etcd may take; equals `etcd.request_timeout` if `etcd` is given.
         timers: whether the agent reaps workers whose expiration timers have expired.
     """
 
@@ -181,12 +181,11 @@ class RendezvousSettings:
 
     @property
     def prefix(self) -> str:
-        """The key prefix of this run, without a slash at the end. All keys that the run writes are below it.
+        """The key prefix of this run, without a trailing slash. All keys that the run writes are below it.
 
-        The run id is percent-encoded (``/`` becomes ``%2F``), so it is one path segment whatever it contains: under one
-        `key_prefix`, two runs never share keys, and no run lies within another. A character of an id takes up to 12
-        bytes; etcd accepts ids of some hundred characters. Not checked: whether one `key_prefix` lies within another
-        (``/a`` and ``/a/b``); choose prefixes that do not.
+        The run id is percent-encoded (``/`` becomes ``%2F``), so it is one path segment. Under one `key_prefix`, two
+        runs never share keys, and no run is below another. A character of an id takes up to 12 bytes; etcd accepts ids
+        of several hundred characters. Not checked: whether one `key_prefix` is below another (``/a`` and ``/a/b``).
         """
         return run_prefix(self.key_prefix, self.run_id)
 
@@ -203,11 +202,11 @@ class RendezvousSettings:
         conf: Mapping[str, object],
         env: Mapping[str, str] | None = None,
     ) -> RendezvousSettings:
-        """The settings that torch's `RendezvousParameters` describe, before any socket is opened.
+        """Check the parameters of torch's `RendezvousParameters`, before any socket is opened.
 
         Args:
             endpoint: as `EtcdConfig.load` takes it; ``embedded`` starts an etcd here; empty takes the environment's.
-            conf: ``rdzv_conf``; see `_KEYS`. The environment adds what it leaves out about etcd.
+            conf: ``rdzv_conf``; see `_KEYS`. The environment supplies etcd settings that it leaves out.
             env: the variables; None reads ``os.environ``.
 
         Raises:
@@ -232,7 +231,7 @@ class RendezvousSettings:
 
 
 def is_known(key: str) -> bool:
-    """Whether ``rdzv_conf`` has this key. Under the old names of the back-end, torch ignores all others."""
+    """Whether ``rdzv_conf`` has this key. Under the backend's old names, torch ignores all other keys."""
     return key in _NAMES
 
 
@@ -264,7 +263,7 @@ def _unknown(key: str, value: object) -> ConfigError:
 
 
 def _lease_from_keep_alive(found: Mapping[str, _Found]) -> _Found | None:
-    """The TTL in torch's terms: a node is dead after `keep_alive_max_attempt` intervals without a sign."""
+    """The TTL in torch's terms: a node is dead after `keep_alive_max_attempt` intervals without a keep-alive."""
     given = found.get("keep_alive_interval") or found.get("keep_alive_max_attempt")
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""Signals that end an agent: while it waits for its first round, and what the others are told of it later."""
+"""Signals that end an agent: while it waits for its first round, and what the other nodes learn about it later."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Those that torch's agent handles: it sends the one that it gets to its workers, and ends."""
+    """The signals that torch's agent handles: it forwards the signal to its workers, and ends."""
     names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _TORCHS_DEFAULT).split(",")
     return [signal.Signals[name.strip()] for name in names if name.strip() in signal.Signals.__members__]
 
 
 @contextlib.contextmanager
 def raised_as_exceptions() -> Iterator[None]:
-    """Within this block the signals that torchrun handles raise its SignalException, unless they have a handler.
+    """Within this block, the signals that torchrun handles raise its SignalException, unless they have a handler.
 
     torch installs its handlers when it starts the first workers. Until then a SIGTERM would end the agent at once, and
-    the others would wait for it until its lease expires. Without effect outside the main thread, where Python sets no
+    the others would wait for it until its lease expires. Does nothing outside the main thread, where Python sets no
     handlers.
     """
     if not concurrency.is_main_thread():
@@ -46,10 +46,10 @@ def raised_as_exceptions() -> Iterator[None]:
 
 
 def why_process_ends() -> str:
-    """Why this process ends, for a node whose agent has not said it.
+    """Why this process ends, for a node whose agent has not reported it.
 
-    torch's agent heeds a signal by an exception, and ends its process without a word to the rendezvous. Python keeps
-    the exception that the main thread has ended with.
+    torch's agent turns a signal into an exception, and ends its process without a call to the rendezvous. Python keeps
+    the exception with which the main thread ended.
     """
     name = type(getattr(sys, "last_value", None)).__name__
     return name if name in OBEYED else "its process ends"

@@ -13,12 +13,13 @@ from ftcoord.timer.environment import VARIABLE, describe
 
 
 def serve_timers(prefix: str, etcd: SharedClient, expiring: Callable[[TimerInfo], object]) -> Callable[[], None]:
-    """Start a server for this host, and let workers that are started from now on find it; returns what ends both.
+    """Start a timer server for this host, and let workers started from now on find it; returns the function that ends
+    both.
 
-    `expiring` is called with each timer of a worker that is about to be killed for it, on the server's thread.
+    `expiring` is called on the server's thread with each timer of a worker that is about to be killed for it.
 
-    The workers find it through this process's environment, which torch's agent copies when it starts them: torch gives
-    a handler no other way to reach them. So only one run with timers can be served by a process.
+    The workers find the server through this process's environment, which torch's agent copies when it starts them:
+    torch gives a handler no other way to reach them. So a process can serve only one run with timers.
     """
     from ftcoord.timer.server import EtcdTimerServer
 

@@ -1,6 +1,6 @@
-"""The rendezvous interface of the torchelastic package (0.2), for launchers that still call it.
+"""The rendezvous interface of the torchelastic package (0.2), for launchers that still use it.
 
-There `next_rendezvous()` gives a tuple, and the errors have other names
+There `next_rendezvous()` returns a tuple, and the errors have other names
 (https://github.com/pytorch/elastic/blob/v0.2.2/torchelastic/rendezvous/api.py).
 """
 
@@ -23,7 +23,7 @@ class RendezvousClosedException(Exception):
 
 
 class RendezvousTimeoutException(Exception):
-    """No round came about in time."""
+    """No round was decided in time."""
 
 
 class RendezvousNonRetryableError(Exception):
@@ -41,7 +41,7 @@ class TorchelasticHandler:
         self._handler = handler
 
     def next_rendezvous(self) -> tuple[Store, int, int]:
-        """Take part in the next round: its store, this node's rank, the number of nodes.
+        """Take part in the next round; returns its store, this node's rank and the number of nodes.
 
         Raises RendezvousClosedException, RendezvousTimeoutException, RendezvousNonRetryableError.
         """
@@ -60,7 +60,7 @@ class TorchelasticHandler:
             self._handler.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 when the agent should come back to `next_rendezvous`."""
+        """More than 0 if the agent should call `next_rendezvous` again."""
         return self._handler.num_nodes_waiting()
 
     def get_run_id(self) -> str:

@@ -1,4 +1,4 @@
-"""Rounds as a use of the group."""
+"""Rounds as a use of the group mechanism."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class RoundUse(Use[AnyRound, JoinRequest]):
     """The rounds of one run.
 
     Args:
-        prefix: the run's.
-        options: what its user asked for.
+        prefix: the run's prefix.
+        options: its user's settings.
         etcd: for a decider that takes over: it reads the last round's roll.
-        rolls: when a roll lies beside its head.
+        rolls: when a roll is stored beside its head.
     """
 
     def __init__(self, prefix: str, options: RoundOptions, etcd: Etcd, rolls: RollSizes = ROLLS) -> None:
         self._prefix, self._options, self._etcd, self._rolls = prefix, options, etcd, rolls  # these never change
         self._read: tuple[str, RollChunk, int] | None = None  # replaced as a whole, by any thread
-        """Of which roll the last chunk was read, and which: all records of a round have the same roll."""
+        """The roll of which a chunk was last read, the chunk, and its number: all records of a round have the same
+        roll."""
 
     @property
     def prefix(self) -> str:

@@ -1,7 +1,7 @@
-"""What became of an agent's workers, from what torch gave them and what they left: ranks, exit codes, error files.
+"""How an agent's workers ended, from what torch gave them and what they left: ranks, exit codes, error files.
 
-torch's agent gives each worker RANK and LOCAL_RANK, and in TORCHELASTIC_ERROR_FILE a file into which `record` writes
-what its main function raises (https://docs.pytorch.org/docs/stable/elastic/errors.html).
+torch's agent gives each worker RANK and LOCAL_RANK, and in TORCHELASTIC_ERROR_FILE a file to which `record` writes the
+exception of its main function (https://docs.pytorch.org/docs/stable/elastic/errors.html).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ftcoord.primitives.orphans import environment_of
 from ftcoord.primitives.watched_process import fate_of
 
 LARGEST_ERROR_FILE: Final = 1 << 20
-"""Bytes; of a larger one nothing is told."""
+"""Bytes. Larger error files are ignored."""
 
 
 class Raised(NamedTuple):
-    """What a worker raised: its exception's type and text, and the head of the traceback; empty if it left nothing."""
+    """A worker's exception: its type and text, and the head of the traceback; empty if it left none."""
 
     exception: str
     traceback: str
@@ -36,10 +36,10 @@ NOTHING_RAISED: Final = Raised("", "")
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """A worker, as its agent started it. Ranks are -1 where its environment has none.
+    """A worker, as its agent started it. Ranks are -1 if its environment has none.
 
     Args:
-        error_file: where it leaves what it raises; empty for nowhere.
+        error_file: where it writes its exception; empty for nowhere.
     """
 
     pid: int
@@ -49,28 +49,28 @@ class WorkerProcess:
 
     @classmethod
     def of(cls, pid: int) -> WorkerProcess:
-        """A process that runs. Raises OSError if it has ended."""
+        """A running process. Raises OSError if it has ended."""
         given = environment_of(pid)
         rank, local_rank = (_number(given.get(name, "")) for name in ("RANK", "LOCAL_RANK"))
         return cls(pid, rank, local_rank, given.get("TORCHELASTIC_ERROR_FILE", ""))
 
     def raised(self) -> Raised:
-        """What it has raised so far."""
+        """The exception that it has written so far."""
         return raised_in(self.error_file) if self.error_file else NOTHING_RAISED
 
     def has_raised_before(self, time: float) -> bool:
-        """Whether it had raised something by then, by this host's wall clock."""
+        """Whether it had written an exception by then, on this host's wall clock."""
         try:
             return bool(self.error_file) and os.path.getmtime(self.error_file) <= time and bool(self.raised().exception)
         except OSError:
             return False
 
     def failure(self, status: int | None, *, was_oom: bool = False, timer: str = "") -> WorkerFailure:
-        """What became of it.
+        """How it ended.
 
         Args:
-            status: how it ended, as `os.wait` says it; None if it has not, or nobody could tell.
-            was_oom: the kernel killed a process of its control group for lack of memory.
+            status: its status, as `os.wait` returns it; None if it has not ended, or the status is unknown.
+            was_oom: whether the kernel killed a process of its control group for lack of memory.
             timer: the expiration timer for which it was killed.
         """
         raised, number = self.raised(), 0 if status is None else status & 0x7F
@@ -80,7 +80,7 @@ class WorkerProcess:
 
 
 def raised_in(error_file: str) -> Raised:
-    """What torch's error file says."""
+    """The exception in torch's error file."""
     try:
         if os.path.getsize(error_file) > LARGEST_ERROR_FILE:
             return NOTHING_RAISED

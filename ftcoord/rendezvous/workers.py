@@ -1,8 +1,9 @@
-"""Sees an agent's workers end, before the agent says so: that first stops its other workers, which may hang for long.
+"""Notices that an agent's workers end before the agent reports it: the agent first stops its other workers, which may
+hang.
 
-torch's agent looks at its workers in a loop, and calls the rendezvous only while all are healthy. When one has failed
-it stops the others (SIGTERM, SIGKILL after 30 s) and comes back for another round after that. The other nodes need not
-wait for it.
+torch's agent polls its workers in a loop, and calls the rendezvous only while all are healthy. When one has failed it
+stops the others (SIGTERM, SIGKILL after 30 s), and only then comes back for another round. The other nodes need not
+wait for that.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from ftcoord.rendezvous.signals import handled_signals
 from ftcoord.rendezvous.worker_failures import WorkerProcess
 
 _STOPS: Final = signal.SIGTERM
-"""How torch's agent stops its workers, if it is not stopped by another signal itself."""
+"""The signal with which torch's agent stops its workers, unless another signal stops the agent itself."""
 _CORE_DUMPED: Final = 0x80
-"""In what `os.wait` says of one that a signal ended; `os.waitid` says it elsewhere."""
+"""The flag in the status of `os.wait` of a process that a signal ended; `os.waitid` reports it elsewhere."""
 
 
 class _Seen(NamedTuple):
-    """What became of a worker, and when that was seen, by this host's wall clock."""
+    """How a worker ended, and when that was seen, on this host's wall clock."""
 
     failure: WorkerFailure
     at: float
 
 
 STARTS_WITHIN: Final = 0.25
-"""Seconds that the kernel may take for a child that was started just now; it takes less than a millisecond."""
+"""Seconds that the kernel may take for a child that was just started; it takes less than a millisecond."""
 
 
 class WorkerWatch:
-    """Watches the workers of one round, on a thread of its own, until one fails or `end()`. For one thread.
+    """Watches the workers of one round, on its own thread, until one fails or `end()`. Call it from one thread.
 
     Args:
-        mark: what the workers inherit in their environment; see `ftcoord.primitives.orphans`.
-        failed: called once, on the watch's thread, with what became of the first worker that failed.
-        timer_of: the expiration timer for which a worker was killed, by its pid; empty for none.
-        broken: called on that thread with an error that nobody foresaw, and that is logged: it watches nobody any more.
+        mark: the mark in the workers' environment; see `ftcoord.primitives.orphans`.
+        failed: called once, on the watch's thread, with the failure of the first worker that failed.
+        timer_of: returns the expiration timer for which a worker was killed, by its pid; empty for none.
+        broken: called on that thread with an unexpected error, which is also logged: the watch has then ended.
 
-    Raises ThreadNotStarted, and OSError where a process cannot be watched.
+    Raises ThreadNotStarted, and OSError if a process cannot be watched.
     """
 
     def __init__(
@@ -78,20 +79,21 @@ class WorkerWatch:
             self._ends = undo.pop_all()
 
     def end(self) -> None:
-        """Stop watching; once."""
+        """Stop watching. Call it once."""
         self._thread.close()
         self._ends.close()
 
     def failure(self, stopped_at: float | None = None) -> WorkerFailure | None:
-        """What became of the worker that failed first, by all that the workers have left by now; None if none failed.
+        """The failure of the worker that failed first, by everything that the workers have left by now; None if none
+        failed.
 
-        One that raised something may end later than those that it was connected with, also those on other nodes: these
-        may have had this agent stop its workers meanwhile.
+        A worker that raised an exception may end later than workers that were connected to it, even on other nodes, and
+        those may have made this agent stop its workers meanwhile.
 
         Args:
-            stopped_at: when this agent was told to stop its workers, by this host's wall clock, as files have it; None
-                if it was not. What a worker raises after that, or ends with, is no failure of its own: the agent kills
-                those that do not heed it.
+            stopped_at: when this agent was asked to stop its workers, on this host's wall clock, as files have it; None
+                if it was not. An exception or exit after that is no failure of the worker: the agent kills those that
+                do not stop.
         """
         first = self._first
         if first is not None and (stopped_at is None or first.at <= stopped_at):
@@ -103,12 +105,12 @@ class WorkerWatch:
         return self._judge(unseen) if unseen is not None else None
 
     def _unseen(self) -> list[WorkerFailure]:
-        """Those that have ended, where the agent was quicker to see it than the thread."""
+        """Workers that have ended, if the agent noticed it before the thread."""
         ended = ((worker, _status(pidfd)) for pidfd, worker in self._workers.items())
         return [self._failure_of(one, status) for one, status in ended if self._has_failed(status)]
 
     def _judge(self, first: WorkerFailure) -> WorkerFailure:
-        """That of another worker, where the first one did no more than follow."""
+        """The failure of another worker, if the first one only followed it."""
         if not follows(first):
             return first
         others = (one for one in self._workers.values() if one.pid != first.pid and one.raised().exception)
@@ -118,7 +120,7 @@ class WorkerWatch:
         os.write(self._writer, b".")
 
     def _step(self) -> None:
-        """Wait until some end, and look how."""
+        """Wait until workers end, and check how."""
         waits = select.poll()
         for descriptor in (self._reader, *self._running):
             waits.register(descriptor, select.POLLIN)
@@ -133,7 +135,7 @@ class WorkerWatch:
             self._thread.close()
 
     def _tells(self, worker: WorkerProcess, status: int | None) -> bool:
-        """Tell of a worker that has ended like that, if it has failed; whether it has."""
+        """Report a worker that ended with this status, if it failed; returns whether it did."""
         if not self._has_failed(status):
             return False
         first = self._failure_of(worker, status)
@@ -142,7 +144,7 @@ class WorkerWatch:
         return True
 
     def _has_failed(self, status: int | None) -> bool:
-        """Whether this is how a worker ends that has failed; not if it runs, or nobody can tell."""
+        """Whether a worker with this status has failed; not if it runs, or its status is unknown."""
         return status is not None and status not in self._agents_own
 
     def _failure_of(self, worker: WorkerProcess, status: int | None) -> WorkerFailure:
@@ -152,16 +154,17 @@ class WorkerWatch:
 
 
 def _agents_own() -> set[int]:
-    """Ways to end of workers that are done, or stopped by their agent, also of those that heed a signal themselves."""
+    """Statuses of workers that are done, or were stopped by their agent, including those that handle a signal
+    themselves."""
     stops = {_STOPS, *handled_signals()}
     return {0, *stops, *((128 + number) << 8 for number in stops)}
 
 
 def _workers(mark: str) -> Iterator[tuple[int, WorkerProcess]]:
-    """The children with the mark, by their pidfds, of those that this thread started.
+    """The marked children that this thread started, by their pidfds.
 
-    The agent starts its workers on the thread that calls the rendezvous. Linux lists children by threads, and a process
-    may have hundreds of those.
+    The agent starts its workers on the thread that calls the rendezvous. Linux lists children by thread, and a process
+    may have hundreds of threads.
     """
     for pid in map(int, Path("/proc/thread-self/children").read_text(encoding="ascii").split()):
         _await_start(pid)
@@ -178,9 +181,9 @@ def _await_start(pid: int) -> None:
 
 
 def _status(pidfd: int) -> int | None:
-    """How a child ended, as `os.wait` says it; it is left for its parent to be waited for.
+    """A child's status, as `os.wait` returns it, without reaping the child.
 
-    None if that was done and the kernel does not say it any longer: then the agent knows, and tells the others.
+    None if it was already reaped and the kernel no longer has its status: then the agent knows it, and reports it.
     """
     try:
         found = os.waitid(P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
