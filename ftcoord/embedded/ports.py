@@ -12,14 +12,15 @@ LOOPBACK = "127.0.0.1"
 
 
 class PortLost(ServerError):
-    """Somebody else has the port; another one may work."""
+    """Another process has the port; another port may work."""
 
 
 class ReservedPort:
-    """A TCP port kept for one server for as long as this lives, so that nobody takes it while the server is down.
+    """A TCP port kept for one server while this object lives, so that no other process takes it while the server is
+    down.
 
-    The reservation is a socket that is bound and does not listen. Linux lets another socket with SO_REUSEADDR, which
-    etcd sets, listen on that port; elsewhere it has to be given up just before (`hand_over`).
+    The reservation is a bound socket that does not listen. On Linux another socket with SO_REUSEADDR, which etcd sets,
+    may listen on that port; elsewhere the reservation must be given up just before (`hand_over`).
 
     Raises:
         PortLost: the given port is in use, or may not be used.
@@ -37,7 +38,7 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def hand_over(self) -> None:
-        """Call just before the server starts to listen."""
+        """Call this just before the server starts to listen."""
         if sys.platform != "linux":
             self._socket.close()
 

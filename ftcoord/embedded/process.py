@@ -20,11 +20,10 @@ _SUPERVISOR_QUIT_TIMEOUT = 30.0
 
 
 class SupervisedProcess:
-    """Runs `command` under a supervisor that ends it when this process ends, however it ends.
+    """Runs `command` under a supervisor that ends it when this process ends, for whatever reason.
 
-    Signals go through the supervisor, which is the command's parent, so they can never hit a stranger that was given
-    the same pid. Thread-safe. In a forked child `close()` does nothing and everything else raises
-    `ForkedProcessError`: the command belongs to the process that made this object.
+    Signals go through the supervisor, which is the command's parent, so they can never hit another process with the
+    same pid. Thread-safe. In a forked child `close()` does nothing, and everything else raises `ForkedProcessError`.
 
     Args:
         command: an absolute path and its arguments.
@@ -64,7 +63,7 @@ class SupervisedProcess:
         return self._owner.is_current
 
     def start(self) -> None:
-        """Start the command, ending it first if it runs.
+        """Start the command; a running one is ended first.
 
         Raises:
             ServerError: it cannot be executed.
@@ -72,25 +71,25 @@ class SupervisedProcess:
         self._request("start")
 
     def exit_code(self) -> int | None:
-        """None while the command runs (or is paused), else its exit code, negative for a signal."""
+        """None while the command runs (or is paused), else its exit code; negative for a signal."""
         state, value = self._request("state")
         return None if state == "running" else int(value)
 
     def pid(self) -> int | None:
-        """The command's own pid, None when it does not run."""
+        """The command's own pid; None if it does not run."""
         state, value = self._request("state")
         return int(value) if state == "running" else None
 
     def kill(self) -> None:
-        """End the command with SIGKILL; it is gone on return. The scratch directory stays."""
+        """End the command with SIGKILL, and wait until it is gone. The scratch directory stays."""
         self._request("kill")
 
     def terminate(self) -> None:
-        """End the command with SIGTERM, then SIGKILL; it is gone on return. The scratch directory stays."""
+        """End the command with SIGTERM, then SIGKILL, and wait until it is gone. The scratch directory stays."""
         self._request("terminate")
 
     def pause(self) -> None:
-        """Stop the command with SIGSTOP; it does not run any more on return. No effect when it has ended."""
+        """Stop the command with SIGSTOP, and wait until it has stopped. No effect if it has ended."""
         self._request("pause")
 
     def resume(self) -> None:

@@ -25,7 +25,7 @@ TERM_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL. etcd waits longer for open streams to end, and loses nothing when killed."""
 
 SUPERVISOR_PARENT_CHECK_INTERVAL = 1.0
-"""Seconds between two looks at the parent's pid."""
+"""Seconds between two checks of the parent's pid."""
 
 
 class Child:
@@ -49,7 +49,7 @@ class Child:
             self._error = error.strerror or str(error)
 
     def terminate(self) -> None:
-        """End it politely, then by force."""
+        """End it with SIGTERM, then SIGKILL."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -66,7 +66,7 @@ class Child:
         self._paused = False
 
     def pause(self) -> None:
-        """Stop it with SIGSTOP; returns when it does not run any more."""
+        """Stop it with SIGSTOP, and wait until it has stopped."""
         if self._process is None or self._process.poll() is not None or self._paused:
             return
         self._process.send_signal(signal.SIGSTOP)
@@ -89,7 +89,8 @@ class Child:
 
 
 def _death_signal() -> Callable[[], None] | None:
-    """On Linux, let the kernel end the command with this process: it has one thread, so that is sound here."""
+    """On Linux, have the kernel end the command with this process. This process has one thread, so that is safe
+    here."""
     if sys.platform != "linux":
         return None
     try:

@@ -1,4 +1,4 @@
-"""A run as a user names it: its keys, and a client of its etcd."""
+"""A run as its user names it: the prefix of its keys, and a client of its etcd."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ftcoord.etcd.client import EtcdClient
 
 @dataclass(frozen=True, slots=True)
 class Namespace(Closing):
-    """Where a run's keys lie.
+    """The prefix and the client of a run.
 
     Args:
-        prefix: what they start with.
-        etcd: the client of their etcd.
+        prefix: the prefix of the run's keys.
+        etcd: the client of the run's etcd.
         own: the same client, if it is to be closed with this.
     """
 
@@ -31,11 +31,12 @@ class Namespace(Closing):
     def open(
         cls, run: object, etcd: Etcd | EtcdConfig | str | Sequence[str] | None, key_prefix: object = KEY_PREFIX
     ) -> Namespace:
-        """Check the arguments, then make a client, if none is given.
+        """Check the arguments, then make a client if none is given.
 
         Args:
-            run: its id, as in `--rdzv-id`.
-            etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and friends.
+            run: the run's id, as in `--rdzv-id`.
+            etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and related
+                variables.
             key_prefix: the `key_prefix` of `rdzv_conf`.
 
         Raises ConfigError before any socket is opened.

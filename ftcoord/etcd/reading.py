@@ -1,7 +1,7 @@
-"""Reads of several spans as they were at one moment.
+"""Reads several spans at one revision.
 
-etcd answers a transaction of several reads at one revision, but its releases before 3.5.7 crash when the client of such
-a transaction goes away before the answer (https://github.com/etcd-io/etcd/issues/14110 and /14891). So the first read
+etcd answers a transaction of several reads at one revision. But versions before 3.5.7 crash when the client of such a
+transaction goes away before the answer (https://github.com/etcd-io/etcd/issues/14110 and /14891). So the first read
 here fixes the revision, and the others name it.
 """
 
@@ -18,27 +18,27 @@ from ftcoord.etcd.api import Get, KeyValue, RangeResult
 T = TypeVar("T")
 
 ATTEMPTS: Final = 3
-"""How often a snapshot is read before it is given up: etcd may forget its revision meanwhile."""
+"""How often a snapshot is read before giving up: etcd may compact its revision meanwhile."""
 PAGE: Final = 1000
-"""Keys of one request: some hundred kilobytes."""
+"""Keys per request: a few hundred kilobytes."""
 
 
 class SnapshotReader:
-    """Reads etcd as it is at the first read. For one thread. See `read_snapshot`."""
+    """Reads etcd at the revision of the first read. Not thread-safe. See `read_snapshot`."""
 
     def __init__(self, read: Callable[[Get], RangeResult]) -> None:
         self._read = read
         self.revision = 0
-        """That of all reads; 0 before the first."""
+        """The revision of all reads; 0 before the first."""
 
     def range(self, get: Get) -> RangeResult:
-        """What one read finds; its own `revision` does not matter. Raises EtcdError."""
+        """The result of one read; the Get's own `revision` is ignored. Raises EtcdError."""
         found = self._read(replace(get, revision=self.revision))
         self.revision = self.revision or found.revision
         return found
 
     def ranges(self, gets: Iterable[Get]) -> list[RangeResult]:
-        """What each read finds, one request for each. Raises EtcdError."""
+        """The result of each read, with one request for each. Raises EtcdError."""
         return [self.range(get) for get in gets]
 
     def pages(self, span: Span) -> list[KeyValue]:
@@ -54,13 +54,13 @@ class SnapshotReader:
 
 
 def read_snapshot(read: Callable[[Get], RangeResult], look: Callable[[SnapshotReader], T]) -> T:
-    """What `look` makes of etcd as it is at one revision. It is called again if etcd compacts that away meanwhile.
+    """What `look` returns for etcd at one revision. It is called again if etcd compacts that revision meanwhile.
 
     Args:
-        read: `Etcd.range`, or what repeats it until it is answered.
-        look: reads, and changes nothing else.
+        read: `Etcd.range`, or a function that repeats it until it is answered.
+        look: reads, and changes nothing.
 
-    Raises EtcdError, and what the two raise.
+    Raises EtcdError, and what `read` and `look` raise.
     """
     for left in reversed(range(ATTEMPTS)):
         try:

@@ -1,6 +1,6 @@
-"""Repeats calls until etcd answers. The one place that says how often, and how long to wait in between.
+"""Repeats calls until etcd answers. Only this module says how often, and how long to wait in between.
 
-tenacity drives the attempts, through the seam to time. The table "Retries" in docs/architecture.md says which layer
+tenacity drives the attempts, on ftcoord's own clock. The table "Retries" in docs/architecture.md says which layer
 repeats what, for how long.
 """
 
@@ -18,21 +18,22 @@ from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 T = TypeVar("T")
 
 UNANSWERED: Final = (EtcdUnavailable, OutcomeUnknown)
-"""What is worth repeating where an attempt may take effect twice. ClientClosed is not: it never answers again."""
+"""The errors after which to repeat an attempt that may take effect twice. ClientClosed is not one: it never answers
+again."""
 ATTEMPT_TIMEOUT: Final = 2.0
 """Seconds after which an attempt counts as unanswered; see `write_once.WRITE_ATTEMPT_TIMEOUT` for why so few."""
 SHORTEST_ATTEMPT: Final = 0.1
-"""Seconds that an attempt gets even if less is left: with none, it could not be answered at all."""
+"""The fewest seconds for an attempt, even if less is left: with none, it could not be answered at all."""
 SHORTEST_TIMEOUT: Final = 2.0
-"""Seconds that etcd gets even if the caller's time-out is shorter: the caller's is about the keys, not the network."""
+"""The fewest seconds for etcd, even if the caller's timeout is shorter: that is about the keys, not the network."""
 FIRST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 1.0
 
 
 def retry_until_answered(attempt: Callable[[float], T], deadline: float, cancelled: concurrency.Event) -> T:
-    """Make `attempt(seconds it may take)` until etcd answers, the monotonic `deadline` is over or `cancelled` is set.
+    """Call `attempt(seconds it may take)` until etcd answers, the monotonic `deadline` is over or `cancelled` is set.
 
-    The attempt must be safe to repeat after OutcomeUnknown. Raises what the last attempt raised.
+    The attempt must be safe to repeat after OutcomeUnknown. Raises the last attempt's error.
     """
     deadline = max(deadline, concurrency.now() + SHORTEST_TIMEOUT)
 
@@ -45,10 +46,10 @@ def retry_until_answered(attempt: Callable[[float], T], deadline: float, cancell
 def retry(
     attempt: Callable[[], T], transient: tuple[type[Exception], ...], deadline: float, cancelled: concurrency.Event
 ) -> T:
-    """Make an attempt until it raises nothing `transient`, with `backoff()` in between.
+    """Call `attempt` until it raises nothing `transient`, with a pause of `backoff()` in between.
 
-    Raises what the last attempt raised, after the monotonic `deadline` or when `cancelled` is set; that ends a pause
-    too, but not an attempt.
+    After the monotonic `deadline`, or when `cancelled` is set, raises the last attempt's error. `cancelled` ends a
+    pause, but not an attempt.
     """
 
     # Errors travel as values: tenacity would keep one that it raises in a cycle with the attempt, and so would keep
@@ -93,5 +94,5 @@ def _last(state: tenacity.RetryCallState) -> Any:
 
 
 def backoff(failures: int) -> float:
-    """Seconds to wait after so many failures in a row: random, so that clients do not all come back at once."""
+    """Seconds to wait after so many failures in a row: random, so that clients do not all retry at once."""
     return random.uniform(0, min(FIRST_BACKOFF * 2.0 ** min(failures - 1, 10), LONGEST_BACKOFF))

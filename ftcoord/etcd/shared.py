@@ -1,4 +1,4 @@
-"""One client per process for all that use the same etcd: one connection, one stream of watches, shared requests."""
+"""One client per process for all users of the same etcd: one connection, one stream of watches, shared requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftcoord.fork import OwnerProcess
 
 
 class _Counted:
-    """A client, and how many hold it."""
+    """A client, and how many holds it has."""
 
     def __init__(self, config: EtcdConfig) -> None:
         self.client = EtcdClient(config)
@@ -23,7 +23,7 @@ class _Counted:
 
 
 class _Clients:
-    """The shared clients of this process. A forked child begins with none."""
+    """The shared clients of this process. A forked child starts with none."""
 
     def __init__(self) -> None:
         # Guards known and all that is in it. Reentrant: a finalizer may close a hold where another one is made.
@@ -32,7 +32,7 @@ class _Clients:
 
 
 class _Hold:
-    """One hold on a client, and the watches that were made through it: all that a `SharedClient` has to let go of."""
+    """One hold on a client, and the watches made through it: everything that a `SharedClient` has to release."""
 
     def __init__(self, config: EtcdConfig) -> None:
         self._config = config
@@ -47,13 +47,13 @@ class _Hold:
 
     @property
     def client(self) -> EtcdClient:
-        """Raises ClientClosed."""
+        """The client. Raises ClientClosed."""
         if self.closed:
             raise ClientClosed(CLIENT_CLOSED)
         return self._counted.client
 
     def let_go(self) -> None:
-        """Idempotent."""
+        """Release the hold. Idempotent."""
         with self._clients.lock:
             if self.closed:
                 return
@@ -71,11 +71,11 @@ class _Hold:
 
 
 class SharedClient(KeyCalls, Closing):
-    """A hold on the process's client for `config`. Implements `ftcoord.etcd.api.Etcd`.
+    """A hold on the process's client for `config`. Implements `ftcoord.etcd.api.Etcd`. Thread-safe.
 
-    Its watches end with its `close()`, and the client with that of the last hold. A hold that nobody refers to any
-    longer is let go of. Thread-safe. Making one raises ConfigError when a TLS file cannot be read, and
-    ForkedProcessError, see `EtcdClient`. After `close()` every call raises ClientClosed.
+    `close()` ends its watches; the client is closed with its last hold. A hold that nobody refers to is released.
+    Making one raises ConfigError when a TLS file cannot be read, and ForkedProcessError, see `EtcdClient`. After
+    `close()` every call raises ClientClosed.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
@@ -136,14 +136,14 @@ class SharedClient(KeyCalls, Closing):
         return watched
 
     def close(self) -> None:
-        """Let go of the client. Idempotent; does nothing in a forked child."""
+        """Release the client. Idempotent; does nothing in a forked child."""
         if self._owner.is_current:
             self._cancel_finalizer()
             self._hold.let_go()
 
 
 class _Watched:
-    """A watch of one hold, which forgets it when it is cancelled."""
+    """A watch of one hold. Cancelling removes it from the hold."""
 
     def __init__(self, watch: Watch, watched: dict[_Watched, Callable[[WatchItem], None]]) -> None:
         self._watch, self._watched = watch, watched

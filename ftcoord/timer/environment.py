@@ -1,6 +1,7 @@
-"""What an agent tells its workers, in their environment: the run whose timers it serves, and where its etcd is.
+"""What an agent passes to its workers in their environment: the run whose timers it serves, and how to reach its etcd.
 
-No password: that is in the environment already, or in a file named there, since an agent takes it from nowhere else.
+The password is not included: an agent takes it only from the environment, or from a file named there, so workers have
+it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Shows at once, without etcd, whether a worker still holds a timer.
 
-Between a worker's release and the moment at which etcd knows of it is a network, which may be down. So the worker also
-notes what it holds in memory that other processes of its host can read, an anonymous file (memfd) of the kernel's: for
-each slot the token of the timer in it, 0 for none. The server looks there before it kills. Nothing of it remains when
-the process ends.
+A release takes effect in etcd only after a network, which may be down. So the worker also notes its timers in memory
+that other processes of its host can read, an anonymous file (memfd): for each slot, the token of the timer in it, 0 for
+none. The server reads it before it kills. The kernel frees it when the process ends.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ _WIDTH: Final = 8
 
 
 class Ledger:
-    """This process's own, until it ends or `close()`. Written through a mapping: quick, and never into what took its
-    descriptor."""
+    """This process's own ledger, until it ends or `close()`. Written through a mapping: fast, and never into another
+    file that got its descriptor."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create(LEDGER_NAME)
@@ -32,11 +31,11 @@ class Ledger:
         self._memory[slot * _WIDTH : (slot + 1) * _WIDTH] = token.to_bytes(_WIDTH, "little")
 
     def release(self, slot: int) -> None:
-        """Note that it is not held any longer."""
+        """Note that the timer is no longer held."""
         self._memory[slot * _WIDTH : (slot + 1) * _WIDTH] = bytes(_WIDTH)
 
     def close(self) -> None:
-        """Give the memory back. Not before etcd has none of its timers: a server that cannot read it would kill."""
+        """Free the memory. Not before etcd has none of its timers: a server that cannot read it would kill."""
         self._memory.close()
         os.close(self.fd)
 
@@ -44,7 +43,7 @@ class Ledger:
 def holds(pid: int, ledger: int, slot: int, token: int) -> bool | None:
     """Whether a process of this host holds a timer; None if its ledger cannot be read.
 
-    That takes the same user, or the right to trace the process.
+    Reading it takes the same user, or the right to trace the process.
     """
     path = f"/proc/{pid}/fd/{ledger}"
     try:

@@ -1,4 +1,4 @@
-"""Which process a pid means, and how to kill that one and no other. Linux: it reads /proc."""
+"""Identifies a process beyond its pid, and kills that process and no other. Linux only: it reads /proc."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ENDED_STATES = frozenset("ZXx")
 
 @functools.cache
 def host_id() -> str:
-    """Names this boot of the machine, and the namespaces in which pids and the monotonic clock are those seen here.
+    """Identifies this boot of the machine, and the namespaces of its pids and its monotonic clock.
 
-    Raises ConfigError where there is no /proc.
+    Raises ConfigError without /proc.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -35,7 +35,7 @@ def host_id() -> str:
 
 
 def this_process(ledger: int, ttl: int) -> Worker:
-    """The worker that this process is. Raises ConfigError where there is no /proc."""
+    """This process as a worker. Raises ConfigError without /proc."""
     pid = os.getpid()
     rank = os.environ.get("RANK", "")
     return Worker(
@@ -50,7 +50,7 @@ def this_process(ledger: int, ttl: int) -> Worker:
 
 
 def started(pid: int) -> int | None:
-    """When a process of this host began, in clock ticks since boot; None if there is none, or it has ended."""
+    """When a process of this host started, in clock ticks since boot; None if there is none, or it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -60,14 +60,14 @@ def started(pid: int) -> int | None:
 
 
 def lives(worker: Worker) -> bool:
-    """Whether that very process is there."""
+    """Whether that very process is running."""
     return started(worker.pid) == worker.start
 
 
 def kill(worker: Worker) -> bool:
-    """SIGKILL for that very process; whether it was there.
+    """Send SIGKILL to that very process; returns whether it was running.
 
-    Raises OSError when that is not allowed. Where the kernel has pidfds (Linux 5.3) no other process can be hit.
+    Raises OSError when that is not allowed. With pidfds (Linux 5.3) no other process can be hit.
     """
     try:
         handle = pidfd.open_pidfd(worker.pid)

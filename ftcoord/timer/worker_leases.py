@@ -21,7 +21,7 @@ KEEP_LEASE_AFTER: Final = 1 / 4
 
 
 class _WhileItLives:
-    """Renews a worker's lease as long as its process is there, stopped or not."""
+    """Renews a worker's lease as long as its process exists, stopped or not."""
 
     def __init__(self, etcd: Etcd, worker: Worker) -> None:
         self._etcd, self._worker = etcd, worker
@@ -33,14 +33,14 @@ class _WhileItLives:
 
 
 class WorkerLeases:
-    """The leases that this server keeps. For one thread."""
+    """The leases that this server keeps alive. Not thread-safe."""
 
     def __init__(self, etcd: Etcd) -> None:
         self._etcd = etcd
         self._kept: dict[int, KeptLease] = {}  # only the watchdog's thread, and `close()` when that has ended
 
     def keep(self, entries: Iterable[Entry[TimerRequest]], now: float) -> None:
-        """Keep the leases of these timers, and no others."""
+        """Keep the leases of these timers alive, and no others."""
         wanted: dict[int, Worker] = {}
         for entry in entries:
             request = entry.item
@@ -57,5 +57,5 @@ class WorkerLeases:
             self._kept[lease] = KeptLease(_WhileItLives(self._etcd, wanted[lease]), Lease(lease, ttl), begin)
 
     def close(self) -> None:
-        """Keep none. Idempotent."""
+        """Keep no lease alive. Idempotent."""
         self.keep((), 0.0)

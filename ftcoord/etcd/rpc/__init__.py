@@ -1,1 +1,1 @@
-"""etcd's v3 API over gRPC: the only place that imports gRPC, but for the gateway's server."""
+"""etcd's v3 API over gRPC: the only package that imports gRPC, except for the gateway's server."""

@@ -1,8 +1,8 @@
-"""A group commit: transactions that one client makes at the same time travel in one request.
+"""Group commit: transactions that one client makes at the same time share one request.
 
-While a request is under way, further transactions queue. When it is answered they go together, each nested whole in one
-transaction of etcd's (https://etcd.io/docs/v3.5/learning/api/#transaction). If several came together the last time, the
-first one waits up to `LINGER` for as many, as databases let commits wait for their siblings. One that comes alone does
+While a request is in flight, further transactions queue. When it is answered they go together, each nested in one etcd
+transaction (https://etcd.io/docs/v3.5/learning/api/#transaction). If several came together the last time, the first one
+waits up to `LINGER` for as many, as commits in databases wait for their siblings. A transaction that comes alone does
 not wait.
 """
 
@@ -21,11 +21,11 @@ from ftcoord.etcd.rpc import messages
 log = logging.getLogger(__name__)
 
 BATCH_SIZE: Final = 32
-"""Transactions in one request. etcd takes 128 operations, and counts the nested transactions too."""
+"""Transactions per request. etcd takes 128 operations, and counts the nested transactions too."""
 BATCH_BYTES: Final = 512 * 1024
 """Bytes of a request with more than one transaction. etcd takes 1.5 MiB."""
 SHORTEST_WRITE_CALL: Final = 0.05
-"""Seconds that a request gets even if less is left: with none, it could not be answered at all."""
+"""The fewest seconds for a request, even if less is left: with none, it could not be answered at all."""
 LINGER: Final = 0.005
 """Seconds that the first transaction waits for as many as came the last time."""
 BATCHER_CLOSE_TIMEOUT: Final = 2.0
@@ -34,7 +34,7 @@ BATCHER_CLOSE_TIMEOUT: Final = 2.0
 _INTERRUPTED: Final = "the thread that sent this transaction was interrupted: read again before you repeat it"
 
 Done: TypeAlias = Callable[[Any, int, "EtcdError | None"], None]
-"""Called with the answer (a TxnResponse) and its revision, or with what went wrong."""
+"""Called with the answer (a TxnResponse) and its revision, or with the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class _Entry:
 class Batcher:
     """The transactions of one client that may share requests. Thread-safe.
 
-    Whoever finds nobody at work becomes the sender (`_busy`): it sends its own transaction and hands the queue to the
-    thread. If the thread fails by an error that nobody foresaw, whoever had a transaction in the request that failed
-    gets OutcomeUnknown, and another thread goes on with the queue.
+    A caller that finds no sender becomes the sender (`_busy`): it sends its own transaction, and hands the queue to the
+    thread. If the thread fails with an unexpected error, each transaction of the failed request ends with
+    OutcomeUnknown, and another thread continues with the queue.
 
     Args:
-        send: makes one request, in so many seconds. Raises EtcdError.
+        send: makes one request, within so many seconds. Raises EtcdError.
     """
 
     def __init__(self, send: Callable[[Any, float], Any]) -> None:
@@ -71,9 +71,9 @@ class Batcher:
         """Make a transaction that writes.
 
         `done` is called once, on this thread before this returns or on the batcher's, and must not block. It gets
-        EtcdUnavailable when the transaction could not be sent in `timeout` seconds (perhaps a little later, when the
-        request before it has ended), OutcomeUnknown when it was not answered, or what etcd says of it. If etcd refuses
-        a batch, each transaction goes alone, so nobody gets an error that another one caused.
+        EtcdUnavailable if the transaction could not be sent within `timeout` seconds (perhaps a little later, when the
+        previous request has ended), OutcomeUnknown if it was not answered, or etcd's error. If etcd refuses a batch,
+        each transaction is sent alone, so none gets an error that another one caused.
         """
         entry, linger, leads = _Entry(request, concurrency.now() + timeout, done), False, False
         try:
@@ -103,7 +103,7 @@ class Batcher:
                 thread.join(BATCHER_CLOSE_TIMEOUT)
 
     def _hand_over(self, linger: float) -> None:
-        """Have the queue sent, by the thread if there can be one: the callers do not wait for it."""
+        """Have the queue sent, by the thread if there can be one: callers do not wait for it."""
         with self._lock:
             if not self._queue:
                 self._rest()
@@ -144,7 +144,7 @@ class Batcher:
             self._send_batch(batch)
 
     def _take(self) -> list[_Entry]:
-        """The next batch, empty if nothing is queued: then nobody is the sender any longer."""
+        """The next batch; empty if nothing is queued: then there is no sender any more."""
         batch: list[_Entry] = []
         size = 0
         with self._lock:

@@ -1,4 +1,4 @@
-"""Requests and answers of etcd's API, and the messages that stand for them on the wire."""
+"""Converts between requests and results of etcd's API and the messages on the wire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def range_request(get: Get) -> Any:
 
 
 def txn_request(compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op]) -> Any:
-    """A TxnRequest message. Raises RequestRefused for one that only reads."""
+    """A TxnRequest message. Raises RequestRefused for a transaction that only reads."""
     check_writes(success, failure)
     request = messages.message("TxnRequest")()
     for compare in compares:
@@ -76,12 +76,12 @@ def _write_compare(raw: Any, compare: Compare) -> None:
 
 
 def txn_result(response: Any, revision: int) -> TxnResult:
-    """What a TxnResponse message says."""
+    """The result in a TxnResponse message."""
     return TxnResult(response.succeeded, revision, tuple(_op_result(one, revision) for one in response.responses))
 
 
 def range_result(response: Any, revision: int) -> RangeResult:
-    """What a RangeResponse message says."""
+    """The result in a RangeResponse message."""
     return RangeResult(tuple(key_value(kv) for kv in response.kvs), response.count, revision)
 
 

@@ -1,4 +1,4 @@
-"""Opens connections in time, though a name takes long to be looked up and some of its addresses do not answer."""
+"""Opens connections in bounded time, even if a name lookup is slow or some addresses do not answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftcoord.config import Endpoint
 from ftcoord.errors import ThreadNotStarted
 
 NEWS_WITHIN: Final = 0.1
-"""Seconds that a look-up may take where the addresses of an earlier one are known."""
+"""Seconds that a lookup may take if the addresses of an earlier one are known."""
 
 
 class _Address(NamedTuple):
@@ -21,10 +21,10 @@ class _Address(NamedTuple):
 
 
 class Dialer:
-    """Opens connections to one endpoint. For one thread.
+    """Opens connections to one endpoint. Not thread-safe.
 
-    Nothing bounds how long the system takes to look up a name, so a thread does it, first when this is made. Each
-    connection has the name looked up again; what was found earlier counts until there is an answer.
+    Nothing bounds how long the system takes to look up a name, so a thread does it, for the first time when this is
+    made. Each connection looks the name up again, and uses earlier addresses until there is an answer.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -42,7 +42,7 @@ class Dialer:
                 self._look_up()
 
     def dial(self, deadline: float) -> socket.socket:
-        """A connection. Each address gets its share of the time that is left. Raises OSError."""
+        """Open a connection. Each address gets its share of the time left. Raises OSError."""
         problem: OSError | None = None
         known = self._await_known(deadline)
         for index, address in enumerate(known):
@@ -71,7 +71,7 @@ class Dialer:
         return self._known
 
     def _look_up(self) -> None:
-        """Begin it, unless it is under way."""
+        """Start a lookup, unless one is in progress."""
         assert self._answered is not None
         if self._answered.is_set():
             thread = concurrency.thread(self._run, "ftcoord-dialer", event := concurrency.event())

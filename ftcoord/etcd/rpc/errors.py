@@ -1,10 +1,11 @@
-"""What a failed call means: etcd's and gRPC's status codes and texts, sorted into ftcoord's exceptions.
+"""What a failed call means: maps the status codes and texts of etcd and gRPC to ftcoord's exceptions.
 
-The one rule: a write is reported as without effect (`EtcdUnavailable`) only where that is provable, because
-the request never left this process or because etcd says that it refused before proposing it. All other
-trouble with a write is `OutcomeUnknown`. (Compare `isSafeRetryMutableRPC` in etcd's clientv3.)
+The one rule: a write is reported as without effect (`EtcdUnavailable`) only if that is provable, because the request
+never left this process or because etcd says that it refused it before proposing it. Any other failure of a write is
+`OutcomeUnknown`. (Compare `isSafeRetryMutableRPC` in etcd's clientv3.)
 
-`EtcdNoSpace` promises nothing: etcd says it both when it lets a write in and after it has made one (`quotaApplierV3`).
+`EtcdNoSpace` promises nothing: etcd returns it both when it admits a write and after it has applied one
+(`quotaApplierV3`).
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ _REFUSED_CODES = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE")
 
 
 class CallFailure(NamedTuple):
-    """How a call failed: the name of its gRPC status code (https://grpc.io/docs/guides/status-codes/), and what was
-    said with it."""
+    """How a call failed: the name of its gRPC status code (https://grpc.io/docs/guides/status-codes/), and its text."""
 
     code: str
     details: str
@@ -52,8 +52,8 @@ def _says(details: str, texts: tuple[str, ...]) -> bool:
 
 
 def is_stale_token(details: str) -> bool:
-    """Whether a login token ran out, was forgotten by a restarted server, or is missing since authentication was
-    switched on after the last login. Whoever has a user logs in again and repeats."""
+    """Whether a login token expired, was forgotten by a restarted server, or is missing because authentication was
+    enabled after the last login. A client with a user logs in again and repeats the call."""
     return _says(details, _STALE_TOKEN)
 
 
@@ -63,7 +63,7 @@ def blames_member(failure: CallFailure) -> bool:
 
 
 def translate(failure: CallFailure, *, write: bool, where: str) -> EtcdError:
-    """The exception to raise for a call of the member `where` that failed."""
+    """The exception for a failed call of the member `where`."""
     code, details = failure
     fate = f"etcd at {where}: {details or code} ({code})"
     if _says(details, _NEVER_LEFT) or _says(details, _NOT_PROPOSED):

@@ -1,9 +1,9 @@
-"""A client of etcd that takes a few megabytes and is loaded in a moment: for the sentinel, of which each process has
-one beside it, and for the commands of operators.
+"""An etcd client that takes a few megabytes and loads in a moment: for sentinels, one beside each process, and for
+operators' commands.
 
-gRPC's library takes 25 MB and a handful of threads. Here h2 (https://python-hyper.org/projects/h2/) speaks HTTP/2 over
-one socket, one call at a time, on the thread that calls. It connects when there is something to say, so an idle client
-costs etcd nothing. What gRPC is on top of HTTP/2: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
+gRPC's library takes 25 MB and several threads. Here h2 (https://python-hyper.org/projects/h2/) speaks HTTP/2 over one
+socket, one call at a time, on the calling thread. It connects when there is a call to make, so an idle client costs
+etcd nothing. For gRPC on top of HTTP/2 see https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 """
 
 from __future__ import annotations
@@ -62,28 +62,28 @@ _STATUS: Final = [
     "DATA_LOSS",
     "UNAUTHENTICATED",
 ]
-"""gRPC's status codes by their numbers."""
+"""gRPC's status codes by number."""
 _PREFIX: Final = struct.Struct(">?I")
-"""What stands before a message: whether it is compressed, and its length."""
+"""The header of a message: whether it is compressed, and its length."""
 _RECEIVED_AT_ONCE: Final = 65536
 RETRY_PAUSE: Final = 0.1
 """Seconds between two attempts when no endpoint answered."""
 
 
 class _Broken(Exception):
-    """The connection is of no use any longer."""
+    """The connection cannot be used any more."""
 
 
 _BREAKS: Final = (OSError, H2Error, DecodeError, UnicodeDecodeError, _Broken)
-"""What an exchange fails with, also where something answers that is no etcd."""
+"""The errors with which an exchange fails, also if the server is no etcd."""
 
 
 class LeanClient:
-    """A client of one etcd cluster, for one thread: it reads, writes, and sees to leases. Implements
+    """A client of one etcd cluster for reads, writes and leases. Not thread-safe. Implements
     `ftcoord.etcd.api.EtcdCalls`.
 
-    Every call ends within its time-out. What fails before it was sent is tried at the next endpoint. A transaction
-    whose answer is lost raises OutcomeUnknown.
+    Every call ends within its timeout. A call that fails before it was sent is repeated at the next endpoint. A
+    transaction whose answer is lost raises OutcomeUnknown.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
@@ -99,7 +99,7 @@ class LeanClient:
         return self._config
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        """Raises EtcdError."""
+        """Read a span. Raises EtcdError."""
         response = self._call(messages.RANGE, range_request(get), timeout)
         return range_result(response, response.header.revision)
 
@@ -111,17 +111,17 @@ class LeanClient:
         *,
         timeout: float | None = None,
     ) -> TxnResult:
-        """Raises OutcomeUnknown, and EtcdError."""
+        """Make a transaction. Raises OutcomeUnknown, and EtcdError."""
         response = self._call(messages.TXN, txn_request(compares, success, failure), timeout, write=True)
         return txn_result(response, response.header.revision)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
-        """A new lease of `ttl` seconds. Raises EtcdError."""
+        """Take a new lease of `ttl` seconds. Raises EtcdError."""
         response = self._call(messages.GRANT, messages.message("LeaseGrantRequest")(ttl=ttl), timeout)
         return Lease(response.id, response.ttl)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        """Seconds that the lease lives from now on. Raises LeaseLost, and EtcdError."""
+        """Renew a lease; returns the TTL granted, in seconds. Raises LeaseLost, and EtcdError."""
         request = messages.message("LeaseKeepAliveRequest")(id=lease_id)
         ttl = int(self._call(messages.KEEP_ALIVE, request, timeout, login=False).ttl)
         if ttl <= 0:
@@ -129,19 +129,19 @@ class LeanClient:
         return ttl
 
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
-        """End a lease; nothing happens if it has ended already. Raises EtcdError."""
+        """Revoke a lease; one that is already gone is no error. Raises EtcdError."""
         with contextlib.suppress(LeaseLost):
             self._call(messages.REVOKE, messages.message("LeaseRevokeRequest")(id=lease_id), timeout)
 
     def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
-        """Whole seconds that a lease has left, and that it was granted; (-1, 0) for one that is gone. Raises
+        """Whole seconds that a lease has left, and its granted TTL; (-1, 0) for a lease that is gone. Raises
         EtcdError."""
         request = messages.message("LeaseTimeToLiveRequest")(id=lease_id)
         response = self._call(messages.TIME_TO_LIVE, request, timeout)
         return int(response.ttl), int(response.granted_ttl)
 
     def status(self, *, timeout: float | None = None) -> MemberStatus:
-        """What the member that answers says of itself. Raises EtcdError."""
+        """The status of the member that answers. Raises EtcdError."""
         began = concurrency.now()
         found = self._call(messages.STATUS, messages.message("StatusRequest")(), timeout)
         return MemberStatus(
@@ -158,7 +158,7 @@ class LeanClient:
         )
 
     def alarms(self, *, timeout: float | None = None) -> list[tuple[str, str]]:
-        """The alarms that are raised: the member's id, in hexadecimal, and what etcd calls it. Raises EtcdError."""
+        """The active alarms: the member's id, in hexadecimal, and etcd's name of the alarm. Raises EtcdError."""
         found = self._call(messages.ALARMS, messages.message("AlarmRequest")(), timeout)
         return [(f"{one.member_id:x}", messages.ALARM_NAMES.get(one.alarm, str(one.alarm))) for one in found.alarms]
 
@@ -209,7 +209,7 @@ class LeanClient:
         raise errors.translate(failure, write=write, where=where.target)
 
     def _token_of(self, deadline: float) -> str:
-        """The login token; empty where none is needed."""
+        """The login token; empty if none is needed."""
         login = self._config.credentials
         if login is None:
             return ""
@@ -242,13 +242,13 @@ class LeanClient:
         return self._connection
 
     def _give_up(self) -> None:
-        """Go on with the next endpoint."""
+        """Continue with the next endpoint."""
         self.close()
         self._index = (self._index + 1) % len(self._config.endpoints)
 
 
 class _Connection:
-    """One HTTP/2 connection. Raises OSError when there is none, or none in time."""
+    """One HTTP/2 connection. Raises OSError if it cannot be opened in time."""
 
     def __init__(self, dialer: Dialer, endpoint: Endpoint, tls: Tls | None, deadline: float) -> None:
         self._authority, self._scheme = endpoint.target, "https" if tls else "http"
@@ -264,7 +264,7 @@ class _Connection:
             undo.pop_all()
 
     def exchange(self, path: str, body: bytes, token: str, deadline: float) -> tuple[errors.CallFailure | None, bytes]:
-        """One call: how it failed, if it did, and the answer. Raises OSError, H2Error and _Broken."""
+        """Make one call; returns how it failed, if it did, and the answer. Raises OSError, H2Error and _Broken."""
         stream = self._h2.get_next_available_stream_id()
         self._h2.send_headers(stream, self._headers(path, token))
         self._send_message(stream, _PREFIX.pack(False, len(body)) + body, deadline)
@@ -288,11 +288,12 @@ class _Connection:
             self._send(deadline)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
     def _send_message(self, stream: int, message: bytes, deadline: float) -> None:
-        """In frames as large as the server takes. Raises _Broken for more than it takes unread: etcd takes 64 KiB."""
+        """Send a message in frames of the size that the server takes. Raises _Broken for more than it takes unread:
+        etcd takes 64 KiB."""
         if len(message) > self._h2.local_flow_control_window(stream):
             raise _Broken(f"a message of {len(message)} bytes is too large for this client")
         size = self._h2.max_outbound_frame_size
@@ -327,10 +328,10 @@ class _Connection:
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
-    """What checks a server's certificate as gRPC does. Raises OSError for a file that cannot be read.
+    """A context that checks a server's certificate as gRPC does. Raises OSError for a file that cannot be read.
 
-    Python alone asks more of an authority, from 3.13 on: one that a plain `openssl req -x509` made does not say what
-    its key is for.
+    Python alone is stricter with authorities from 3.13 on: a certificate from a plain `openssl req -x509` does not say
+    what its key is for.
     """
     import ssl  # takes 5 MB, and few need it
 
@@ -348,7 +349,7 @@ def _encrypted(plain: socket.socket, tls: Tls, host: str) -> socket.socket:
 
 
 def _name_of(code: int) -> str:
-    """What HTTP/2 calls a reason to end a call; its number if it is none of HTTP/2's."""
+    """HTTP/2's name of a reason to end a call; its number if HTTP/2 has no name for it."""
     try:
         return ErrorCodes(code).name
     except ValueError:
@@ -356,7 +357,7 @@ def _name_of(code: int) -> str:
 
 
 def _failure(headers: dict[str, str]) -> errors.CallFailure | None:
-    """What the headers and trailers of an answer say; None for success."""
+    """The failure in the headers and trailers of an answer; None for success."""
     status = headers.get("grpc-status", "")
     if not status.isdigit():
         return errors.CallFailure("UNKNOWN", f"no gRPC server answered (HTTP status {headers.get(':status', 'none')})")

@@ -63,11 +63,11 @@ _MESSAGES: Final[dict[str, str]] = {
 
 PUT_EVENT: Final = 0
 NO_PUTS: Final = 0
-"""The filter of a watch that receives deletes only."""
+"""The filter of a watch that gets deletions only."""
 SORT: Final = {"oldest": 1, "newest": 2}
 SORT_BY_CREATE: Final = 2
 ALARM_NAMES: Final = {1: "NOSPACE", 2: "CORRUPT"}
-"""etcd's alarms by their numbers."""
+"""etcd's alarms by number."""
 COMPARE_RESULT: Final = {"=": 0, ">": 1, "<": 2, "!=": 3}
 COMPARE_TARGET: Final = {"version": 0, "create": 1, "mod": 2, "value": 3, "lease": 4}
 COMPARE_FIELD: Final = {
@@ -82,12 +82,12 @@ _CLASSES: Final = declare("ftcoord.etcdv3", _MESSAGES)
 
 
 def message(name: str) -> Any:
-    """The message class called `name`."""
+    """The message class of this name."""
     return _CLASSES[name]
 
 
 class Method:
-    """One remote procedure: its path, and how its request and response are coded."""
+    """One remote procedure: its path, and how its request and response are encoded."""
 
     def __init__(self, path: str, request: str, response: str) -> None:
         self.path = f"/etcdserverpb.{path}"

@@ -1,7 +1,7 @@
 """Protobuf messages declared at run time.
 
 Only field numbers, types and method paths go over the wire, so messages need no generated code that ties users to one
-protobuf release. They live in descriptor pools of their own: no clash with another client in the same process.
+protobuf version. They have their own descriptor pools: no clash with another client in the same process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def declare(package: str, messages: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
         package: any name; it does not go over the wire.
-        messages: for each message its fields, as "name number type, ..."; a type is a scalar's or another message's
-            name, `*` behind it repeats the field, `?group` puts it into a oneof.
+        messages: for each message its fields, as "name number type, ...". A type is a scalar's or another message's
+            name; `*` after it repeats the field, `?group` puts it into a oneof.
     """
     file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
     for name, fields in messages.items():

@@ -1,4 +1,4 @@
-"""gRPC, loaded so that it keeps its log lines off the user's terminal and its hands off `fork()`.
+"""Loads gRPC so that it writes no log lines to the user's terminal and installs no handlers around `fork()`.
 
 Import `grpc` from here, and nowhere else.
 """
@@ -30,11 +30,11 @@ _first_pid: int | None = None
 
 @contextmanager
 def quiet_grpc() -> Iterator[None]:
-    """To be entered around the making of channels and servers.
+    """Enter this around the creation of channels and servers.
 
-    Raises ForkedProcessError in a forked child of a process that ever made one, also if it has closed it since: gRPC's
-    threads and locks are the process's, not a channel's. In the child the locks stay as they were at the `fork()`, and
-    the threads are gone.
+    Raises ForkedProcessError in a forked child of a process that ever made one, even if it was closed since: gRPC's
+    threads and locks belong to the process, not to a channel. In the child the locks stay as they were at the `fork()`,
+    and the threads are gone.
     """
     global _first_pid, _warning
     if _first_pid is None:
@@ -50,10 +50,10 @@ def quiet_grpc() -> Iterator[None]:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Around whatever makes gRPC read its settings, which are the user's own where there are any.
+    """Enter this around anything that makes gRPC read its settings. The user's own settings take precedence.
 
-    gRPC reads them once a process: when it is loaded (1.76 and 1.85 do), or with the first channel or server (1.60 to
-    1.70). Nobody else shall find them in the environment.
+    gRPC reads them once per process: when it is loaded (1.76 and 1.85), or with the first channel or server (1.60 to
+    1.70). Nothing else must find them in the environment.
     """
     before = {name: os.environ.get(name) for name in _OURS}
     os.environ.update({name: value for name, value in _OURS.items() if not before[name]})
@@ -68,7 +68,7 @@ def _settings() -> Iterator[None]:
 
 
 def _warning_of_handlers() -> str:
-    """What to tell the user if gRPC's handlers around `fork()` are on, or may be."""
+    """The warning for a user whose gRPC handlers around `fork()` are on, or may be."""
     setting = os.environ.get(_FORKING, "")
     if setting.lower() in _OFF or not (setting or "grpc" in sys.modules):
         return ""

@@ -1,4 +1,4 @@
-"""Notices that etcd is not what it was: another cluster behind the same name, or one that lost what it had."""
+"""Notices when etcd's history changes: another cluster behind the same name, or one that lost writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 
 
 class RollbackDetector:
-    """What one client knows of its etcd. Thread-safe.
+    """What one client knows about its etcd. Thread-safe.
 
-    It only logs. No decision rests on it, since every effect is guarded by revisions, and numbers go on from the
-    highest that a live member knows.
+    It only logs. No decision depends on it: every effect is guarded by revisions, and numbers continue from the highest
+    that a live member knows.
     """
 
     def __init__(self) -> None:

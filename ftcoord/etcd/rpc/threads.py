@@ -1,8 +1,8 @@
-"""The threads that are in gRPC, for which a process must wait when it ends.
+"""The threads that are inside gRPC, for which a process must wait when it ends.
 
-gRPC gives each stream a daemon thread that sends, and one that receives. At its end Python stops daemon threads
-wherever they are, even while they hold the lock of their stream. The finalizer of that stream then waits for the lock
-forever, and the process with it. Our own threads that are in a call would be stopped within gRPC's native code.
+gRPC gives each stream a daemon thread that sends, and one that receives. When Python exits it stops daemon threads
+wherever they are, even while they hold their stream's lock. The stream's finalizer then waits for the lock forever, and
+so does the process. Our own threads in a call would be stopped inside gRPC's native code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class GrpcThreads:
-    """The threads that are in gRPC for one client. gRPC's own ones register when they run code of ours."""
+    """The threads that are inside gRPC for one client. gRPC's own threads register when they run our code."""
 
     def __init__(self) -> None:
         # Guards all below. gRPC's threads take it too, with locks of gRPC's held: so no call is made under it.
@@ -26,7 +26,7 @@ class GrpcThreads:
         self._known: set[concurrency.Thread] = set()  # those that have
 
     def enter(self) -> None:
-        """To be called before each call that waits for its answer; and `leave()` after it."""
+        """Call this before each call that waits for its answer, and `leave()` after it."""
         with self._changed:
             self._calls += 1
 
@@ -49,7 +49,7 @@ class GrpcThreads:
                 self._unknown += 1
 
     def join(self, timeout: float) -> None:
-        """Wait until no thread is in gRPC, `timeout` seconds at most. All calls must have been cancelled."""
+        """Wait until no thread is inside gRPC, at most `timeout` seconds. All calls must have been cancelled."""
         deadline = concurrency.now() + timeout
         with self._changed:
             self._changed.wait_for(lambda: self._unknown <= 0 and not self._calls, timeout)

@@ -1,4 +1,4 @@
-"""gRPC channels to the members of one etcd cluster: which member to ask, TLS, login, retries of what is safe."""
+"""gRPC channels to the members of one etcd cluster: which member to ask, TLS, login, and safe retries."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _LINEARIZABLE = (messages.RANGE, messages.TXN)
 _NEEDS_LEADER = (("hasleader", "true"),)
 CLIENT_CLOSED = "this etcd client was closed; make a new one"
 SHORTEST_CALL = 0.05
-"""Seconds that a call gets even if less is left: with none, it could not be answered at all."""
+"""The fewest seconds for a call, even if less is left: with none, it could not be answered at all."""
 FIRST_LOGIN_PAUSE = 2.0
-"""Seconds, at most, until a login is tried again that was refused; then twice as long each time,"""
+"""The most seconds until a refused login is tried again; then twice as long each time,"""
 LONGEST_LOGIN_PAUSE = 30.0
-"""and at most so long. A random part of it, half at least: the clients of a job are refused at the same time."""
+"""up to this. A random part of it, at least half: all clients of a job are refused at the same time."""
 
 
 class _LoginRanOut(EtcdUnavailable):
@@ -59,7 +59,7 @@ class _LoginRanOut(EtcdUnavailable):
 
 
 class Member:
-    """One endpoint: its channel, and when it last gave a sign of life (monotonic seconds). For any thread."""
+    """One endpoint: its channel, and when it last answered (monotonic seconds). Thread-safe."""
 
     def __init__(self, endpoint: Endpoint, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
         self.name = str(endpoint)
@@ -75,7 +75,8 @@ class Member:
         self.channel = grpc.secure_channel(endpoint.target, credentials, options)
 
     def unary(self, method: messages.Method) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
-        """How to call `method` here. Kept, because making it takes as long as all else before a call leaves."""
+        """How to call `method` on this member. Kept, because making it takes as long as the rest of a call's
+        preparation."""
         if (invoke := self._unary.get(method)) is None:
             invoke = self.channel.unary_unary(method.path, method.serialize, method.parse)
             self._unary[method] = invoke
@@ -107,8 +108,8 @@ class Transport:
         self._token: str | None = None
         self._refusals = _Refusals()  # guarded by _token_lock
         self._renewals_log_in = False
-        """Whether this etcd wants a login of whoever renews a lease; only ever becomes true, by any thread. No release
-        does so far, and a login that is slow or refused must not end a lease."""
+        """Whether this etcd requires a login for renewing a lease; only ever becomes true, by any thread. No version
+        does so far, and a slow or refused login must not cost a lease."""
         self._threads = GrpcThreads()
         self._rollback = RollbackDetector()
         self.closed = concurrency.event()  # set with `_lock` not held: `member()` looks at it with the lock held
@@ -135,7 +136,7 @@ class Transport:
         self._owner.check()
 
     def blame(self, member: Member) -> None:
-        """Go on with the next endpoint, and with the certificates that are there now, unless another call already did.
+        """Continue with the next endpoint, and with the certificates on disk now, unless another call already did.
 
         Calls that use the old channels keep them.
         """
@@ -168,7 +169,7 @@ class Transport:
         return self.call(messages.TXN, request, timeout=timeout, write=True)
 
     def stream(self, method: messages.Method, requests: Iterator[Any], member: Member, token: str | None) -> Any:
-        """Open a stream on `member`; errors come raw, as grpc.RpcError, for the caller to judge."""
+        """Open a stream on `member`. Errors are raised as grpc.RpcError, for the caller to judge."""
         with self._judged(member):
             invoke = member.channel.stream_stream(method.path, method.serialize, method.parse)
             call = invoke(self._threads.noted(requests), metadata=_metadata(token))
@@ -176,9 +177,9 @@ class Transport:
             return call
 
     def token(self, deadline: float | None = None) -> str | None:
-        """The login token, None without a user, '' while authentication is off. May log in, until `deadline`.
+        """The login token; None without a user, '' while authentication is off. May log in, until `deadline`.
 
-        Raises EtcdAuthError where a login is refused, and for a while after that without asking etcd again.
+        Raises EtcdAuthError when a login is refused, and for a while after that without asking etcd again.
         """
         if self.config.credentials is None:
             return None
@@ -198,7 +199,8 @@ class Transport:
             self._token = None
 
     def close(self) -> None:
-        """Close every channel; calls under way fail. Then call `join()`. Idempotent; does nothing in a forked child."""
+        """Close every channel; calls in progress fail. Then call `join()`. Idempotent; does nothing in a forked
+        child."""
         if not self.is_owner():
             return
         self.closed.set()
@@ -246,7 +248,7 @@ class Transport:
 
     @contextmanager
     def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
-        """Raises ftcoord's exceptions in place of gRPC's, whose long tracebacks say nothing more."""
+        """Raises ftcoord's exceptions instead of gRPC's, whose long tracebacks add nothing."""
         self._threads.enter()
         try:
             yield
@@ -270,7 +272,7 @@ class Transport:
             self._threads.leave()
 
     def _log_in(self, deadline: float) -> str:
-        """A token, or '' where etcd has no authentication switched on."""
+        """A token, or '' if authentication is off."""
         credentials = self.config.credentials
         assert credentials is not None
         member = self.member()
@@ -286,7 +288,7 @@ class Transport:
 
 
 class _Refusals:
-    """Keeps refused logins apart, since each costs etcd a bcrypt, and those who want one come back within a second."""
+    """Spaces out refused logins: each costs etcd a bcrypt, and clients retry within a second."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -294,7 +296,7 @@ class _Refusals:
         self._until = 0.0
 
     def heed(self, log_in: Callable[[], str]) -> str:
-        """What `log_in` returns. Raises what it raises; EtcdAuthError again until it may be tried again."""
+        """What `log_in` returns. Raises its errors; EtcdAuthError again until the next attempt is due."""
         left = self._until - concurrency.now()
         if left > 0:
             raise EtcdAuthError(f"{self._last}; the next login is tried in {math.ceil(left)} s")
@@ -312,12 +314,12 @@ class _Refusals:
 
 
 def failure_of(error: grpc.RpcError) -> errors.CallFailure:
-    """What gRPC's error says."""
+    """The failure in gRPC's error."""
     return errors.CallFailure(error.code().name, error.details() or "")
 
 
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """What every call carries: fail fast on a member without leader, and the login token if there is one."""
+    """The metadata of every call: fail fast on a member without a leader, and the login token if there is one."""
     return (*_NEEDS_LEADER, ("token", token)) if token else _NEEDS_LEADER
 
 
@@ -327,7 +329,7 @@ def _left(deadline: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Pem:
-    """What is in the files of a `Tls`. Raises ConfigError when one cannot be read or is cut off."""
+    """The contents of the files of a `Tls`. Raises ConfigError when one cannot be read or is truncated."""
 
     ca: bytes | None
     key: bytes | None = field(repr=False)

@@ -1,8 +1,8 @@
-"""All watches of a client on one gRPC stream. When it breaks, another one is opened at a member that can be reached.
+"""All watches of a client on one gRPC stream. When the stream breaks, another one is opened at a reachable member.
 
-Each watch remembers the revision it needs next, so a new stream continues exactly where the last one ended: nothing is
-missed and nothing comes twice. Revisions come from events only, never from progress responses, which servers before
-3.5.8 may send too early (etcd issue 15220). Watchers of the same span from now on share one watch of etcd's.
+Each watch remembers the revision that it needs next, so a new stream continues exactly where the last one ended: no
+change is missed, and none comes twice. Revisions come from events only, never from progress responses, which servers
+before 3.5.8 may send too early (etcd issue 15220). Watchers of the same span from now on share one etcd watch.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ log = logging.getLogger(__name__)
 STREAM_CHECK_INTERVAL: Final = 1.0
 """Seconds between two checks of the stream's health."""
 PROBE_AFTER: Final = 4.0
-"""Seconds without any answer from the member before the stream asks for one."""
+"""Seconds without any answer from the member until the stream probes it."""
 PROBE_STREAM_AFTER: Final = 60.0
-"""Seconds without an answer on the stream itself, even if the member answers other calls."""
+"""Seconds without an answer on the stream itself, even if the member answers other calls, until the stream is
+probed."""
 PROBE_TIMEOUT: Final = 4.0
 """Seconds that the member has to answer a probe."""
 PROBE_ID: Final = 1
-"""The id of the watch that a stream asks for as a probe."""
+"""The id of the watch that a stream creates as a probe."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +57,8 @@ class Watcher:
     deliver: Callable[[WatchItem], None]
 
     def tell(self, item: WatchItem) -> None:
-        """Deliver. An error of the watcher's own code must cost nobody else an event, nor the hub its thread."""
+        """Deliver an item. An error of the watcher's code must neither lose events of others, nor end the hub's
+        thread."""
         try:
             self.deliver(item)
         except Exception:  # a user's callback, as far as the hub knows: its thread serves every watcher of this client
@@ -68,7 +70,7 @@ class Watcher:
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """One watch of etcd's, and its watchers."""
+    """One etcd watch, and its watchers."""
 
     # Never change:
     id: int
@@ -87,8 +89,8 @@ class _Source:
 class WatchHub:
     """The watches of one client, and the thread that reads their stream. Thread-safe.
 
-    The thread runs while there are watchers. If it fails by an error that nobody foresaw, each watcher gets an
-    EtcdError, and the next one starts another thread.
+    The thread runs while there are watchers. If it fails with an unexpected error, each watcher gets an EtcdError, and
+    the next one starts another thread.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -104,8 +106,8 @@ class WatchHub:
     def add(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], deletes_only: bool = False
     ) -> Watcher:
-        """Start watching. `deliver` is called on the hub's thread; if etcd confirmed the same watch before, the
-        confirmation is delivered on this one.
+        """Start watching. `deliver` is called on the hub's thread. If etcd has already confirmed the same watch, the
+        confirmation is delivered on the caller's thread.
 
         Raises ClientClosed, and EtcdUnavailable when no thread can be started.
         """
@@ -134,7 +136,7 @@ class WatchHub:
         self._thread = thread
 
     def _source(self, span: Span, start_revision: int, deletes_only: bool) -> _Source:
-        """With the lock held: a new source, unless there is one from now on already."""
+        """With the lock held: a new source, unless there already is one from now on."""
         known = self._shared.get((span, deletes_only)) if start_revision == 0 else None
         if known is not None:
             return known
@@ -157,13 +159,13 @@ class WatchHub:
                 self._stream.send(_cancel(source.id))
 
     def _drop(self, source: _Source) -> bool:
-        """With the lock held: forget a source; whether it was still known."""
+        """With the lock held: remove a source; returns whether it was known."""
         if self._shared.get((source.span, source.deletes_only)) is source:
             del self._shared[source.span, source.deletes_only]
         return self._sources.pop(source.id, None) is not None
 
     def close(self) -> None:
-        """End every watch. The transport must be closed before. Does nothing in a forked child."""
+        """End every watch. Close the transport before. Does nothing in a forked child."""
         if not self._transport.is_owner():
             return
         with self._lock:
@@ -216,7 +218,7 @@ class WatchHub:
             return False
 
     def _read_stream(self) -> bool:
-        """Read one stream until it ends; whether it brought anything."""
+        """Read one stream until it ends; returns whether it brought anything."""
         stream = _Stream(self._transport, idle=lambda: not self._sources)
         with self._lock:
             self._stream = stream
@@ -321,7 +323,7 @@ class WatchHub:
 class _Stream:
     """One gRPC stream: what is sent on it, and whether its member still answers.
 
-    Three threads use it: the hub's, which reads; gRPC's, which takes what is sent; and any that adds a watch or closes.
+    Three threads use it: the hub's, which reads; gRPC's, which sends; and any that adds a watch or closes.
     """
 
     def __init__(self, transport: Transport, idle: Callable[[], bool]) -> None:
@@ -353,19 +355,19 @@ class _Stream:
             self._call.cancel()
 
     def reject(self) -> None:
-        """End a stream that was of no use: the next one is opened after a pause."""
+        """End a stream that did not work: the next one is opened after a pause."""
         self.heard = False
         self.cancel()
 
     def note_answer(self, response: Any) -> int:
-        """The id of the watch that `response` is about. A refused watch has none, but etcd answers in order."""
+        """The id of the watch that `response` belongs to. A refused watch has none, but etcd answers in order."""
         self.heard = True
         self._answered_at = concurrency.now()
         self.member.seen()
         return self._creating.popleft() if response.created and self._creating else int(response.watch_id)
 
     def _requests(self) -> Iterator[Any]:
-        """Runs on a thread of gRPC's: what to send, and in between the checks of the stream's health."""
+        """Runs on a gRPC thread: yields the requests, and checks the stream's health in between."""
         while not self.ended:
             with contextlib.suppress(concurrency.Empty):
                 request = self._outbox.get(timeout=STREAM_CHECK_INTERVAL)
@@ -377,7 +379,7 @@ class _Stream:
             self._probe(concurrency.now())
 
     def _probe(self, now: float) -> None:
-        """Ask for an answer when nothing was heard for a while; end the stream when that is not answered.
+        """Ask for an answer after some silence; end the stream when there is none.
 
         It asks by creating a watch and cancelling it: newer servers do not answer a progress request if nothing was
         written since a watch began.
