@@ -1,1 +1,2 @@
-"""What coordination is built from: sessions, mirrors, guarded writes, kept keys, groups. Speaks to any `Etcd`."""
+"""The building blocks of coordination: sessions, mirrors, guarded writes, kept keys, groups. They work with any
+`Etcd`."""

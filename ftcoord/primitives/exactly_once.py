@@ -1,14 +1,15 @@
-"""Changes that are made once each, though answers get lost.
+"""Changes that are made exactly once, even if answers get lost.
 
     <prefix><id>    how many changes this writer made: empty, its version is the count
 
-Each change is one transaction that also puts the writer's count, guarded by the count's version. When an answer is lost
-the same transaction is sent again: if the first one happened the guard fails, so no change is made twice. If a change's
-own guards failed after an attempt without an answer, that attempt could still arrive. Its count is then *spent*: put
-with a value, so that nothing else can take it. When etcd says that it has no space, the count is read: etcd says that
-of changes too that it has made.
+Each change is one transaction that also puts the writer's count, guarded by the count's version. If an answer is lost,
+the same transaction is sent again: if the first one happened, the guard fails, so no change is made twice. If a
+change's own guards fail after an attempt without an answer, that attempt could still arrive. So its count is then
+*spent*: put with a value, so that no attempt can use it. If etcd says that it has no space, the count is read, because
+etcd also says that of changes that it has made.
 
-For changes whose values may repeat. `write_once` is for a key whose values are all different, and costs no second key.
+Use this for changes whose values may repeat. `write_once` is for a key whose values are all different, and needs no
+second key.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.session import Session
 
 SPENT: Final = b"spent"
-"""What a count holds that nothing may take."""
+"""The value of a count that no attempt may use."""
 STORE_CLOSED: Final = "the store was closed; make a new one"
 _GONE: Final = "a change was not answered, and etcd key {!r}, which shows whether it was made, is gone: read again"
 
@@ -45,8 +46,8 @@ _GONE: Final = "a change was not answered, and etcd key {!r}, which shows whethe
 class Made:
     """Whether the guards held, so that the change was made; and the key that was asked for.
 
-    If it was made, `kv` is the key right after it, without its value (None if etcd forgot that). Otherwise it is the
-    key as it is.
+    If it was made, `kv` is the key right after it, without its value (None if etcd has compacted that). Otherwise it is
+    the present key.
     """
 
     done: bool
@@ -58,9 +59,9 @@ class ExactlyOnceWriter:
 
     Args:
         etcd: the etcd client.
-        prefix: the key of its count starts with this.
+        prefix: the prefix of the key of its count.
         ttl: seconds that its keys outlive it.
-        lease: put the keys under this lease instead, and never renew it.
+        lease: attach the keys to this lease instead, and never renew it.
         fence: a key; once it is gone, every change raises RoundOver.
         closed: set it to make all calls give up.
     """
@@ -82,10 +83,10 @@ class ExactlyOnceWriter:
         self._begin_count()
 
     def make(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made:
-        """Make a change if the guards hold; the result says what the key `look` is then.
+        """Make a change if the guards hold; the result has the key `look` at that moment.
 
         Raises EtcdUnavailable or OutcomeUnknown after the monotonic `deadline`, EtcdNoSpace when etcd had no space and
-        has not made it, RoundOver, ClientClosed, and what etcd refuses it with.
+        has not made it, RoundOver, ClientClosed, and the errors with which etcd refuses it.
         """
         with self._turn(deadline):
             made = None
@@ -102,13 +103,13 @@ class ExactlyOnceWriter:
             return made
 
     def close(self) -> None:
-        """Let the keys expire, `ttl` seconds from now. `closed` must be set before."""
+        """Let the keys expire, `ttl` seconds from now. Set `closed` before."""
         if self._session is not None:
             self._session.orphan()
 
     @contextmanager
     def _turn(self, deadline: float) -> Iterator[None]:
-        """One change at a time. A change within another one, in a signal handler, has a count of its own."""
+        """One change at a time. A change made inside another one, in a signal handler, has its own count."""
         self._owner.check()
         busy = EtcdUnavailable("other changes of this store were not answered in time; try again")
         with concurrency.held(self._lock, deadline, busy):
@@ -126,7 +127,7 @@ class ExactlyOnceWriter:
                 self._changing = outer is not None
 
     def _attempt(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made | None:
-        """As `make`; None if it must be tried again, with the new lease or count that it needed."""
+        """As `make`; None if it must be repeated, with the new lease or count that it needed."""
         fences = [] if self._fence is None else [exists(self._fence)]
         compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]
         try:
@@ -157,7 +158,7 @@ class ExactlyOnceWriter:
             return None
 
     def _send(self, guards: Sequence[Compare], ops: Sequence[Op], failure: Sequence[Op], left: float) -> TxnResult:
-        """`Etcd.txn`; notes when it is not known whether it was made."""
+        """As `Etcd.txn`; notes if the outcome is unknown."""
         try:
             return self._etcd.txn(guards, ops, failure, timeout=left)
         except (OutcomeUnknown, EtcdNoSpace):
@@ -165,7 +166,7 @@ class ExactlyOnceWriter:
             raise
 
     def _made_all_the_same(self, look: str | None, deadline: float) -> Made | None:
-        """Whether etcd made a change that it said it had no space for; None if it did not."""
+        """The result if etcd made a change although it said that it had no space; None if it did not."""
         count = retry_until_answered(partial(self._read, Get(Span(self._count))), deadline, self._closed).one
         if count is None or count.version != self._made + 1:
             return None
@@ -173,7 +174,7 @@ class ExactlyOnceWriter:
         return Made(True, self._look_back(look, count.mod_revision, deadline))
 
     def _spend(self, judged: Made, look: str | None, deadline: float) -> Made | None:
-        """Make sure that a change which was not made is not made later either."""
+        """Make sure that a change that was not made cannot be made later."""
         guard = [Compare(self._count, "version", "=", self._made)]
         put, read = Put(self._count, SPENT, self._lease_id(deadline)), Get(Span(self._count))
         result = retry_until_answered(
@@ -205,7 +206,7 @@ class ExactlyOnceWriter:
         return Made(False, result.range(-1).one if look else None)
 
     def _look_back(self, look: str | None, revision: int, deadline: float) -> KeyValue | None:
-        """What the key was right after a change whose answer was lost."""
+        """The key right after a change whose answer was lost."""
         for get in _gets(look, keys_only=True, revision=revision):
             try:
                 return retry_until_answered(partial(self._read, get), deadline, self._closed).one
@@ -243,7 +244,7 @@ class ExactlyOnceWriter:
 
 
 def round_over(fence: str) -> RoundOver:
-    """The error for a fence that is gone."""
+    """The error when the fence is gone."""
     return RoundOver(f"the round of {fence} is over; join the next one and use its store")
 
 

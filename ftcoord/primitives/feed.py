@@ -14,8 +14,8 @@ class News(NamedTuple):
 
     Args:
         changes: in order.
-        restarted: whether the watch has just begun, or begun again: until now changes may have been late. Changes that
-            come with this are what a read found, and may have happened long ago.
+        restarted: whether the watch has just started or restarted: changes until now may have been late. Changes that
+            come with this are from a read, and may have happened long ago.
     """
 
     changes: list[Change]
@@ -23,9 +23,10 @@ class News(NamedTuple):
 
 
 class Feed:
-    """Delivers what is in `span`, then every change. If some were missed, or compacted, only their result.
+    """Delivers the present keys of `span`, then every change. If changes were missed, or compacted, delivers their
+    result.
 
-    With `deletes_only` it then delivers only which of those that it delivered are gone: etcd is not asked for more.
+    With `deletes_only` it delivers, after the present keys, only which of them are gone; etcd sends no other changes.
 
     For one thread; only `wake()` may be called from others.
     """
@@ -37,11 +38,11 @@ class Feed:
 
     @property
     def synced(self) -> bool:
-        """Whether it has delivered all that was there when it began."""
+        """Whether it has delivered everything that existed when it started."""
         return self._mirror.synced
 
     def next(self, timeout: float) -> News | None:
-        """What comes next; None if nothing came for `timeout` seconds, or on a `wake()`.
+        """The next changes; None if there were none for `timeout` seconds, or on `wake()`.
 
         Raises EtcdError: call it again after a pause. ClientClosed is final.
         """
@@ -59,7 +60,7 @@ class Feed:
         return News(self._mirror.apply(posted), restarted=isinstance(posted.item, Began))
 
     def wake(self) -> None:
-        """End the `next()` that waits, or else the next call of it. From any thread."""
+        """End a waiting `next()`, or else the next call of it. For any thread."""
         self._inbox.put(None)
 
     def close(self) -> None:

@@ -12,15 +12,15 @@ from ftcoord.primitives.step_thread import StepThread
 
 
 class Informer(Closing):
-    """Mirrors some spans from the moment it is made.
+    """Mirrors several spans from its creation on.
 
     Args:
         etcd: the etcd client.
-        spans: what to mirror.
+        spans: the spans to mirror.
         report: called on the informer's thread with the spans' mirrors: once all are in sync, and then whenever one of
-            them may have changed. If it raises EtcdError or StateError it is called again half a second later.
-        name: of the thread.
-        failed: called on the thread with the error that ends it: ClientClosed, or what nobody foresaw and is logged.
+            them may have changed. If it raises EtcdError or StateError, it is called again half a second later.
+        name: the thread's name.
+        failed: called on the thread with the error that ends it: ClientClosed, or an unexpected error, which is logged.
             Nothing is reported after that. Not called for a `close()`.
     """
 
@@ -41,7 +41,7 @@ class Informer(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Report nothing more. Waits for a report under way, unless that is what closes it. Idempotent."""
+        """Stop reporting. Waits for a running report, unless that calls this. Idempotent."""
         self._thread.close()
 
     def _step(self) -> None:

@@ -1,7 +1,7 @@
-"""Keys of this process that a thread keeps in etcd as they should be, under one lease.
+"""Keys of this process that a thread keeps at their wanted values in etcd, under one lease.
 
-Each key is written over and never deleted: its version tells a late copy of an old write from the newest. A step of the
-thread compares what should be with what is known to be, so it may fail and be repeated anywhere.
+Keys are overwritten, never deleted: a key's version tells a late copy of an old write from the newest one. A step of
+the thread compares the wanted state with the known state, so it may fail and be repeated anywhere.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ log = logging.getLogger(__name__)
 KEYS_PER_WRITE: Final = 100
 """Keys in one transaction; etcd allows 128 operations."""
 KEYS_RETRY_PAUSE: Final = 0.25
-"""Seconds until a step that failed is tried again."""
+"""Seconds until a failed step is repeated."""
 
 Render: TypeAlias = Callable[[], bytes]
 
 
 class Rendered(NamedTuple):
-    """The value for a key, and what rendered it."""
+    """The value of a key, and the function that rendered it."""
 
     render: Render
     value: bytes
 
 
 class WantedKeys:
-    """Which keys should be there, and what their users and the thread that writes them tell each other. Thread-safe.
+    """The wanted keys, and the communication between their users and the thread that writes them. Thread-safe.
 
-    Nobody holds its lock during a request or a `render`.
+    Its lock is not held during a request or a `render`.
     """
 
     def __init__(self, what: str) -> None:
@@ -56,7 +56,7 @@ class WantedKeys:
     # -- for users ----------------------------------------------------------------------------------------------
 
     def put(self, name: str, render: Render) -> None:
-        """Raises ClientClosed and ThreadFailed."""
+        """Want a key. Raises ClientClosed and ThreadFailed."""
         with self._changed:
             if self._closing:
                 raise ClientClosed(f"these {self._what} were closed: make new ones")
@@ -66,7 +66,7 @@ class WantedKeys:
             self._changed.notify_all()
 
     def wait(self, name: str, timeout: float, through_outage: bool) -> bool:
-        """Raises ClientClosed and ThreadFailed."""
+        """Wait for a key. Raises ClientClosed and ThreadFailed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_resolved(name) or (self._away and not through_outage), timeout)
             self._check_thread()
@@ -102,12 +102,12 @@ class WantedKeys:
             return not self._closing
 
     def take(self) -> dict[str, Render]:
-        """What is to be written next, by name."""
+        """The keys to write next, by name."""
         with self._changed:
             return {name: self._wanted[name] for name in list(self._dirty)[:KEYS_PER_WRITE]}
 
     def note_done(self, taken: dict[str, Render], done: set[str], absent: set[str]) -> None:
-        """Keys that are as they should be by now: `done` are written, `absent` are not there and should not be."""
+        """Keys that are now as wanted: `done` are written, `absent` do not exist and should not."""
         with self._changed:
             for name in done | absent:
                 if self._wanted[name] is taken[name]:  # else it was put again meanwhile
@@ -122,22 +122,22 @@ class WantedKeys:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether keys may still lie in etcd under a lease that nobody keeps or revokes."""
+        """Whether keys may still exist in etcd under a lease that nobody keeps or revokes."""
         return self._lost or self._failure is not None
 
     def note_lost(self) -> None:
-        """The lease is lost. Runs on the keep-alive thread, too."""
+        """The lease is lost. Also runs on the keep-alive thread."""
         with self._changed:
             self._lost = True
             self._changed.notify_all()
 
     def expect_lease(self) -> None:
-        """A new lease is about to be granted: only what is said from now on is about that one."""
+        """A new lease is about to be granted: only later notes are about that one."""
         with self._changed:
             self._lost = False
 
     def want_all(self) -> bool:
-        """There is a new lease, under which no key is written yet; whether anybody still wants them."""
+        """There is a new lease, without keys yet; returns whether anybody still wants them."""
         with self._changed:
             self._dirty = dict.fromkeys(self._wanted)
             return not self._closing
@@ -170,10 +170,10 @@ class WantedKeys:
 
 
 class KeysUnderLease:
-    """Writes keys under one lease, and remembers what is known of them. For one thread.
+    """Writes keys under one lease, and remembers what is known about them. Not thread-safe.
 
     Args:
-        key_of: the key of a name under a lease.
+        key_of: returns the key of a name under a lease.
     """
 
     def __init__(self, etcd: Etcd, key_of: Callable[[str, int], str], lease: int) -> None:
@@ -186,7 +186,7 @@ class KeysUnderLease:
         return name in self._versions
 
     def write(self, writes: dict[str, Rendered]) -> set[str]:
-        """Write all of these, or none if a key is not as expected; the names whose keys are now as they should be.
+        """Write all of these, or none if a key is not as expected; returns the names whose keys are now as wanted.
 
         Raises EtcdError.
         """
@@ -210,18 +210,18 @@ class KeysUnderLease:
 
 
 class LeasedKeys:
-    """Keys with a name each. Its thread takes a lease at once, and a new one whenever that is lost.
+    """Keys, each with a name. Its thread takes a lease at once, and a new one whenever that is lost. Thread-safe.
 
     Args:
         etcd: the etcd client.
-        ttl: of the lease, in seconds.
+        ttl: the lease's TTL, in seconds.
         key_of: the key of a name under a lease, `key_of(name, lease id)`.
         what: what the keys are, for the thread's name and for warnings.
-        deaths: below which prefix the cause is written when this process dies; see `Session`.
+        deaths: the prefix below which the cause is written when this process dies; see `Session`.
 
-    Thread-safe. One transaction writes all that is asked for at the time. Not usable in a forked child.
+    One transaction writes everything that is wanted at the time. Not usable in a forked child.
 
-    If the thread fails by an error that nobody foresaw, that is logged, the keys expire, and `put()` and `wait()` raise
+    If the thread fails with an unexpected error, the error is logged, the keys expire, and `put()` and `wait()` raise
     ThreadFailed.
     """
 
@@ -249,23 +249,23 @@ class LeasedKeys:
         """Keep what `render` returns under a name's key. It is called on the thread, once for each write.
 
         A key that should be empty is written only if it may hold something else. Raises ClientClosed after `close()`,
-        and when the etcd client is closed, and ThreadFailed.
+        and when the etcd client is closed; and ThreadFailed.
         """
         self.check_process()
         self._wanted.put(name, render)
 
     def wait(self, name: str, timeout: float, through_outage: bool = False) -> bool:
-        """Wait until the name's key is as it should be; whether it is, after `timeout` seconds at most.
+        """Wait until the name's key is as wanted, at most `timeout` seconds; returns whether it is.
 
-        Does not wait while etcd is known to be out of reach, unless `through_outage`: one caller waits for an outage,
+        Does not wait while etcd is known to be unreachable, unless `through_outage`: one caller waits during an outage,
         and the others need not. Raises ClientClosed when the etcd client is closed, and ThreadFailed.
         """
         return self._wanted.wait(name, timeout, through_outage)
 
     def close(self, timeout: float) -> bool:
-        """Revoke the lease, and delete the keys with it; takes `timeout` seconds, twice at most. Idempotent.
+        """Revoke the lease, which deletes the keys; takes at most twice `timeout` seconds. Idempotent.
 
-        Never raises for an etcd that is out of reach: the lease then expires. Whether the keys are known to be gone.
+        Returns whether the keys are known to be gone. Does not raise if etcd is unreachable: the lease then expires.
         Does nothing in a forked child.
         """
         if not self._owner.is_current:

@@ -1,4 +1,4 @@
-"""A local copy of a span of keys that is kept up to date: a watch, and a read of what was there when it began.
+"""A local copy of a span of keys that is kept up to date: a watch, and a read of the keys that existed when it started.
 
 A mirror has no thread and no lock. Its owner gets the items of the watch (`post`) and applies them on its own thread.
 """
@@ -27,7 +27,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """What a watch of a mirror delivered; `source` tells it from those that the mirror had before."""
+    """An item that a mirror's watch delivered; `source` tells it from items of the mirror's earlier watches."""
 
     source: object
     item: WatchItem
@@ -36,14 +36,14 @@ class Posted:
 class Mirror:
     """The keys of `span` at `revision`, once it is `synced`.
 
-    `post(mirror, posted)` is called on the client's thread with all that the watch delivers. The owner then calls
-    `apply(posted)` on its own thread, and `sync()` as long as `synced` is false. `synced` becomes false again after a
-    compaction, after an interruption of the watch, and whenever the copy turns out to be wrong.
+    `post(mirror, posted)` is called on the client's thread with every item that the watch delivers. The owner then
+    calls `apply(posted)` on its own thread, and `sync()` as long as `synced` is false. `synced` becomes false again
+    after a compaction, after an interruption of the watch, and whenever the copy turns out to be wrong.
 
-    With `deletes_only` the mirror knows which keys there are, but not how their values changed.
+    With `deletes_only` the mirror knows which keys exist, but not how their values changed.
 
-    Not thread-safe: the owner calls everything on one thread, or holds a lock of its own. Only `post` is called on
-    another thread, and it touches nothing here.
+    Not thread-safe: the owner calls everything on one thread, or holds its own lock. Only `post` is called on another
+    thread, and it changes nothing here.
     """
 
     def __init__(
@@ -64,11 +64,12 @@ class Mirror:
 
     @property
     def one(self) -> KeyValue | None:
-        """The key that the span begins with: in a mirror of a single key, that one."""
+        """The first key of the span: in a mirror of a single key, that key."""
         return self.kvs.get(self.span.start)
 
     def sync(self) -> None:
-        """Watch from now on, or read the span if the watch stands. Raises EtcdError, and may then be called again."""
+        """Watch from now on; or read the span if the watch is established. Raises EtcdError, and may then be called
+        again."""
         if self._watch is None:
             self._start(0)
         elif self._stands and self._doubted and self._is_history():
@@ -77,7 +78,7 @@ class Mirror:
             self.adopt(self._etcd.range(Get(self.span)))
 
     def begin(self, timeout: float) -> None:
-        """Watch from now on, and wait until the watch stands, `timeout` seconds at most; then `adopt()`.
+        """Watch from now on, and wait until the watch is established, at most `timeout` seconds; then call `adopt()`.
 
         Raises EtcdError.
         """
@@ -103,8 +104,8 @@ class Mirror:
         self._stands = True
 
     def adopt(self, read: RangeResult) -> None:
-        """Go on from a read of the whole span, such as one in a transaction. If there is a watch, the read must have
-        been made after the watch stood."""
+        """Continue from a read of the whole span, such as one in a transaction. If there is a watch, the read must have
+        been made after the watch was established."""
         self.kvs = {kv.key: kv for kv in read.kvs}
         self.revision = read.revision
         self.synced, self._doubted = True, False
@@ -114,9 +115,10 @@ class Mirror:
             self.synced = self._stands = True
 
     def apply(self, posted: Posted) -> list[Change]:
-        """Bring the copy up to date; the changes, in order.
+        """Bring the copy up to date; returns the changes, in order.
 
-        Raises what ended the watch, unless that was a compaction or the end of the client, which `sync()` shows.
+        Raises the error that ended the watch, unless that was a compaction or the end of the client, which `sync()`
+        reports.
         """
         item = posted.item
         if posted.source is not self._source:
@@ -135,9 +137,9 @@ class Mirror:
         return []
 
     def learn(self, *kvs: KeyValue) -> None:
-        """Take over what one transaction says about the keys of this mirror; the watch will not repeat it.
+        """Take over what one transaction returned about the keys of this mirror; the watch will not repeat it.
 
-        It must say of all keys of the mirror that changed up to then: those that are not given here are as known.
+        It must cover all keys of the mirror that changed up to then: keys that are not given here count as unchanged.
         """
         revision = max(kv.mod_revision for kv in kvs)
         if revision > self.revision:
@@ -150,24 +152,24 @@ class Mirror:
         self.kvs[kv.key] = kv
 
     def has(self, posted: Posted) -> bool:
-        """Whether that is a batch of changes which are all in this copy already: `apply` finds nothing in it."""
+        """Whether this is a batch of changes that are all in this copy already: `apply` finds nothing in it."""
         item = posted.item
         if posted.source is not self._source or not self.synced or not isinstance(item, Batch):
             return False
         return all(event.kv.mod_revision <= self._known_at(event.kv.key) for event in item.events)
 
     def doubt(self) -> None:
-        """Something does not fit this copy: have the next `sync()` check whether etcd ever held what it says."""
+        """Something contradicts this copy: have the next `sync()` check whether etcd ever had its values."""
         self.synced, self._doubted = False, self.synced or self._doubted
 
     def compare(self) -> None:
-        """Ask etcd whether the copy is up to date, and `forget()` it if not. Costs no value. Raises EtcdError."""
+        """Ask etcd whether the copy is up to date, and `forget()` it if not. Reads no values. Raises EtcdError."""
         now = self._etcd.range(Get(self.span, keys_only=True))
         if {kv.key: kv.mod_revision for kv in now.kvs} != {key: kv.mod_revision for key, kv in self.kvs.items()}:
             self.forget()
 
     def forget(self) -> None:
-        """Have the next `sync()` read all keys again: the watch may not have told of all that matters."""
+        """Have the next `sync()` read all keys again: the watch may have missed changes."""
         self.synced = self._doubted = False
 
     def close(self) -> None:
@@ -189,14 +191,15 @@ class Mirror:
         self._watch = self._etcd.watch(self.span, revision, deliver, deletes_only=self._deletes_only)
 
     def _note_began(self, item: Began) -> None:
-        """The watch stands. If it stood before, etcd may have lost what this copy has, and may have made as many new
-        revisions since: so the copy is doubted."""
+        """The watch is established. If it was before, etcd may have lost what this copy has, and may have made as many
+        new revisions since: so the copy is doubted."""
         if self._began is not None and item is not self._began:
             self.doubt()
         self._began, self._stands = item, True
 
     def _is_history(self) -> bool:
-        """Whether etcd has what this copy says, at its revision. If so, the watch brings everything that came later."""
+        """Whether etcd has the values of this copy, at its revision. If so, the watch brings everything that came
+        later."""
         try:
             past = self._etcd.range(Get(self.span, revision=self.revision))
         except RequestRefused:  # compacted, or in etcd's future

@@ -14,24 +14,24 @@ from typing import Final
 from ftcoord import concurrency, pidfd
 
 MARK: Final = "FTCOORD_ORPHAN_OF"
-"""The variable that holds the mark. Whoever runs on on purpose starts without it: `env -u FTCOORD_ORPHAN_OF ...`."""
+"""The variable that holds the mark. To let a process live on, start it without: `env -u FTCOORD_ORPHAN_OF ...`."""
 GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 _LOOK_INTERVAL: Final = 0.5
-"""Seconds between two looks, at most."""
+"""The most seconds between two looks."""
 _NO_PIDFDS: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
-"""What `pidfd_open` fails with where the kernel has none, or nobody may use it (a seccomp filter)."""
+"""The errors of `pidfd_open` if the kernel has no pidfds, or forbids them (a seccomp filter)."""
 _NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
-"""What all that opens something fails with while this process, or the machine, has too many files open."""
+"""The errors of anything that opens a file while this process, or the machine, has too many open."""
 
 
 class Orphans:
-    """All processes of this machine with a mark, which `look` ends: SIGTERM, and SIGKILL for those that run on after
-    `grace` seconds. None if the mark is empty. For one thread, in a `with` statement.
+    """All processes of this machine with a mark, which `look` ends: SIGTERM, then SIGKILL for those that still run
+    after `grace` seconds. None if the mark is empty. Not thread-safe; use it in a `with` statement.
 
-    A pidfd stands for each before its mark is read, so a number that was given again means nobody else. Where there are
-    none the mark is read again before each signal. A process whose environment this user may not read is left alone,
-    and so is this one.
+    A pidfd is opened for each before its mark is read, so a reused pid is never mistaken. Without pidfds the mark is
+    read again before each signal. A process whose environment this user may not read is left alone, and so is this
+    process.
     """
 
     def __init__(self, mark: str, grace: float = GRACE) -> None:
@@ -48,7 +48,7 @@ class Orphans:
             orphan.close()
 
     def look(self) -> bool:
-        """Send the signals that are due; whether there must be another look."""
+        """Send the signals that are due; returns whether another look is needed."""
         is_late = concurrency.now() >= self._deadline
         self._forget_ended()
         before = {*self._told}
@@ -72,7 +72,7 @@ class Orphans:
             del self._told[orphan.pid]
 
     def _tell_new(self) -> bool:
-        """Send SIGTERM to those that are not known yet; False if there were too few descriptors to see them all."""
+        """Send SIGTERM to new ones; False if there were too few descriptors to see all of them."""
         try:
             for orphan in _marked(self._mark, self._told.keys()) if self._mark else ():
                 self._told[orphan.pid] = orphan
@@ -84,7 +84,7 @@ class Orphans:
         return True
 
     def wait(self) -> None:
-        """Until one of them has ended, but not for long: those that are ended may have started others meanwhile."""
+        """Wait until one of them has ended, but not for long: they may have started others meanwhile."""
         waits = select.poll()
         for orphan in self._running:
             if orphan.pidfd is not None:
@@ -98,7 +98,8 @@ def bears(pid: int, mark: str) -> bool:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """What a process was started with; nothing once it has ended. Raises OSError if it is gone, or another user's."""
+    """The environment that a process was started with; empty once it has ended. Raises OSError if it is gone, or
+    another user's."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return dict(os.fsdecode(one).partition("=")[::2] for one in variables)
 
@@ -139,7 +140,7 @@ class _Orphan:
 
 
 def _marked(mark: str, known: Set[int]) -> Iterator[_Orphan]:
-    """Those with the mark that are not known yet. Raises OSError where no descriptor can be had."""
+    """Marked processes that are not known yet. Raises OSError if no descriptor can be opened."""
     for name in os.listdir("/proc"):
         if not name.isdecimal() or (pid := int(name)) in known or pid == os.getpid():
             continue

@@ -1,4 +1,5 @@
-"""This process's sentinel, which renews its leases while it is stuck, and buries it: see `sentinel_main`."""
+"""This process's sentinel: it renews the leases while this process is stuck, and when the process dies it reports the
+cause and revokes them. See `sentinel_main`."""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ from ftcoord.primitives.watched_process import own_pidfd, own_stack
 log = logging.getLogger(__name__)
 
 SWITCH: Final = "FTCOORD_SENTINEL"
-"""The variable that switches sentinels off where it is 0."""
+"""The variable that switches sentinels off if it is 0."""
 NOT_MEANT: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""The signals that end a process politely: none of them ends a sentinel."""
+"""The signals that ask a process to end: none of them ends a sentinel."""
 PROGRAM: Final = "ftcoord.primitives.sentinel_main"
 PAUSES: Final = (1.0, 300.0)
-"""Seconds from the start of a process that fails to that of the next one: at first, and at most. Twice as long each
-time: where none can run, each of many leases would start one with each renewal."""
+"""Seconds from the start of a process that fails to the next start: the first pause, and the longest. Each is twice as
+long as the last: where none can run, many leases would each start one at every renewal."""
 ENDS_WITHIN: Final = 1.0
-"""Seconds that a process may take to end that is killed. One that hangs in the kernel must not hold up the renewals."""
+"""Seconds that a killed process may take to end. One that hangs in the kernel must not delay the renewals."""
 _OUR_VARIABLES: Final = ("FTCOORD_", "ETCDCTL_")
 _ROOT: Final = str(Path(ftcoord.__file__).parent.parent)
 
@@ -41,7 +42,7 @@ _ROOT: Final = str(Path(ftcoord.__file__).parent.parent)
 class Sentinel:
     """Starts the process beside this one with the first lease, and ends it with the last. Thread-safe.
 
-    If none can be started, or it ends, one warning says so; the leases then depend on this process alone, until the
+    If it cannot be started, or ends, one warning is logged. The leases then depend on this process alone, until the
     next order starts another one. Does nothing in a forked child.
     """
 
@@ -59,12 +60,12 @@ class Sentinel:
 
     @classmethod
     def of_process(cls) -> Sentinel | None:
-        """This process's own; None where it is switched off."""
+        """This process's sentinel; None if sentinels are switched off."""
         return None if os.environ.get(SWITCH) == "0" else concurrency.of_process(cls)
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """The sentinel's pid, if it runs."""
         process = self._process
         return process.pid if process else None
 
@@ -77,10 +78,10 @@ class Sentinel:
         was: Sequence[str] = (),
         sent_at: float | None = None,
     ) -> None:
-        """Stand by a lease whose last renewal, for `ttl` seconds, was sent at that monotonic time; now if None. May be
-        said again.
+        """Guard a lease whose last renewal, for `ttl` seconds, was sent at that monotonic time; None for now. May be
+        repeated.
 
-        If this process dies the cause is written under `death_key(deaths, ...)`, and for the members that it `was`.
+        If this process dies, the cause is written under `death_key(deaths, ...)`, and for the members that it `was`.
         """
         if not self._owner.is_current:
             return
@@ -98,7 +99,7 @@ class Sentinel:
                 self._start()
 
     def rest(self, lease_id: int) -> None:
-        """Do not renew a lease for now. It is still given up if this process dies."""
+        """Do not renew a lease for now. It is still revoked if this process dies."""
         if not self._owner.is_current:
             return
         with self._lock:
@@ -107,7 +108,8 @@ class Sentinel:
                 self._send(order)
 
     def end_orphans(self, mark: str) -> None:
-        """If this process dies, end all processes with this mark, see `ftcoord.primitives.orphans`; none if empty."""
+        """If this process dies, end all processes with this mark, see `ftcoord.primitives.orphans`; none if it is
+        empty."""
         if not self._owner.is_current:
             return
         with self._lock:
@@ -116,7 +118,7 @@ class Sentinel:
             self._end_if_idle()
 
     def drop(self, lease_id: int) -> None:
-        """Do not stand by a lease any longer. Idempotent."""
+        """Stop guarding a lease. Idempotent."""
         if not self._owner.is_current:
             return
         with self._lock:
@@ -134,7 +136,7 @@ class Sentinel:
             self._next_start = -math.inf  # it did not fail
 
     def _start(self) -> None:
-        """Start a process that stands by all the leases, unless the last one failed just now."""
+        """Start a process that guards all the leases, unless the last one failed just now."""
         now = concurrency.now()
         if now < self._next_start:
             return
@@ -147,7 +149,7 @@ class Sentinel:
             self._warn("no sentinel could be started: %s", error)
 
     def _all(self) -> Iterator[Order]:
-        """All that a new process must know."""
+        """All orders that a new process needs."""
         yield Order(stack=own_stack())  # before it looks itself this may be another program
         for config, number in self._etcds.items():
             yield Order(etcd=number, config=config_raw(config))
@@ -160,7 +162,7 @@ class Sentinel:
             process.end()
 
     def _send(self, *orders: Order) -> bool:
-        """Whether there is a process that has them all now, or will."""
+        """Whether there is a process that has all of the orders now, or will get them."""
         if self._process is None:
             return False
         try:
@@ -184,7 +186,7 @@ def _text_of(orders: Iterable[Order]) -> bytes:
 
 
 class _Process:
-    """The process, and the pipe that it is told through. Raises OSError if it cannot be started."""
+    """The process, and the pipe to it. Raises OSError if it cannot be started."""
 
     def __init__(self, parent: int, orders: bytes) -> None:
         if not sys.executable or getattr(sys, "frozen", False):
@@ -216,7 +218,7 @@ class _Process:
         self.pid, self.tell = self._process.pid, self._pipe.tell  # never change
 
     def end(self) -> None:
-        """It holds nothing that must be given back."""
+        """End it: it holds nothing that must be given back."""
         with suppress(PermissionError):  # this process has given up root; the end of the pipe ends it
             self._process.kill()
         self._pipe.close()
@@ -225,8 +227,9 @@ class _Process:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, which other threads may be changing, without what is ours: neither a login nor the mark of those
-    that end with this process. Another Python finds the same ftcoord by it."""
+    """The environment for the sentinel: this process's, which other threads may be changing, without ftcoord's own
+    variables: neither a login, nor the mark of the processes that end with this one. Another Python finds the same
+    ftcoord by it."""
     names = [name for name in list(os.environ) if not name.startswith(_OUR_VARIABLES)]
     found = {name: os.environ.get(name) for name in names}
     if not _is_installed():
@@ -235,32 +238,32 @@ def _environment() -> dict[str, str]:
 
 
 def _is_installed() -> bool:
-    """Whether ftcoord lies where each Python looks by itself, after its own modules. By PYTHONPATH it would look there
-    first, and find what other packages have left there: a `dataclasses.py` for an old Python."""
+    """Whether ftcoord is installed where every Python looks automatically, after its own modules. With PYTHONPATH
+    Python would look there first, and find files of other packages, such as a `dataclasses.py` for an old Python."""
     users = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return os.path.realpath(_ROOT) in map(os.path.realpath, [*site.getsitepackages(), *users])
 
 
 class SentinelFor:
-    """The sentinel, as the leases of one etcd and one prefix need it: the `Bystander` of each."""
+    """The sentinel, for the leases of one etcd and one prefix: the `Bystander` of each."""
 
     def __init__(self, sentinel: Sentinel, config: EtcdConfig, deaths: str, was: Sequence[str]) -> None:
         self._sentinel, self._config, self._deaths, self._was = sentinel, config, deaths, was  # never change
 
     @classmethod
     def of(cls, config: EtcdConfig | None, deaths: str, was: Sequence[str]) -> SentinelFor | None:
-        """None where sentinels are switched off, or no other process can reach that etcd."""
+        """None if sentinels are switched off, or no other process can reach that etcd."""
         sentinel = Sentinel.of_process() if config is not None else None
         return None if sentinel is None or config is None else cls(sentinel, config, deaths, was)
 
     def keep(self, lease_id: int, ttl: float, sent_at: float) -> None:
-        """It was renewed for `ttl` seconds, by a request that was sent at that monotonic time."""
+        """The lease was renewed for `ttl` seconds, by a request that was sent at that monotonic time."""
         self._sentinel.keep(self._config, lease_id, ttl, self._deaths, self._was, sent_at)
 
     def rest(self, lease_id: int) -> None:
-        """It is not to be renewed for now."""
+        """The lease is not to be renewed for now."""
         self._sentinel.rest(lease_id)
 
     def drop(self, lease_id: int) -> None:
-        """Nobody needs it any longer."""
+        """The lease no longer needs the sentinel."""
         self._sentinel.drop(lease_id)

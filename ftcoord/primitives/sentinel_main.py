@@ -1,18 +1,20 @@
-"""The sentinel: stands beside a process, renews its leases while its interpreter is stuck, and buries it when it ends.
+"""The sentinel of a process: renews its leases while its interpreter is stuck. When it ends, reports the cause and
+revokes them.
 
     python -m ftcoord.primitives.sentinel_main PARENT_PID [PIDFD]
 
-Run as a module, never imported by others. A pidfd tells it that the process has ended, for whatever reason. Then it
-writes the cause into etcd, gives the leases up, and ends the processes that bear the mark of the dead one. A process
-that is stopped or traced is not dead: its leases are not renewed meanwhile, and end by time. The sentinel has no
-terminal, listens on nothing, and ends when it has done this.
+Run as a module, never imported by others. A pidfd reports that the process has ended, for whatever reason. The sentinel
+then *buries* it: it writes the cause into etcd, revokes the leases, and ends the processes with the mark of the dead
+one. A process that is stopped or traced is not dead: its leases are not renewed meanwhile, and expire. The sentinel has
+no terminal, listens on nothing, and ends when it has done this.
 
-Before the pidfd says so the kernel may hold a dead process for minutes: while it dumps core, or hangs in a driver. So
-the sentinel looks before it renews a lease in place of the process.
+The kernel may hold a dead process for minutes before the pidfd reports it: while it dumps core, or hangs in a driver.
+So the sentinel checks before it renews a lease in place of the process.
 
-Standard input brings the orders, see `ftcoord.primitives.sentinel_orders`. If it ends while the process lives, that has
-become another program by `exec`, which counts as its end, or has closed its files. Then it starts another sentinel when
-it next renews a lease, which ends this one. Until then this one renews nothing, and still buries the process.
+Orders come through standard input, see `ftcoord.primitives.sentinel_orders`. If that ends while the process is alive,
+the process has become another program by `exec`, which counts as its end; or it has closed its files. In the latter
+case it starts another sentinel at its next renewal, which ends this one. Until then this one renews nothing, but still
+buries the process.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ from ftcoord.primitives.sentinel_orders import Order, config_from
 from ftcoord.primitives.watched_process import WatchedProcess
 
 HELP_AFTER: Final = 1 / 2
-"""The part of a TTL after which the sentinel renews a lease that the process has not renewed: that does so earlier."""
+"""The part of a TTL after which the sentinel renews a lease that the process, which renews earlier, has not renewed."""
 CALL_TIMEOUT: Final = 1.0
 """Seconds that one call may take: meanwhile the sentinel sees nothing else."""
 AGAIN_AFTER: Final = 0.5
-"""Seconds between two tries to renew, or to bury."""
+"""Seconds between two attempts to renew, or to bury."""
 DEATHS_AT_ONCE: Final = 100
 """Causes in one transaction: etcd takes 128 operations."""
 EXEC: Final = "became another program (exec)"
@@ -55,10 +57,10 @@ EXEC: Final = "became another program (exec)"
 
 @dataclass(slots=True)
 class _Kept:
-    """A lease that the sentinel stands by, and the member ids `was` that its owner had before.
+    """A lease that the sentinel guards, and the member ids `was` that its owner had before.
 
-    `due` is when it renews it, unless the process does before. `was_spared`: it was renewed once since the process was
-    found stopped.
+    `due` is when the sentinel renews it, unless the process does before. `was_spared`: it was renewed once since the
+    process was found stopped.
     """
 
     id: int
@@ -71,7 +73,7 @@ class _Kept:
 
 
 class Sentinel:
-    """What the process has asked for, and doing it. For one thread."""
+    """The orders of the process, and how they are carried out. Not thread-safe."""
 
     def __init__(self, process: WatchedProcess) -> None:
         self._process = process
@@ -84,12 +86,12 @@ class Sentinel:
         return min((one.due for one in self._kept.values()), default=inf)
 
     def time_left(self) -> float:
-        """Seconds until the last of its leases has ended, if nobody renews any."""
+        """Seconds until the last of its leases has expired, if nobody renews any."""
         now = concurrency.now()
         return max((one.times.sent_at + one.times.ttl - now for one in self._kept.values()), default=0.0)
 
     def obey(self, order: Order) -> None:
-        """Take one order."""
+        """Carry out one order."""
         if "config" in order:
             self._etcds[order["etcd"]] = LeanClient(config_from(order["config"]))
         elif "keep" in order:
@@ -104,8 +106,8 @@ class Sentinel:
             self._kept.pop(order["drop"], None)
 
     def renew(self) -> None:
-        """Renew the lease that is due first, if one is and the process runs. One: each may take `CALL_TIMEOUT`, and
-        meanwhile nothing is seen."""
+        """Renew the lease that is due first, if one is due and the process runs. Only one: each may take
+        `CALL_TIMEOUT`, and meanwhile the sentinel sees nothing."""
         now = concurrency.now()
         one = min(self._kept.values(), key=attrgetter("due"), default=None)
         if one is None or one.due > now:
@@ -127,16 +129,16 @@ class Sentinel:
             one.was_spared = not runs  # or a stop of less than a TTL could end a lease that was about to be renewed
 
     def _put_off(self, etcd: int) -> None:
-        """Renew nothing there for a moment: every try would take as long, and fail."""
+        """Pause renewals at this etcd for a moment: every attempt would take as long, and fail."""
         again = concurrency.now() + AGAIN_AFTER
         for one in self._kept.values():
             if one.etcd == etcd:
                 one.due = max(one.due, again)
 
     def bury(self, fate: str = "") -> None:
-        """Say what became of the process, end its leases, and what it has left behind, unless it lives on (`fate`).
+        """Report the cause of the process's death, revoke its leases, and end its orphans, unless it is alive (`fate`).
 
-        Tries until the leases have ended by themselves.
+        Tries until the leases have expired.
         """
         value = encode(Death(self._process.cause(fate), int(concurrency.wall() * 1000)))
         last = concurrency.now() + max((one.times.ttl for one in self._kept.values()), default=0)
@@ -151,8 +153,8 @@ class Sentinel:
             self._give_up(self._etcds[number], list(leases), value)
 
     def _give_up(self, etcd: LeanClient, leases: Sequence[_Kept], value: bytes) -> None:
-        """The cause comes first: whoever sees that a lease has ended finds it. `bury` repeats what fails: to say it
-        twice does no harm."""
+        """The cause is written first, so anyone who sees that a lease has ended finds it. `bury` repeats failed calls:
+        writing the cause twice is harmless."""
         try:
             self._say(etcd, leases, value)
         except (EtcdUnavailable, OutcomeUnknown):
@@ -173,7 +175,7 @@ class Sentinel:
 
 
 def stand_by(process: WatchedProcess) -> None:
-    """Obey until the process has ended; then do the rest."""
+    """Carry out orders until the process has ended; then bury it."""
     sentinel = Sentinel(process)
     fate = _watch(process, sentinel)
     if fate is None:
@@ -184,7 +186,8 @@ def stand_by(process: WatchedProcess) -> None:
 
 
 def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
-    """What became of the process; empty if its end tells that, and None if it lives but tells no more."""
+    """How the process ended, in words; empty if its exit status shows it, and None if it is alive but has closed the
+    pipe."""
     received = b""
     waits = select.poll()
     waits.register(0, select.POLLIN)
@@ -209,7 +212,7 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
 
 
 def fate_of_silent(process: WatchedProcess, sentinel: Sentinel) -> str | None:
-    """The same of a process that has closed the pipe."""
+    """As `_watch`, for a process that has closed the pipe."""
     if process.has_ended(CALL_TIMEOUT) or process.is_ending():  # which closes it a moment before it shows elsewhere
         return ""
     if process.is_another_program():

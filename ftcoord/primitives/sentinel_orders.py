@@ -1,4 +1,4 @@
-"""What a process tells its sentinel: JSON, one object a line, through a pipe."""
+"""The orders of a process to its sentinel: JSON, one object per line, through a pipe."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Order(TypedDict, total=False):
 
     Fields:
         etcd, config: the number of an etcd, and how to reach it; see `config_raw`.
-        etcd, keep, at, ttl, deaths, was, rests: a lease, when it was renewed by the monotonic clock that all processes
-            of a machine share, its TTL in seconds, the number of its etcd, the prefix below which the cause is written
-            if the process dies, the member ids that it is written under beside the lease's, and whether it is not to be
-            renewed. May be said again.
+        etcd, keep, at, ttl, deaths, was, rests: a lease. `at` is when it was renewed, on the monotonic clock that all
+            processes of a machine share; `ttl` its TTL in seconds; `etcd` the number of its etcd. If the process dies,
+            the cause is written below the prefix `deaths`, for the lease's member id and for the ids in `was`.
+            `rests`: do not renew it. May be repeated.
         stack: where the stack of the process's program begins. Not on the command line, which everybody may read.
-        drop: a lease that needs the sentinel no longer.
+        drop: a lease that no longer needs the sentinel.
         orphans: the mark of the processes to end if this one dies; empty for none.
     """
 
@@ -38,12 +38,12 @@ class Order(TypedDict, total=False):
 
 
 def line_of(order: Order) -> bytes:
-    """As it goes through the pipe."""
+    """The order as it goes through the pipe."""
     return json.dumps(order).encode() + b"\n"
 
 
 def config_from(raw: Mapping[str, Any]) -> EtcdConfig:
-    """What `config_raw` made."""
+    """The configuration that `config_raw` returned."""
     return EtcdConfig(
         tuple(Endpoint(host, port) for host, port in raw["endpoints"]),
         Tls(*raw["tls"]) if raw["tls"] else None,
@@ -64,5 +64,5 @@ def config_raw(config: EtcdConfig) -> dict[str, Any]:
 
 
 def _absolute(path: str | None) -> str | None:
-    """The sentinel has a working directory of its own."""
+    """The sentinel has its own working directory."""
     return path and os.path.abspath(path)

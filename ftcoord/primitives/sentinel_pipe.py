@@ -1,4 +1,4 @@
-"""What a process tells its sentinel through: without waiting, and without harm if nobody reads."""
+"""The pipe from a process to its sentinel: writes neither wait, nor do harm if nobody reads."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ftcoord import concurrency
 from ftcoord.fork import hide, identity_of, unhide
 
 HANGS_AFTER: Final = 30.0
-"""Seconds for which nothing may be read of what was told. To start takes as long on a machine that starves."""
+"""Seconds without a read after which the reader counts as hung. Starting takes as long on an overloaded machine."""
 LARGE: Final = 1 << 20
-"""Bytes that may wait for the reader, as far as the system allows: what is told of some thousand leases."""
+"""Bytes that may wait for the reader, if the system allows it: the orders for several thousand leases."""
 _NO_HARM: Final[int] = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
-"""Where nobody reads any longer a write sends SIGPIPE: that ends a program which does not ignore it, as Python does."""
+"""If nobody reads any more, a write would send SIGPIPE, which ends a program that does not ignore it; Python does."""
 _INT: Final = struct.Struct("i")
 
 
 class SentinelPipe:
-    """Two sockets, of which another process reads the one. Raises OSError where there are none.
+    """Two sockets; another process reads one of them. Raises OSError if they cannot be made.
 
-    A forked child loses its copy. For one thread at a time.
+    A forked child loses its copy. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,14 @@ class SentinelPipe:
         return self._reader
 
     def close_reader(self) -> None:
-        """In this process; once. Others that have it can read on."""
+        """Close the reading end in this process. Call it once. Other processes that have it can still read."""
         os.close(self._reader)
 
     def tell(self, text: bytes) -> None:
-        """Without waiting: what there is no room for goes with what is told next.
+        """Write without waiting; text for which there is no room goes with the next write.
 
-        Raises OSError when nobody can read any longer, and when others have closed this. Raises TimeoutError when it is
-        seen that nothing was read of what was told, for `HANGS_AFTER` seconds: whoever tells seldom sees it late.
+        Raises OSError when nobody can read any more, and when others have closed this. Raises TimeoutError when nothing
+        was read for `HANGS_AFTER` seconds, as seen by a write: a rare writer notices it late.
         """
         if not self._is_ours():
             raise OSError("somebody has closed a file that is not his: the pipe to the sentinel")
@@ -71,15 +71,15 @@ class SentinelPipe:
             raise TimeoutError("it does not read what it is told")
 
     def _unread(self) -> int:
-        """How much was told and not read: at least as many bytes, and 0 only for none. Where the kernel does not say
-        it, what there was no room for."""
+        """How many bytes were written and not read: at least as many, and 0 only for none. Where the kernel does not
+        say, the bytes for which there was no room."""
         with suppress(OSError):
             (sent,) = _INT.unpack(fcntl.ioctl(self._ours, termios.TIOCOUTQ, bytes(_INT.size)))
             return int(sent) + len(self._unsent)
         return len(self._unsent)
 
     def close(self) -> None:
-        """Once; this end of it. A file of somebody else that has its number now stays open."""
+        """Close the writing end. Call it once. Another file that has got its descriptor stays open."""
         unhide(self._ours)
         if self._is_ours():
             os.close(self._ours)

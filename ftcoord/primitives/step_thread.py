@@ -1,4 +1,4 @@
-"""A thread that takes one step after another through outages of etcd, and tells its owner when it fails."""
+"""A thread that takes one step after another through outages of etcd, and reports to its owner when it fails."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ftcoord.log_once import LogOnce
 log = logging.getLogger(__name__)
 
 STEP_RETRY_PAUSE: Final = 0.5
-"""Seconds until a step that failed is taken again."""
+"""Seconds until a failed step is repeated."""
 
 
 class StepThread(Closing):
     """Takes steps from `start()` to `close()`.
 
     Args:
-        step: called on the thread again and again; waits for its news itself. After an EtcdError or a StateError, which
-            is logged once, it is called again half a second later.
-        name: of the thread.
-        wake: has the step that waits, or else the next one, return. Called by `close()`, from any thread.
-        end: called on the thread when it ends, however that happens.
-        failed: called on the thread with the error that ended it: ClientClosed, or what nobody foresaw and is logged.
-            Not called after a `close()` that came first.
+        step: called on the thread again and again; it waits for events itself. After an EtcdError or a StateError,
+            which is logged once, it is called again half a second later.
+        name: the thread's name.
+        wake: makes a waiting step, or else the next one, return. Called by `close()`, from any thread.
+        end: called on the thread when it ends, for whatever reason.
+        failed: called on the thread with the error that ended it: ClientClosed, or an unexpected error, which is
+            logged. Not called after a `close()` that came first.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class StepThread(Closing):
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called: a step that is under way has nothing to tell any more."""
+        """Whether `close()` was called: a step in progress must not report anything any more."""
         return self._closed.is_set()
 
     def start(self) -> None:
-        """Begin; once. Raises ThreadNotStarted."""
+        """Start the thread; call it once. Raises ThreadNotStarted."""
         self._thread.start()
 
     def close(self) -> None:
-        """Take no further step. Waits for one under way, unless that is what closes it. Idempotent."""
+        """Take no further step. Waits for one in progress, unless that calls this. Idempotent."""
         self._closed.set()
         self._wake()
         if self._thread.ident is not None and self._thread is not concurrency.current_thread():

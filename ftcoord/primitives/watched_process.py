@@ -1,7 +1,7 @@
-"""What Linux tells of another process: that it ended and how, whether it runs, and whether memory ran out.
+"""What Linux reports about another process: that it ended and how, whether it runs, and whether memory ran out.
 
-Linux tells without polling by a pidfd (https://man7.org/linux/man-pages/man2/pidfd_open.2.html). A pidfd means one
-process for ever, whoever gets the number afterwards.
+A pidfd reports the end without polling (https://man7.org/linux/man-pages/man2/pidfd_open.2.html). It stands for one
+process forever, even if its pid is reused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ftcoord.pidfd import open_pidfd
 _GET_INFO: Final = 0xC040FF0B
 """PIDFD_GET_INFO, the request of `ioctl` for a `struct pidfd_info` of 64 bytes (Linux 6.13, <linux/pidfd.h>)."""
 _INFO: Final = struct.Struct("=Q52xi")
-"""Of it: the mask of what is asked for, or was answered, and the exit status."""
+"""The fields of it: the mask of what is asked for, or was answered, and the exit status."""
 _WITH_EXIT: Final = 1 << 3
-"""PIDFD_INFO_EXIT in that mask (Linux 6.15). It is answered once the process has been waited for."""
+"""PIDFD_INFO_EXIT in that mask (Linux 6.15). It is answered once the process has been reaped."""
 _STATE, _FLAGS, _STARTED, _STACK, _ENVIRONMENT, _EXIT_STATUS = 0, 6, 19, 25, 47, 49
-"""Fields of /proc/PID/stat, behind the name of the program."""
+"""Fields of /proc/PID/stat, after the name of the program."""
 _DOES_NOT_RUN: Final = frozenset("TtZXx")
-"""States there: stopped, traced, zombie, dead."""
+"""States in it: stopped, traced, zombie, dead."""
 _IS_DEAD: Final = frozenset("ZXx")
 _EXITING: Final = 0x4
 """PF_EXITING in the flags there (<linux/sched.h>)."""
@@ -38,11 +38,12 @@ _KILLED: Final = 1 << signal.SIGKILL - 1
 _PROC: Final = "/proc"
 _GROUPS: Final = "/sys/fs/cgroup"
 RECENT: Final = 5.0
-"""Seconds: a process that the kernel kills for lack of memory ends within so many, if nobody heard of it meanwhile."""
+"""Seconds: a process that the kernel kills for lack of memory ends within this time, if it has reported nothing
+meanwhile."""
 _LOOK_AGAIN: Final = 0.01
-"""Seconds between two looks where no pidfd tells."""
+"""Seconds between two checks without a pidfd."""
 _LOWEST: Final = 3
-"""The lowest number of a descriptor that is no standard stream, though this process has closed those."""
+"""The lowest descriptor that is no standard stream, even if this process has closed those."""
 _V1, _V2 = ("memory", "memory.oom_control"), ("", "memory.events")
 """The controller that /proc/PID/cgroup names, and the file that counts kills there, with either version."""
 
@@ -51,8 +52,8 @@ class WatchedProcess:
     """This process's parent, which may have ended already.
 
     Args:
-        pid: its number.
-        pidfd: a pidfd of it, which this process has inherited: readable when it has ended. None where there are none.
+        pid: its pid.
+        pidfd: a pidfd of it, which this process has inherited: readable when it has ended. None without pidfds.
     """
 
     def __init__(self, pid: int, pidfd: int | None) -> None:
@@ -63,14 +64,14 @@ class WatchedProcess:
         self._oom_kills = oom_kills(pid)
 
     def runs(self) -> bool:
-        """Whether it exists and is not stopped. Where there is no /proc, only whether it exists."""
+        """Whether it exists and is not stopped. Without /proc, only whether it exists."""
         if os.getppid() != self.pid:  # somebody else may have its number
             return False
         fields = self._own_stat()
         return fields is None or fields[_STATE] not in _DOES_NOT_RUN
 
     def has_ended(self, timeout: float = 0) -> bool:
-        """Whether it has, or does within `timeout` seconds."""
+        """Whether it has ended, or does within `timeout` seconds."""
         if self.pidfd is not None:
             return pidfd_has_ended(self.pidfd, timeout)
         deadline = concurrency.now() + timeout
@@ -82,26 +83,26 @@ class WatchedProcess:
 
     def is_ending(self) -> bool:
         """Whether it never returns to its program, though it has not ended yet: it dumps core, frees gigabytes, or was
-        killed while it hangs in a driver. That may take minutes. False where there is no /proc."""
+        killed while it hangs in a driver. That may take minutes. False without /proc."""
         return self._own_stat() is not None and _is_doomed(self.pid)
 
     def know_program(self, stack: int) -> None:
-        """It is the one whose stack begins there: what this has found itself may be that of the next one."""
+        """Its program is the one whose stack begins there: the stack that this has found may be the next program's."""
         self._stack = stack or self._stack
 
     def is_another_program(self) -> bool:
-        """Whether it has become another one by `exec` since this was made.
+        """Whether it has become another program by `exec` since this was made.
 
-        Each program has its stack at a random address. Where that is not so, or another user's process does not show
-        it, this is False.
+        Each program has its stack at a random address. False if addresses are not random, or another user's process
+        hides it.
         """
         now = self._stack_now()
         return bool(self._stack and now) and now != self._stack
 
     def status(self) -> int | None:
-        """How it ended, as `os.wait` says it; None if that cannot be told. For a process that has ended, or is ending.
+        """Its status, as `os.wait` returns it; None if it is unknown. For a process that has ended, or is ending.
 
-        Until its parent has waited for it, /proc knows; afterwards its pidfd does, on a kernel of 2025 or later.
+        /proc has it until the parent has reaped it; afterwards its pidfd does, on a kernel of 2025 or later.
         """
         told = self._told_by_pidfd()
         if told is None and (fields := self._own_stat()) is not None:
@@ -109,21 +110,21 @@ class WatchedProcess:
         return self._told_by_pidfd() if told is None else told  # it may have been waited for in between
 
     def told(self) -> None:
-        """Note that it has just said something, so that no memory that ran out long before has killed it."""
+        """Note that it has just reported something: an earlier OOM kill was not of this process."""
         if self._oom_kills is not None:
             self._oom_kills.note()
 
     def was_oom(self) -> bool:
-        """Whether the kernel has killed a process of its control group for lack of memory, shortly before this one said
-        something last, or since. For one that was killed."""
+        """Whether the kernel has killed a process of its control group for lack of memory, shortly before this one's
+        last report, or since. For a process that was killed."""
         return self._oom_kills is not None and self._oom_kills.grew()
 
     def cause(self, fate: str = "") -> str:
-        """One line: which process it was, and what became of it, unless that is known. For one that has ended."""
+        """One line: which process it was, and how it ended, unless `fate` says it. For a process that has ended."""
         return f"{socket.gethostname()} (pid {self.pid}) {fate or fate_of(self.status(), self.was_oom())}"
 
     def _own_stat(self) -> list[str] | None:
-        """What /proc says of it; None where it says nothing, or of another process with its number: that one is younger
+        """The process in /proc; None if there is none, or it is another process with the same pid: that one is younger
         than this process, and a parent is not."""
         fields = _stat(self.pid)
         is_older = fields is not None and self._born is not None and int(fields[_STARTED]) <= self._born
@@ -137,12 +138,12 @@ class WatchedProcess:
 
 
 def own_stack() -> int:
-    """Where the stack of this process's program begins; 0 if that cannot be told."""
+    """Where the stack of this process's program begins; 0 if that is unknown."""
     return _stack_in(_stat(os.getpid()))
 
 
 def own_pidfd() -> int | None:
-    """A pidfd of this process, to be inherited; None where there are none (a Linux before 5.3, gVisor)."""
+    """A pidfd of this process, to be inherited; None without pidfds (Linux before 5.3, gVisor)."""
     try:
         descriptor = open_pidfd(os.getpid())
         if descriptor >= _LOWEST:
@@ -156,7 +157,7 @@ def own_pidfd() -> int | None:
 
 
 def status_after_wait(pidfd: int) -> int | None:
-    """How a process ended that somebody has waited for, as `os.wait` says it. None before, and on older kernels."""
+    """The status of a process that was reaped, as `os.wait` returns it. None before, and on older kernels."""
     info = bytearray(64)
     _INFO.pack_into(info, 0, _WITH_EXIT, 0)
     try:
@@ -168,11 +169,11 @@ def status_after_wait(pidfd: int) -> int | None:
 
 
 def fate_of(status: int | None, was_oom: bool = False) -> str:
-    """What became of a process, in words.
+    """How a process ended, in words.
 
     Args:
-        status: how it ended, as `os.wait` says it; None if nobody could tell.
-        was_oom: the kernel killed a process of its control group for lack of memory, while it lived.
+        status: its status, as `os.wait` returns it; None if it is unknown.
+        was_oom: the kernel killed a process of its control group for lack of memory while it lived.
     """
     if status is None:
         return "ended, and nobody could tell how"
@@ -192,8 +193,8 @@ def _name(number: int) -> str:
 
 
 def is_being_started(pid: int) -> bool:
-    """Whether a process has no environment yet: the kernel lets its parent go on before it has laid that out. So it
-    says of another user's process, too."""
+    """Whether a process has no environment yet: the kernel lets its parent continue before it has set that up. Also
+    true for another user's process."""
     fields = _stat(pid)
     return fields is not None and not _is_over(fields) and fields[_ENVIRONMENT] == "0"
 
@@ -203,7 +204,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _stat_in(directory: Path) -> list[str] | None:
-    """Of a process, or of one of its threads; None if it is gone."""
+    """The `stat` of a process or thread; None if it is gone."""
     try:
         text = (directory / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -223,7 +224,7 @@ def _is_over(fields: list[str] | None) -> bool:
 def _is_doomed(pid: int) -> bool:
     """Whether no thread of a process returns to its program.
 
-    Its first thread alone says little: that may end while the others run on, or while another one starts a program.
+    Its first thread alone does not show it: it may end while others run, or while another one starts a program.
     """
     try:
         told = _told_in(Path(_PROC, str(pid)))
@@ -236,7 +237,7 @@ def _is_doomed(pid: int) -> bool:
 
 
 def _is_thread_doomed(directory: Path) -> bool:
-    """Raises OSError if it is gone."""
+    """Whether a thread never returns to its program. Raises OSError if it is gone."""
     return _is_over(_stat_in(directory)) or _is_killed(_told_in(directory), "SigPnd")
 
 
@@ -245,15 +246,16 @@ def _is_killed(told: Mapping[str, str], pending: str) -> bool:
 
 
 def _told_in(directory: Path) -> dict[str, str]:
-    """What its `status` says, by name. Raises OSError if it is gone."""
+    """The fields of its `status`, by name. Raises OSError if it is gone."""
     lines = (directory / "status").read_text(encoding="utf-8", errors="replace").splitlines()
     return {name: text.strip() for name, _, text in (line.partition(":") for line in lines)}
 
 
 def _status_in(pid: int, fields: list[str]) -> int | None:
-    """How a process ends whose `stat` says that, as `os.wait` says it; None if that is not known, or if it lives.
+    """The status of a process with this `stat`, as `os.wait` returns it; None if it is unknown, or the process is
+    alive.
 
-    Of one that is only about to end a kernel before 5.17 says 0 there.
+    For a process that is only about to end, kernels before 5.17 have 0 there.
     """
     status = int(fields[_EXIT_STATUS])
     if _is_over(fields) or (status and _is_doomed(pid)):
@@ -268,28 +270,28 @@ class OomKills:
     """How often the kernel has killed a process of a control group for lack of memory.
 
     Args:
-        events: the file that counts them.
-        count: how many there were.
+        events: the file with the counter.
+        count: the counter's value at the start.
     """
 
     def __init__(self, events: Path, count: int) -> None:
         self._events, self._before, self._last, self._noted_at = events, count, count, concurrency.now()
 
     def note(self) -> None:
-        """Those until the last note but one do not count any longer, if that is not recent. What a process said just
-        before it was killed may be read after that."""
+        """Kills up to the last note but one no longer count, unless that is recent. A report that a process made just
+        before it was killed may be read after the kill."""
         now = concurrency.now()
         if now >= self._noted_at + RECENT and (count := _count(self._events)) is not None:
             self._before, self._last, self._noted_at = self._last, count, now
 
     def grew(self) -> bool:
-        """Whether there were any that count."""
+        """Whether there were any kills that count."""
         now = _count(self._events)
         return now is not None and now > self._before
 
 
 def oom_kills(pid: int) -> OomKills | None:
-    """Those of the control group of a process; None where that does not count them."""
+    """The kills in the control group of a process; None if it has no counter."""
     for events in _groups(pid):
         if (count := _count(events)) is not None:
             return OomKills(events, count)

@@ -1,4 +1,4 @@
-"""One write that happens at most once though answers get lost: guarded by a revision, recognised by its value.
+"""One write that happens at most once even if answers get lost: guarded by a revision, recognised by its value.
 
 For a key whose values are all different. `exactly_once` is for changes whose values may repeat, such as a store's.
 """
@@ -19,13 +19,13 @@ from ftcoord.etcd.retry import UNANSWERED, retry
 log = logging.getLogger(__name__)
 
 WRITE_ATTEMPT_TIMEOUT: Final = 1.5
-"""Seconds after which an answer counts as lost. A leader that dies loses what was proposed to it, and etcd tells the
-client so only after 7 s; a new leader is there after 1.5 s."""
+"""Seconds after which an answer counts as lost. A leader that dies loses its proposals, and etcd reports that to the
+client only after 7 s; a new leader is elected after 1.5 s."""
 SHORTEST_WRITE_ATTEMPT: Final = 0.05
-"""Minimum time-out of one attempt, in seconds: with none, it could not be answered at all."""
+"""The fewest seconds for one attempt: with none, it could not be answered at all."""
 WRITE_ATTEMPT_PART: Final = 0.3
-"""The part of a longer `request_timeout` that an attempt gets: who knows that etcd is slow says so there. What it is
-still busy with must not be sent again."""
+"""The part of a longer `request_timeout` that an attempt gets: a user who knows that etcd is slow sets that. A write
+that etcd is still busy with must not be sent again."""
 WRITE_TIMEOUT: Final = 5.0
 """Seconds that a write may take in all, unless the caller, or a longer `request_timeout`, says otherwise."""
 
@@ -36,7 +36,7 @@ def write_attempt_timeout(etcd: EtcdCalls) -> float:
 
 
 def write_timeout(etcd: EtcdCalls) -> float:
-    """Seconds that a write may take in all, where the caller says nothing."""
+    """Seconds that a write may take in all, by default."""
     return max(WRITE_TIMEOUT, _request_timeout(etcd))
 
 
@@ -50,9 +50,9 @@ class WriteOutcome:
 
     Args:
         done: whether the key holds the value that was to be written.
-        kv: the key as it is now; None if it is absent.
-        reads: what `before` and `reads` found, in this order.
-        revision: of etcd, at which all this was so.
+        kv: the key as it is now; None if it does not exist.
+        reads: the results of `before` and `reads`, in this order.
+        revision: etcd's revision of all of this.
     """
 
     done: bool
@@ -74,15 +74,15 @@ def write_once(
 ) -> WriteOutcome:
     """Write `put` if its key is still at mod revision `expected` (0: absent) and the other `guards` hold.
 
-    `also` is done in the same transaction; `reads` are answered at its revision, whether it wrote or not, and `before`
-    as it was before it wrote. When the answer is lost, the same transaction is sent again: its guard lets it happen
+    `also` is done in the same transaction. `reads` are answered at its revision, whether it wrote or not, and `before`
+    as of right before it wrote. If the answer is lost, the same transaction is sent again: its guard lets it happen
     only once, and the value, which must differ from all others that were ever written to the key, shows whether an
-    earlier attempt wrote it. What `before` finds then may be of after that attempt. An etcd without space is
-    read, since it may have written what it says it has no space for.
+    earlier attempt wrote it. `before` may then show the state after that attempt. If etcd has no space the key is read,
+    since etcd may have made the write anyway.
 
     Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds
-    (`write_timeout(etcd)` if None), EtcdNoSpace when etcd had no space and the key does not hold the value, and what
-    else `Etcd.txn` raises.
+    (`write_timeout(etcd)` if None), EtcdNoSpace when etcd had no space and the key does not hold the value, and the
+    other errors of `Etcd.txn`.
     """
     compares = [unchanged(put.key, expected), *guards]
     failure = [*before, Get(Span(put.key)), *reads]
@@ -130,6 +130,6 @@ def write_once(
 
 
 def _as_refused(then: SnapshotReader, gets: Sequence[Get]) -> TxnResult:
-    """What a transaction answers whose guards do not hold, without a transaction. Raises EtcdError."""
+    """What a transaction whose guards do not hold answers, without a transaction. Raises EtcdError."""
     found = then.ranges(gets)
     return TxnResult(False, then.revision, tuple(replace(one, revision=then.revision) for one in found))

@@ -1,4 +1,4 @@
-"""Asking etcd whether a watch has missed a change that no later one shows."""
+"""Asks etcd whether a watch has missed a change that no later one reveals."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from ftcoord.primitives.mirror import Mirror
 from ftcoord.primitives.session import Session
 
 CHECK_AFTER: Final = 3.0, 4.5
-"""Times of its lease after which a member that hears of no decision asks etcd whether it has missed one (a decider: or
-a change of a member), the least and the most: so it costs a tenth of what renewing the lease does, and not all ask at
+"""Multiples of its lease TTL, lowest and highest, after which a member that sees no decision asks etcd whether it
+missed one (a decider: or a change of a member). So it costs a tenth of renewing the lease, and not all members ask at
 once."""
 
 
 class Checkup:
-    """When a member compares its copies with etcd. The group's turn guards it.
+    """When a member compares its copies with etcd. Guarded by the group's turn.
 
-    A watch may miss a change (a process that forks with gRPC's own handlers does), and the next one shows that. But the
-    one that was missed may be the last: one that calls this member back, or the request of the member that a decider
-    waits for, and nothing follows until it has come.
+    A watch may miss a change (in a process that forks with gRPC's own handlers), and the next change reveals that. But
+    the missed one may be the last: a recall of this member, or the request of the member that a decider waits for.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self.due = math.inf
-        """The next time, unless a decision is heard before; never before this member has joined."""
+        """When to check next, unless a decision comes before; never before this member has joined."""
 
     def put_off(self) -> None:
-        """The record's watch works: it has just told something."""
+        """The record's watch works: it has just delivered something."""
         self.due = concurrency.now() + self._session.ttl * random.uniform(*CHECK_AFTER)
 
     def finds_missed(self, copies: Sequence[Mirror]) -> bool:
-        """Compare them with etcd now; whether one has missed a change, and must be read again. Costs no value.
+        """Compare the copies with etcd now; returns whether one has missed a change, and must be read again. Reads no
+        values.
 
         Raises EtcdError, and is then still due.
         """

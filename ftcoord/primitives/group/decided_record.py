@@ -22,12 +22,12 @@ from ftcoord.primitives.write_once import WriteOutcome, write_attempt_timeout, w
 
 @dataclass(frozen=True, slots=True)
 class OwnWrite:
-    """What a decider writes of itself in the transaction of a decision.
+    """What a decider writes about itself in the transaction of a decision.
 
     Args:
-        guards: hold only as long as the decider is a member, and sees what it has to see.
+        guards: hold only while the decider is a member, and has seen what it must see.
         puts: made in the same transaction.
-        wrote: gets the revision at which that was done.
+        wrote: called with the transaction's revision.
     """
 
     guards: tuple[Compare, ...]
@@ -39,21 +39,21 @@ Listener: TypeAlias = Callable[[KeyValue | None, KeyValue | None], None]
 
 
 class DecidedRecord:
-    """A mirror of `decided`, what its listener made of it, and the lease that the decider keeps for it. The group's
-    turn guards all of it.
+    """A mirror of `decided`, its listener's view of it, and the lease that the decider keeps for it. Guarded by the
+    group's turn.
 
-    A record with a roster lies under two keys, which change in one transaction. So one watch has both in one batch, and
-    one read has both at one revision: a reader never sees one without the other.
+    A record with a roster has two keys, which change in one transaction. So one watch delivers both in one batch, and
+    one read returns both at one revision: a reader never sees one without the other.
 
     Args:
         etcd: the etcd client.
-        prefix: the group's.
+        prefix: the group's prefix.
         ttl: seconds that the record outlives the last decider.
         post: takes what the mirror's watch delivers; see `Mirror`.
-        listener: called with each new value, and its roster, and with None after a deletion. Raises StateError when it
+        listener: called with each new value and its roster, and with None after a deletion. Raises StateError when it
             cannot read them.
-        has_roster: whether the record has one.
-        history: what takes the events of decisions; None for nothing.
+        has_roster: whether the record has a roster.
+        history: takes the events of decisions; None for no history.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DecidedRecord:
         self.known: KeyValue | None = None
         """The last value that the listener could read. It stays when the key is deleted."""
         self.known_roster: KeyValue | None = None
-        """The roster that goes with it."""
+        """The roster of that value."""
         self.known_at = concurrency.now()
         self._listener = listener
         self._told: tuple[KeyValue | None, KeyValue | None] = None, None
@@ -86,12 +86,12 @@ class DecidedRecord:
         return self.known is not None and self.mirror.one is None
 
     def check_readable(self) -> None:
-        """Raises StateError while the key holds what nobody may replace."""
+        """Raises StateError while the key holds a value that nobody may replace."""
         if self._unreadable is not None:
             raise self._unreadable
 
     def tell(self) -> None:
-        """Tell the listener, if there is news."""
+        """Call the listener, if there is something new."""
         kv, roster = self.mirror.one, self._roster
         if roster is None and kv is not None and kv == self.known:
             roster = self.known_roster  # somebody deleted it: the next decision puts it back
@@ -114,10 +114,10 @@ class DecidedRecord:
         self.lease.keep(self.mirror.one)
 
     def publish(self, decision: Publish[bytes], own: OwnWrite) -> bool:
-        """Replace the record that is known, if nobody else did, together with the decider's own write; whether that
-        was done. What it has to say to the history goes with it, unless etcd does not take that.
+        """Replace the known record, if nobody else did, together with the decider's own write; returns whether that was
+        done. The events for the history are written with it, unless etcd does not take them.
 
-        Raises EtcdError; whether it worked is then not known, and it may be repeated.
+        Raises EtcdError; it is then unknown whether it worked, and it may be repeated.
         """
         self.keep_lease()  # a lease of its own would take the record from what lies beside it under the same lease
         lease, current = self.lease.for_publishing(), self.mirror.one
@@ -153,26 +153,26 @@ class DecidedRecord:
         return outcome.done
 
     def note(self, events: Sequence[HistoryEvent], guards: Sequence[Compare]) -> None:
-        """Add to the history what goes with no decision, as long as the guards hold. Raises ClientClosed."""
+        """Add events to the history without a decision, if the guards hold. Raises ClientClosed."""
         if self._history is not None:
             self._history.add(events, guards, self.mirror.revision)
 
     def rest(self) -> None:
-        """Keep the leases no longer: this member does not decide any more. Idempotent."""
+        """Stop keeping the leases: this member no longer decides. Idempotent."""
         self.lease.drop()
         if self._history is not None:
             self._history.drop()
 
     def close(self) -> None:
-        """Stop watching, and keep the leases no longer. Idempotent."""
+        """Stop watching, and stop keeping the leases. Idempotent."""
         self.mirror.close()
         self.rest()
 
     # -- what lies beside ---------------------------------------------------------------------------------------
 
     def _write_before(self, beside: Sequence[Put], guards: Sequence[Compare]) -> WriteOutcome | None:
-        """Write what the record will name, as long as the record could be written. None if that was done, else what was
-        found. Raises EtcdError; it may then be repeated, and so may what arrives late: it always writes the same."""
+        """Write the keys that the record will name, as long as the record could be written. None if that was done, else
+        what was found. Raises EtcdError. It may then be repeated, and may arrive late: it always writes the same."""
         look = Get(Span(self.mirror.span.start))
         deadline, never = concurrency.now() + write_timeout(self._etcd), concurrency.event()
         for batch in batches(beside):
@@ -192,14 +192,14 @@ class DecidedRecord:
         return None if self._roster_key is None else self.mirror.kvs.get(self._roster_key)
 
     def _roster_guards(self) -> list[Compare]:
-        """A decision goes with the roster that its decider knows, so nobody else may have written that."""
+        """A decision belongs to the roster that its decider knows, so nobody else may have written the roster."""
         if self._roster_key is None:
             return []
         return [unchanged(self._roster_key, self._roster.mod_revision if self._roster else 0)]
 
     def _roster_put_back(self, puts: Sequence[Put], lease: int) -> list[Put]:
-        """The known roster, for a decision that does not change it, if etcd would not hold it as long as the record:
-        somebody deleted it, or the record gets another lease."""
+        """A put of the known roster, for a decision that does not change it, if etcd would not keep it as long as the
+        record: because somebody deleted it, or the record gets another lease."""
         known, now = self.known_roster, self._roster
         if known is None or any(put.key == known.key for put in puts):
             return []
@@ -225,7 +225,7 @@ class DecidedRecord:
 
 
 def _written(put: Put, before: KeyValue | None, revision: int) -> KeyValue:
-    """What is there after a put, which was guarded by what was there before."""
+    """The key after a put that was guarded by its state before."""
     if before is None:
         return KeyValue(put.key, put.value, revision, revision, 1, put.lease)
     return before._replace(value=put.value, mod_revision=revision, version=before.version + 1, lease=put.lease)

@@ -1,6 +1,6 @@
-"""A job's history in etcd: events beside what is decided, in the same transaction.
+"""A job's history in etcd: events beside a decision, in the same transaction.
 
-Nothing depends on it. Where etcd takes no history (no space, no permission, no lease), decisions are made without.
+Nothing depends on it. If etcd takes no history (no space, no permission, no lease), decisions are made without it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from ftcoord.primitives.write_once import WriteOutcome
 log = logging.getLogger(__name__)
 
 OFF: Final = 60.0
-"""Seconds for which nothing is written after etcd has refused it,"""
+"""Seconds without writes after etcd has refused the history,"""
 AWAY: Final = 1.0
 """and after it has not answered."""
 OWED: Final = 40
 """Events that wait meanwhile; the oldest of them are written with the next decision."""
 LOOK_AGAIN: Final = KEPT_EVENTS // 4
-"""Events that are written between two looks at what others have written."""
+"""Events written between two reads of what others have written."""
 CALL_TIMEOUT: Final = 1.0
-"""Seconds that a call may take that is made for the history alone."""
+"""Seconds that a call for the history alone may take."""
 
 
 class EventLog:
-    """What one writer adds to a history. For one thread.
+    """What one writer adds to a history. Not thread-safe.
 
-    All of a history lies under one lease, which whoever decides keeps alive: it takes over the one that is there, and
-    makes one only where there is none, or one that is too short.
+    All of a history is attached to one lease, which the decider keeps alive: it takes over the existing lease, and
+    grants one only if there is none, or its TTL is too short.
 
     Args:
         etcd: the etcd client.
-        prefix: the group's.
+        prefix: the group's prefix.
         ttl: seconds that the history outlives its last decider.
-        writer: a name that nobody else has, such as a member id.
+        writer: a unique name, such as a member id.
         keeps: whether to keep the lease alive until `drop()`, as a decider does.
     """
 
@@ -53,19 +53,19 @@ class EventLog:
         self._lease = 0
         self._kept: KeptLease | None = None
         self._is_unused = False
-        """Whether this has granted the lease, and never wrote under it."""
+        """Whether this has granted the lease, and has not written under it yet."""
         self._keys: list[str] = []
-        """The keys of the history as far as they are known, in order."""
+        """The known keys of the history, in order."""
         self._unseen = LOOK_AGAIN
-        """How many events were written since this looked at what others have written."""
+        """How many events were written since this read what others have written."""
         self._owed: list[HistoryEvent] = []
         self._off_until = 0.0
         self._warned = False
 
     def writes(self, events: Sequence[HistoryEvent], revision: int) -> list[Op]:
-        """What adds these events to a transaction, and deletes the oldest; nothing where that cannot be.
+        """The operations that add these events to a transaction and delete the oldest; none if that is impossible.
 
-        Costs a request or two the first time, and seldom after that. `revision` is the highest of etcd's that is known.
+        Costs one or two requests the first time, and rarely later. `revision` is etcd's highest known revision.
         """
         if not events or concurrency.now() < self._off_until:
             return []
@@ -86,11 +86,11 @@ class EventLog:
     def send(
         self, ops: Sequence[Op], events: Sequence[HistoryEvent], write: Callable[[Sequence[Op]], WriteOutcome]
     ) -> WriteOutcome:
-        """Have `write` make its transaction with these operations; without, if etcd refuses them together.
+        """Have `write` make its transaction with these operations; without them, if etcd refuses them together.
 
         Args:
-            ops: what `writes` gave for these events, or nothing.
-            write: makes a guarded transaction, with more operations in it.
+            ops: the operations that `writes` returned for these events, or none.
+            write: makes a guarded transaction, with additional operations.
 
         Raises what `write` raises.
         """
@@ -111,8 +111,7 @@ class EventLog:
         return outcome
 
     def add(self, events: Sequence[HistoryEvent], guards: Sequence[Compare], revision: int) -> None:
-        """Write these by themselves, as long as the guards hold. What etcd does not take now goes with the next
-        decision.
+        """Write these events alone, if the guards hold. Events that etcd does not take now go with the next decision.
 
         Raises ClientClosed.
         """
@@ -138,7 +137,7 @@ class EventLog:
         self._keys = [*self._keys, *keys][-KEPT_EVENTS:]
 
     def refused(self, error: EtcdError) -> None:
-        """etcd does not take what `writes` gave, so that gives nothing for a while. Warns once."""
+        """etcd refuses the operations of `writes`, which so returns none for a while. Warns once."""
         if isinstance(error, LeaseLost):  # it expired, or somebody revoked it: the next one is written under another
             self._forget_lease()
             return
@@ -152,7 +151,7 @@ class EventLog:
             )
 
     def drop(self) -> None:
-        """Keep the history's lease alive no longer: somebody else does, or it expires. Idempotent."""
+        """Stop keeping the history's lease alive: another decider does, or it expires. Idempotent."""
         lease, is_unused = self._lease, self._is_unused
         self._forget_lease()
         if is_unused:
@@ -162,7 +161,7 @@ class EventLog:
                 log.debug("the lease of a history that was not written expires by itself: %s", error)
 
     def _next_key(self, revision: int) -> str:
-        """Behind all that is there, also where etcd was restored and counts anew."""
+        """A key after all existing ones, even if etcd was restored and counts again."""
         last = self._keys[-1] if self._keys else ""
         base = max(revision, event_revision(last) or 0)
         key = event_key(self._prefix, base, self._writer, next(self._counts))
@@ -185,7 +184,7 @@ class EventLog:
         return self._lease
 
     def _look(self) -> KeyValue | None:
-        """See what is there; the newest of it."""
+        """Read the existing events; returns the newest."""
         get = Get(events_span(self._prefix), limit=2 * KEPT_EVENTS, keys_only=True, order="newest")
         found = self._etcd.range(get, timeout=CALL_TIMEOUT)
         self._keys = sorted(kv.key for kv in found.kvs if event_revision(kv.key) is not None)
@@ -193,7 +192,7 @@ class EventLog:
         return found.kvs[0] if found.kvs else None
 
     def _adopt(self, lease: int) -> None:
-        """Go on with the lease that others have used, if it lives long enough."""
+        """Continue with the lease that others have used, if its TTL is long enough."""
         now = concurrency.now()
         try:
             ttl = self._etcd.renew(lease, timeout=CALL_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Keeps a decision that breaks the protocol from being published."""
+"""Prevents the publication of a decision that breaks the protocol."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DECIDE_AGAIN_AFTER: Final = 10.0
 
 
 class InvariantGuard:
-    """Withholds a decision that breaks an invariant: the members wait, and go on when another one can be made.
+    """Withholds a decision that breaks an invariant: the members wait, until another decision can be made.
 
-    For one thread. One error in ftcoord is logged once, however often it is met.
+    Not thread-safe. One bug in ftcoord is logged once, however often it occurs.
     """
 
     def __init__(self) -> None:
         self._logged = ""
 
     def passed(self, verdict: Verdict[R], check: Callable[[Publish[R]], None], now: float) -> Verdict[R]:
-        """The verdict, or a `Wait` in its place when `check` raises InvariantBroken for it."""
+        """The verdict; or a `Wait` instead, if `check` raises InvariantBroken for it."""
         if isinstance(verdict, Wait):
             return verdict
         try:

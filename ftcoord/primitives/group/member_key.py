@@ -1,4 +1,4 @@
-"""A member's own key in its group: written by whoever asks for something, and put back when etcd has lost it."""
+"""A member's own key in its group: written when the member asks for something, and put back when etcd has lost it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 HOLD: Final = 0.05
-"""Seconds that a decider holds back what it asks itself, so that it can go with the decision: several times as long as
-the asks of one step take to come, or each step has one write more. While it does, nobody else knows that it
-asks; whoever would decide in its place waits for three times as long (`core.takeover.FIRST_LOOK_DELAY`)."""
+"""Seconds that a decider holds back its own ask, so that it can be written with the decision: several times as long as
+the asks of one step take to come. Otherwise each step would cost one more write. Until then nobody else knows that it
+asks; others wait three times as long before they decide in its place (`core.takeover.FIRST_LOOK_DELAY`)."""
 
 
 class MemberLost(LeaseLost):
@@ -33,11 +33,11 @@ class HeldAsk:
     """A value that is still to be written. Times are monotonic seconds.
 
     Args:
-        value: what the member asks.
+        value: the member's ask.
         timeout: seconds that its write may take.
-        done: gets whether it was written, see `MemberKey.put_soon`.
+        done: called with whether it was written, see `MemberKey.put_soon`.
         since: when it was held back.
-        over: the revision of the member's key then. What was written since is newer, and is not overwritten.
+        over: the revision of the member's key then. A later value is newer, and is not overwritten.
     """
 
     value: bytes
@@ -48,16 +48,16 @@ class HeldAsk:
 
     @property
     def until(self) -> float:
-        """When it must be written by itself."""
+        """When it must be written without a decision."""
         return self.since + HOLD
 
 
 class MemberKey:
-    """A member's key, under the lease that it is named for. Thread-safe; one writes at a time.
+    """A member's key, attached to the lease that it is named after. Thread-safe; one write at a time.
 
     Args:
         etcd: the etcd client.
-        prefix: the group's.
+        prefix: the group's prefix.
         session: the member's lease.
     """
 
@@ -67,18 +67,19 @@ class MemberKey:
         self._tail_key = tail_key(prefix)
         self._etcd, self._session = etcd, session
         self._writing = concurrency.lock("MemberKey._writing")
-        """Held over a write, so that the next one knows what it replaces. After `put_soon` another thread lets go."""
+        """Held during a write, so that the next one knows what it replaces. After `put_soon` another thread releases
+        it."""
         self.kv: KeyValue | None = None  # guarded by _writing; read anywhere
-        """What it holds, as far as is known; None before the member joined."""
+        """Its value, as far as is known; None before the member joined."""
         self.doubted = False  # the group's turn guards it
-        """Whether etcd may have lost it: `restore` then looks."""
+        """Whether etcd may have lost it: `restore` then checks."""
         self.held: HeldAsk | None = None  # the group's turn guards it
-        """What it will hold soon: with the next decision, or by itself."""
+        """The value that is to be written soon: with the next decision, or alone."""
 
     def put(self, value: bytes, timeout: float, first_reads: Sequence[Get]) -> WriteOutcome:
-        """Write a value unlike all before, with `timeout` seconds for each request.
+        """Write a value unlike all earlier ones, with `timeout` seconds for each request.
 
-        The first time this member becomes the tail, and the outcome's reads are the tail that it found and then the
+        The first time, this member becomes the tail, and the outcome's reads are the tail that it found and then the
         `first_reads`; later there are none. Raises LeaseLost, and EtcdError.
         """
         put = Put(self.key, value, self._session.lease_id)
@@ -98,10 +99,11 @@ class MemberKey:
             return outcome
 
     def put_soon(self, value: bytes, timeout: float, done: Callable[[bool], None], over: int = 0) -> None:
-        """Write over what is there, or only `over` this revision: `done` gets whether that worked, and must not block.
+        """Overwrite the key, or only if it is still at revision `over`. `done` is called with whether that worked, and
+        must not block.
 
-        Waits at most for the write before, and for its own request if the client has no other under way. If it did not
-        work, or is not known to have worked, `put()` it.
+        Waits at most for the write before it, and for its own request if the client has no other in flight. If it did
+        not work, or that is unknown, call `put()`.
         """
         put = Put(self.key, value, self._session.lease_id)
         if not self._writing.acquire(timeout=timeout):
@@ -128,10 +130,11 @@ class MemberKey:
         self._etcd.submit([unchanged(self.key, mine.mod_revision)], [put], written, timeout=limit)
 
     def put_with(self, held: HeldAsk, write: Callable[[Compare, Put, Callable[[int], None]], bool]) -> bool:
-        """Write what was held back, in a transaction that `write` makes of this guard and this put; whether it worked.
+        """Write the held ask, in a transaction that `write` makes of this guard and this put; returns whether it
+        worked.
 
-        `write` calls its third argument with the revision at which both were done. It is not called while another write
-        is under way. Raises what `write` raises.
+        `write` calls its third argument with the revision of the transaction. It is not called while another write is
+        in progress. Raises what `write` raises.
         """
         if not self._writing.acquire(blocking=False):
             return False
@@ -150,15 +153,15 @@ class MemberKey:
             self._writing.release()
 
     def release_held(self) -> None:
-        """Write by itself what was held back, if anything was."""
+        """Write the held ask alone, if there is one."""
         held, self.held = self.held, None
         if held is not None:
             self.put_soon(held.value, held.timeout, held.done, held.over)
 
     def restore(self) -> None:
-        """Put it back if etcd has lost it: while it was away, or because somebody deleted it.
+        """Put the key back if etcd has lost it: in an outage, or because somebody deleted it.
 
-        A member that rests asks for nothing, so its key is not put back, and its membership is over.
+        A resting member asks for nothing, so its key is not put back, and its membership is over.
 
         Raises MemberLost when its lease is gone or rests, and EtcdError.
         """

@@ -11,34 +11,33 @@ from ftcoord.etcd.api import Compare, Etcd, KeyValue, encode_key, is_member
 from ftcoord.primitives.mirror import Mirror, Posted
 
 DEPARTED: Final = 1000
-"""Members that are gone of which is remembered what they said last."""
+"""How many members that are gone are remembered with their last values."""
 
 
 class MembersView:
-    """A mirror of `members/` while this member decides, and when this member saw each one come to say what it says.
+    """A mirror of `members/` while this member decides, and when it first saw each member's present value.
 
-    What was seen when is remembered while the mirror is closed, so that no time-out starts again. The group's turn
-    guards all of it.
+    These times are remembered while the mirror is closed, so that no timeout starts again. Guarded by the group's turn.
     """
 
     def __init__(self, etcd: Etcd, span: Span, post: Callable[[Mirror, Posted], None]) -> None:
         self._etcd, self._span, self._post = etcd, span, post
         self.mirror: Mirror | None = None
         self.changed_at = concurrency.now()
-        """When any member last came, changed or went."""
+        """When a member last came, changed or went."""
         self.changes = 0
-        """How often any did."""
+        """How often that happened."""
         self.read_at = concurrency.now()
-        """When the members were last read as a whole. What was there then may have been there for long."""
+        """When all members were last read. Values found by that read may be old."""
         self._kvs: dict[str, KeyValue] = {}
         """The values that were seen last,"""
         self._seen_at: dict[str, float] = {}
         """and when each was seen first."""
         self._members: dict[str, KeyValue] = {}
-        """Those of them that are members. Each change costs O(1): they come in the order in which they are kept."""
+        """Those of them that are members. A change costs O(1): they come in the order in which they are kept."""
         self._is_in_order = True
         self.departed: dict[str, KeyValue] = {}
-        """What those said last that were seen alive and are gone, by key."""
+        """The last values, by key, of members that were seen alive and are gone."""
 
     @property
     def synced(self) -> bool:
@@ -46,11 +45,11 @@ class MembersView:
 
     @property
     def revision(self) -> int:
-        """etcd's, up to which it has seen everything."""
+        """The revision of etcd up to which it has seen everything."""
         return self.mirror.revision if self.mirror is not None else 0
 
     def guards(self, but: str) -> tuple[Compare, Compare]:
-        """They hold if no member wrote what is not seen here, whatever was written to the key `but`."""
+        """Guards that hold if no member wrote anything that is not seen here, except the key `but`."""
         seen = self.revision + 1
         return (
             Compare(self._span.start, "mod", "<", seen, encode_key(but)),
@@ -58,7 +57,7 @@ class MembersView:
         )
 
     def open(self) -> None:
-        """Begin to watch. Idempotent."""
+        """Start to watch. Idempotent."""
         if self.mirror is None:
             self.mirror = Mirror(self._etcd, self._span, self._post)
 
@@ -69,7 +68,7 @@ class MembersView:
             self.mirror = None
 
     def forget(self) -> None:
-        """Have the next `sync()` read all of them: they may have been seen before what was read meanwhile."""
+        """Have the next `sync()` read all members: they may have been seen before what was read meanwhile."""
         if self.mirror is not None:
             self.mirror.forget()
 
@@ -93,7 +92,8 @@ class MembersView:
             self._note((change.key for change in changes), concurrency.now())
 
     def expect(self, kv: KeyValue) -> None:
-        """What this member wrote itself, in the decision that answers it: it is no news when the watch brings it."""
+        """Note what this member wrote itself, in the decision that answers it: the watch's event then changes
+        nothing."""
         assert self.mirror is not None
         self.mirror.expect(kv)
         self._note((kv.key,), concurrency.now())
@@ -106,7 +106,7 @@ class MembersView:
         return tuple(self._members.values())
 
     def has(self, key: str) -> bool:
-        """Whether it is a member's."""
+        """Whether this is a member's key."""
         return key in self._members
 
     def seen(self) -> dict[str, float]:
@@ -131,7 +131,7 @@ class MembersView:
             self.changes += 1
 
     def note_departed(self, last: KeyValue) -> None:
-        """A member is gone that said this last, as another source than this mirror knows."""
+        """Note the last value of a member that is gone, from another source than this mirror."""
         self._note_departure(last)
 
     def _note_departure(self, last: KeyValue) -> None:
@@ -140,7 +140,7 @@ class MembersView:
             del self.departed[next(iter(self.departed))]
 
     def _list(self, key: str, kv: KeyValue | None) -> None:
-        """Note what a key is now among the members."""
+        """Note the new state of a key among the members."""
         before = self._members.get(key)
         if before is not None and (kv is None or kv.create_revision != before.create_revision):
             del self._members[key]

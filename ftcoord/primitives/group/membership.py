@@ -29,26 +29,26 @@ R = TypeVar("R")
 
 
 class Membership(Generic[R]):
-    """Takes a lease and begins to watch at once; joins the group with the first `enter()`.
+    """Takes a lease and starts to watch at once; joins the group with the first `enter()`.
 
     Ends with `leave()`, which revokes the lease, or `orphan()`, which lets it expire.
 
     Args:
         etcd: the etcd client.
-        prefix: of the group.
-        policy: what to decide when this member is the decider.
-        parse: reads the decided record; `parse(key, value, roster)`, with None if there is no roster.
-        changed: notified whenever `record`, `problem`, `failure` or `lost` may have changed. It guards them.
-        ttl: of the lease, in seconds.
+        prefix: the group's prefix.
+        policy: decides while this member is the decider.
+        parse: parses the decided record: `parse(key, value, roster)`, with None if there is no roster.
+        changed: notified when `record`, `problem`, `failure` or `lost` may have changed. It guards them.
+        ttl: the lease's TTL, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
         timeout: seconds for each request.
         has_roster, history_ttl: see `Group`.
         dies_with_process: see `ParticipantOptions`.
-        was: the ids of the participant's incarnations before; see `Session`.
+        was: the ids of the participant's earlier incarnations; see `Session`.
         lost: called when etcd says that the lease is lost, on the keep-alive thread; must not block. Not called for a
             lease that is lost before this object is made.
 
-    Raises EtcdError when it can have no lease or no watch, and ThreadNotStarted when none can renew the lease.
+    Raises EtcdError when it gets no lease or no watch, and ThreadNotStarted when no thread can renew the lease.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Membership(Generic[R]):
         self.problem: StateError | None = None
         """Why the record cannot be read now."""
         self.failure: EtcdError | ThreadFailed | None = None
-        """What ended the group's thread, and this membership with it."""
+        """The error that ended the group's thread, and this membership with it."""
         self.lost = False
         self._etcd, self._parse, self._changed, self._timeout = etcd, parse, changed, timeout  # never change
         self._on_lost = lost  # never changes
         self._has_group = False  # guarded by _changed
-        """Whether what the session tells can be acted on."""
+        """Whether changes of the session's state can be acted on."""
         self.session = Session(etcd, ttl, self._on_state, deaths=prefix if dies_with_process else None, was=was)
         self.group = Group(
             etcd,
@@ -107,12 +107,12 @@ class Membership(Generic[R]):
 
     @property
     def record_lease(self) -> int:
-        """The lease that the last record lies under; 0 for none."""
+        """The lease that the last record is attached to; 0 for none."""
         return self._record_kv.lease if self._record_kv else 0
 
     @property
     def record_revision(self) -> int:
-        """Of etcd, at which the last record was written; 0 before there is one."""
+        """etcd's revision at which the last record was written; 0 before there is one."""
         return self._record_kv.mod_revision if self._record_kv else 0
 
     @property
@@ -121,8 +121,11 @@ class Membership(Generic[R]):
         return self.group.entered
 
     def enter(self, value: bytes, timeout: float | None = None) -> None:
-        """Join, or ask for something else. Raises EtcdError; after LeaseLost, make a new membership. So also after
-        ThreadNotStarted: its key is taken back, since nobody would do what a member does."""
+        """Join, or ask for something else.
+
+        Raises EtcdError; after LeaseLost, make a new membership. The same applies after ThreadNotStarted: its key is
+        withdrawn, since nobody would do a member's work.
+        """
         try:
             self.group.enter(value, timeout or self._timeout)
         except LeaseLost:
@@ -134,15 +137,15 @@ class Membership(Generic[R]):
             raise
 
     def complete(self, record: R, completed: R) -> None:
-        """Have what was read beside a record known with it, unless there is another record by now."""
+        """Add what was read beside a record, unless there is another record by now."""
         with self._changed:
             if self.record is record:
                 self.record = completed
 
     def leave(self, timeout: float) -> None:
-        """Revoke the lease, so that the others know at once, also that of a member which is lost while its lease lives.
+        """Revoke the lease, so that the others know at once; also if the member is lost while its lease is alive.
 
-        Never raises for an etcd that is out of reach.
+        Does not raise if etcd is unreachable.
         """
         self.group.close()
         try:
@@ -153,7 +156,7 @@ class Membership(Generic[R]):
             log.debug("the lease was not revoked, it expires by itself: %s", error)
 
     def orphan(self) -> None:
-        """Take part no longer, and let the lease expire by itself."""
+        """Stop taking part, and let the lease expire."""
         self.group.close()
         self.session.orphan()
         with self._changed:
@@ -172,8 +175,8 @@ class Membership(Generic[R]):
             self._changed.notify_all()
 
     def _heed_session(self) -> None:
-        """From now on; a lease that is lost already is one that this process slept through. Whoever makes this object
-        sees that by itself, so `lost` is not called."""
+        """Act on the session's state from now on. A lease that is already lost was lost while this process was
+        suspended: the creator of this object sees that itself, so `lost` is not called."""
         with self._changed:
             self._has_group = True
         if self.session.state is SessionState.LOST:

@@ -16,21 +16,21 @@ R = TypeVar("R")
 A = TypeVar("A")
 
 SIGNAL_LATENCY: Final = 1.0
-"""Seconds until a call that waits on the main thread heeds a signal at the latest."""
+"""The most seconds until a call that waits on the main thread handles a signal."""
 
 
 def signals_at() -> float:
-    """The monotonic time at which a call that waits must wake up for signals; infinity where it need not.
+    """The monotonic time at which a waiting call must wake up for signals; infinity if it need not.
 
-    A signal may come in the moment before a wait, and Python looks for it when the wait ends. It runs handlers on the
-    main thread only, so calls on other threads sleep on.
+    A signal may come in the moment before a wait, and Python handles it when the wait ends. It runs handlers on the
+    main thread only, so calls on other threads need not wake up.
     """
     return concurrency.now() + SIGNAL_LATENCY if concurrency.is_main_thread() else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Look(Generic[R, A]):
-    """Where a member stands: by which record, and with what it asks."""
+    """Where a member stands: its standing, the record, and its ask."""
 
     standing: Standing
     record: R | None
@@ -42,33 +42,34 @@ class Pace(Protocol[R, A]):
 
     @property
     def deadline(self) -> float:
-        """The monotonic time at which writing is given up."""
+        """The monotonic time at which writes are given up."""
 
     @property
     def gone(self) -> concurrency.Event:
-        """Set when the caller has gone away: writing is given up at once."""
+        """Set when the caller has gone away: writes are then given up at once."""
 
     @property
     def crowd(self) -> int:
-        """How many members may wait together with this one, as far as it can tell: the more, the less each repeats."""
+        """How many members may wait together with this one, as far as is known. The more, the less often each repeats
+        its checks."""
 
     def see(self, look: Look[R, A]) -> Standing:
-        """Take note of where the member stands, before anything is done about it. Called with a lock held: must not
-        block. Returns PENDING for what this call chooses to wait through, else the same."""
+        """Note where the member stands, before anything is done about it. Called with a lock held: must not block.
+        Returns PENDING for a standing that this call chooses to wait through, else the standing."""
 
     def wake_at(self, standing: Standing) -> float:
         """The monotonic time at which to call `tick`. Called with a lock held, before each wait."""
 
     def tick(self, look: Look[R, A]) -> None:
-        """What is to be done from time to time. Raises whatever ends the call, such as TimeoutError."""
+        """Do what is due from time to time. Raises the error that ends the call, such as TimeoutError."""
 
 
 class UntilDeadline(Generic[R, A]):
     """The pace of a call that only waits.
 
     Args:
-        timeout: seconds; None for as long as it takes.
-        what: what is waited for, for the error.
+        timeout: seconds; None waits forever.
+        what: what the call waits for, for the error.
     """
 
     crowd = 1
@@ -91,7 +92,7 @@ class UntilDeadline(Generic[R, A]):
 
 
 class TakeoverToken:
-    """Lets one participant at a time look, of all in this process: one is enough, and each costs a read of all members.
+    """Lets one participant of this process at a time look: one is enough, and each look costs a read of all members.
     Thread-safe."""
 
     def __init__(self) -> None:
@@ -99,7 +100,7 @@ class TakeoverToken:
         self._holder: object | None = None  # guarded by _lock
 
     def take(self, holder: object) -> bool:
-        """Whether the holder has it now. Never waits."""
+        """Take it, if it is free; returns whether the holder has it. Never waits."""
         with self._lock:
             if self._holder is None:
                 self._holder = holder
@@ -111,14 +112,14 @@ class TakeoverToken:
             return self._holder is holder
 
     def give_back(self, holder: object) -> None:
-        """Without effect for whoever does not have it."""
+        """Give it back. Does nothing for another than its holder."""
         with self._lock:
             if self._holder is holder:
                 self._holder = None
 
 
 class TakesOver(Protocol):
-    """Whoever can decide in place of the decider: a participant."""
+    """Something that can decide in place of the decider: a participant."""
 
     def take_over(self, judged: Judged) -> None: ...
     def step_back(self) -> None: ...
@@ -126,14 +127,14 @@ class TakesOver(Protocol):
 
 
 class Takeover:
-    """One call's looks at whether a decision is due that the decider does not make; see `core.takeover`.
+    """The looks of one call at whether a decision is due that the decider does not make; see `core.takeover`.
 
-    For the thread that calls; `see` and `at` run under the participant's lock.
+    For the calling thread; `see` and `at` run under the participant's lock.
 
     Args:
         participant: decides.
         token: shared by all participants of this process.
-        slot: how far apart the looks of all members are.
+        slot: the time between the looks of different members.
     """
 
     def __init__(self, participant: TakesOver, token: TakeoverToken, slot: Slot = slot) -> None:
@@ -143,10 +144,10 @@ class Takeover:
         self._looking: Looking | None = None
         """None while there is nothing to wait for."""
         self._told: tuple[int, float | None] | None = None
-        """The number of a look and what it told. Replaced as a whole by the group's thread."""
+        """The number of a look and its result. Replaced as a whole by the group's thread."""
 
     def see(self, record: object, seats: int, waits: bool) -> None:
-        """The last decided record, how many seats a record has, and whether this call waits for the next one."""
+        """Note the last decided record, how many seats a record has, and whether this call waits for the next one."""
         if not waits:
             self._looking = None
         elif self._looking is None or record is not self._record:
@@ -177,7 +178,7 @@ class Takeover:
             self._participant.take_over(judged)
 
     def end(self) -> None:
-        """The call waits no longer. Idempotent."""
+        """The call no longer waits. Idempotent."""
         self._looking = None
         if self._token.is_with(self):  # else another call of this participant may be looking, and would hear of nothing
             self._participant.step_back()

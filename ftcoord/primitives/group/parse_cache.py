@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 class ParsedKey(Generic[T]):
-    """What one key says, as `parse(key, value)` reads it."""
+    """The value of one key, as parsed by `parse(key, value)`."""
 
     def __init__(self, parse: Callable[[str, bytes], T]) -> None:
         self._parse = parse
         self._known: tuple[KeyValue, T] | None = None
 
     def of(self, kv: KeyValue) -> T:
-        """Raises what `parse` raises."""
+        """The parsed value. Raises what `parse` raises."""
         # Not by its revision: an etcd that lost writes gives the same revision to others.
         if self._known is None or (self._known[0].value, self._known[0].key) != (kv.value, kv.key):
             self._known = (kv, self._parse(kv.key, kv.value))
@@ -29,14 +29,15 @@ class ParsedKey(Generic[T]):
 
 
 class ParsedKeys(Generic[T]):
-    """What each member says, as `parse(key, value)` reads it. Those whose value it raises StateError for are apart."""
+    """The value of each member, as parsed by `parse(key, value)`. Members for which it raises StateError are kept
+    apart."""
 
     def __init__(self, parse: Callable[[str, bytes], T]) -> None:
         self._parse = parse
         self._known: dict[str, tuple[bytes, T | None]] = {}
         self.unreadable: Sequence[str] = ()
-        """The keys of the members that could not be read when `of` was called last: they live, and nobody knows what
-        they ask."""
+        """The keys of the members that could not be read in the last call of `of`: they are alive, but their asks are
+        unknown."""
 
     def of(self, members: Sequence[KeyValue]) -> list[tuple[KeyValue, T]]:
         """The members that can be read, in the order given."""

@@ -1,4 +1,4 @@
-"""The decider's half of a plain use, whose decisions rest on the members and the last record alone."""
+"""The decider's half of a plain use, whose decisions depend on the members and the last record alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A = TypeVar("A")
 
 
 class Numbered(Protocol):
-    """A decided record: a dataclass with a number that only grows, and a text that says who decided it."""
+    """A decided record: a dataclass with a number that only grows, and a text that names its decider."""
 
     @property
     def number(self) -> int: ...
@@ -31,12 +31,12 @@ N = TypeVar("N", bound=Numbered)
 
 
 class Heard(Generic[N]):
-    """What one participant remembers of all records that it heard of, whatever etcd and its leases forget. Thread-safe.
+    """What one participant remembers of all records that it has seen, whatever etcd and its leases forget. Thread-safe.
 
     A use has one, and gives it to each `PlainPolicy` that it makes.
 
     Args:
-        parse: reads a record. Raises StateError.
+        parse: parses a record. Raises StateError.
     """
 
     def __init__(self, parse: Callable[[str, bytes], N]) -> None:
@@ -46,7 +46,7 @@ class Heard(Generic[N]):
         """The highest number of a record."""
 
     def read(self, key: str, value: bytes) -> N:
-        """A decided record, which is remembered. Raises StateError."""
+        """Parse a decided record, and remember it. Raises StateError."""
         record = self._parse(key, value)
         with self._lock:
             self.highest = max(self.highest, record.number)
@@ -63,14 +63,14 @@ class Writes:
 
 @dataclass(frozen=True, slots=True)
 class PlainRules(Generic[N, A]):
-    """Both halves of a plain use's protocol, and its records. All of these are pure.
+    """Both halves of a plain use's protocol, and its records. All of these functions are pure.
 
     Args:
         decide: the decider's half.
-        outlook: the member's half, as `ftcoord.primitives.group.use.Use.outlook` describes it.
-        parse_ask: reads what a member asks. Raises StateError.
-        parse_record: reads the decided record. Raises StateError.
-        encode: the bytes of either.
+        outlook: the member's half, as described by `ftcoord.primitives.group.use.Use.outlook`.
+        parse_ask: parses a member's ask. Raises StateError.
+        parse_record: parses the decided record. Raises StateError.
+        encode: returns the bytes of either.
         check: raises InvariantBroken for a record that must not follow from what the decider saw.
     """
 
@@ -86,9 +86,9 @@ class PlainPolicy(Generic[N, A]):
     """Implements `ftcoord.primitives.group.policy.Policy`.
 
     Args:
-        rules: of the use.
-        heard: reads the record, and remembers its number. One for all leases of a participant.
-        writes: what changes with a record.
+        rules: the use's rules.
+        heard: parses the record, and remembers its number. One for all leases of a participant.
+        writes: returns what changes with a record.
     """
 
     def __init__(self, rules: PlainRules[N, A], heard: Heard[N], writes: Callable[[N], Writes]) -> None:

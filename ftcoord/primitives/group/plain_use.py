@@ -1,4 +1,4 @@
-"""What every plain use repeats: its prefix, its policy, what it heard of, and what makes an ask unlike all others."""
+"""The common part of plain uses: prefix, policy, remembered records, and a nonce for each ask."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ A = TypeVar("A")
 
 
 class PlainUse(Use[N, A], abc.ABC, Generic[N, A]):
-    """A use whose decisions rest on the members and the last record alone, not on time.
+    """A use whose decisions depend on the members and the last record alone, not on time.
 
-    What a member asks is a dataclass with a `nonce`.
+    An ask is a dataclass with a `nonce`.
 
     Args:
-        prefix: what the group's keys begin with.
+        prefix: the prefix of the group's keys.
         rules: both halves of the protocol, and the records.
     """
 
@@ -30,10 +30,10 @@ class PlainUse(Use[N, A], abc.ABC, Generic[N, A]):
 
     @abc.abstractmethod
     def tell(self, ask: A, highest: int) -> A:
-        """The ask, which also says the highest number that this participant heard of: the next decider must know it."""
+        """The ask with the highest number that this participant has seen: the next decider must know it."""
 
     def writes(self, now: N) -> Writes:
-        """What changes in the transaction that writes the record `now`: nothing, unless a use says so."""
+        """What changes in the transaction that writes the record `now`: nothing, unless a use overrides this."""
         return Writes()
 
     @property

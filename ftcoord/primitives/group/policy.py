@@ -1,4 +1,4 @@
-"""What a group's decider sees, and who decides for it."""
+"""What a group's decider sees, and the interface of its decisions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ftcoord.etcd.api import KeyValue
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the decider sees. All times are on its own clock, from when it saw the thing, never from another host.
+    """What the decider sees. All times are on its own clock, from when it saw the change, never from another host.
 
     Args:
         members: the live members' keys, oldest first.
         seen: for each key, when its present value was first seen.
-        changed_at: when any member last came, changed or went.
-        decided: the decided record, also when its key has `vanished` from etcd since.
+        changed_at: when a member last came, changed or went.
+        decided: the decided record, even if its key has `vanished` from etcd since.
         decided_at: when it was first seen.
-        read_at: when the members were last read as a whole. What was seen then may be older than that by any time; what
-            was seen later had just been written.
-        roster: what lies beside it, in a use that has a roster.
-        departed: what those said last, by key, that were seen alive and are gone; not of very many.
-        revision: etcd's, up to which all members were seen.
+        read_at: when all members were last read. Values seen by that read may be arbitrarily old; values seen later had
+            just been written.
+        roster: the roster of the record, in a use that has one.
+        departed: the last values, by key, of members that were seen alive and are gone; of a limited number.
+        revision: etcd's revision up to which all members were seen.
     """
 
     members: tuple[KeyValue, ...]
@@ -43,6 +43,6 @@ class Policy(Protocol):
     """The pure part: what to decide."""
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
-        """What to do now. After a Wait this is not asked again before its `until`, unless the view has changed, nor
-        after a decision that nothing follows: so a verdict must rest on nothing else that may change meanwhile, but for
+        """What to do now. After a Wait it is not called again before `until` unless the view has changed; nor after a
+        decision that nothing follows. So a verdict must depend on nothing else that may change meanwhile, except
         numbers that only grow."""

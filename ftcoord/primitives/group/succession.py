@@ -1,4 +1,4 @@
-"""Who decides: the oldest live member, and after it the one behind."""
+"""Who decides: the oldest live member, and after it the next one."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ftcoord.primitives.group.member_key import MemberKey
 from ftcoord.primitives.mirror import Mirror, Posted
 
 Judged: TypeAlias = Callable[[float | None], None]
-"""Called when there is nothing to decide: with the time until which that is known to hold, None for an event."""
+"""Called when there is nothing to decide, with the time until which that is certain; None for the next event."""
 
 READ_INTERVAL: Final = 60.0
-"""Seconds, about, between two reads of the key of the member ahead."""
+"""About how many seconds pass between two reads of the key of the member ahead."""
 FOLLOW_UP: Final = 5.0
-"""Seconds that a member which took over and decided goes on, unless another one decides meanwhile: more decisions
-follow, and the decider has just shown that it does not make them. As long as the lease of a dead replica lives, by
-default."""
+"""Seconds that a member that took over keeps deciding after its last decision, unless another member decides: more
+decisions follow, and the decider has just shown that it does not make them. As long as the lease of a dead replica
+lives, by default."""
 
 
 class Succession:
-    """Watches the member ahead of this one; without one ahead, this member is the decider. The group's turn guards it.
+    """Watches the member ahead of this one; without one, this member is the decider. Guarded by the group's turn.
 
-    A member that is not the decider may take over: it decides too until there is nothing to decide. If it did decide,
-    it goes on for `FOLLOW_UP` seconds after its last decision, or until another member decides.
+    A member that is not the decider may take over: it also decides, until there is nothing to decide. If it made a
+    decision, it continues for `FOLLOW_UP` seconds after its last one, or until another member decides.
 
-    The watch leaves out what the member ahead writes. So it does not tell of a stranger who writes into that key, which
-    then outlives its member. Whoever waits in vain takes over; the others read the key now and then.
+    The watch leaves out puts by the member ahead. So it does not notice a stranger who writes into that key, which then
+    outlives its member. A member that waits in vain takes over; the others read the key from time to time.
 
     Args:
         etcd: the etcd client.
-        prefix: the group's.
-        mine: this member's key, which it has by the time of `begin()`.
+        prefix: the group's prefix.
+        mine: this member's key, which exists when `begin()` is called.
         post: takes what the watch delivers; see `Mirror`.
     """
 
@@ -52,13 +52,13 @@ class Succession:
         self._reads_at = 0.0
         """When to read the key of the member ahead again."""
         self.is_first = False
-        """Whether no older member lives, as far as is known here."""
+        """Whether no older member is alive, as far as is known here."""
         self.before: KeyValue | None = None
-        """What the decider before this one said last, once this one has taken its place; None if that is not known."""
+        """The last value of the previous decider, after this one has succeeded it; None if that is not known."""
         self._judged: Judged | None = None
-        """Set while this member looks whether something is to be decided."""
+        """Set while this member checks whether a decision is due."""
         self._stays_until = 0.0
-        """Until when it decides, because it did before an older member."""
+        """Until when it decides, because it has decided before an older member."""
 
     @property
     def decides(self) -> bool:
@@ -66,11 +66,11 @@ class Succession:
         return self.is_first or self._judged is not None or concurrency.now() < self._stays_until
 
     def take_over(self, judged: Judged) -> None:
-        """Decide too, though an older member lives, until there is nothing to decide: then call `judged`."""
+        """Decide too, although an older member is alive, until there is nothing to decide; then call `judged`."""
         self._judged = judged
 
     def step_back(self) -> None:
-        """Nobody waits for this member's look any longer: `judged` is not called. Idempotent."""
+        """Nobody waits for this member's look any more: `judged` is not called. Idempotent."""
         self._judged = None
 
     def has_decided(self) -> None:
@@ -78,14 +78,15 @@ class Succession:
         self._stays_until = concurrency.now() + FOLLOW_UP
 
     def was_overtaken(self) -> None:
-        """Another member has made one. That ends a look: whoever hears of it late also sees late what followed."""
+        """Another member has decided. That ends a look: a member that learns of it late also sees late what
+        followed."""
         self._stays_until = 0.0
         judged, self._judged = self._judged, None
         if judged is not None:
             judged(None)
 
     def rest(self, until: float | None) -> float | None:
-        """There is nothing to decide before `until`, None for an event; returns when to look again."""
+        """There is nothing to decide before `until`, None for the next event; returns when to check again."""
         judged, self._judged = self._judged, None
         if judged is not None:
             judged(until)
@@ -95,11 +96,11 @@ class Succession:
         return stays_until if until is None else min(until, stays_until)
 
     def begin(self, found: RangeResult) -> None:
-        """Use the tail that the transaction which joined found.
+        """Use the tail that the joining transaction found.
 
-        The tail lies under its member's lease, so it is there as long as that lives, and was written when that joined.
-        It is only a shorter way to an older member: to sort all members costs etcd more, the more there are. Where it
-        does not lead to one, `look` finds who was there already: nobody, or the last one that joined is gone, or an
+        The tail is attached to its member's lease, so it exists as long as that lease, and was written when that member
+        joined. It is only a shortcut to an older member: sorting all members costs etcd more, the more there are. If it
+        leads to none, `look` finds the older members: there may be none, or the last one that joined is gone, or an
         earlier attempt of this member wrote the tail, and its answer was lost.
         """
         assert self._mine.kv is not None
@@ -130,7 +131,7 @@ class Succession:
             self._ahead, self.is_first = None, True
 
     def looks_at(self) -> float | None:
-        """When a member that does not decide is to `look` again though nothing happens; None if it decides."""
+        """When a member that does not decide must `look` again without an event; None if it decides."""
         return None if self.decides else self._reads_at
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ class Succession:
             self._ahead.close()
 
     def _last_word_of(self, gone: Mirror) -> KeyValue | None:
-        """What a decider said last that is gone: nobody but that itself may have read it. Raises EtcdError."""
+        """The last value of a decider that is gone: perhaps only that decider has read it. Raises EtcdError."""
         try:
             return self._etcd.range(Get(gone.span, revision=gone.revision - 1)).one
         except RequestRefused:  # etcd has forgotten it
@@ -157,7 +158,7 @@ class Succession:
             before = found.one.create_revision
 
     def _is_older(self, kv: KeyValue | None) -> bool:
-        """A member whose key was deleted and put back is the newest now, and may follow this one: a circle."""
+        """A member whose key was deleted and put back is now the newest, and may follow this one: a circle."""
         assert self._mine.kv is not None
         return kv is not None and is_member(kv) and kv.create_revision < self._mine.kv.create_revision
 
@@ -167,10 +168,10 @@ class Succession:
         self._ahead.adopt(RangeResult((predecessor,), 1, revision))
 
     def _read_later(self) -> None:
-        """Not all at once: the members of a round join in one moment."""
+        """At random times: the members of a round join at the same moment."""
         self._reads_at = concurrency.now() + READ_INTERVAL * random.uniform(0.5, 1.5)
 
 
 def _names_a_member(tail: KeyValue) -> bool:
-    """Whether a member of ftcoord's wrote it, and nobody else since."""
+    """Whether a member of ftcoord wrote it, and nobody else since."""
     return tail.lease != 0 and tail.value == member_id(tail.lease).encode()

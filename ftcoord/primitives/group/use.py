@@ -1,5 +1,5 @@
-"""What a use of the mechanism says: its keys, its records, and both halves of its protocol. docs/extending.md walks
-through one."""
+"""The interface of a use of the mechanism: its keys, its records, and both halves of its protocol. docs/extending.md
+walks through one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A = TypeVar("A")
 
 
 class Use(abc.ABC, Generic[R, A]):
-    """One use, as one participant sees it: `R` is the decided record, `A` what a member asks. No I/O.
+    """One use, as one participant sees it: `R` is the decided record, `A` a member's ask. No I/O.
 
     `stamp` and `encode` are called by one thread at a time, the others by any.
     """
@@ -24,7 +24,7 @@ class Use(abc.ABC, Generic[R, A]):
     @property
     @abc.abstractmethod
     def prefix(self) -> str:
-        """What the group's keys begin with."""
+        """The prefix of the group's keys."""
 
     @abc.abstractmethod
     def policy(self) -> Policy:
@@ -35,37 +35,38 @@ class Use(abc.ABC, Generic[R, A]):
 
     @abc.abstractmethod
     def parse(self, key: str, value: bytes) -> R:
-        """Read the decided record. Raises StateError."""
+        """Parse the decided record. Raises StateError."""
 
     def parse_with_roster(self, key: str, value: bytes, roster: bytes | None) -> R:
-        """Read the decided record with what its roster holds, for a use that has one. Raises StateError."""
+        """Parse the decided record with its roster, for a use that has one. Raises StateError."""
         return self.parse(key, value)
 
     def part_of(self, record: R, me: str) -> str | None:
-        """The key of what lies beside the record about the member `me`; None if all that concerns it is known. Asked
-        when its outlook says READ."""
+        """The key beside the record that concerns the member `me`; None if everything about it is known. Called when
+        its outlook says READ."""
         return None
 
     def with_part(self, record: R, me: str, part: KeyValue | None) -> R:
-        """The record with that part; None if the part was deleted, because there is another record already. Raises
+        """The record with that part; None if the part was deleted, because there is already another record. Raises
         StateError."""
         return record
 
     @abc.abstractmethod
     def stamp(self, ask: A) -> A:
-        """The same ask, unlike all that this participant asked before."""
+        """The same ask, unlike all earlier asks of this participant."""
 
     @abc.abstractmethod
     def encode(self, ask: A) -> bytes:
-        """What the member's key holds while it asks this."""
+        """The value of the member's key while it asks this."""
 
     def nobody_asks(self) -> None:
-        """Called when the last call has ended, however: what was asked needs no answer any more. Must not block."""
+        """Called when the last call has ended, for whatever reason: the last ask needs no answer any more. Must not
+        block."""
         return
 
     @abc.abstractmethod
     def outlook(self, record: R | None, me: Sequence[str], ask: A) -> Outlook[A]:
-        """The member's half: what the record means for who asks this.
+        """The member's half: what the record means for a member with this ask.
 
         Args:
             me: the ids of all members that the participant has been, the present one last.
