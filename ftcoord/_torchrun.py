@@ -1,7 +1,7 @@
 """What torch finds through the entry-point group `torchrun.handlers`.
 
-A leaf without imports of its own: torch loads it while its own package is still being imported, where a circular
-import would leave the backend unregistered with nothing but a warning.
+A leaf without imports of its own: torch loads it while its own package is still being imported. A circular import would
+leave the backend unregistered, with only a warning.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 def get_handler() -> Any:
     """The creator of `etcd-v3` handlers, which torch calls with its RendezvousParameters.
 
-    With FTCOORD_REPLACE_LEGACY=1 in the environment, also makes `etcd` and `etcd-v2` names of it.
+    With FTCOORD_REPLACE_LEGACY=1 in the environment, `etcd` and `etcd-v2` become names of it too.
     """
     if os.environ.get("FTCOORD_REPLACE_LEGACY") == "1":
         from ftcoord.rendezvous.legacy import install_legacy_names

@@ -1,7 +1,7 @@
-"""The files that settings name. The PEM files of TLS are read whole or refused.
+"""The files that settings name. TLS' PEM files are read whole or refused.
 
-gRPC ends the process over an empty key or certificate, and takes the system's authorities in place of an empty file
-of them. Either may be read in the moment in which a file is being replaced.
+gRPC ends the process over an empty key or certificate, and uses the system's authorities instead of an empty CA file.
+Either may be read while a file is being replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ PRIVATE_KEY: Final = "PRIVATE KEY-----"
 
 
 def contents(name: str, path: str) -> bytes:
-    """What is in the file at `path`, which the setting `name` gives. Raises ConfigError when it cannot be read."""
+    """The contents of the file at `path`, which is the value of the setting `name`. Raises ConfigError when it cannot
+    be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -26,7 +27,7 @@ def contents(name: str, path: str) -> bytes:
 
 
 def pem(name: str, path: str, kind: str) -> bytes:
-    """The same of a PEM file, which has to be whole, with at least one `kind` in it."""
+    """The contents of a PEM file, which must be complete, with at least one `kind` in it. Raises ConfigError."""
     found = contents(name, path)
     if kind.encode() not in found:
         raise ConfigError(name, path, f"the file is not PEM with '-----BEGIN ... {kind}' in it")
@@ -36,7 +37,7 @@ def pem(name: str, path: str, kind: str) -> bytes:
 
 
 def is_anothers(cert: str, key: str) -> bool:
-    """Whether the key is not the certificate's. All else that may be wrong with the two files is left to gRPC."""
+    """Whether the key is not the certificate's. Other problems of the two files are left to gRPC."""
     import ssl  # brings sockets, which nobody needs who only reads settings
 
     try:

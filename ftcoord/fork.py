@@ -1,4 +1,4 @@
-"""Keeps objects of one process out of the hands of its forked children."""
+"""Protects objects of one process from use by its forked children."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ftcoord.errors import ForkedProcessError
 
 
 class OwnerProcess:
-    """The process that made an object. A child that is forked from it must neither use nor close the object.
+    """The process that made an object. A forked child must neither use nor close the object.
 
     Args:
-        problem: what the error says first, such as "this etcd client belongs to the parent process".
+        problem: the beginning of the error, such as "this etcd client belongs to the parent process".
     """
 
     def __init__(self, problem: str) -> None:
@@ -23,8 +23,8 @@ class OwnerProcess:
         return os.getpid() == self.pid
 
     def check(self) -> None:
-        """Raises ForkedProcessError in a forked child. To be called before a lock is taken: it may be held forever
-        there, by a thread that the child does not have."""
+        """Raises ForkedProcessError in a forked child. Call it before taking a lock: in the child, a thread that does
+        not exist there may hold it forever."""
         if not self.is_current:
             raise ForkedProcessError.of(self._problem)
 
@@ -34,7 +34,7 @@ _hidden: dict[int, tuple[int, int]] = {}
 
 
 def identity_of(descriptor: int) -> tuple[int, int] | None:
-    """Which file it stands for; None for none."""
+    """The file of a descriptor; None if it is not open."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -43,22 +43,22 @@ def identity_of(descriptor: int) -> tuple[int, int] | None:
 
 
 def hide(descriptor: int) -> None:
-    """Have a forked child lose its copy of a descriptor: else its peer does not see that this process has ended.
+    """Have forked children close their copy of a descriptor: else its peer does not see that this process has ended.
 
-    `unhide` it before it is closed: its number may be given again. Somebody else may close it, too: of another file
-    that has its number then a child keeps its copy.
+    Call `unhide` before closing it, because its number may be reused. If other code closes it and another file gets its
+    number, a child keeps that one.
     """
     if (identity := identity_of(descriptor)) is not None:
         _hidden[descriptor] = identity
 
 
 def unhide(descriptor: int) -> None:
-    """Without effect for one that is not hidden."""
+    """Do not hide it any more. Does nothing for a descriptor that is not hidden."""
     _hidden.pop(descriptor, None)
 
 
 def _lose_hidden() -> None:
-    """In the child. The numbers stay taken, by /dev/null: objects of the parent's, copied, will close them once."""
+    """In the child. The numbers stay taken, by /dev/null: copies of the parent's objects will close them once."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor, identity in _hidden.items():
         if identity_of(descriptor) == identity:

@@ -1,4 +1,4 @@
-"""Logs of loops that try again and again: each problem is logged when it appears, not each time."""
+"""Log lines of loops that retry: each problem is logged when it appears, not at each attempt."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import logging
 
 
 class LogOnce:
-    """Logs a text, unless it is the same as the last one. For one thread.
+    """Logs a text, unless it is the same as the last one. Not thread-safe.
 
     Args:
-        log: where to.
+        log: the logger.
     """
 
     def __init__(self, log: logging.Logger) -> None:
         self._log, self._last = log, ""
 
     def say(self, text: str, level: int = logging.WARNING) -> None:
-        """Log a text; at DEBUG if it was the last one too."""
+        """Log a text; at DEBUG if it equals the last one."""
         self._log.log(logging.DEBUG if text == self._last else level, "%s", text)
         self._last = text
 

@@ -1,4 +1,4 @@
-"""Log lines: one for each change of state, with what it is about as fields; and how they are shown, as text or JSON."""
+"""Log lines: one per change of state, with its facts as fields; and how they are printed, as text or JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ftcoord.config import choice
 
 FORMAT_VARIABLE: Final = "FTCOORD_LOG_FORMAT"
 FACTS: Final = ("run", "round", "quorum", "member", "revision", "reason", "rank", "host", "replica")
-"""What a record about a change of state may have as attributes of its own, and JSON as fields."""
+"""The attributes of records about a change of state, and their fields in JSON."""
 SHOWN_BY_DEFAULT: Final = ("rendezvous", "coordination", "metrics")
-"""The parts of ftcoord whose lines about changes of state are shown where nobody sets a level."""
+"""The parts of ftcoord whose changes of state are printed if no level is set."""
 SHOWN: Final = 8
-"""Hosts or replicas that a line names; it counts the others."""
+"""The most hosts or replicas that a line names; it counts the others."""
 _TEXT: Final = "%(levelname).1s%(asctime)s %(process)d %(name)s] %(message)s"
 _TIME: Final = "%m%d %H:%M:%S"
 _parse_format = choice("text", "json")
@@ -29,9 +29,9 @@ def log_change(log: logging.Logger, text: str, level: int = logging.INFO, /, **f
 
     Args:
         text: what has happened, for people; it names the run, and why.
-        level: INFO, unless somebody should look.
-        facts: by the names in `FACTS`, for programs. What is None or empty is left out. Member and revision are shown
-            behind the text too.
+        level: INFO, unless somebody should look at it.
+        facts: by the names in `FACTS`, for programs. None and empty values are left out. Member and revision are also
+            printed after the text.
     """
     known = {name: value for name, value in facts.items() if value not in (None, "")}
     shown = ", ".join(f"{name} {known[name]}" for name in ("member", "revision") if name in known)
@@ -39,7 +39,7 @@ def log_change(log: logging.Logger, text: str, level: int = logging.INFO, /, **f
 
 
 def named(names: Iterable[str], count: int | None = None) -> str:
-    """The first of them, and how many more there are."""
+    """The first names, and how many more there are."""
     known = list(names)
     more = max(len(known) if count is None else count, len(known)) - SHOWN
     shown = ", ".join(known[:SHOWN])
@@ -47,7 +47,7 @@ def named(names: Iterable[str], count: int | None = None) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object in a line for each record. docs/running.md describes its fields."""
+    """One JSON object per line for each record. docs/running.md describes its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, timezone.utc)
@@ -65,13 +65,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def show_if_asked(env: Mapping[str, str] | None = None) -> None:
-    """`show_log_lines` in a program of the user's own, which may not want them: only if FTCOORD_LOG_FORMAT is set."""
+    """As `show_log_lines`, but only if FTCOORD_LOG_FORMAT is set: for a user's own program, which may not want the
+    lines."""
     if (os.environ if env is None else env).get(FORMAT_VARIABLE, "").strip():
         show_log_lines(env)
 
 
 def show_log_lines(env: Mapping[str, str] | None = None) -> None:
-    """Print ftcoord's log lines on stderr, if the process has set up no logging of its own. Idempotent.
+    """Print ftcoord's log lines on stderr, if the process has not configured logging. Idempotent.
 
     LOGLEVEL, torch's variable (https://docs.pytorch.org/docs/stable/elastic/run.html), sets the lowest level. Without
     it, warnings are printed, and changes of state of the parts in `SHOWN_BY_DEFAULT`. FTCOORD_LOG_FORMAT is ``text`` or

@@ -1,5 +1,5 @@
-"""Descriptors that stand for one process for ever, whoever gets its number afterwards
-(https://man7.org/linux/man-pages/man2/pidfd_open.2.html): also in a Python that was built where none were known."""
+"""Descriptors that stand for one process forever, even if its pid is reused
+(https://man7.org/linux/man-pages/man2/pidfd_open.2.html); also for a Python that was built without them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import sys
 from typing import Final
 
 P_PIDFD: Final = 3
-"""For `os.waitid`, which takes it also where `os` does not name it (<linux/wait.h>)."""
+"""For `os.waitid`, which accepts it even if `os` does not define it (<linux/wait.h>)."""
 LONGEST_POLL: Final = 24 * 3600
-"""Seconds: `poll` takes some 24 days at most, and a lease may have a longer TTL."""
+"""Seconds: `poll` takes about 24 days at most, and a lease may have a longer TTL."""
 _OPEN, _SEND = 434, 424
 """The numbers of both system calls, which all kinds of processors share."""
 
@@ -22,8 +22,8 @@ _OPEN, _SEND = 434, 424
 def open_pidfd(pid: int) -> int:
     """A pidfd, which no other program inherits. It is readable when the process has ended.
 
-    Raises ProcessLookupError if there is none with this number, and OSError where there are no pidfds (a Linux before
-    5.3, gVisor) or nobody may have one (a seccomp filter).
+    Raises ProcessLookupError if no process has this pid, and OSError if there are no pidfds (Linux before 5.3, gVisor)
+    or they are forbidden (a seccomp filter).
     """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)

@@ -1,4 +1,4 @@
-"""Threads that run calls, and that a process need not wait for when it ends."""
+"""Threads that run calls, and for which a process need not wait when it ends."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 class DaemonPool:
-    """Runs calls on daemon threads, as gRPC wants it of an executor. Thread-safe. Its owner has to `close()` it.
+    """Runs calls on daemon threads, as an executor for gRPC. Thread-safe. Its owner must `close()` it.
 
-    Python joins the threads of its own executors before it calls anything that is registered for its end. So a call
-    that waits for something to be closed there would keep the process from ending.
+    Python joins the threads of its own executors before it runs exit handlers. So a call that waits for something that
+    an exit handler closes would keep the process from ending.
 
     Args:
-        limit: how many threads there are at most. They are made as they are needed, and kept; further calls queue.
-        name: of the threads.
+        limit: the most threads. They are started when they are needed, and kept; further calls queue.
+        name: the threads' name.
     """
 
     def __init__(self, limit: int, name: str) -> None:
@@ -33,7 +33,8 @@ class DaemonPool:
         self._closed = False
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Raises RuntimeError after `close()`, and ThreadNotStarted where a thread is needed."""
+        """Run a call. Raises RuntimeError after `close()`, and ThreadNotStarted if a thread is needed but cannot be
+        started."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -45,10 +46,10 @@ class DaemonPool:
         return future
 
     def close(self, *, wait: bool = True) -> None:
-        """Take no more calls. Those that were taken are still run.
+        """Take no more calls. Accepted calls are still run. Idempotent.
 
-        Waits for them, but not beyond `concurrency.exit_deadline()`; not at all without `wait`: for calls that end only
-        when more has been closed than this. Idempotent.
+        Waits for them, but not beyond `concurrency.exit_deadline()`; without `wait`, not at all: for calls that end
+        only when more than this has been closed.
         """
         with self._lock:
             self._closed = True

@@ -22,7 +22,7 @@ from ftcoord.core.situation import Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
 RULES: Final = ("B1 parties", "B2 arriving", "B3 passing")
-"""The rules above, as verdicts name them."""
+"""The rules above, by the names in verdicts."""
 PARTIES, ARRIVING, PASSING = RULES
 
 BarrierSituation: TypeAlias = Situation[Generation, Arrival]
@@ -62,9 +62,9 @@ def _parties(situation: BarrierSituation) -> int:
 
 
 def outlook(now: Generation | None, me: Sequence[str], ask: Arrival) -> Outlook[Arrival]:
-    """What the record means for a member that has arrived. REFUSED: others, who live, want another number of parties.
+    """What the record means for a member that has arrived. REFUSED: other live members want another number of parties.
 
-    One that hears late has passed all the same, also when later generations have passed since.
+    A member that learns late of its generation has still passed, even if later generations have passed since.
     """
     if now is None:
         return Outlook(Standing.PENDING)

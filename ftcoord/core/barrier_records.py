@@ -10,14 +10,14 @@ from ftcoord.errors import StateError
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a party asks: to pass the barrier once more, after the generation `after`.
+    """A party's ask: to pass the barrier once more, after the generation `after`.
 
     Args:
-        party: who asks, through all of its leases.
+        party: the party, the same through all of its leases.
         parties: how many pass together.
         after: the last generation that it passed; 0 for none.
-        known: the highest generation that it ever heard of.
-        nonce: makes each arrival unlike all others of the member.
+        known: the highest generation that it has ever seen.
+        nonce: makes each arrival of the member unique.
     """
 
     party: str
@@ -41,10 +41,10 @@ class Generation:
     """The decided record: who has passed.
 
     Args:
-        number: of the last generation that passed: 1, 2, ...; 0 if none did.
+        number: the last generation that passed: 1, 2, ...; 0 if none did.
         parties: how many pass together.
         passed: the live parties that ever passed.
-        refused: the members that want to be another number than `parties`.
+        refused: the members that want another number than `parties`.
         by: the member that decided this, and the revision of the record before.
     """
 
@@ -61,7 +61,7 @@ def encode(record: Arrival | Generation) -> bytes:
 
 
 def parse_arrival(key: str, value: bytes) -> Arrival:
-    """Raises StateError."""
+    """Parse an arrival. Raises StateError."""
     arrival = build(Arrival, key, load(key, value))
     if arrival.parties < 1:
         raise StateError(key, f"waits for {arrival.parties} parties, which cannot be")
@@ -71,7 +71,7 @@ def parse_arrival(key: str, value: bytes) -> Arrival:
 
 
 def parse_generation(key: str, value: bytes) -> Generation:
-    """Raises StateError."""
+    """Parse the decided record. Raises StateError."""
     raw = load(key, value)
     generation = build(Generation, key, {**raw, "passed": build_each(Passed, key, raw, "passed")})
     check_number(key, generation.number)

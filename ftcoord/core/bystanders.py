@@ -1,7 +1,7 @@
-"""What a run's history says of nodes while nothing is decided: who waits, and who is refused.
+"""What a run's history reports about nodes while nothing is decided: which wait, and which are refused.
 
-Most nodes that come are in the next round a moment later, which says so itself. Only those that are not are told of,
-all of them in one event, and seldom: thousands may wait for hours. No clock, no I/O.
+Most nodes that come are in the next round a moment later, which shows that. Only the others are reported, all of them
+in one event, and rarely: thousands may wait for hours. No clock, no I/O.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ftcoord.core.rendezvous_records import NO_ROUND
 from ftcoord.core.round_history import counted, named
 
 TELL_AFTER: Final = 5.0
-"""Seconds for which something must be so before it is told."""
+"""Seconds for which a node must wait or be refused before it is reported."""
 LOOK_INTERVAL: Final = 1.0
-"""Seconds between two looks: each goes through all members, and thousands may come within a second."""
+"""Seconds between two checks: each goes through all members, and thousands may come within a second."""
 LONGEST_PAUSE: Final = 600.0
-"""Seconds between two such events at most; the first pause is TELL_AFTER, and each one is twice as long as the last."""
+"""The most seconds between two such events. The first pause is TELL_AFTER; each is twice as long as the last."""
 
 
 class _Standing(NamedTuple):
@@ -28,18 +28,18 @@ class _Standing(NamedTuple):
 
 
 class Bystanders:
-    """What one decider has told of those that have no seat. Times are its own monotonic seconds."""
+    """What one decider has reported about nodes without a seat. Times are its own monotonic seconds."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, _Standing], float] = {}
-        """When each node was seen to stand like that first,"""
+        """When each node was first seen in its standing,"""
         self._told: set[tuple[str, _Standing]] = set()
-        """and of which of them that was told."""
+        """and which of these were reported."""
         self._pause, self._not_before, self._looks_at = TELL_AFTER, 0.0, 0.0
         self._number = -1
 
     def look(self, situation: RoundSituation, now: float) -> tuple[list[HistoryEvent], float | None]:
-        """What is to be told now, and when to look again at the latest."""
+        """The events to write now, and the latest time to check again."""
         number = (situation.previous or NO_ROUND).number
         if number != self._number:
             self._number, self._pause, self._not_before, self._looks_at = number, TELL_AFTER, now, now
@@ -62,7 +62,7 @@ class Bystanders:
 
 
 def _standings(situation: RoundSituation) -> Mapping[tuple[str, _Standing], str]:
-    """The hosts of the nodes without a seat, by node and by how they stand; of a run that is over, none."""
+    """The hosts of the nodes without a seat, by node and standing; empty for a run that is over."""
     previous, limits = situation.previous or NO_ROUND, limits_of(situation)
     if previous.closed:
         return {}
@@ -82,7 +82,7 @@ def _standings(situation: RoundSituation) -> Mapping[tuple[str, _Standing], str]
 
 
 def _events(number: int, new: Mapping[tuple[str, _Standing], str]) -> list[HistoryEvent]:
-    """One for all that stand alike."""
+    """One event for all nodes of the same standing."""
     told = []
     for standing in dict.fromkeys(standing for _, standing in new):
         alike = {node: host for (node, one), host in new.items() if one == standing}

@@ -51,15 +51,15 @@ _PEERS: Final = (
     "brokenpipeerror",
     "connectionreseterror",
 )
-"""What torch, NCCL and Gloo say of a peer that is gone, in small letters."""
+"""Texts of torch, NCCL and Gloo about a lost peer, in lower case."""
 OBEYED: Final = ("SignalException", "KeyboardInterrupt")
-"""What an agent says when it leaves because it was told to stop."""
+"""The reasons of an agent that leaves because it was asked to stop."""
 _SPENT: Final = "ChildFailedError"
-"""What an agent says when it leaves because its workers have failed too often."""
+"""The reason of an agent that leaves because its workers have failed too often."""
 
 
 UNKNOWN_PEER: Final = "a peer was lost, and nobody knows yet which"
-"""What is said where the first cause that is known is only what follows from another."""
+"""The text if the first known cause is only a consequence of another."""
 
 
 class Weight(IntEnum):
@@ -72,7 +72,7 @@ class Weight(IntEnum):
 
 
 def weight_of(event: HistoryEvent) -> Weight:
-    """By itself."""
+    """The weight of one end alone."""
     if event.failures:
         return _weight_of_failure(event.failures[0])
     return Weight.FOLLOWS if event.kind == "left" and _SPENT in event.reason else Weight.BEGINS
@@ -94,7 +94,7 @@ def _weight_of_failure(failure: WorkerFailure) -> Weight:
 
 
 def in_causal_order(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
-    """The first cause first. Of two that were told at the same revision, the one that is given first."""
+    """The ends, the first cause first. Ends written at the same revision stay in the given order."""
     stopping = {end.node for end in ends if end.kind == "left" and any(word in end.reason for word in OBEYED)}
     first_seen = _first_seen(ends)
     has_lost = any(end.kind == "lost" and not _is_late(end, first_seen) for end in ends)
@@ -111,7 +111,7 @@ def in_causal_order(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
 
 
 def _was_just_killed(end: HistoryEvent) -> bool:
-    """Whether a worker got SIGKILL, and nothing more is known: neither a timer nor memory that ran out."""
+    """Whether a worker got SIGKILL, and neither a timer nor a lack of memory explains it."""
     return any(
         one.signal == _SIGKILL and not one.exception and not one.timer and "SIGKILL" in one.fate
         for one in end.failures[:1]
@@ -119,7 +119,7 @@ def _was_just_killed(end: HistoryEvent) -> bool:
 
 
 def _first_seen(ends: Sequence[HistoryEvent]) -> dict[str, int]:
-    """When each writer saw the first end, by its own clock."""
+    """When each writer saw its first end, on its own clock."""
     found: dict[str, int] = {}
     for end in ends:
         if end.wall_ms:
@@ -133,30 +133,30 @@ def _is_late(end: HistoryEvent, first_seen: Mapping[str, int]) -> bool:
 
 
 def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
-    """The same for the workers of one node, in the order in which their agent saw them end; None for none."""
+    """The first cause among the workers of one node, given in the order in which their agent saw them end; None for
+    none."""
     return min(failures, key=_weight_of_failure, default=None)
 
 
 def follows(failure: WorkerFailure) -> bool:
-    """Whether it may well be what workers do when something else has happened before: abort() as the watchdog of a
-    backend calls it, too."""
+    """Whether a failure is probably a consequence of another; that includes abort(), which backends' watchdogs call."""
     return failure.signal == _SIGABRT or _weight_of_failure(failure) >= Weight.FOLLOWS
 
 
 def told_end(end: HistoryEvent) -> str:
-    """For people, on one line."""
+    """The end in one line, for people."""
     if end.failures:
         return f"{end.who}: {end.failures[0].line}"
     return end.reason
 
 
 def is_consequence(end: HistoryEvent) -> bool:
-    """Whether a worker ended since it had lost a peer."""
+    """Whether a worker ended because it had lost a peer."""
     return bool(end.failures) and weight_of(end) is Weight.FOLLOWS
 
 
 def told_first(first: HistoryEvent) -> str:
-    """The first cause that is known, on one line; and that it is none, if it only follows from another."""
+    """The first known cause, in one line; and that it is no cause, if it is only a consequence."""
     return f"{UNKNOWN_PEER}: {told_end(first)}" if is_consequence(first) else told_end(first)
 
 
@@ -170,9 +170,9 @@ def told_ends(ends: Sequence[HistoryEvent]) -> str:
 
 
 def why_ended(recalled: str, recalled_at: int, ends: Sequence[HistoryEvent]) -> str:
-    """Why a round ended, now that it has.
+    """Why a round ended.
 
-    A round that was recalled for another reason (somebody waits to join) is ended by that, whatever becomes of its
+    If a round was recalled for another reason (a node waits to join), that reason ended it, whatever happens to its
     workers while they are stopped.
 
     Args:

@@ -1,4 +1,4 @@
-"""The JSON record of a death: why the process that held a lease is gone."""
+"""The JSON record of a death: why the process that held a lease died."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ REMEMBERED_FOR: Final = 3600
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """What a sentinel says of the process that it stood beside.
+    """A sentinel's report about its process.
 
     Args:
         cause: one line, such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)".
-        wall_ms: when, by that host's clock, in milliseconds since 1970. For people: nothing is decided by it.
+        wall_ms: when, on that host's clock, in milliseconds since 1970. For people: no decision depends on it.
     """
 
     cause: str
@@ -30,5 +30,5 @@ def encode(death: Death) -> bytes:
 
 
 def parse_death(key: str, value: bytes) -> Death:
-    """Raises StateError."""
+    """Parse the record. Raises StateError."""
     return build(Death, key, load(key, value))

@@ -1,6 +1,6 @@
-"""The JSON records of a job's history: one event a key, below `<prefix>/events/`. `docs/protocol.md` describes them.
+"""The JSON records of a job's history: one event per key, below `<prefix>/events/`. See `docs/protocol.md`.
 
-Nothing is decided by an event. So all texts are cut to a length, and what cannot be read is left out.
+No decision depends on an event. So all texts are truncated, and events that cannot be read are left out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ LONGEST_LINE: Final = 400
 LONGEST_TRACEBACK: Final = 800
 """Characters of the head of a traceback."""
 KEPT_EVENTS: Final = 300
-"""Of one run, or of one job's quorums. The oldest go first."""
+"""The most events of one run, or of one job's quorums. The oldest are deleted first."""
 HISTORY_TTL: Final = 7 * 24 * 3600
-"""Seconds for which history outlives its job where the user does not say it: a week."""
+"""Seconds by which history outlives its job by default: a week."""
 
 EventKind: TypeAlias = Literal[
     "round",
@@ -43,16 +43,16 @@ _KINDS: Final = frozenset(get_args(EventKind))
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """What became of a worker that failed.
+    """How a worker failed.
 
     Args:
-        pid: of the worker.
-        rank: its global rank; -1 if nobody could tell.
-        local_rank: its rank on its node; -1 if nobody could tell.
-        exit_code: -1 if a signal ended it, or nobody could tell.
+        pid: the worker's pid.
+        rank: its global rank; -1 if unknown.
+        local_rank: its rank on its node; -1 if unknown.
+        exit_code: -1 if a signal ended it, or it is unknown.
         signal: the number of the signal that ended it; 0 for none.
-        fate: what became of it, in words, such as "exited with code 3".
-        exception: what it raised, as "ValueError: no such file", where torch's error file says so; else empty.
+        fate: how it ended, in words, such as "exited with code 3".
+        exception: its exception from torch's error file, such as "ValueError: no such file"; else empty.
         traceback: the head of that exception's traceback.
         timer: the expiration timer for which it was killed; empty for none.
     """
@@ -69,7 +69,7 @@ class WorkerFailure:
 
     @property
     def line(self) -> str:
-        """For people, on one line."""
+        """The failure in one line, for people."""
         ranks = f" (rank {self.rank}, local rank {self.local_rank})" if self.rank >= 0 else ""
         if self.timer:
             return f"worker {self.pid}{ranks} was killed, since its timer {self.timer!r} had expired"
@@ -81,22 +81,22 @@ class HistoryEvent:
     """Something that happened to a job.
 
     Args:
-        kind: `round` (a round was decided), `started` (all have taken their seats), `limits` (the decider said which
-            limits count: nodes with others are refused), `recalled`, `closed`, `quorum` (one with other members was
-            decided), or how one member's part in it ended: `failed` (a worker did), `expired` (so did a worker's
-            timer), `died` (its process did), `left` (it said so) or `lost` (its lease ended without a word).
-            Of nodes without a seat: `waiting` and `refused`. `silent`: who had said nothing when another one left a run
-            that was over, so that it may be lost. `ordered`: what somebody did to the job by hand.
-        number: the round's, or the quorum's id.
+        kind: `round` (a round was decided), `started` (all have taken their seats), `limits` (the decider stated the
+            limits: nodes with others are refused), `recalled`, `closed`, `quorum` (one with other members was decided),
+            or how one member's part in it ended: `failed` (a worker failed), `expired` (a worker's timer expired),
+            `died` (its process died), `left` (it said so) or `lost` (its lease expired without a reason). For nodes
+            without a seat: `waiting` and `refused`. `silent`: members that had reported nothing when another one left a
+            run that was over, so they may be lost. `ordered`: what somebody did to the job by hand.
+        number: the round's number, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id or the replica's id; empty for all of them.
         reason: why, in one line.
-        failures: of `failed` and `expired`, the worker.
-        noted: etcd's revision at which it was said first, as far as its writer could tell; 0 for the event's own.
-        by: who wrote it: a member, or an operator.
-        wall_ms: when, by the writer's clock, in milliseconds since 1970. For people: no order rests on it but that of
-            ends which one writer saw.
-        since_ms: of `lost`: the time after which it happened, by the same clock; 0 if nobody knows.
+        failures: for `failed` and `expired`, the worker's failure.
+        noted: etcd's revision at which it was first written, as far as its writer knows; 0 for the event's own.
+        by: the writer: a member, or an operator.
+        wall_ms: when, on the writer's clock, in milliseconds since 1970. For people: no order depends on it, except
+            that of ends which one writer saw.
+        since_ms: for `lost`: the time after which it happened, on the same clock; 0 if unknown.
     """
 
     kind: str
@@ -112,7 +112,7 @@ class HistoryEvent:
 
     @property
     def is_end(self) -> bool:
-        """Whether it says how one member's part in a round, or quorum, ended."""
+        """Whether it reports how one member's part in a round, or quorum, ended."""
         return self.kind in _ENDS
 
 
@@ -123,11 +123,11 @@ _DECIDED: Final = frozenset({"round", "started", "limits", "recalled", "closed",
 
 @dataclass(frozen=True, slots=True)
 class PastEvent:
-    """An event as it lies in etcd.
+    """An event as stored in etcd.
 
     Args:
-        revision: the one at which it was written.
-        life: which of the jobs that had this id one after the other it is about: 0, 1, ...
+        revision: the revision at which it was written.
+        life: which of the successive jobs with this id it is about: 0, 1, ...
     """
 
     event: HistoryEvent
@@ -137,14 +137,14 @@ class PastEvent:
 
 
 def encode(event: HistoryEvent) -> bytes:
-    """The record as JSON, with the layout's version and its texts cut to a length."""
+    """The record as JSON, with the layout's version and truncated texts."""
     who, node, reason, by = map(cut, (event.who, event.node, event.reason, event.by))
     failures = tuple(map(clipped, event.failures[:1]))
     return dump(replace(event, who=who, node=node, reason=reason, by=by, failures=failures))
 
 
 def clipped(failure: WorkerFailure) -> WorkerFailure:
-    """The same, with its texts cut to a length."""
+    """The same failure, with truncated texts."""
     fate, exception, timer = map(cut, (failure.fate, failure.exception, failure.timer))
     traceback = cut(failure.traceback, LONGEST_TRACEBACK)
     return replace(failure, fate=fate, exception=exception, timer=timer, traceback=traceback)
@@ -156,12 +156,12 @@ def cut(text: str, longest: int = LONGEST_LINE) -> str:
 
 
 def failures_from(key: str, raw: Raw, name: str) -> tuple[WorkerFailure, ...]:
-    """The failures in the list that the field `name` is. Raises StateError."""
+    """The failures in the list field `name`. Raises StateError."""
     return build_each(WorkerFailure, key, raw, name) if raw.get(name) != [] else ()
 
 
 def parse_event(key: str, value: bytes) -> HistoryEvent:
-    """Raises StateError."""
+    """Parse an event. Raises StateError."""
     raw = load(key, value)
     event = build(HistoryEvent, key, {**raw, "failures": failures_from(key, raw, "failures")})
     if event.kind not in _KINDS:
@@ -170,11 +170,11 @@ def parse_event(key: str, value: bytes) -> HistoryEvent:
 
 
 def read_history(kvs: Iterable[tuple[str, bytes, int]]) -> list[PastEvent]:
-    """The events in these keys, values and revisions, in etcd's order; what is none is left out.
+    """The events in these keys, values and revisions, in etcd's order. Keys that hold no event are left out.
 
-    A decider that takes over may tell again how a member's part ended, and one whose answer was lost may write an event
-    twice: only the first time counts. History outlives its job, so the id may have been used again since: numbers begin
-    again then, and so does the next life.
+    A decider that takes over may report an end again, and one whose answer was lost may write an event twice: only the
+    first counts. History outlives its job, so the id may have been used again: numbers then start again, in the next
+    life.
     """
     found: list[PastEvent] = []
     told: set[object] = set()
@@ -197,18 +197,18 @@ def read_history(kvs: Iterable[tuple[str, bytes, int]]) -> list[PastEvent]:
 
 
 def _begins_again(event: HistoryEvent, highest: int) -> bool:
-    """Whether what was decided shows that the job is another one than that whose highest number this was."""
+    """Whether a decision shows that the job is another one than that with this highest number."""
     if event.kind not in _DECIDED:
         return False
     return event.number <= highest if event.kind in _FORMED else event.number < highest
 
 
 def last_life(past: Sequence[PastEvent]) -> list[PastEvent]:
-    """The events of the job that had the id last."""
+    """The events of the last job with this id."""
     return [one for one in past if one.life == past[-1].life]
 
 
 def ends_in(past: Iterable[PastEvent], number: int) -> list[HistoryEvent]:
-    """How parts in this round, or quorum, ended, in the order in which they were told; of events of one life."""
+    """How parts in this round, or quorum, ended, in the order in which they were written; for events of one life."""
     ends = (replace(one.event, noted=one.event.noted or one.revision) for one in past if one.event.is_end)
     return [end for end in ends if end.number == number]

@@ -10,12 +10,12 @@ from ftcoord.errors import StateError
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life.
+    """A heartbeat.
 
     Args:
-        name: whose.
-        data: what it tells the others, as JSON text.
-        left: whether it is about to give its lease up: then it has left, and has not expired.
+        name: the heartbeat's name.
+        data: its data, as JSON text.
+        left: whether it is about to give up its lease: it has then left, and not expired.
     """
 
     name: str

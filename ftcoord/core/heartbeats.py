@@ -1,4 +1,4 @@
-"""Who lives, by the heartbeats that were seen. Pure."""
+"""Which names are alive, by the heartbeats that were seen. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ftcoord.core.heartbeat_records import Beat
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatEvent:
-    """What became of a name.
+    """A change of one name.
 
     Attributes:
         kind: ``joined``, ``updated`` (with new data) or ``lost``.
-        name: whose heartbeat it is.
-        data: what it told the others last.
-        reason: of a loss: ``left``, ``died`` or ``expired``; else empty.
-        cause: of a death, one line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; else empty.
+        name: the heartbeat's name.
+        data: its last data.
+        reason: why it is lost: ``left``, ``died`` or ``expired``; else empty.
+        cause: why it died, in one line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; else empty.
     """
 
     kind: Literal["joined", "updated", "lost"]
@@ -29,7 +29,7 @@ class HeartbeatEvent:
 
 
 class _Life(NamedTuple):
-    """The process that speaks for a name."""
+    """The process that represents a name."""
 
     key: str
     created: int
@@ -37,13 +37,13 @@ class _Life(NamedTuple):
 
 
 class Roll:
-    """Who lives. Of several processes with one name only the newest counts: the others have been replaced by it."""
+    """The live names. Of several processes with one name only the newest counts: it has replaced the others."""
 
     def __init__(self) -> None:
         self._lives: dict[str, _Life] = {}
 
     def note(self, key: str, created: int, beat: Beat) -> HeartbeatEvent | None:
-        """A beat that was written, to a key that is there since the revision `created`; what it means."""
+        """The event for a beat that was written, to a key that has existed since the revision `created`."""
         if beat.left:
             return self._end(key, beat.name, "left", "")
         before = self._lives.get(beat.name)
@@ -55,11 +55,11 @@ class Roll:
         return HeartbeatEvent("updated" if before else "joined", beat.name, json.loads(beat.data))
 
     def drop(self, key: str, name: str, cause: str = "") -> HeartbeatEvent | None:
-        """A key that is gone, and the cause of its process's death, if it died; what it means."""
+        """The event for a key that is gone; `cause` is why its process died, if it did."""
         return self._end(key, name, "died" if cause else "expired", cause)
 
     def speaks_for(self, key: str, name: str) -> bool:
-        """Whether the process with this key is the one that counts."""
+        """Whether the process with this key represents the name."""
         life = self._lives.get(name)
         return life is not None and life.key == key
 

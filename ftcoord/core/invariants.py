@@ -34,11 +34,11 @@ from ftcoord.errors import StateError
 
 
 class InvariantBroken(Exception):
-    """A decision breaks the protocol: an error in ftcoord. The text begins with the invariant (S1, S2, ...)."""
+    """A decision breaks the protocol: a bug in ftcoord. The text begins with the invariant (S1, S2, ...)."""
 
 
 def require(rule: str, holds: bool) -> None:
-    """Raises InvariantBroken, which names the rule, unless it holds."""
+    """Raises InvariantBroken, with the rule, unless it holds."""
     if not holds:
         raise InvariantBroken(rule)
 
@@ -47,7 +47,7 @@ def require(rule: str, holds: bool) -> None:
 
 
 def check_round(situation: RoundSituation, new: Round) -> None:
-    """S1 and S2 of a record that `core.rendezvous.decide` wants to publish. Raises InvariantBroken."""
+    """Check S1 and S2 for a record that `core.rendezvous.decide` wants to publish. Raises InvariantBroken."""
     old = situation.previous or NO_ROUND
     if new.number == old.number:
         _check_amendment(situation, old, new)
@@ -58,7 +58,7 @@ def check_round(situation: RoundSituation, new: Round) -> None:
 
 
 def check_succession(old: Round, new: Round) -> None:
-    """S1 and S2 of two records that followed each other, whoever wrote them. Raises InvariantBroken."""
+    """Check S1 and S2 for two successive records, by any writer. Raises InvariantBroken."""
     require("S2 rounds only grow", new.number >= old.number)
     if new.number == old.number:
         same = (new.seats, new.address, new.port) == (old.seats, old.address, old.port)
@@ -67,7 +67,7 @@ def check_succession(old: Round, new: Round) -> None:
 
 
 def _check_amendment(situation: RoundSituation, old: Round, new: Round) -> None:
-    """The record of a round may say that the round is ready or recalled, and which limits count; nothing else."""
+    """A later record of a round may say that the round is ready or recalled, and which limits apply; nothing else."""
     said = replace(old, ready=new.ready, recalled=new.recalled, waiting=new.waiting, by=new.by)
     stated = replace(said, min_nodes=new.min_nodes, max_nodes=new.max_nodes)
     require("S1 a recall changes no membership", new == stated)
@@ -81,7 +81,7 @@ def _check_amendment(situation: RoundSituation, old: Round, new: Round) -> None:
 
 
 def _check_lost_round(situation: RoundSituation, old: Round, new: Round) -> None:
-    """Of a round whose record etcd has lost it is only said that it is recalled, while nodes run in it."""
+    """A round whose record etcd has lost may only be recalled, while nodes run in it."""
     held = [member.ask.seated for member in situation.members]
     require("S2 rounds only grow", new.number > old.number)
     require("S2 no number is given again", new.number == max(held, default=0))
@@ -110,15 +110,15 @@ def _check_new_round(situation: RoundSituation, old: Round, new: Round) -> None:
 
 
 def _asks(ask: JoinRequest, old: Round, member: str) -> bool:
-    """Whether it wants another round than the last one that it took a seat in, as far as it or the record knows."""
+    """Whether it wants another round than the last one in which it took a seat, as far as it or the record knows."""
     return not ask.holds and ask.after >= max(ask.seated, old.last_seats.get(member, 0))
 
 
 def check_fences(prefix: str, old: Round | None, number: int, decision: Publish[bytes]) -> None:
-    """S3 of a transaction that publishes the record of round `number`. Raises InvariantBroken.
+    """Check S3 for a transaction that publishes the record of round `number`. Raises InvariantBroken.
 
-    A new round opens its own fence, and ends the fence of the last one: no store of two rounds can be written to at
-    once. Whatever else is said of a round leaves its fence alone.
+    A new round opens its own fence, and deletes that of the last one: no two rounds' stores can be written to at once.
+    Other records of a round do not touch its fence.
     """
     before = old.number if old else 0
     opened = {key for key, _ in decision.puts}
@@ -134,10 +134,10 @@ def check_fences(prefix: str, old: Round | None, number: int, decision: Publish[
 
 
 def check_roll(prefix: str, old: RoundHead | None, new: Round, decision: Publish[bytes]) -> None:
-    """S1 of a transaction that publishes a round whose roll may lie beside it. Raises InvariantBroken.
+    """Check S1 for a transaction that publishes a round whose roll may be stored beside it. Raises InvariantBroken.
 
-    `old` is the head that it replaces, None for a record that has its roll in itself. Whoever reads the record and what
-    it names must read the round that was decided; and what is said of a round later leaves its roll alone.
+    `old` is the head that it replaces, None for a record with an inline roll. A reader of the record and of the keys
+    that it names must get the decided round; later records of a round do not touch its roll.
     """
     head = parse_decided("", decision.record)
     if not isinstance(head, RoundHead):
@@ -157,7 +157,7 @@ def check_roll(prefix: str, old: RoundHead | None, new: Round, decision: Publish
 
 
 def _read(head: RoundHead, roll: Sequence[tuple[str, bytes]]) -> Round | None:
-    """What a reader makes of it; None for nothing."""
+    """The round that a reader gets; None for none."""
     try:
         return round_of("", head, (parse_chunk(key, value) for key, value in roll))
     except StateError:
@@ -168,7 +168,7 @@ def _read(head: RoundHead, roll: Sequence[tuple[str, bytes]]) -> Round | None:
 
 
 def check_quorum(situation: QuorumSituation, options: QuorumOptions, new: QuorumRecord) -> None:
-    """S1, S2 and S5 of a record that `core.quorum.decide` wants to publish. Raises InvariantBroken."""
+    """Check S1, S2 and S5 for a record that `core.quorum.decide` wants to publish. Raises InvariantBroken."""
     old = situation.previous
     answered: Mapping[str, int] = old.answered if old else {}
     _check_seats(situation, answered, new)
@@ -180,7 +180,7 @@ def check_quorum(situation: QuorumSituation, options: QuorumOptions, new: Quorum
 
 
 def _check_seats(situation: QuorumSituation, answered: Mapping[str, int], new: QuorumRecord) -> None:
-    """Who has a seat asked for it, and what was answered once is answered for good."""
+    """Every member with a seat has asked for it, and an answered request stays answered."""
     members = {one.member: one for one in situation.members}
     require("S1 one seat for each", len(new.names) == len(new.seated) == len(new.seats))
     require("S1 only live members are seated", members.keys() >= new.seated.keys())
@@ -224,7 +224,7 @@ def _was_answered(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
 
 
 def _check_id(situation: QuorumSituation, new: QuorumRecord) -> None:
-    """An id is of one membership: the id of the last quorum again for the same replicas, or one above all known."""
+    """An id belongs to one membership: the last quorum's id for the same replicas, else one above all known."""
     old, there = situation.previous, (*situation.silent, *situation.members)
     known = max((one.after for one in there), default=0)
     if old is not None and new.id == old.id:
@@ -241,7 +241,7 @@ def _check_id(situation: QuorumSituation, new: QuorumRecord) -> None:
 def _check_majority(
     situation: QuorumSituation, options: QuorumOptions, answered: Mapping[str, int], new: QuorumRecord
 ) -> None:
-    """All of the last quorum are in again; or enough are, and more than half of those that live ask."""
+    """All of the last quorum are in again; or enough are, and more than half of the live replicas ask."""
     require("S5 no quorum is empty", bool(new.seats))
     before = situation.previous.names if situation.previous else frozenset()
     if before and before <= new.names:
@@ -256,7 +256,7 @@ def _check_majority(
 
 
 def check_term(situation: ElectionSituation, new: Term) -> None:
-    """S1 and S2 of a record that `core.election.decide` wants to publish. Raises InvariantBroken."""
+    """Check S1 and S2 for a record that `core.election.decide` wants to publish. Raises InvariantBroken."""
     old, able = situation.previous, {one.member for one in situation.members}
     known = max(situation.highest, *(one.ask.after for one in situation.members), 0)
     if old is not None and new.number == old.number:
@@ -271,7 +271,7 @@ def check_term(situation: ElectionSituation, new: Term) -> None:
 
 
 def check_generation(situation: BarrierSituation, new: Generation) -> None:
-    """S1 and S2 of a record that `core.barrier.decide` wants to publish. Raises InvariantBroken."""
+    """Check S1 and S2 for a record that `core.barrier.decide` wants to publish. Raises InvariantBroken."""
     old = situation.previous or Generation(0, new.parties, ())
     if new.number == old.number:
         require("S1 who has passed has passed", new.passed == old.passed)
@@ -291,5 +291,5 @@ def check_generation(situation: BarrierSituation, new: Generation) -> None:
 
 
 def _arrives(ask: Arrival | None, parties: int, passed: int) -> bool:
-    """Whether that is the ask of a live party which wants to pass after the generation that it `passed`."""
+    """Whether this is the ask of a live party that wants to pass after the generation that it `passed`."""
     return ask is not None and ask.parties == parties and ask.after >= passed

@@ -1,8 +1,8 @@
 """Every key of the protocol, in one place. `docs/protocol.md` describes them; no other module spells a key.
 
-A function that names one key returns a text; a function that names several returns a Span. `prefix` is where a group's
-keys lie: a run's (`run_prefix`), or that of a job's quorums (`quorum_prefix`). It has no slash at its end. The prefix
-of a store has one, since the user of an EtcdStore chooses it.
+A function that names one key returns a str; a function that names several returns a Span. `prefix` is the prefix of a
+group's keys: a run's (`run_prefix`), or that of a job's quorums (`quorum_prefix`), without a trailing slash. The prefix
+of a store ends with a slash, because the user of an EtcdStore chooses it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,27 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 KEY_PREFIX: Final = "/ftcoord/v1"
-"""The default `key_prefix`: all keys of ftcoord lie below it."""
+"""The default `key_prefix`: all keys of ftcoord are below it."""
 DEFAULT_STORE_PREFIX: Final = f"{KEY_PREFIX}/@store/"
-"""Of an EtcdStore whose user gives no prefix. No run lies there: an `@` in a run's id is written `%40`."""
+"""The prefix of an EtcdStore whose user gives none. No run has keys there: an `@` in a run's id is written `%40`."""
 _ID_DIGITS: Final = 16
-"""Of a member's id, which is its lease."""
+"""Digits of a member's id, which is its lease."""
 _QUORUM: Final = "quorum"
 _HEX: Final = frozenset("0123456789abcdef")
 _MAX_ROUND_DIGITS: Final = 18
-"""Digits of a round's number that fits into a record, with room to count on from it."""
+"""Digits of a round's number that fit into a record, with room to count on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The keys of one operation: one key, all that start with a prefix, or all from one key to `stop`, without that."""
+    """The keys of one operation: one key, all keys with a prefix, or all keys from one key up to, but not including,
+    another.
+
+    Args:
+        start: the key; or the prefix; or the first key.
+        is_prefix: whether the span is all keys that begin with `start`.
+        stop: if not empty, the key before which the span ends, in byte order.
+    """
 
     start: str
     is_prefix: bool = False
@@ -33,7 +40,7 @@ class Span:
 
     @property
     def end(self) -> bytes:
-        """etcd's `range_end`: empty for one key, else the first key behind the span."""
+        """etcd's `range_end`: empty for one key, else the first key after the span."""
         if self.stop:
             return encode_key(self.stop)
         if not self.is_prefix:
@@ -48,17 +55,17 @@ class Span:
 
 
 def encode_key(key: str) -> bytes:
-    """The bytes of a key; `decode_key` gives the same key back, whatever bytes others put there."""
+    """The bytes of a key; `decode_key` returns the same key, whatever bytes others wrote."""
     return key.encode("utf-8", "surrogateescape")
 
 
 def decode_key(key: bytes) -> str:
-    """The text of a key; bytes that are no UTF-8 are kept as surrogates."""
+    """The key as text; bytes that are not UTF-8 are kept as surrogates."""
     return key.decode("utf-8", "surrogateescape")
 
 
 def run_prefix(key_prefix: str, run_id: str) -> str:
-    """The prefix of a run. Its id is percent-encoded, so no run's keys lie within another's."""
+    """The prefix of a run. Its id is percent-encoded, so no run's keys are below another's."""
     return f"{key_prefix}/{quote(run_id, safe='')}"
 
 
@@ -68,7 +75,7 @@ def run_span(prefix: str) -> Span:
 
 
 def spans_but_history(prefix: str) -> tuple[Span, ...]:
-    """All keys of a run but its history, and that of its quorums."""
+    """All keys of a run except its history and that of its quorums."""
     everything = run_span(prefix)
     histories = sorted(events_span(one).start for one in (prefix, f"{prefix}/{_QUORUM}"))
     starts = [everything.start, *(decode_key(Span(one, is_prefix=True).end) for one in histories)]
@@ -77,12 +84,12 @@ def spans_but_history(prefix: str) -> tuple[Span, ...]:
 
 
 def runs_span(key_prefix: str) -> Span:
-    """The keys of all runs, and of stores that belong to none."""
+    """The keys of all runs, and of stores that belong to no run."""
     return Span(f"{key_prefix}/", is_prefix=True)
 
 
 def branch_of(key_prefix: str, key: str) -> Span:
-    """All keys that are one run's with this key, or one store's; of a key that is in no branch, itself."""
+    """All keys of the run, or store, that this key belongs to; the key itself if it belongs to none."""
     start = runs_span(key_prefix).start
     name, slash, _ = key.removeprefix(start).partition("/")
     return Span(f"{start}{name}{slash}", is_prefix=bool(slash))
@@ -109,17 +116,17 @@ def member_key(prefix: str, member: str) -> str:
 
 
 def member_id(lease: int) -> str:
-    """The id of the member that lives under a lease: 16 hex digits."""
+    """The id of the member with this lease: 16 hex digits."""
     return f"{lease:0{_ID_DIGITS}x}"
 
 
 def member_of(key: str) -> str:
-    """The id of the member whose key this is."""
+    """The id of the member that this key belongs to."""
     return key.rpartition("/")[2]
 
 
 def tail_key(prefix: str) -> str:
-    """The key that names the member of a group that joined last: whoever joins next follows that one."""
+    """The key that names the last member to join a group: the next one follows it."""
     return f"{prefix}/tail"
 
 
@@ -129,7 +136,7 @@ def decided_key(prefix: str) -> str:
 
 
 def roster_key(decided: str) -> str:
-    """The key beside a decided record for what seldom changes; `decided` is the key of the record."""
+    """The key of the roster beside the decided record whose key is `decided`."""
     return f"{decided}/roster"
 
 
@@ -139,7 +146,7 @@ def decided_span(prefix: str) -> Span:
 
 
 def rolls_span(prefix: str) -> Span:
-    """The rolls of a group: what lies beside decided records that are too large for one key."""
+    """The rolls of a group, stored beside decided records that are too large for one key."""
     return Span(f"{prefix}/rolls/", is_prefix=True)
 
 
@@ -149,7 +156,7 @@ def roll_span(prefix: str, roll: str) -> Span:
 
 
 def other_rolls(prefix: str, roll: str) -> tuple[Span, Span]:
-    """All rolls of a group but this one, which may be written in the same transaction that deletes them."""
+    """All rolls of a group but this one, which the same transaction may write."""
     rolls, mine = rolls_span(prefix), roll_span(prefix, roll)
     return Span(rolls.start, stop=mine.start), Span(decode_key(mine.end), stop=decode_key(rolls.end))
 
@@ -160,12 +167,12 @@ def roll_key(prefix: str, roll: str, chunk: int) -> str:
 
 
 def deaths_span(prefix: str) -> Span:
-    """Why processes that held leases here are gone."""
+    """The causes of death of processes that held leases here."""
     return Span(f"{prefix}/deaths/", is_prefix=True)
 
 
 def death_key(prefix: str, member: str) -> str:
-    """Why the process is gone that was a member, or held the lease with this `member_id`."""
+    """The cause of death of the process that was this member, or held the lease with this `member_id`."""
     return f"{deaths_span(prefix).start}{member}"
 
 
@@ -175,18 +182,18 @@ def events_span(prefix: str) -> Span:
 
 
 def event_key(prefix: str, revision: int, writer: str, count: int) -> str:
-    """The key of one event: no two writers, and no two events of one, ever have the same.
+    """The key of one event, which is unique.
 
     Args:
-        revision: the highest of etcd's that the writer knows of, so that keys come nearly in the order of time.
-        writer: its member id, or another name that nobody else has.
+        revision: etcd's highest revision known to the writer, so that keys are nearly in the order of time.
+        writer: its member id, or another unique name.
         count: how many events it has written before.
     """
     return f"{events_span(prefix).start}{revision:0{_ID_DIGITS}x}-{writer}-{count:06}"
 
 
 def event_revision(key: str) -> int | None:
-    """The revision that an event's key begins with; None for a key that is no event's."""
+    """The revision in an event's key; None for a key that is not an event's."""
     digits, dash, _ = key.rpartition("/")[2].partition("-")
     return int(digits, 16) if dash and len(digits) == _ID_DIGITS and not set(digits) - _HEX else None
 
@@ -200,12 +207,12 @@ def rounds_span(prefix: str) -> Span:
 
 
 def round_key(prefix: str, number: int) -> str:
-    """The fence of a round: it exists as long as the round's store may be written to."""
+    """The fence of a round: it exists while the round's store may be written to."""
     return f"{rounds_span(prefix).start}{number}"
 
 
 def number_of(round_key: str) -> int:
-    """The number of the round that a fence belongs to; 0 for a key that is no fence of ftcoord's."""
+    """The number of the round that a fence belongs to; 0 for a key that is not one of ftcoord's fences."""
     name = round_key.rpartition("/")[2]
     return int(name) if name.isascii() and name.isdigit() and len(name) < _MAX_ROUND_DIGITS else 0
 
@@ -216,7 +223,7 @@ def round_store_prefix(prefix: str, number: int) -> str:
 
 
 def backend_state_key(prefix: str) -> str:
-    """The key of the state that torch's own rendezvous keeps, for `etcd-v3-dynamic`."""
+    """The key of the state of torch's own rendezvous, for `etcd-v3-dynamic`."""
     return f"{prefix}/dynamic/state"
 
 
@@ -229,7 +236,7 @@ def backend_store_prefix(prefix: str) -> str:
 
 
 def store_values_span(store: str) -> Span:
-    """The values of a store. Behind the prefix comes the key, as it is."""
+    """The values of a store. The user's key follows the prefix, unchanged."""
     return Span(f"{store}data/", is_prefix=True)
 
 
@@ -239,12 +246,12 @@ def store_queues_span(store: str) -> Span:
 
 
 def store_queue_span(store: str, key: str) -> Span:
-    """The items of one queue; the oldest is the first."""
+    """The items of one queue, the oldest first."""
     return Span(f"{store_queues_span(store).start}{quote(key, safe='')}/", is_prefix=True)
 
 
 def store_counts_span(store: str) -> Span:
-    """The counts of changes, one for each client of a store: they resolve lost answers."""
+    """The counts of changes, one per client of a store: they resolve lost answers."""
     return Span(f"{store}ops/", is_prefix=True)
 
 
@@ -262,17 +269,17 @@ def configs_span(prefix: str) -> Span:
 
 
 def config_key(prefix: str, name: str) -> str:
-    """One name of a job's shared configuration. The name is written as it is."""
+    """One name of a job's shared configuration. The name is written unchanged."""
     return f"{configs_span(prefix).start}{name}"
 
 
 def kills_span(prefix: str) -> Span:
-    """The orders to managers of a job to end their processes."""
+    """The kill orders to managers of a job."""
     return Span(f"{prefix}/kill/", is_prefix=True)
 
 
 def kill_key(prefix: str, member: str) -> str:
-    """The order to the manager that is, or was, a member, by its id."""
+    """The kill order to the manager that is, or was, this member."""
     return f"{kills_span(prefix).start}{member}"
 
 
@@ -285,7 +292,7 @@ def timers_span(prefix: str, host: str = "") -> Span:
 
 
 def timer_key(prefix: str, host: str, lease: int, slot: str) -> str:
-    """One timer of the worker that lives under a lease."""
+    """One timer of the worker with this lease."""
     return f"{timers_span(prefix, host).start}{lease:016x}/{slot}"
 
 
@@ -295,7 +302,7 @@ def heartbeats_span(prefix: str) -> Span:
 
 
 def heartbeat_key(prefix: str, name: str, lease: int) -> str:
-    """The heartbeat of a name, from the process that lives under a lease."""
+    """The heartbeat of a name, from the process with this lease."""
     return f"{heartbeats_span(prefix).start}{quote(name, safe='')}/{lease:016x}"
 
 
@@ -308,12 +315,12 @@ def election_prefix(prefix: str, name: str) -> str:
 
 
 def recipe_spans(prefix: str) -> tuple[Span, ...]:
-    """All groups of a run's recipes, kind by kind: `ftcoord gc` looks there for who lives."""
+    """All groups of a run's recipes, by kind: `ftcoord gc` looks there for live members."""
     return tuple(Span(f"{prefix}/{kind}/", is_prefix=True) for kind in ("elections", "barriers"))
 
 
 def is_member_key(key: str) -> bool:
-    """Whether a key is where a group's members lie, of whatever group."""
+    """Whether a key is among the member keys of any group."""
     above, _, name = key.rpartition("/")
     return above.endswith("/members") and len(name) == _ID_DIGITS and not set(name) - _HEX
 
@@ -324,7 +331,7 @@ def term_key(prefix: str, number: int) -> str:
 
 
 def other_terms(prefix: str, number: int) -> tuple[Span, Span]:
-    """The fences of all terms but this one, which may be written in the same transaction that deletes them."""
+    """The fences of all terms but this one, which the same transaction may write."""
     terms, mine = Span(f"{prefix}/terms/", is_prefix=True), term_key(prefix, number)
     return Span(terms.start, stop=mine), Span(f"{mine}\0", stop=decode_key(terms.end))
 

@@ -1,7 +1,7 @@
 """When to renew a lease, and how long to trust it. Pure arithmetic; times are monotonic seconds.
 
-An acknowledged renewal was granted after it was sent, so the server cannot expire the lease before
-`sent_at + ttl`. All deadlines count from there, never from the answer: one that came late must not buy time.
+An acknowledged renewal was granted after it was sent, so etcd cannot expire the lease before `sent_at + ttl`. All
+deadlines count from there, never from the answer: a late answer must not extend them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ RENEW_AFTER: Final = 1 / 3
 TRUST_FOR: Final = 2 / 3
 """The part of the TTL for which an acknowledged renewal is trusted; the rest is margin for slow clocks."""
 FRESH_FOR: Final = 1 / 10
-"""The part of the TTL for which a lease that was renewed is as good as new."""
+"""The part of the TTL for which a renewed lease counts as new."""
 RETRY_BETWEEN: Final = (0.1, 1.0)
-"""Seconds between two tries when a renewal failed, at the least and at the most."""
+"""The fewest and the most seconds between two attempts when a renewal failed."""
 
 
 class SessionState(enum.Enum):
-    """What a session knows of its lease (the states of ZooKeeper clients such as kazoo)."""
+    """What a session knows of its lease, as in ZooKeeper clients such as kazoo."""
 
     CONNECTED = "connected"
     """The lease is alive."""
     SUSPENDED = "suspended"
-    """Not renewed in time: it may be gone. Stop relying on it, wait for what follows."""
+    """It was not renewed in time, so it may be gone. Do not rely on it until the next state."""
     LOST = "lost"
-    """etcd says that it is gone, and its keys with it. Final: make a new session."""
+    """The lease is gone, and its keys with it. Final: make a new session."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """The last acknowledged renewal of a lease: when it was sent, and the TTL that was granted, in seconds."""
+    """The last acknowledged renewal of a lease: when it was sent, and the TTL granted, in seconds."""
 
     sent_at: float
     ttl: float
@@ -43,14 +43,14 @@ class LeaseTimes:
         return self.sent_at + self.ttl * TRUST_FOR
 
     def state(self, now: float) -> SessionState:
-        """CONNECTED or SUSPENDED; only etcd itself can say LOST."""
+        """CONNECTED or SUSPENDED. Only etcd can tell LOST."""
         return SessionState.CONNECTED if now < self.trusted_until else SessionState.SUSPENDED
 
     def renew_at(self, tried_at: float | None = None) -> float:
-        """When to send the next renewal: after a success, or after a try that failed at `tried_at`.
+        """When to send the next renewal: after a success, or after an attempt that failed at `tried_at`.
 
-        A failed try is repeated at half of the trust that is left, and never more often than RETRY_BETWEEN says:
-        an outage keeps leases alive, so it is worth trying for as long as the session is wanted.
+        After a failure, half of the remaining trust passes, within RETRY_BETWEEN. etcd does not expire leases during an
+        outage, so it is worth trying for as long as the session is wanted.
         """
         if tried_at is None:
             return self.sent_at + self.ttl * RENEW_AFTER
@@ -62,6 +62,6 @@ class LeaseTimes:
         return self.renew_at() if now - self.sent_at < self.ttl * FRESH_FOR else now
 
     def renewal_timeout(self, now: float) -> float:
-        """Seconds that a renewal sent now may take: while there is trust left, only until that ends."""
+        """Seconds that a renewal sent now may take: until the trust ends, if there is any left."""
         left = self.trusted_until - now
         return left if left > RETRY_BETWEEN[0] else self.ttl * RENEW_AFTER

@@ -1,4 +1,4 @@
-"""Which members of a quorum are lost to the others. No clock, no I/O."""
+"""Which members of a quorum count as lost. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from math import inf
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A member that is lost.
+    """A lost member.
 
     Args:
         replica_id: its name.
-        cause: one line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; empty if nobody has said so.
+        cause: one line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; empty if no cause is known.
     """
 
     replica_id: str
@@ -21,10 +21,10 @@ class Loss:
 
 
 class Losses:
-    """What became of the members of one quorum.
+    """What happened to the members of one quorum.
 
-    Whoever is said to be dead is lost. Whoever is gone without a word may have left when it had done its part, or may
-    have lost no more than its lease: it is lost if nobody of its name is back after `timeout` seconds.
+    A member with a known cause of death is lost. A member that is gone without a cause may have left after its part, or
+    may only have lost its lease: it is lost if no replica of its name is back after `timeout` seconds.
 
     Args:
         seats: the replica ids of the quorum's members, by member id.
@@ -38,15 +38,15 @@ class Losses:
 
     @property
     def due(self) -> float:
-        """When `judge` has somebody to judge; infinite for never."""
+        """When `judge` has a member to judge; infinite for never."""
         return min((until for _, until in self._waited_for.values()), default=inf)
 
     def gone(self, present: Collection[str]) -> list[str]:
-        """The members that are not among those present, and of which `note` was not told yet."""
+        """The members that are not present, and that were not passed to `note` yet."""
         return [member for member in self._there if member not in present]
 
     def note(self, member: str, cause: str, now: float) -> Loss | None:
-        """A member is gone; who is lost with it now."""
+        """Note that a member is gone; returns the loss, if it is already certain."""
         replica_id = self._there.pop(member)
         if cause:
             return Loss(replica_id, cause)
@@ -58,11 +58,11 @@ class Losses:
         return [member for member, (_, until) in self._waited_for.items() if until <= now]
 
     def judge(self, names: Collection[str], causes: Mapping[str, str], now: float) -> tuple[list[Loss], list[str]]:
-        """Of those whose time is over: who is lost, and who is back, since its name is among those of live members.
+        """Of the members whose time is over: which are lost, and which are back, because a live member has their name.
 
         Args:
             names: the replica ids of the live members.
-            causes: of those that died after they had come back under another lease, by member id.
+            causes: why members died after they had come back under another lease, by member id.
             now: monotonic seconds.
         """
         replicas = {member: self._waited_for.pop(member)[0] for member in self.over(now)}

@@ -1,6 +1,6 @@
 """What a decided record means for a member that asks: the member's half of every protocol here, and its vocabulary.
 
-Each use has a pure `outlook(record, me, ask)` beside its `decide`. `primitives.group.participant` does what it says.
+Each use has a pure `outlook(record, me, ask)` beside its `decide`. `primitives.group.participant` carries it out.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ A_co = TypeVar("A_co", covariant=True)
 
 
 class Standing(enum.Enum):
-    """Where a member stands with what it asks."""
+    """Where a member stands with its ask."""
 
     PENDING = "pending"
     """Nothing is decided about it yet."""
     SEATED = "seated"
-    """It has a seat, and must say that it takes it."""
+    """It has a seat, and must write that it takes it."""
     ANSWERED = "answered"
-    """It has what it asked for."""
+    """Its ask was answered."""
     MISSED = "missed"
-    """What answered it is over already, or went on without it."""
+    """Its answer is already over, or the others went on without it."""
     SPARE = "spare"
     """Others go on without it for now: it may wait forever."""
     CLOSED = "closed"
-    """It is all over."""
+    """The run is over."""
     REFUSED = "refused"
-    """It asks for what cannot be had beside what the others ask for."""
+    """Its ask contradicts the others' asks."""
     DRAINED = "drained"
     """An operator wants it to leave."""
     LOST = "lost"
-    """Its lease is gone, and what it asked with it. Only the participant says so: no record tells."""
+    """Its lease is gone, and its ask with it. Only the participant reports this: no record shows it."""
 
 
 class Next(enum.Enum):
-    """What the member does about it."""
+    """What the member does next."""
 
     WAIT = "wait"
     """For the next record."""
     WRITE = "write"
     """Its key, with `Outlook.ask`; then wait."""
     READ = "read"
-    """The part beside the record that is about this member, which was not read yet; then judge again."""
+    """Read the part beside the record about this member, then judge again."""
     RETURN = "return"
-    """To its caller, who knows what to do."""
+    """Return to its caller, who decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Outlook(Generic[A_co]):
     """Where a member stands, and what it does next.
 
     Args:
-        ask: what it writes; None: what it asked before, again.
+        ask: what it writes; None for its last ask again.
     """
 
     standing: Standing

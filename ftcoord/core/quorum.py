@@ -45,7 +45,7 @@ from ftcoord.core.quorum_records import (
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
 RULES: Final = ("Q1 asking", "Q2 fast", "Q3 enough", "Q4 shrink only", "Q5 id")
-"""The rules above, as verdicts name them."""
+"""The rules above, by the names in verdicts."""
 _, FAST, ENOUGH, SHRINK_ONLY, _ = RULES
 
 
@@ -55,14 +55,15 @@ class QuorumCandidate:
 
     Args:
         member: the member id, which is its lease.
-        request: what it asks, or asked last.
-        asked: which of the member's requests that is, 1, 2, ...; 0 while it does not ask.
-        after, heard: the highest quorum id, and the highest number of a quorum, that it knows of; 0 for none.
-        joined: when it was first seen asking that; means nothing while it does not ask.
-        came_at, asked_at: etcd's revisions at which it became a member, and at which it said what it asks.
-        wrote_at: the revision at which it last wrote that, or wrote it again.
-        is_whole: whether its request is known. A member leaves its profile out when the last quorum has it; if that is
-            not the last quorum here, the member asks nothing until it writes its request whole, or this is.
+        request: its present or last request.
+        asked: the number of that request among the member's requests, 1, 2, ...; 0 while it does not ask.
+        after, heard: the highest quorum id, and the highest number of a quorum, that it knows; 0 for none.
+        joined: when this request was first seen; meaningless while it does not ask.
+        came_at, asked_at: etcd's revisions at which it became a member, and at which it made the request.
+        wrote_at: the revision at which it last wrote the request, possibly again.
+        is_whole: whether its request is known. A member omits its profile if the last quorum has it. If that is not the
+            last quorum here, the member asks for nothing until it writes its request in full, or that quorum becomes
+            the last.
     """
 
     member: str
@@ -87,7 +88,7 @@ class QuorumCandidate:
         asked_at: int,
         wrote_at: int,
     ) -> QuorumCandidate:
-        """What a member is that wrote this; `profiles` are those of the last quorum, by their digests."""
+        """The candidate for a member's record; `profiles` are those of the last quorum, by digest."""
         request = record.completed(profiles)
         known = record.request if request is None else request
         is_whole = request is not None
@@ -97,7 +98,7 @@ class QuorumCandidate:
 
 @dataclass(frozen=True, slots=True)
 class QuorumOptions:
-    """What the user asked for. `join_timeout` in seconds."""
+    """The user's rules. `join_timeout` is in seconds."""
 
     min_replicas: int
     join_timeout: float
@@ -105,17 +106,17 @@ class QuorumOptions:
 
 @dataclass(frozen=True, slots=True)
 class Highest:
-    """The highest number and id of all quorums that were heard of: etcd may have lost those that they belong to."""
+    """The highest number and id of all quorums seen: etcd may have lost those quorums."""
 
     number: int = 0
     id: int = 0
 
     def and_of(self, quorum: QuorumRecord) -> Highest:
-        """The same, of one quorum more."""
+        """The highest, including this quorum."""
         return self.and_(quorum.number, quorum.id)
 
     def and_(self, number: int, id_: int) -> Highest:
-        """The same, of a quorum more with this number and id."""
+        """The highest, including a quorum with this number and id."""
         return Highest(max(self.number, number), max(self.id, id_))
 
 
@@ -124,7 +125,7 @@ NOTHING_HEARD: Final = Highest()
 
 @dataclass(frozen=True, slots=True)
 class _QuorumPoll:
-    """Who is alive and who asks; `asking` by replica id, `eligible` those of them that may be in the quorum."""
+    """Who is alive and who asks. `asking` is by replica id; `eligible` are those of them that may be in the quorum."""
 
     alive: int
     unreadable: int
@@ -142,18 +143,18 @@ class _QuorumPoll:
 
 @dataclass(frozen=True, slots=True)
 class QuorumSituation:
-    """All that a decision rests on.
+    """Everything that a decision depends on.
 
     Args:
         members: the live members, oldest first.
         previous: the last decided quorum.
         previous_at: when `previous` was first seen.
-        silent: members that are not alive but may be again: they keep their lease and send no beats. They do not count,
-            but the decider remembers which of their requests were answered, and which ids they know.
-        highest: of all quorums that the decider ever heard of.
+        silent: members that are not alive but may be again: they keep their leases but send no beats. They do not
+            count, but the decider remembers which of their requests were answered, and which ids they know.
+        highest: the highest values of all quorums that the decider has ever seen.
         created: the wall clock, for `QuorumRecord.created`.
         decider: the member that decides, for `QuorumRecord.by`.
-        unreadable: how many live members say what cannot be read.
+        unreadable: how many live members have records that cannot be read.
     """
 
     members: Sequence[QuorumCandidate]
@@ -196,7 +197,7 @@ def _poll(situation: QuorumSituation, answered: Mapping[str, int], before: froze
 
 
 def _asking(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int]) -> dict[str, QuorumCandidate]:
-    """By replica id, the member whose request counts, where one does."""
+    """The members whose requests count, by replica id."""
     alive: dict[str, list[QuorumCandidate]] = {}
     for one in replicas:
         alive.setdefault(one.request.replica_id, []).append(one)
@@ -205,7 +206,7 @@ def _asking(replicas: Sequence[QuorumCandidate], answered: Mapping[str, int]) ->
 
 
 def _request_of(members: Sequence[QuorumCandidate], answered: Mapping[str, int]) -> QuorumCandidate | None:
-    """The member of one replica id whose request counts; None while none does."""
+    """The member of one replica id whose request counts; None if none does."""
     requests = [one for one in members if _asks(one, answered)]
     came_at = max((one.came_at for one in members if not _asks(one, answered)), default=0)
     if not requests or max(one.wrote_at for one in requests) < came_at:
@@ -251,7 +252,7 @@ def _conclude(chosen: Iterable[QuorumCandidate], situation: QuorumSituation) -> 
 def _idle(
     members: Iterable[QuorumCandidate], seats: Sequence[QuorumSeat], answered: Mapping[str, int]
 ) -> Iterator[IdleMember]:
-    """The members without a seat that were answered: before, or now by the seat of another one with their name."""
+    """The members without a seat that were answered: before, or now by the seat of another member with their name."""
     seated, names = {seat.member for seat in seats}, {seat.request.replica_id for seat in seats}
     for one in members:
         if one.member in seated or one.asked == 0:
@@ -264,7 +265,8 @@ def _idle(
 def _id_of(
     seats: Sequence[QuorumSeat], members: Sequence[QuorumCandidate], previous: QuorumRecord | None, highest: int
 ) -> int:
-    """An id higher than `previous` has was decided by a quorum whose record is lost: it must not come again."""
+    """If an id higher than that of `previous` is known, it was decided by a quorum whose record is lost: it must not be
+    given again."""
     known = max([highest, *(one.after for one in members)])
     if previous is not None and known <= previous.id:
         same = [seat.request.replica_id for seat in seats] == [one.replica_id for one in previous.requests]
@@ -283,15 +285,15 @@ def outlook(
     asked: int,
     shortened: QuorumRequest | None = None,
 ) -> Outlook[NoReturn]:
-    """What the decided record `now` means for a replica that asked this.
+    """What the decided record `now` means for a replica with this request.
 
-    ANSWERED: this quorum, decided after it asked, has the replica. MISSED: its quorum was replaced by one without the
-    replica before it heard of it, so it asks again. PENDING with something to write: a decider may not know the profile
-    that the request was written without, so the replica writes it whole.
+    ANSWERED: this quorum was decided after the request and has the replica. MISSED: its quorum was replaced by one
+    without the replica before the replica learned of it, so it asks again. PENDING with something to write: a decider
+    may not know the profile that the request omits, so the replica writes the request in full.
 
     Args:
         me: the ids of all members that this replica has been, through all of its leases, the present one last.
-        asked: which of its requests that is.
+        asked: the number of the request.
         shortened: the request, if it was written without its profile.
     """
     if now is None:

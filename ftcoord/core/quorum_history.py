@@ -1,4 +1,4 @@
-"""What a job's history says of its quorums. Pure."""
+"""The events of a job's history about its quorums. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ftcoord.core.round_history import MOST_ENDS, counted, named
 
 
 def lost_seats(previous: QuorumRecord | None, new: QuorumRecord) -> list[QuorumSeat]:
-    """Those that the new quorum goes on without."""
+    """The seats that the new quorum no longer has."""
     return [seat for seat in previous.seats if seat.request.replica_id not in new.names] if previous else []
 
 
@@ -22,12 +22,12 @@ def quorum_events(
     words: Mapping[str, str],
     wall_ms: int,
 ) -> list[HistoryEvent]:
-    """What the history has to say when the quorum `new` follows `previous`; nothing where its id stays the same, as in
-    most steps.
+    """The events for the history when the quorum `new` follows `previous`; none if its id stays the same, as in most
+    steps.
 
     Args:
-        causes: why members of the last one are gone, by their ids, and etcd's revision at which that was said.
-        words: of those that are there, or said so before they went, why they do not take part any more, by their ids.
+        causes: why members of the last quorum are gone, by id, and etcd's revision at which that was written.
+        words: why members that are there, or left, no longer take part, in their own words, by id.
         wall_ms: when, for people.
     """
     if previous is not None and previous.id == new.id:

@@ -1,4 +1,5 @@
-"""What a quorum means for one rank of one replica: its place, and who heals from whom. torchft's rules, pure."""
+"""What a quorum means for one rank of one replica: its place, and which replica heals from which. torchft's rules,
+pure."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ from ftcoord.errors import NotInQuorum
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a quorum means for one rank of one replica; the names are those of torchft's QuorumResult.
+    """What a quorum means for one rank of one replica. The names are those of torchft's QuorumResult.
 
     Args:
         replica_rank: its place among all participants, of which there are `replica_world_size`.
-        recover_src_manager_address, recover_src_replica_rank: whom to heal from; empty and None if not `heal`.
-        recover_dst_replica_ranks: who heals from this replica, ascending.
+        recover_src_manager_address, recover_src_replica_rank: the replica to heal from; empty and None if not `heal`.
+        recover_dst_replica_ranks: the replicas that heal from this one, ascending.
         store_address: the store in which this rank meets its peers; one for all replicas.
         max_step: the highest step in the quorum.
-        max_replica_rank: its place among the `max_world_size` participants at that step; None when it is behind.
-        heal: its state is not what the others have: load it before the step.
-        replica_ids: of all participants, in order.
-        reconfigure_handles: of this rank, of all participants, in order; empty where one has none.
-        commit_failures: the most that any participant reports.
+        max_replica_rank: its place among the `max_world_size` participants at that step; None if it is behind.
+        heal: its state differs from that of the others: load theirs before the step.
+        replica_ids: the ids of all participants, in order.
+        reconfigure_handles: this rank's handle at each participant, in order; empty where there is none.
+        commit_failures: the highest number that any participant reports.
     """
 
     replica_rank: int
@@ -45,8 +46,8 @@ def recovery(quorum_requests: Sequence[QuorumRequest], replica_id: str, rank: in
     """What a quorum means for the group rank `rank` of a replica. Raises NotInQuorum.
 
     Args:
-        quorum_requests: of all participants, in any order.
-        init_sync: before the first step, all take over the state of one replica.
+        quorum_requests: the requests of all participants, in any order.
+        init_sync: whether all replicas load the state of one replica before the first step.
     """
     group = sorted(quorum_requests, key=lambda one: one.replica_id)
     names = tuple(one.replica_id for one in group)
@@ -76,7 +77,7 @@ def recovery(quorum_requests: Sequence[QuorumRequest], replica_id: str, rank: in
 
 
 def heals_from(quorum_requests: Sequence[QuorumRequest], rank: int) -> dict[str, str]:
-    """Whom the group rank `rank` of each replica that is behind heals from, by their names."""
+    """For each replica that is behind, by name: the replica from which its group rank `rank` heals."""
     group = sorted(quorum_requests, key=lambda one: one.replica_id)
     top = max((one.step for one in group), default=0)
     leaders = [place for place, one in enumerate(group) if one.step == top]
@@ -85,7 +86,8 @@ def heals_from(quorum_requests: Sequence[QuorumRequest], rank: int) -> dict[str,
 
 
 def _sources(size: int, fresh: Sequence[int], rank: int) -> dict[int, int]:
-    """Whom each of those that are behind heals from, ascending; another one for each rank, to spread the load."""
+    """For each place that is behind, ascending: the place it heals from; a different one for each rank, to spread the
+    load."""
     up_to_date = set(fresh)
     behind = [place for place in range(size) if place not in up_to_date]
     return {place: fresh[(index + rank) % len(fresh)] for index, place in enumerate(behind)}

@@ -36,30 +36,30 @@ _DIGEST_BYTES: Final = 8
 _RECORDS: Final = 4
 """Decided records that a process keeps parsed: it may have many nodes."""
 _MOST_CHUNKS: Final = 2**20
-"""Of a roll that anybody may have written: nobody has so many nodes."""
+"""The most chunks of a roll, which anybody may have written: nobody has so many nodes."""
 _LONGEST_ROLL_ID: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """What a member wants: a seat in any round later than `after`.
+    """A member's ask: a seat in any round later than `after`.
 
     Args:
-        node: the agent's name, the same in all of its incarnations.
+        node: the agent's id, the same in all of its incarnations.
         address: where the other nodes reach its host.
-        port: a port it holds open there for this request, for the case that it gets rank 0.
-        after: the last round it took part in or knows of; 0 for none.
+        port: a port that it holds open there for this request, in case it gets rank 0.
+        after: the last round that it took part in or knows of; 0 for none.
         host: the machine's name, for people.
-        nonce: makes each request unlike all others of the member.
+        nonce: makes each request of the member unique.
         min_nodes, max_nodes: how many nodes its user wants in a round (--nnodes).
         seated: the round in which it has taken its seat; 0 for none.
-        reopens: the number of the closed round that it wants to go on from; -1 for none.
+        reopens: the number of the closed round that it wants to continue from; -1 for none.
         leaving: why it is about to give up its lease; empty while it stays.
-        holds: the member that it was when it took its seat in round `seated`, where it lost that member's lease since
-            and its workers run on; empty for none. Such a member asks for nothing.
-        failed: what became of its worker that failed in round `seated`, or, when it asks again, in round `after`; empty
-            for nothing, and one at most. It holds its seat until it comes back.
-        failed_at: etcd's revision at which it said that first, if it says it again; else 0.
+        holds: the member that it was when it took its seat in round `seated`, if it lost that member's lease since and
+            its workers still run; else empty. Such a member asks for nothing.
+        failed: the failure of its worker that failed in round `seated`, or, when it asks again, in round `after`; at
+            most one. It holds its seat until it comes back.
+        failed_at: etcd's revision at which it first wrote that, if it writes it again; else 0.
     """
 
     node: str
@@ -85,7 +85,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One participant of a round; its place in `Round.seats` is its rank."""
+    """One participant of a round. Its index in `Round.seats` is its rank."""
 
     member: str
     node: str
@@ -94,7 +94,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A live member that a round was formed without: it had its last seat in `round`, and has not come back since."""
+    """A live member that a round was formed without: it last had a seat in `round`, and has not come back since."""
 
     member: str
     round: int
@@ -102,16 +102,16 @@ class Away:
 
 @dataclass(frozen=True)
 class Round:
-    """The decided record: one membership, and what became of it.
+    """The decided record: one membership, and what happened to it.
 
     Args:
         number: 1, 2, ...; never used twice in a run.
         seats: the participants in rank order.
         address, port: the bootstrap address of the round (MASTER_ADDR and MASTER_PORT), at rank 0's host.
-        away: the live members that had not come back in time; what they asked before that does not count.
+        away: the live members that had not come back in time; their earlier asks do not count.
         min_nodes, max_nodes: the run's limits, which all of its members share; 0 while none were stated.
         ready: whether all participants have taken their seats. Nobody starts before that. It stays when the round is
-            recalled: those who learn of it late must start too, since others rely on them.
+            recalled: members that learn of it late must start too, since others rely on them.
         recalled: why the participants should come back for the next round; empty while they should not.
         waiting: how many members waited for a seat when the round was recalled.
         closed: why the run is over; empty while it is not.
@@ -144,12 +144,12 @@ class Round:
 
     @property
     def size(self) -> int:
-        """How many participants it has; 0 for a record that is no round."""
+        """The number of participants; 0 for a record that is no round."""
         return len(self.seats)
 
     @cached_property
     def roll(self) -> str:
-        """What tells this roll from others with the same number, as `RoundHead.roll` does."""
+        """The name that tells this roll from others with the same number, as `RoundHead.roll` does."""
         return _digest(self, 0)
 
     @cached_property
@@ -172,24 +172,25 @@ class Round:
 
     @cached_property
     def last_seats(self) -> Mapping[str, int]:
-        """By member: the last round that it is known to have had a seat in."""
+        """By member: the last round in which it is known to have had a seat."""
         return {away.member: away.round for away in self.away} | {seat.member: self.number for seat in self.seats}
 
 
 NO_ROUND: Final = Round(0, (), "", 0)
-"""The record of a run that never had a round, where there must be one: to close it, or to state its limits."""
+"""The record of a run that never had a round, for closing it or stating its limits."""
 
 
 @dataclass(frozen=True)
 class RoundHead:
-    """What everybody has to hear of a round whose roll lies beside it. Its size does not depend on that of the round.
+    """The part of a large round's record that everybody is sent. Its size does not depend on the round's.
 
     Args:
-        size: how many participants it has.
-        roll: names the roll. No other decider and no other decision ever has the same, unless its roll is the same.
-        chunks: in how many keys the roll lies.
+        size: the number of participants.
+        roll: the name of the roll. No other decider and no other decision ever has the same, unless its roll is the
+            same.
+        chunks: in how many keys the roll is stored.
 
-    The others are those of a Round.
+    The other fields are those of a Round.
     """
 
     number: int
@@ -215,7 +216,7 @@ class RoundHead:
         return self.min_nodes, self.max_nodes
 
     def chunk_of(self, member: str) -> int:
-        """The chunk that says where a member sits, if any does."""
+        """The chunk that would contain a member's place."""
         return chunk_of(member, self.chunks)
 
     def place_of(self, member: str) -> Place | None:
@@ -230,12 +231,12 @@ class RoundHead:
 
 @dataclass(frozen=True)
 class HeardRound(RoundHead):
-    """A head as one member knows it: with the chunk of the roll that is about that member, once it has read that.
+    """A head as one member knows it: with the chunk of the roll about that member, once it has read that.
 
     Args:
         chunk: None while none was read.
-        at: which one it is.
-        gone: the roll was deleted before it was read, since another round was decided: its record is on its way.
+        at: the number of the chunk.
+        gone: the roll was deleted before it was read, because another round was decided: its record will follow.
     """
 
     chunk: RollChunk | None = None
@@ -244,7 +245,7 @@ class HeardRound(RoundHead):
 
     @classmethod
     def of(cls, head: RoundHead, chunk: RollChunk | None = None, at: int = 0, *, gone: bool = False) -> HeardRound:
-        """What is known of this head now, whatever was before."""
+        """What is known of this head now, regardless of what was known before."""
         said = {field.name: getattr(head, field.name) for field in fields(RoundHead)}
         return cls(**said, chunk=chunk, at=at, gone=gone)
 
@@ -259,11 +260,11 @@ AnyRound: TypeAlias = Round | RoundHead
 
 
 class Place(NamedTuple):
-    """Where one member sits, as a roll says.
+    """A member's place, by a roll.
 
     Args:
-        rank: in this round; None without a seat.
-        last: the last round that it is known to have had a seat in; 0 for none.
+        rank: its rank in this round; None without a seat.
+        last: the last round in which it is known to have had a seat; 0 for none.
     """
 
     rank: int | None
@@ -272,8 +273,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RollChunk:
-    """One part of a roll, column by column: who has a seat (`members`, `nodes`, `hosts`, `ranks`), and which live
-    members the round was formed without (`away`, and the `rounds` that they last had a seat in)."""
+    """One part of a roll, column by column: the seats (`members`, `nodes`, `hosts`, `ranks`), and the live members that
+    the round was formed without (`away`, and the `rounds` in which they last had a seat)."""
 
     members: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
@@ -291,11 +292,11 @@ class RollChunk:
 
 @dataclass(frozen=True, slots=True)
 class RollSizes:
-    """When a roll lies beside its head, and in how many chunks.
+    """When a roll is stored beside its head, and in how many chunks.
 
     Args:
-        inline: of so many members at most it lies in the record itself.
-        chunk: members of a chunk, on average.
+        inline: with at most so many members, it is in the record itself.
+        chunk: members per chunk, on average.
     """
 
     inline: int
@@ -306,7 +307,7 @@ class RollSizes:
         return len(round_.seats) + len(round_.away) <= self.inline
 
     def chunks_for(self, round_: Round) -> int:
-        """In how many chunks its roll lies."""
+        """In how many chunks its roll is stored."""
         return -(-(len(round_.seats) + len(round_.away)) // self.chunk)
 
 
@@ -321,13 +322,13 @@ def chunk_of(member: str, chunks: int) -> int:
 
 
 def roll_id(round_: Round, chunks: int, decider: str) -> str:
-    """The name of the roll of a new round. It has the decider in it, and stands for the contents: so nobody ever writes
+    """The name of the roll of a new round. It contains the decider and a digest of the contents: so nobody ever writes
     or deletes what another decider has written, or another decision of the same one."""
     return f"{round_.number}-{decider}-{_digest(round_, chunks)}"
 
 
 def head_of(round_: Round, roll: str, chunks: int, by: str) -> RoundHead:
-    """What the head of a round says, if its roll lies under this name."""
+    """The head of a round whose roll has this name."""
     same = {field.name: getattr(round_, field.name) for field in fields(RoundHead) if field.name not in _ROLL_FIELDS}
     return RoundHead(**{**same, "size": len(round_.seats), "roll": roll, "chunks": chunks, "by": by})
 
@@ -367,18 +368,18 @@ def round_of(key: str, head: RoundHead, chunks: Iterable[RollChunk]) -> Round:
 
 
 def in_order(away: Iterable[Away]) -> tuple[Away, ...]:
-    """As a roll that was read has them: who is away has no order of its own."""
+    """In the order of a roll that was read: members that are away have no order of their own."""
     return tuple(sorted(away, key=lambda one: one.member))
 
 
 def with_roll(head: RoundHead, seats: tuple[Seat, ...], away: tuple[Away, ...]) -> Round:
-    """The round of a head and what its roll says."""
+    """The round of a head and its roll's contents."""
     same = {field.name: getattr(head, field.name) for field in fields(RoundHead) if field.name not in _ROLL_FIELDS}
     return Round(**same, seats=seats, away=away)
 
 
 _ROLL_FIELDS: Final = frozenset({"size", "roll", "chunks"})
-"""What a head has in place of seats."""
+"""The fields of a head that replace the seats."""
 
 
 def _digest(round_: Round, chunks: int) -> str:
@@ -389,7 +390,7 @@ def _digest(round_: Round, chunks: int) -> str:
 FINISHED: Final = "finished"
 """The outcome of a run whose workers are done."""
 FAILED: Final = "failed"
-"""The outcome of a run of which a node has used up its restarts."""
+"""The outcome of a run in which a node has used up its restarts."""
 CLOSED: Final = "closed"
 """The outcome of a run that somebody closed by hand."""
 
@@ -400,7 +401,7 @@ def encode(record: JoinRequest | Round | RoundHead | RollChunk) -> bytes:
 
 
 def parse_join_request(key: str, value: bytes) -> JoinRequest:
-    """Raises StateError."""
+    """Parse a request. Raises StateError."""
     raw = load(key, value, V3)
     ask = build(JoinRequest, key, {**raw, "failed": failures_from(key, raw, "failed")})
     check_number(key, ask.after)
@@ -424,7 +425,7 @@ def parse_decided(key: str, value: bytes) -> Round | RoundHead:
 
 
 def _is_roll_id(name: str) -> bool:
-    """It is a part of a key."""
+    """Whether a name may be part of a key."""
     return len(name) <= _LONGEST_ROLL_ID and name.isascii() and name.replace("-", "").isalnum()
 
 
@@ -441,7 +442,7 @@ def _round(key: str, raw: Raw) -> Round:
 
 
 def parse_chunk(key: str, value: bytes) -> RollChunk:
-    """Raises StateError."""
+    """Parse a chunk. Raises StateError."""
     raw = load(key, value, V3)
     chunk = build(RollChunk, key, raw)
     if len({len(chunk.members), len(chunk.nodes), len(chunk.hosts), len(chunk.ranks)}) > 1:

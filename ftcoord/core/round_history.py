@@ -1,4 +1,4 @@
-"""What a run's history says of its rounds: how each member's part ended, and what was decided. Pure."""
+"""The events of a run's history about its rounds: how each member's part ended, and what was decided. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN: Final = 8
 """Hosts that a reason names."""
 
 Ends: TypeAlias = Mapping[tuple[str, str], HistoryEvent]
-"""How parts in one round ended, by kind and node: as it was told first."""
+"""How parts in one round ended, by kind and node, as first reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class VacantSeat:
     """A seat whose member is gone.
 
     Args:
-        seat: whose.
-        cause: why its process is gone, as its sentinel or an operator said; empty if nobody has.
-        noted: etcd's revision at which that was said, or else at which the decider saw that it is gone.
-        word: what the member said last; None if the decider never saw it alive.
-        seen_ms: when the decider saw that it is gone, by its wall clock, in milliseconds since 1970.
-        silent_ms: for how long it may have been gone then, if nobody has said so; 0 if nobody knows.
-        said_at: etcd's revision at which it said its last word; 0 if there is none.
+        seat: the seat.
+        cause: why its process died, as its sentinel or an operator wrote; empty if no cause is known.
+        noted: etcd's revision at which that was written, or else at which the decider saw that the member is gone.
+        word: the member's last request; None if the decider never saw it alive.
+        seen_ms: when the decider saw that it is gone, on its wall clock, in milliseconds since 1970.
+        silent_ms: for how long it may have been gone then, if no cause is known; 0 if that is unknown.
+        said_at: etcd's revision of its last request; 0 if there is none.
     """
 
     seat: Seat
@@ -48,9 +48,9 @@ class VacantSeat:
 def note_ends(
     before: Ends, round_: Round, members: Iterable[RoundCandidate], vacant: Iterable[VacantSeat], wall_ms: int = 0
 ) -> Ends:
-    """What was known of this round's ends before, and what these members and seats say now (`wall_ms`).
+    """The known ends in this round, with those that these members and seats add now (`wall_ms`).
 
-    Of one that is gone without a word this says nothing: it may come back to its seat; see `lost_ends`.
+    Members that are gone without a reason are left out: they may come back to their seats; see `lost_ends`.
     """
     found = dict(before)
 
@@ -71,9 +71,9 @@ def note_ends(
 
 
 def lost_ends(round_: Round, vacant: Iterable[VacantSeat], ends: Ends, present: Collection[str]) -> list[HistoryEvent]:
-    """Those that are gone without a word, and have not come back as any of the nodes that are `present`.
+    """The members that are gone without a reason, and have not come back as any of the nodes that are `present`.
 
-    Of a recalled round only those count that the decider saw alive: others may have left before it looked.
+    In a recalled round only those count that the decider saw alive: others may have left before it looked.
     """
     spoken = {node for kind, node in ends if kind in ("died", "left")}
     return [
@@ -95,7 +95,7 @@ def lost_ends(round_: Round, vacant: Iterable[VacantSeat], ends: Ends, present: 
 
 
 def failure_event(number: int, host: str, node: str, failure: WorkerFailure) -> HistoryEvent:
-    """Of a worker of this node that failed in the round of this number."""
+    """The event for a failed worker of this node in the round of this number."""
     return HistoryEvent("expired" if failure.timer else "failed", number, host, node, failure.line, (failure,))
 
 
@@ -114,8 +114,8 @@ def _said(ask: JoinRequest, round_: Round, revision: int) -> list[HistoryEvent]:
 def round_events(
     previous: Round | None, new: Round, reason: str, ends: Sequence[HistoryEvent], by: str, wall_ms: int
 ) -> list[HistoryEvent]:
-    """What the history has to say when the record `new` replaces `previous`: first how parts in that round ended, of
-    which nothing was written yet, and then what was decided."""
+    """The events for the history when the record `new` replaces `previous`: first the unwritten ends of parts in that
+    round, and then what was decided."""
     old = previous or NO_ROUND
     told = [replace(end, by=by, wall_ms=end.wall_ms or wall_ms) for end in in_causal_order(ends)[:MOST_ENDS]]
     kind, why = _decided(old, new, reason)
@@ -143,7 +143,7 @@ def _formed(old: Round, new: Round) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """One node, two nodes."""
+    """A count with its noun: "one node", "two nodes"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

@@ -1,4 +1,4 @@
-"""What a plain decision rests on: the members, what they ask, and what was decided last."""
+"""What a plain decision depends on: the members, their asks, and the last decision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class Asking(Generic[A]):
-    """A live member: its id, and what it asks."""
+    """A live member: its id and its ask."""
 
     member: str
     ask: A
@@ -20,14 +20,14 @@ class Asking(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class Situation(Generic[R, A]):
-    """All that `decide` sees.
+    """Everything that `decide` sees.
 
     Args:
         members: the live members, oldest first.
         previous: the last decided record.
         vanished: `previous` is known, but its key is gone from etcd.
-        highest: the highest number that the decider ever heard of, also in records that etcd has lost since.
-        unreadable: the ids of the live members that say what cannot be read; they are not among `members`.
+        highest: the highest number that the decider has ever seen, including records that etcd has lost since.
+        unreadable: the ids of the live members whose records cannot be read; they are not among `members`.
     """
 
     members: Sequence[Asking[A]]

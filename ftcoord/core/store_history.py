@@ -1,10 +1,10 @@
 """S4: an acknowledged store operation happened exactly once, an unacknowledged one at most once. Pure.
 
-It judges whether what the clients of a store were told could have come from one store that does one thing at a time.
-etcd is the witness: each change of a key has a revision, and revisions are one order for all. What a client was told
-names the revision at which its operation took place, or for a read the revisions between which it can have. The
+It checks whether the results that a store's clients got could have come from one store that does one thing at a time.
+etcd is the witness: each change of a key has a revision, and revisions are one order for all. A client's result implies
+the revision at which its operation took place; for a read, the revisions between which it can have taken place. The
 history is linearizable if these fit the order in which operations began and ended, and if every change was asked for
-once. Every value that is written is unlike all others, so the search that this needs in general is none here.
+once. Every written value is unique, so no search is needed, as it would be in general.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 History = Sequence["tuple[int, bytes | None]"]
 """What a key held, from which revision on; None for nothing."""
 States = Mapping[str, History]
-"""The same of each key."""
+"""The histories of all keys."""
 
 
 @dataclass(slots=True)
@@ -26,10 +26,10 @@ class Operation:
 
     Args:
         kind: get, set, add, append or compare_set.
-        given: what it was called with, besides the key (for get, nothing).
-        told: what it returned; None if it was not answered, or there is nothing to tell.
+        given: its argument besides the key (for get, nothing).
+        told: its result; None if it was not answered, or has no result.
         began, ended: when, on one clock for all; `ended` is infinite if it was not answered.
-        client: who called, for people.
+        client: the caller, for people.
     """
 
     kind: str
@@ -50,18 +50,18 @@ class Findings:
     """What is wrong with a history: nothing, if it is linearizable."""
 
     lost: list[Operation] = field(default_factory=list)
-    """Answered, but etcd knows nothing of it."""
+    """Answered, but unknown to etcd."""
     doubled: list[tuple[str, int]] = field(default_factory=list)
     """Changes (key and revision) that nobody asked for, or that were made twice."""
     out_of_order: list[Operation] = field(default_factory=list)
-    """They do not fit in the order in which operations began and ended."""
+    """Operations that do not fit the order in which operations began and ended."""
 
     def __bool__(self) -> bool:
         return bool(self.lost or self.doubled or self.out_of_order)
 
 
 def check(operations: Sequence[Operation], states: States) -> Findings:
-    """Compare what clients were told with what etcd did, which must be all changes of these keys."""
+    """Compare the clients' results with what etcd did, which must be all changes of these keys."""
     findings = Findings()
     spans = dict[int, tuple[float, float]]()
     in_order = sorted(operations, key=lambda one: one.began)
@@ -73,7 +73,7 @@ def check(operations: Sequence[Operation], states: States) -> Findings:
 
 
 def check_reads(operations: Sequence[Operation], history: History) -> Findings:
-    """The same for reads of one key that others change, to values which are all different."""
+    """The same for reads of one key that others change, to values that are all different."""
     holds = _holds(history)
     spans = {id(one): holds[one.told] for one in operations if one.answered and one.told in holds}
     findings = Findings(lost=[one for one in operations if one.answered and id(one) not in spans])
@@ -82,7 +82,7 @@ def check_reads(operations: Sequence[Operation], history: History) -> Findings:
 
 
 def _holds(history: History) -> dict[bytes | None, tuple[float, float]]:
-    """For each value the revisions (the first, and the first after) between which the key held it last."""
+    """For each value, the revisions (the first, and the first after) between which the key last held it."""
     ends = [revision for revision, _ in history[1:]] + [math.inf]
     return {value: (revision, end) for (revision, value), end in zip(history, ends, strict=True)}
 
@@ -115,7 +115,7 @@ def _place(
 
 
 def _marks(one: Operation) -> Iterable[tuple[str, bytes]]:
-    """What a change by this operation would be recognised by."""
+    """How a change by this operation would be recognized."""
     if one.kind == "add":
         yield ("add", one.told if one.told is not None else b"?")
     elif one.kind != "get":
@@ -142,12 +142,12 @@ def _did(one: Operation, before: bytes | None, after: bytes | None) -> bool:
 
 
 def _reads(one: Operation) -> bool:
-    """Whether it changed nothing, by what it was told."""
+    """Whether it changed nothing, by its result."""
     return one.kind == "get" or (one.kind == "compare_set" and one.told != one.given[1])
 
 
 def _order(operations: Sequence[Operation], spans: Mapping[int, tuple[float, float]], findings: Findings) -> None:
-    """Let each operation take place as early as it can, in the order of revisions; all must be in their spans."""
+    """Let each operation take place as early as possible, in the order of revisions; all must be within their spans."""
     placed = [one for one in operations if id(one) in spans]
     moments = [(one.began, True, one) for one in placed] + [(one.ended, False, one) for one in placed if one.answered]
     at = dict[int, float]()

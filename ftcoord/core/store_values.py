@@ -18,7 +18,7 @@ _COUNTER: Final = _MARK + b"+"
 
 
 def as_bytes(value: str | bytes) -> bytes:
-    """What a user gave as a value. Raises TypeError, also for a number: bytes(5) would be five zeros."""
+    """A user's value as bytes. Raises TypeError, also for a number: bytes(5) would be five zeros."""
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -37,12 +37,12 @@ def counter(step: int, number: int, version: int) -> bytes:
 
 
 def counts_by(value: bytes, step: int) -> bool:
-    """Whether these are the bytes of a counter with that step."""
+    """Whether these are the bytes of a counter with this step."""
     return value.startswith(_COUNTER) and value.endswith(b":%d" % step)
 
 
 def plain(value: bytes, version: int) -> bytes:
-    """The value that these bytes stand for at that version of their key. Raises ValueError for a broken counter."""
+    """The value that these bytes stand for at this version of their key. Raises ValueError for a broken counter."""
     if value.startswith(_PLAIN):
         return value.removeprefix(_PLAIN)
     if value.startswith(_COUNTER):

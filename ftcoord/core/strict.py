@@ -1,7 +1,7 @@
 """Records as JSON in etcd: written in one way only, and read strictly.
 
-A record is a frozen dataclass of texts, numbers, flags, other records and tuples of these. What does not have exactly
-its fields and types raises StateError naming the key, and is never guessed at or overwritten.
+A record is a frozen dataclass of texts, numbers, flags, other records and tuples of these. A value without exactly its
+fields and types raises StateError with the key, and is never guessed at or overwritten.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 from ftcoord.errors import StateError
 
 V3: Final = 3
-"""The layout of all records of rounds and of quorums. Whenever a field of one of them is added or changed, all of them
-get the next number, if it is in a release: then one that reads another refuses the decided record, and says why."""
+"""The layout of all records of rounds and of quorums. When a field of one of them is added or changed, all of them get
+the next number, if the layout has been released: another version then refuses the decided record, and says why."""
 VERSION: Final = 1
-"""Of the layout: in every other record that has a key of its own."""
+"""The layout of every other record that has its own key."""
 LARGEST: Final = 2**63 - 1
-"""Of the numbers in a record."""
+"""The largest number in a record."""
 
 LARGEST_COUNT: Final = 10**18
-"""Of the numbers that are counted on from, such as a term's: there is room for more."""
+"""The largest number that is counted on from, such as a term's: there is room for more."""
 
 Record = TypeVar("Record")
 Raw = Mapping[str, Any]
-"""A JSON object as `json` gives it."""
+"""A JSON object as returned by `json`."""
 
 
 def dump(record: object, version: int = VERSION) -> bytes:
-    """The record as JSON, with the layout's version; one record is always the same bytes."""
+    """The record as JSON, with the layout's version. The same record always gives the same bytes."""
     raw = {"v": version, **_plain(record)}
     return _encode(raw).encode()
 
 
 def load(key: str, value: bytes, version: int = VERSION) -> Raw:
-    """The fields of a record that has a key of its own, not yet checked. Raises StateError, also for one of another
+    """The unchecked fields of a record that has its own key. Raises StateError, also for a record of another
     version."""
     try:
         raw = json.loads(value)
@@ -53,8 +53,8 @@ def load(key: str, value: bytes, version: int = VERSION) -> Raw:
 
 
 def build(kind: type[Record], key: str, raw: Raw) -> Record:
-    """The record of these fields. Lists of texts or numbers become tuples; fields that are records, or tuples of them,
-    must have been built before. Raises StateError."""
+    """The record with these fields. Lists of texts or numbers become tuples; fields that are records, or tuples of
+    them, must have been built before. Raises StateError."""
     form = _form_of(kind)
     if raw.keys() == form.types.keys():
         values = form.values(raw)
@@ -64,7 +64,7 @@ def build(kind: type[Record], key: str, raw: Raw) -> Record:
 
 
 def _problem(record: str, raw: Raw, form: _Form) -> str:
-    """Why `build` takes no such fields."""
+    """Why `build` refuses these fields."""
     if raw.keys() != form.types.keys():
         odd = ", ".join(sorted(raw.keys() ^ form.types.keys()))
         return f"does not have the fields of a {record} (differing: {odd})"
@@ -77,7 +77,7 @@ def _problem(record: str, raw: Raw, form: _Form) -> str:
 
 
 def build_each(kind: type[Record], key: str, raw: Raw, name: str) -> tuple[Record, ...]:
-    """The records in the list that the field `name` is. Raises StateError."""
+    """The records in the list field `name`. Raises StateError."""
     return tuple(build(kind, key, item) for item in objects(key, raw, name))
 
 
@@ -98,13 +98,13 @@ def part(key: str, raw: Raw, name: str) -> Raw:
 
 
 def check_number(key: str, number: int) -> None:
-    """Raises StateError for a number that nobody has counted to."""
+    """Raises StateError for a number that cannot have been counted to."""
     if not 0 <= number <= LARGEST_COUNT:
         raise StateError(key, f"has the number {number}, which nobody has counted to, so it is not ftcoord's")
 
 
 def json_problem(text: str) -> str:
-    """Why a text is no JSON; nothing if it is, or is empty."""
+    """Why a text is not JSON; empty if it is, or is empty."""
     if not text:
         return ""
     try:
@@ -124,13 +124,13 @@ _encode: Final = json.JSONEncoder(default=_plain, separators=(",", ":"), sort_ke
 
 
 class _Form:
-    """What the fields of a record are in JSON (of a tuple of records, only that it is one), and how to take them all
+    """The JSON types of a record's fields (for a tuple of records, only that it is a list), and how to check them all
     at once."""
 
     def __init__(self, kind: type) -> None:
         hints = get_type_hints(kind)
         self.items = {name: get_args(hint)[0] for name, hint in hints.items() if _is_plain_list(hint)}
-        """The fields that are lists in JSON, of texts or numbers, and which of both."""
+        """The fields that are lists of texts or numbers in JSON, and which of the two."""
         self.types = {name: list if name in self.items else get_origin(hint) or hint for name, hint in hints.items()}
         self.kinds = tuple(self.types.values())
         self.numbers = [at for at, wanted in enumerate(self.kinds) if wanted is int]
@@ -139,8 +139,8 @@ class _Form:
         self.attributes: Callable[[object], tuple[Any, ...]] = _all(attrgetter, tuple(self.types))
 
     def fitting(self, values: Sequence[Any]) -> Sequence[Any] | None:
-        """Values of the right types, with tuples for the lists; None if a number is out of range, or something else is
-        in a list."""
+        """Values of the right types, with tuples for the lists; None if a number is out of range, or a list has another
+        element."""
         for at in self.numbers:
             if not -LARGEST <= values[at] <= LARGEST:
                 return None
@@ -159,7 +159,7 @@ def _is_plain_list(hint: Any) -> bool:
 
 
 def _are(kind: Any, values: Sequence[Any]) -> bool:
-    """Whether all are of this type, and numbers in their range."""
+    """Whether all are of this type, and numbers are in range."""
     return not values or all(type(one) is kind and (kind is not int or abs(one) <= LARGEST) for one in values)
 
 

@@ -1,7 +1,7 @@
 """The JSON records of expiration timers, layout v1.
 
-A slot is a worker's place for one timer at a time. It is written over and never deleted, so that its version grows with
-each write. The version exposes a late copy of an old write, and the end of a lease cannot be taken for a release.
+A slot is a worker's place for one timer at a time. It is overwritten and never deleted, so its version grows with each
+write. The version exposes a late copy of an old write, and the end of a lease cannot be mistaken for a release.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ RELEASED: Final = b""
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process, so described that no other one can be taken for it.
+    """A process, identified beyond doubt.
 
     Args:
-        host: the machine's boot and the pid namespace; on one host pids and monotonic clocks are the same for all.
-        pid, start: the process, and when it began, in the kernel's clock ticks.
+        host: the machine's boot and the pid namespace; on one host, pids and monotonic clocks are the same for all.
+        pid, start: the process, and when it started, in the kernel's clock ticks.
         node: the host's name, for people.
         rank: the worker's rank, for people; -1 if it has none.
-        ledger: the descriptor in that process of what tells at once which timers are held.
-        ttl: of its lease, in seconds.
+        ledger: the process's descriptor of its ledger, which shows at once which timers are held.
+        ttl: its lease's TTL, in seconds.
     """
 
     host: str
@@ -44,15 +44,15 @@ class Timer:
     """A timer that runs, or has expired.
 
     Args:
-        worker: whose it is.
-        scope: where the worker is.
-        after_ms: how long it may be there in all.
+        worker: its worker.
+        scope: the scope that the worker is in.
+        after_ms: how long the worker may be there in all.
         left_ms: how much of that was left when this was written.
         at_ms: when this was written, on the host's monotonic clock.
         wall_ms: the same on its wall clock, for people.
-        slot, token: its place in the worker's ledger, and what stands there as long as it is held.
-        expired: the server that found it expired and sees to it; empty while it runs.
-        reaped: whether that server did.
+        slot, token: its place in the worker's ledger, and the value there while it is held.
+        expired: the server that marked it expired and handles it; empty while it runs.
+        reaped: whether that server has reaped the worker.
     """
 
     worker: Worker

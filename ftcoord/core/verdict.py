@@ -1,4 +1,4 @@
-"""What a decider may do: the one vocabulary of all `decide` functions, and of the group that carries it out."""
+"""What a decider may do: the vocabulary of all `decide` functions, and of the group that carries it out."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ R = TypeVar("R")
 class Publish(Generic[R]):
     """Make this the decided record.
 
-    A `decide` gives the record; the policy around it gives the record's bytes, and the keys that change with it.
+    A `decide` returns the record; the policy around it returns the record's bytes, and the keys that change with it.
 
     Args:
-        record: the new record. Its bytes must differ from all that were ever published before in this group.
+        record: the new record. Its bytes must differ from all that were ever published in this group.
         reason: why, for people.
         rule: the rule of `decide`'s module that it follows.
         puts: keys to write in the same transaction, and their values.
         deletes: keys to delete in the same transaction.
-        beside: keys that the record refers to, and their values: no matter when they are written, they say something
-            only through the record. Their keys must be unlike all that another decider, or another decision of the same
-            one, ever wrote, or hold the same. They are written with the record if they fit into one transaction, and
-            else before it.
-        nothing_follows: whether nothing is due once this is decided, as long as no member comes, changes or goes.
-        events: what the job's history has to say of it, written in the same transaction where etcd takes it.
+        beside: keys that the record refers to, and their values. It does not matter when they are written, because they
+            mean something only through the record. Their keys must be unlike all that another decider, or another
+            decision of the same one, ever wrote, or hold the same value. They are written with the record if they fit
+            into one transaction, else before it.
+        nothing_follows: whether nothing is due after this decision, as long as no member comes, changes or goes.
+        events: the events for the job's history, written in the same transaction if etcd takes them.
     """
 
     record: R
@@ -48,9 +48,9 @@ class Wait:
 
     Args:
         reason: why not, for people.
-        until: the time, on the decider's clock, at which to look again whatever happens; None: when something does.
+        until: the time, on the decider's clock, at which to decide again in any case; None for the next event.
         rule: the rule of `decide`'s module that it follows.
-        events: what the job's history has to say all the same. It is written by itself, and once.
+        events: events for the job's history, written alone, and once.
     """
 
     reason: str

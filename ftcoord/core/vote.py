@@ -1,8 +1,8 @@
-"""Whether a step is committed: all ranks of a replica group must say yes. Pure.
+"""Whether a step is committed: all ranks of a replica group must vote yes. Pure.
 
-The votes that count are those of the calls that wait together. A rank that gives up takes its vote with it, so nothing
-that was said in an attempt which timed out has an effect on a later one. If several calls of a rank wait at the same
-time, all of them count: one NO among them is a NO. As in torchft the ranks need not name the same step.
+The votes that count are those of calls that wait together. A rank that gives up withdraws its vote, so an attempt that
+timed out has no effect on a later one. If several calls of a rank wait at the same time, all of them count: one NO
+among them is a NO. As in torchft, the ranks need not name the same step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank said of a step."""
+    """One rank's vote on a step."""
 
     rank: int
     step: int
@@ -21,7 +21,7 @@ class Vote:
 
 
 def tally(votes: Collection[Vote], world_size: int) -> bool | None:
-    """Whether all said yes; None until all ranks from 0 up to `world_size` have voted. Other ranks do not count."""
+    """Whether all voted yes; None until all ranks from 0 to `world_size` - 1 have voted. Other ranks do not count."""
     cast = [vote for vote in votes if 0 <= vote.rank < world_size]
     if not cast or len({vote.rank for vote in cast}) < world_size:
         return None
@@ -29,7 +29,7 @@ def tally(votes: Collection[Vote], world_size: int) -> bool | None:
 
 
 def different_steps(votes: Collection[Vote]) -> str:
-    """Who voted on which step, in words, if they are not all the same; else an empty text."""
+    """Which ranks voted on which step, in words, if the steps differ; else empty."""
     if len({vote.step for vote in votes}) < 2:
         return ""
     return ", ".join(f"rank {rank} on {step}" for rank, step in sorted({(vote.rank, vote.step) for vote in votes}))

@@ -1,1 +1,1 @@
-"""`ftcoord dashboard`: one page for whoever is on call, from the same values as the commands."""
+"""`ftcoord dashboard`: a web page for whoever is on call, with the values that the commands show."""

@@ -1,4 +1,4 @@
-"""What may be done through the page, by whoever has its token: the same as by the commands."""
+"""What may be done through the dashboard with its token: the same as by the commands."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ftcoord.operator.told import Done
 LONGEST_WORD: Final = 1000
 """Characters of each part of an order."""
 KILL_WAIT: Final = 10.0
-"""Seconds until a manager must have obeyed."""
+"""Seconds to wait for a manager to exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageOrder:
-    """What somebody wants done.
+    """An order.
 
     Args:
         what: evict, drain, close or kill.
-        job: to which job.
+        job: the job.
         name: the member, node or replica; empty to close the job.
-        who: who wants it, as they say themselves.
-        reason: why; empty for nothing.
-        force: of drain: also if fewer nodes stay than a round needs.
+        who: who gives the order, in their own words.
+        reason: why; empty for no reason.
+        force: for drain: also if fewer nodes would stay than a round needs.
     """
 
     what: str
@@ -48,7 +48,7 @@ class PageOrder:
 
 
 def read_order(told: object) -> PageOrder:
-    """An order from JSON. Raises ConfigError."""
+    """Parse an order from JSON. Raises ConfigError."""
     if not isinstance(told, Mapping):
         raise ConfigError("order", "", "give a JSON object")
     what = choice("evict", "drain", "close", "kill")("what", told.get("what", ""))
@@ -68,23 +68,23 @@ def _word(key: str, value: object) -> str:
 
 
 class PageActor:
-    """Does what is ordered.
+    """Carries out orders.
 
     Args:
-        etcd: stays the caller's.
-        key_prefix: below which the jobs lie.
-        page: as whom the page runs, such as user@host.
-        timeout: seconds of one request to etcd.
+        etcd: the client; not closed here.
+        key_prefix: the prefix of the jobs' keys.
+        page: as whom the dashboard runs, such as user@host.
+        timeout: seconds for one request to etcd.
     """
 
     def __init__(self, etcd: Etcd, key_prefix: str, page: str, timeout: float) -> None:
         self._etcd, self._key_prefix, self._page, self._timeout = etcd, key_prefix, page, timeout  # never change
 
     def act(self, order: PageOrder, sender: str) -> Done:
-        """Do it, and say by whom to all who read the cause. Raises NothingThere, ConfigError, StateError and EtcdError.
+        """Carry out an order, and record who gave it. Raises NothingThere, ConfigError, StateError and EtcdError.
 
         Args:
-            sender: the address from where the order came.
+            sender: the address that the order came from.
         """
         by = f"by {order.who} through the page of {self._page}, from {sender}"
         if order.what == "kill":

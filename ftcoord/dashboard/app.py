@@ -1,4 +1,4 @@
-"""The page's HTTP: static files, and streams of server-sent events."""
+"""The dashboard's HTTP: static files, and streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ from ftcoord.operator.told import plain
 
 STATIC: Final = Path(__file__).parent / "static"
 BEAT: Final = 5.0
-"""Seconds after which a viewer hears something, though nothing has changed: the leases, and that this page lives."""
+"""Seconds after which a viewer is sent something even if nothing has changed: the leases, and a sign that the dashboard
+is alive."""
 STREAM_REST: Final = 0.2
-"""Seconds between two pages to one viewer, at least."""
+"""The fewest seconds between two pages to one viewer."""
 SLOWEST: Final = 30.0
-"""Seconds after which a viewer is dropped that takes nothing of what it is sent."""
+"""Seconds after which a viewer that reads nothing is disconnected."""
 MOST_ORDERED: Final = 16_384
-"""Bytes of an order."""
+"""The most bytes of an order."""
 LONGEST_SEARCH: Final = 200
-"""Characters."""
+"""The most characters of a search text."""
 
 
 def make_app(
@@ -65,17 +66,17 @@ def make_app(
     token: str = "",
     torchft: TorchftPaths | None = None,
 ) -> ASGIApp:
-    """The page's application.
+    """The dashboard's application.
 
     Args:
-        board: what is told.
-        leases: of members.
-        about: what the page says of itself.
-        collect: the numbers of all runs for Prometheus; None to tell none. Raises ServerError without
+        board: the states to show.
+        leases: the members' leases.
+        about: what the dashboard says about itself.
+        collect: returns the metrics of all runs for Prometheus; None to serve none. Raises ServerError without
             prometheus_client.
-        host_names: by which browsers may call it, besides addresses and localhost; in lower case.
-        actor, token: who does what is ordered with that token; None for a page that is read-only.
-        torchft: the job of a gateway, which the page is about, and nothing else; None for all jobs.
+        host_names: host names accepted in the Host header, besides addresses and localhost; in lower case.
+        actor, token: what carries out orders that have this token; None for a read-only dashboard.
+        torchft: the job of a gateway, which is the only one shown; None for all jobs.
     """
     only = torchft.job if torchft else ""
     streams = _Streams(board, leases, only)
@@ -105,7 +106,7 @@ class _Index:
 
 
 class _Guarded:
-    """Refuses hosts that are not this page's, and gives every answer its headers."""
+    """Refuses requests with an unknown Host, and adds the headers to every answer."""
 
     def __init__(self, app: ASGIApp, host_names: frozenset[str]) -> None:
         self._app, self._host_names = app, host_names
@@ -124,7 +125,7 @@ class _Guarded:
 
 
 class _Orders:
-    """Takes orders from those who have the token."""
+    """Takes orders that have the token."""
 
     def __init__(self, actor: PageActor | None, token: str, only: str) -> None:
         self._actor, self._token, self._only = actor, token, only  # never change
@@ -155,8 +156,8 @@ def _of_another_job(only: str) -> Response:
 
 
 class _Metrics:
-    """Tells Prometheus of all runs, once at a time: each scrape reads all of them. Scrapes that wait for one share the
-    next one: a slow etcd is not asked for each of them, of whom most have gone by then."""
+    """Serves Prometheus the metrics of all runs, one scrape at a time: each reads all of them. Scrapes that wait share
+    the next one: a slow etcd is not read for each of them, since most of their callers have gone by then."""
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect  # never changes
@@ -206,7 +207,7 @@ class _Streams:
 
 
 class _Stream:
-    """One viewer's stream, as long as it takes what it is sent."""
+    """One viewer's stream, as long as the viewer reads."""
 
     def __init__(self, board: Board, leases: LeaseBook, job: str | None, look: Wanted, client: str) -> None:
         self._board, self._leases, self._client = board, leases, client  # never change
@@ -240,7 +241,7 @@ class _Stream:
                 await to_thread.run_sync(viewing.close)
 
     async def _tell(self, viewing: Viewing, asks: asyncio.Event, changed: asyncio.Event, send: Send) -> None:
-        """Until the feed has ended. Raises TimeoutError for a viewer that takes nothing."""
+        """Send until the feed has ended. Raises TimeoutError for a viewer that reads nothing."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
         await _patiently(send, {"type": "http.response.start", "status": 200, "headers": headers})
         shown, leases, beat_at = None, None, -math.inf
@@ -264,7 +265,7 @@ class _Stream:
         await _patiently(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ask_leases(self, viewing: Viewing, asks: asyncio.Event, changed: asyncio.Event) -> None:
-        """Beside the stream: it asks etcd, and that may be away, which is what the stream has to say at once."""
+        """Runs beside the stream: it reads etcd, which may be unreachable, and the stream must report that at once."""
         while True:
             with anyio.move_on_after(BEAT):
                 await asks.wait()
@@ -280,7 +281,8 @@ class _Stream:
         return {"connected": not shown.error, "error": shown.error, "at": concurrency.wall(), "page": page}
 
     def _news_of(self, past: Past) -> dict[str, Any]:
-        """What the viewer does not know yet: why a job is as it is may change at each step, its history seldom does."""
+        """What the viewer does not know yet: why a job is in its state may change at each step, its history rarely
+        does."""
         last, self._past = self._past, past
         news: dict[str, Any] = {"why": past.why, "total": past.total}
         return news if last is not None and last.events is past.events else {**news, "events": past.events}

@@ -1,7 +1,7 @@
-"""What is told to all who look at the page: one follower of a job for all its viewers, and none without a viewer.
+"""The states for all viewers of the dashboard: one follower per job for all of its viewers, and none without a viewer.
 
-A viewer is not sent each change. It is woken, and takes the newest. So a slow one holds up nobody, and nothing piles
-up.
+A viewer is not sent each change. It is woken, and takes the newest state. So a slow viewer delays nobody, and nothing
+piles up.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe
 from ftcoord.primitives.step_thread import StepThread
 
 MOST_VIEWERS: Final = 200
-"""Viewers of all jobs together."""
+"""The most viewers of all jobs together."""
 MOST_JOBS: Final = 50
-"""Jobs that are followed at a time."""
+"""The most jobs that are followed at a time."""
 SHARE: Final = 2
-"""One address has at most one part in so many of each: behind a proxy all have one address, and others get in too."""
+"""One client address gets at most this part of each limit: behind a proxy all viewers have one address, and others get
+in too."""
 FEED_REST: Final = 0.1
-"""Seconds between two looks at a job that changes all the time, at least; a look that takes long rests longer."""
+"""The fewest seconds between two reports about a job that changes all the time; longer after a report that took
+long."""
 LIST_INTERVAL: Final = 3.0
-"""Seconds between two readings of the list of jobs, at least."""
+"""The fewest seconds between two reads of the list of jobs."""
 LEASE_AGE: Final = 3.0
-"""Seconds for which what etcd said of a lease is told to others too, and for which one that did not answer is not asked
+"""Seconds for which a lease's time is reused for other viewers, and for which an etcd that did not answer is not asked
 again."""
 LEASE_TIMEOUT: Final = 1.0
-"""Seconds that etcd may take for all the leases of one question: others wait for their turn."""
+"""Seconds that etcd may take for all the leases of one request: others wait for their turn."""
 
 Publish = Callable[["Shown"], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is told now.
+    """What is shown now.
 
     Args:
         told: a job's status or the list of jobs; None before etcd has ever answered.
-        error: why etcd does not answer, while `told` is as it was before; empty while it does.
+        error: why etcd does not answer, while `told` is the last known state; empty while it does.
         past: what happened to the job; None before it is known, and for the list.
         is_last: whether the feed has failed, and nothing follows.
     """
@@ -63,16 +65,16 @@ class Shown:
 
 
 class TooManyViewers(FtcoordError):
-    """The page is looked at by as many as it serves."""
+    """The dashboard already has as many viewers as it serves."""
 
 
 class Board(Closing):
-    """Feeds of jobs, each as long as somebody looks at it. Thread-safe.
+    """Feeds of jobs, each as long as it has viewers. Thread-safe.
 
     Args:
-        etcd: stays the caller's.
-        key_prefix: below which the jobs lie.
-        rules: by which all of them are judged.
+        etcd: the client; not closed here.
+        key_prefix: the prefix of the jobs' keys.
+        rules: the rules to judge all jobs by.
     """
 
     def __init__(self, etcd: Etcd, key_prefix: str, rules: Rules) -> None:
@@ -84,10 +86,10 @@ class Board(Closing):
         self._closed = False
 
     def view(self, job: str | None, wake: Callable[[], None], client: str = "") -> Viewing:
-        """Look at a job, or at the list of jobs, until the view is closed. `client` is who looks, as an address.
+        """View a job, or the list of jobs, until the view is closed. `client` is the viewer's address.
 
-        `wake` is called on a thread of ftcoord's whenever there may be news. It must not block, and not raise. Raises
-        TooManyViewers, ThreadNotStarted and ClientClosed.
+        `wake` is called on a thread of ftcoord's when there may be something new. It must not block, and not raise.
+        Raises TooManyViewers, ThreadNotStarted and ClientClosed.
         """
         with self._lock:
             if self._closed:
@@ -119,7 +121,7 @@ class Board(Closing):
             return set(self._channels)
 
     def close(self) -> None:
-        """End all feeds, and tell the viewers. Idempotent."""
+        """End all feeds, and wake the viewers. Idempotent."""
         with self._lock:
             self._closed = True
             channels, self._channels = [*self._channels.values()], {}
@@ -144,7 +146,7 @@ class Board(Closing):
 
 
 class Viewing(Closing):
-    """One viewer's look at a job, or at the list."""
+    """One viewer's view of a job, or of the list."""
 
     def __init__(
         self, channel: _Channel, wake: Callable[[], None], client: str, leave: Callable[[Viewing], None]
@@ -154,16 +156,16 @@ class Viewing(Closing):
 
     @property
     def news(self) -> Shown | None:
-        """The newest; None while there is none yet."""
+        """The newest state; None while there is none yet."""
         return self._channel.news
 
     def close(self) -> None:
-        """Look no longer. The last one to go ends the feed, and waits for its thread. Idempotent."""
+        """Close the view. Closing the last one ends the feed, and waits for its thread. Idempotent."""
         self._leave(self)
 
 
 class _Channel:
-    """From one feed to its viewers. `news` and `viewers` change in single steps, by any thread."""
+    """Connects one feed to its viewers. `news` and `viewers` change in single steps, by any thread."""
 
     def __init__(self) -> None:
         self.news: Shown | None = None
@@ -188,7 +190,7 @@ class _Channel:
 
 
 class _JobFeed(Closing):
-    """Tells of one job whenever it, or its history, changes, and whether etcd answers."""
+    """Reports one job when it, or its history, changes, and whether etcd answers."""
 
     def __init__(self, etcd: Etcd, key_prefix: str, job: str, rules: Rules, publish: Publish) -> None:
         self._etcd, self._key_prefix, self._job, self._publish = etcd, key_prefix, job, publish  # never change
@@ -248,7 +250,7 @@ class _JobFeed(Closing):
 
 
 class _JobListFeed(Closing):
-    """Tells of the list of jobs, from reading it again and again: to follow all jobs at once could be anything."""
+    """Reports the list of jobs, by reading it again and again: following all jobs at once has no bound."""
 
     def __init__(self, etcd: Etcd, key_prefix: str, publish: Publish) -> None:
         self._etcd, self._key_prefix, self._publish = etcd, key_prefix, publish  # never change
@@ -277,7 +279,7 @@ class _JobListFeed(Closing):
 
 
 class LeaseBook:
-    """How long members' leases live: asked of etcd once for all viewers. Thread-safe.
+    """The times that members' leases have left: read from etcd once for all viewers. Thread-safe.
 
     Args:
         etcd: used by one thread at a time.
@@ -290,8 +292,8 @@ class LeaseBook:
         self._rests_until = -math.inf
 
     def of(self, members: list[str]) -> dict[str, LeaseTime]:
-        """The leases of these members, as they were up to `LEASE_AGE` ago, without those that are gone, or of which
-        etcd did not say it in time. Nobody asks an etcd that has just not answered."""
+        """The leases of these members, up to `LEASE_AGE` old, without those that are gone, or that etcd did not return
+        in time. An etcd that has just not answered is not asked."""
         with self._lock:
             now = concurrency.now()
             self._known = {one: known for one, known in self._known.items() if now - known[0] < LEASE_AGE}

@@ -1,4 +1,4 @@
-"""Who may ask the page for anything: the `Host` that a browser names, and the token of whoever acts. Pure."""
+"""Who may send requests to the dashboard: checks the `Host` that a browser names, and the token for orders. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every answer. No script and no style counts that stands in a page."""
+"""The headers of every answer. They disable inline scripts and styles."""
 
 
 def is_allowed_host(header: str, names: Collection[str]) -> bool:
     """Whether a request's `Host` is an address, localhost, or one of these names, in lower case.
 
-    A page of another site can have its own name resolved to this address (DNS rebinding). It cannot have a browser name
-    an address in place of that name.
+    Another site can make its own name resolve to this address (DNS rebinding). But it cannot make a browser name an
+    address instead of that name.
     """
     host = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
     host = host.lower().rstrip(".")
@@ -39,10 +39,10 @@ def is_allowed_host(header: str, names: Collection[str]) -> bool:
 
 
 def is_of_another_site(headers: Mapping[str, str]) -> bool:
-    """Whether a page of another site had a browser send this request.
+    """Whether a page of another site made a browser send this request.
 
-    A form, or a script, of any site can have a browser post to an address that only the browser reaches. Then the
-    browser says where it comes from, in one of these headers, which no page can change. Programs send neither.
+    A form, or a script, of any site can make a browser post to an address that only the browser reaches. The browser
+    then names the origin in one of these headers, which no page can change. Programs send neither.
     """
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
     return site != "same-origin" or (origin is not None and _host_of(origin) != headers.get("host"))
@@ -56,9 +56,10 @@ def _host_of(origin: str) -> str | None:
 
 
 def is_token(authorization: str, token: str) -> bool:
-    """Whether a request's `Authorization` has the token. It takes as long for any other of the same length.
+    """Whether a request's `Authorization` has the token. The time does not depend on where a wrong one of the same
+    length differs.
 
-    Browsers send this header only where a page of the same origin sets it, so no other site can have them do it.
+    Browsers send this header only if a page of the same origin sets it, so no other site can make them do so.
     """
     given = authorization.removeprefix(SCHEME) if authorization.startswith(SCHEME) else ""
     return bool(token) and hmac.compare_digest(given.encode(), token.encode())

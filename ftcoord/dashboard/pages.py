@@ -1,4 +1,4 @@
-"""What one viewer is shown of a job, or of the list: a page of rows and the counts of all, as JSON takes it. Pure."""
+"""What one viewer is shown of a job, or of the list: a page of rows and the counts of all, for JSON. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from ftcoord.operator.told import JobList, JobStatus, plain
 
 ROWS_OF_PAGE: Final = 50
-"""Rows that are sent, and drawn, at a time, however many there are."""
+"""Rows that are sent, and drawn, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Wanted:
     """What a viewer wants to see.
 
     Args:
-        find: only rows in which this text stands; empty for all.
-        offset: how many of those to leave out.
+        find: only rows that contain this text; empty for all.
+        offset: how many of those rows to skip.
     """
 
     find: str = ""

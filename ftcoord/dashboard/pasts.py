@@ -1,4 +1,4 @@
-"""What the page tells of a job's past: the same as `ftcoord history` and `ftcoord why`. Pure."""
+"""What the dashboard shows of a job's past: the same as `ftcoord history` and `ftcoord why`. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ftcoord.operator.past import explain, tell_history
 from ftcoord.operator.told import JobStatus, ToldEvent
 
 NEWEST_EVENTS: Final = 100
-"""Events of a history that are told."""
+"""Events of a history that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class Past:
     """What happened to a job.
 
     Args:
-        why: why it is as it is; empty for nothing.
-        events: the newest, the last one first. The same object as long as there is no other event.
-        total: how many there are.
+        why: why it is in its present state; empty for nothing.
+        events: the newest events, the last one first. The same object until there is another event.
+        total: how many events there are.
     """
 
     why: str
@@ -30,7 +30,7 @@ class Past:
 
 
 class PastTeller:
-    """Tells a job's past as often as its status changes, and reads its history as often as that does. For one thread.
+    """Computes a job's past whenever its status changes, and parses its history whenever that changes. Not thread-safe.
 
     Args:
         job: its id.
@@ -43,7 +43,7 @@ class PastTeller:
         self._status: JobStatus | None = None  # that was explained last
 
     def hear(self, keys: JobKeys) -> None:
-        """Of the keys that have just come; those that were read without the history change nothing."""
+        """Note the keys that have just come; keys that were read without the history change nothing."""
         rounds, quorums = keys.rounds.events, keys.quorum.events
         if rounds is None or quorums is None or (rounds, quorums) == self._kvs:
             return
@@ -52,7 +52,7 @@ class PastTeller:
         self._past = Past("", events[: -NEWEST_EVENTS - 1 : -1], len(events))
 
     def past(self, status: JobStatus) -> Past:
-        """The past of a job that is like this now."""
+        """The past of a job with this status."""
         if self._past.total and status is not self._status:
             self._status = status
             self._past = Past(explain(status, *self._kvs).text, self._past.events, self._past.total)

@@ -1,4 +1,4 @@
-"""How an order that is not done is answered, and whom it is from."""
+"""The answers to orders that are not carried out, and the senders of orders."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ftcoord.errors import EtcdError, OutcomeUnknown
 
 
 def refusal(status: int, why: str) -> Response:
-    """An answer that says why nothing was done."""
+    """An answer that gives the reason why nothing was done."""
     return JSONResponse({"error": why}, status)
 
 
 def status_of(error: Exception) -> int:
-    """The status of HTTP for what an order raised."""
+    """The HTTP status for an order's error."""
     if isinstance(error, ValueError):  # ConfigError too; no JSON
         return 400
     if isinstance(error, OutcomeUnknown):
@@ -23,14 +23,14 @@ def status_of(error: Exception) -> int:
 
 
 def reason_of(error: Exception) -> str:
-    """What happened to the order, for whoever gave it."""
+    """What happened to the order, for its sender."""
     if isinstance(error, OutcomeUnknown):
         return f"etcd did not answer: it may have been done, or not: {error}"
     return f"etcd did not do it: {error}" if isinstance(error, EtcdError) else str(error)
 
 
 def peer_of(request: Request) -> str:
-    """The address of whoever sent it, whatever its headers say: anybody can write those. Empty if nobody knows."""
+    """The sender's address, regardless of its headers, which anybody can write. Empty if it is unknown."""
     return request.client.host if request.client else ""
 
 

@@ -1,4 +1,4 @@
-"""Runs the page's server."""
+"""Runs the dashboard's server."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 END_TIMEOUT: Final = 2
-"""Seconds that answers under way may take when the server ends."""
+"""Seconds that answers in progress may take when the server ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page shows, where it is served, and who may do what there.
+    """What the dashboard shows, where it is served, and who may do what there.
 
     Args:
         etcd, key_prefix: where the jobs are.
-        rules: by which they are judged.
+        rules: the rules to judge them by.
         listen: the host and port; port 0 for a free one.
-        about: what the page says of itself.
-        host_names: by which browsers may call it, besides addresses and localhost; in lower case.
+        about: what the dashboard says about itself.
+        host_names: host names accepted in the Host header, besides addresses and localhost; in lower case.
         who: as whom it acts.
-        token: for whom it acts; empty for a page that is read-only.
-        gateway_job: the job that it is about, with torchft's paths; empty for all jobs.
-        allow_kill: whether torchft's path for it kills without the token.
+        token: the token for orders; empty for a read-only dashboard.
+        gateway_job: the only job that it shows, with torchft's paths; empty for all jobs.
+        allow_kill: whether torchft's kill path works without the token.
     """
 
     etcd: EtcdConfig
@@ -64,7 +64,7 @@ class Page:
 
 
 def serve(page: Page, ready: Callable[[str], None]) -> None:
-    """Serve the page until SIGINT or SIGTERM, with no etcd too. `ready` is told its address.
+    """Serve the dashboard until SIGINT or SIGTERM, even without etcd. `ready` is called with its address.
 
     Raises ServerError when it cannot listen there, and ConfigError.
     """
@@ -80,7 +80,7 @@ def serve(page: Page, ready: Callable[[str], None]) -> None:
 
 
 class PageServer(Closing):
-    """Serves a page on a thread of its own, until `close()`.
+    """Serves the dashboard on its own thread, until `close()`.
 
     Raises ServerError when it cannot listen or serve there, ThreadNotStarted, and ConfigError.
     """
@@ -102,7 +102,7 @@ class PageServer(Closing):
         return not self._thread.is_alive() and not self._server.should_exit
 
     def close(self) -> None:
-        """Within some seconds. Idempotent."""
+        """Stop serving, within a few seconds. Idempotent."""
         self._ends.close()
 
     def _end(self) -> None:
@@ -170,7 +170,7 @@ def _app(page: Page, client: EtcdClient, board: Board, leases: LeaseBook) -> ASG
 
 
 def _runs(etcd: EtcdConfig, key_prefix: str) -> Collect:
-    """The numbers of all runs. What makes them needs prometheus_client, which whoever asks for them has to have."""
+    """The metrics of all runs. Serving them needs prometheus_client, which their users must have installed."""
     made = list[Collect]()
 
     def collect() -> Iterable[Metric]:

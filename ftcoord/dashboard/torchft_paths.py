@@ -25,10 +25,10 @@ from ftcoord.operator.status import members_of
 from ftcoord.operator.told import JobStatus
 
 STATUS_AGE: Final = 1.0
-"""Seconds for which what etcd said is told to others too, and that it did not answer: torchft's own page asks once a
+"""Seconds for which a status, or that etcd did not answer, is reused for other viewers: torchft's own page polls once a
 second, in each browser that shows it."""
 ASKER: Final = "whoever called torchft's /replica/<id>/kill"
-"""Who a kill was ordered by, which torchft's path does not say."""
+"""The sender of a kill order, which torchft's path does not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class TorchftPaths:
     """What torchft's paths are about.
 
     Args:
-        job: its id. The page shows no other one.
-        read: the job's status now; raises EtcdError.
+        job: its id. No other job is shown.
+        read: returns the job's status now; raises EtcdError.
         leases: of its members.
-        killer: who ends replicas; None if nobody may.
-        token: what a kill has to be sent with; empty if whoever reaches the page may kill, as with torchft.
+        killer: what kills replicas; None if nobody may.
+        token: the token that a kill needs; empty if anyone who reaches the dashboard may kill, as with torchft.
     """
 
     job: str
@@ -50,7 +50,7 @@ class TorchftPaths:
     token: str
 
     def routes(self) -> list[Route]:
-        """For one server."""
+        """The routes for one server."""
         calls = _Calls(self)
         return [
             Route("/status", calls.status),

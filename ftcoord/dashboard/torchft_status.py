@@ -1,4 +1,4 @@
-"""What torchft's lighthouse shows at `/status`, of a job in etcd, with the words that its users look for. Pure."""
+"""What torchft's lighthouse shows at `/status`, for a job in etcd, with the words that its users look for. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ftcoord.operator.told import JobStatus, MissingReplica, QuorumStatus, Repli
 
 
 def status_page(status: JobStatus, leases: Mapping[str, LeaseTime], now: float) -> str:
-    """HTML without scripts. All that comes from etcd is escaped in it.
+    """HTML without scripts. Everything that comes from etcd is escaped.
 
     Args:
-        leases: of members, as far as they are known.
+        leases: the members' leases, as far as they are known.
         now: seconds since 1970.
     """
     live = f"/?{urlencode({'job': status.job})}"

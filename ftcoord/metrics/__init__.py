@@ -1,1 +1,1 @@
-"""Numbers for Prometheus: of this process, and of all runs on an etcd. docs/monitoring.md lists them."""
+"""Metrics for Prometheus: of this process, and of all runs on an etcd cluster. docs/monitoring.md lists them."""

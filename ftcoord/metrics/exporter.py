@@ -1,4 +1,4 @@
-"""Serves numbers to Prometheus over HTTP, with prometheus_client, which is loaded only when somebody asks for that."""
+"""Serves metrics to Prometheus over HTTP, with prometheus_client, which is loaded only when metrics are served."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def listening_host(key: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServingTls:
-    """Files in PEM. With `client_ca`, only clients with a certificate of that authority are served."""
+    """PEM files. With `client_ca`, only clients with a certificate of that authority are served."""
 
     cert: str
     key: str
@@ -54,7 +54,7 @@ class ServingTls:
 
     @classmethod
     def load(cls, cert: str | None, key: str | None, client_ca: str | None) -> ServingTls | None:
-        """None if no file is given. Raises ConfigError, also for a file that cannot be read."""
+        """The TLS settings; None if no file is given. Raises ConfigError, also for a file that cannot be read."""
         if not (cert or key or client_ca):
             return None
         if not cert or not key:
@@ -69,7 +69,7 @@ class ServingTls:
 
 @dataclass(frozen=True, slots=True)
 class MetricsAddress:
-    """Where to serve numbers. Port 0 takes a free one."""
+    """Where to serve metrics. Port 0 takes a free one."""
 
     host: str
     port: int
@@ -77,7 +77,7 @@ class MetricsAddress:
 
     @classmethod
     def of_environment(cls, env: Mapping[str, str] | None = None) -> MetricsAddress | None:
-        """What the variables say; None if nobody asks for numbers. Raises ConfigError."""
+        """The address in the environment; None if metrics are not to be served. Raises ConfigError."""
         variables = os.environ if env is None else env
         port, host, cert, key, client_ca = (
             variables.get(name, "").strip()
@@ -90,7 +90,7 @@ class MetricsAddress:
 
 
 def prometheus() -> ModuleType:
-    """prometheus_client. Raises ServerError if it is not installed."""
+    """The module prometheus_client. Raises ServerError if it is not installed."""
     try:
         return importlib.import_module("prometheus_client")
     except ImportError:
@@ -98,8 +98,8 @@ def prometheus() -> ModuleType:
 
 
 def exposed(collect: Collect) -> tuple[bytes, str]:
-    """What `collect` tells, in Prometheus' text format, and that format's media type. Raises ServerError without
-    prometheus_client, and what `collect` does."""
+    """The metrics of `collect` in Prometheus' text format, and that format's media type. Raises ServerError without
+    prometheus_client, and what `collect` raises."""
     prometheus_client = prometheus()
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(_Collector(collect))
@@ -107,15 +107,15 @@ def exposed(collect: Collect) -> tuple[bytes, str]:
 
 
 class MetricsServer(Closing):
-    """Serves what `collect` tells, over HTTP, until `close()` or until nobody refers to it.
+    """Serves the metrics of `collect` over HTTP, until `close()` or until nobody refers to it.
 
-    Each scrape runs on a thread of its own, and has a registry of its own, so that nothing of the process's other users
-    of prometheus_client is in it. A forked child has no part in it. `close()` may take half a second.
+    Each scrape runs on its own thread, with its own registry, so it contains nothing of other users of
+    prometheus_client in the process. It does not serve in a forked child. `close()` may take half a second.
 
     Args:
         address: where to serve.
-        collect: called at each scrape; of those under way at the same time, each calls it. If it raises, the scrape is
-            answered with an error, and nothing else happens.
+        collect: called at each scrape, possibly on several threads at once. If it raises, the scrape is answered with
+            an error.
 
     Raises ServerError if it cannot listen there, and without prometheus_client.
     """
@@ -152,7 +152,7 @@ class MetricsServer(Closing):
         self._cancel_finalizer = concurrency.when_forgotten(self, end, stage=concurrency.Stage.SERVERS)
 
     def close(self) -> None:
-        """Idempotent; does nothing in a forked child."""
+        """Stop serving. Idempotent; does nothing in a forked child."""
         if self._owner.is_current:
             self._cancel_finalizer()
             end, self._end = self._end, _nothing
@@ -172,7 +172,7 @@ class _Collector:
 
 
 class _Export:
-    """The one server of this process, for all in it that want one."""
+    """The one server of this process, for everything in it that serves metrics."""
 
     def __init__(self) -> None:
         self._lock = concurrency.lock("_Export._lock")  # guards all below; held while the server begins and ends
@@ -194,11 +194,11 @@ class _Export:
 
 
 class Exporting(Closing):
-    """A hold on the server that tells the numbers of this process: it serves from the first hold to the end of the
-    last one. Without an address nothing happens. Where it cannot serve, one log line says so and all goes on without.
+    """A hold on the server of this process's metrics: it serves from the first hold to the end of the last one. Without
+    an address nothing happens. If it cannot serve, one log line says so.
 
     Args:
-        address: where; that of the first hold counts.
+        address: where to serve; the address of the first hold is used.
     """
 
     def __init__(self, address: MetricsAddress | None) -> None:
@@ -212,17 +212,17 @@ class Exporting(Closing):
 
     @classmethod
     def of_environment(cls) -> Exporting:
-        """Where FTCOORD_METRICS_PORT and the variables beside it say. Raises ConfigError."""
+        """Serve where FTCOORD_METRICS_PORT and related variables say. Raises ConfigError."""
         return cls(MetricsAddress.of_environment())
 
     @property
     def url(self) -> str | None:
-        """Where it is served; None if it is not."""
+        """Where the metrics are served; None if they are not."""
         server = self._export.server
         return server.url if server is not None else None
 
     def close(self) -> None:
-        """Idempotent; does nothing in a forked child."""
+        """Release the hold. Idempotent; does nothing in a forked child."""
         if self._owner.is_current:
             with suppress(IndexError):
                 self._cancels.pop()()
@@ -240,7 +240,7 @@ def _serve_process(address: MetricsAddress) -> MetricsServer | None:
 
 
 def collect_process() -> Iterator[Metric]:
-    """The numbers of this process."""
+    """The metrics of this process."""
     from prometheus_client.core import InfoMetricFamily
 
     yield InfoMetricFamily("ftcoord", "The release of ftcoord.", value={"version": __version__})

@@ -1,6 +1,6 @@
-"""All that a process counts of itself. `run` is the id of a run or a job; a process has one, or few.
+"""The metrics that a process counts itself. `run` is the id of a run or a job; a process has one, or few.
 
-docs/monitoring.md describes each, and names what is worth an alert.
+docs/monitoring.md describes each, and names those worth an alert.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SERIES: Final = (
 
 
 def note_round(run: str, number: int, rank: int, seats: int, seconds: float) -> None:
-    """An agent has a seat in a round that is ready, after so many seconds."""
+    """An agent got a seat in a round that is ready, after `seconds`."""
     ROUND.set(number, run)
     RANK.set(rank, run)
     ROUND_SEATS.set(seats, run)
@@ -62,7 +62,7 @@ def note_round(run: str, number: int, rank: int, seats: int, seconds: float) -> 
 
 
 def note_quorum(run: str, id_: int, replicas: int, step: int, seconds: float) -> None:
-    """A request for a quorum was answered, after so many seconds."""
+    """A request for a quorum was answered, after `seconds`."""
     QUORUM_ID.set(id_, run)
     QUORUM_REPLICAS.set(replicas, run)
     REPLICA_STEP.set(step, run)

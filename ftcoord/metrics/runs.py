@@ -1,4 +1,5 @@
-"""The numbers of all runs on an etcd, as `ftcoord ls` and `ftcoord status` read them: nothing of a run is needed."""
+"""The metrics of all runs on an etcd cluster, as `ftcoord ls` and `ftcoord status` read them: no process of a run is
+needed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
 log = logging.getLogger(__name__)
 
 MOST_RUNS: Final = 200
-"""Runs that are told of one by one. Of those beyond it is only told how many they are."""
+"""Runs with metrics of their own. Further runs are only counted."""
 WAITING: Final = ("waiting", "spare")
 """The standings of nodes that have no seat and want one."""
 
@@ -56,11 +57,11 @@ STATE: Final = ("ftcoord_run_state", "1 for the state of the run's rounds and of
 
 
 class RunsCollector:
-    """Reads an etcd at each scrape, and tells what it is like then. Thread-safe: each scrape has a client of its own.
+    """Reads etcd at each scrape, and returns the metrics of that moment. Thread-safe: each scrape has its own client.
 
     Args:
         config: how to reach etcd.
-        key_prefix: where the keys of runs lie.
+        key_prefix: the prefix of the runs' keys.
     """
 
     def __init__(self, config: EtcdConfig, key_prefix: str) -> None:
@@ -69,7 +70,7 @@ class RunsCollector:
         self._problem = LogOnce(log)
 
     def collect(self) -> Iterable[Metric]:
-        """All numbers; of an etcd that does not answer only that. Ends within some request time-outs."""
+        """All metrics; if etcd does not answer, only that. Takes a few request timeouts at most."""
         try:
             with closing(LeanClient(self._config)) as etcd:
                 ids = list(live_job_ids(etcd, self._key_prefix))
@@ -85,7 +86,7 @@ class RunsCollector:
 
 
 def families_of(runs: Iterable[JobStatus]) -> Iterator[Metric]:
-    """The numbers of runs."""
+    """The metrics of runs."""
     found = [status for status in runs if status.exists]
     rounds = [(one.job, one.rounds) for one in found if one.rounds is not None]
     quorums = [(one.job, one.quorum) for one in found if one.quorum is not None]

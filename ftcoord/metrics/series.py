@@ -1,6 +1,6 @@
-"""Counters, gauges and histograms as plain numbers. They know nothing of Prometheus, and are read when it asks.
+"""Counters, gauges and histograms as plain numbers. They do not depend on Prometheus, and are read when it scrapes.
 
-Counting costs a lock that nobody holds for longer than an addition, so it may stand on the path of a step.
+Counting takes a lock that is never held for longer than an addition, so it may be on the path of a step.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ V = TypeVar("V")
 Labels = tuple[str, ...]
 
 MOST_LABELS: Final = 100
-"""Values of its labels that a series keeps apart. Beyond that the oldest one goes: a process that takes part in run
-after run must not fill its memory, nor Prometheus'."""
+"""Label values that a series keeps apart. Beyond that the oldest one is dropped: a process that takes part in run after
+run must not fill its memory, nor Prometheus'."""
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """The upper bounds of the buckets for times: from one request to a round that waits for its last node."""
 
 
 class Series(abc.ABC, Generic[V]):
-    """Values by the values of their labels. Thread-safe; a forked child begins with none.
+    """Values by the values of their labels. Thread-safe; a forked child starts with none.
 
     Args:
-        name: as Prometheus knows it, with its unit and without `_total`.
+        name: its name in Prometheus, with its unit and without `_total`.
         about: what it counts, in one line.
-        labels: the names of its labels. What they are set to must not grow without bound, as ids of members do.
+        labels: the names of its labels. Their values must not grow without bound, as ids of members do.
     """
 
     kind: str
-    """As Prometheus calls it."""
+    """Its type in Prometheus."""
 
     def __init__(self, name: str, about: str, labels: Labels = ()) -> None:
         self.name, self.about, self.labels = name, about, labels  # never change
@@ -43,12 +43,12 @@ class Series(abc.ABC, Generic[V]):
         _all.append(self)
 
     def read(self) -> Mapping[Labels, V]:
-        """What was counted until now."""
+        """The values until now."""
         with self._lock:
             return {labels: self._copy(value) for labels, value in self._values.items()}
 
     def forget(self) -> None:
-        """Begin anew, with a lock of its own: in a forked child a thread of the parent's may hold the other forever."""
+        """Start again, with a new lock: in a forked child the old one may be held forever by a thread of the parent."""
         # Reentrant: a user's signal handler, which may count too, runs in any line of the main thread.
         self._lock = concurrency.rlock("Series._lock")
         self._values: dict[Labels, V] = {}  # guarded by _lock
@@ -80,12 +80,12 @@ class Counter(Series[float]):
     kind = "counter"
 
     def add(self, *labels: str) -> None:
-        """It has happened once more."""
+        """Count once."""
         with self._lock:
             self._put(labels, self._values.get(labels, 0.0) + 1)
 
     def begin(self, *labels: str) -> None:
-        """It may happen from now on. Prometheus sees no increase in a first value that is not 0."""
+        """Start at 0. Prometheus sees no increase in a first value that is not 0."""
         with self._lock:
             self._put(labels, self._values.get(labels, 0.0))
 
@@ -94,7 +94,7 @@ class Counter(Series[float]):
 
 
 class Gauge(Series[float]):
-    """What is now."""
+    """A present value."""
 
     kind = "gauge"
 
@@ -103,17 +103,18 @@ class Gauge(Series[float]):
         self._look: Callable[[], Mapping[Labels, float]] | None = None  # set once, when its module is loaded
 
     def set(self, value: float, *labels: str) -> None:
-        """It is this from now on."""
+        """Set the value."""
         with self._lock:
             self._put(labels, value)
 
     def drop(self, *labels: str) -> None:
-        """There is no such thing any longer."""
+        """Remove the value."""
         with self._lock:
             self._values.pop(labels, None)
 
     def look_with(self, look: Callable[[], Mapping[Labels, float]]) -> None:
-        """Have it looked up whenever somebody reads it: what changes by itself, such as a time that is left."""
+        """Compute the values whenever they are read, for values that change on their own, such as a time that is
+        left."""
         self._look = look
 
     def read(self) -> Mapping[Labels, float]:
@@ -122,13 +123,14 @@ class Gauge(Series[float]):
 
 @dataclass(slots=True)
 class Distribution:
-    """How many values were at most each of `SECONDS`, not those counted below it; the last is of all larger ones."""
+    """How many values are in each bucket of `SECONDS`, without those of lower buckets; the last one is for all larger
+    values."""
 
     counts: list[int]
     total: float
 
     def cumulative(self) -> Sequence[int]:
-        """As Prometheus wants them: each with those below it."""
+        """As Prometheus expects them: each bucket includes the lower ones."""
         return tuple(accumulate(self.counts))
 
 
@@ -138,7 +140,7 @@ class Histogram(Series[Distribution]):
     kind = "histogram"
 
     def observe(self, seconds: float, *labels: str) -> None:
-        """It took so long this time."""
+        """Add one duration."""
         with self._lock:
             if (found := self._values.get(labels)) is None:
                 found = Distribution([0] * (len(SECONDS) + 1), 0.0)

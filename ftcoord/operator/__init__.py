@@ -1,1 +1,2 @@
-"""What an operator looks at and does: jobs as etcd's keys tell of them, findings about an etcd, and what ends a job."""
+"""What operators see and do: the state of jobs by their keys in etcd, findings about an etcd cluster, and orders to
+jobs."""

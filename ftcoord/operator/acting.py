@@ -1,4 +1,4 @@
-"""What operators do to jobs. Each is one guarded transaction, or says what it found in its place."""
+"""Operators' orders to jobs. Each is one guarded transaction, or reports what it found instead."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ftcoord.operator.noting import ordered
 from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
 
 CLOSED_TTL: Final = 3600
-"""Seconds that the record of a run lives that never had one: what agents give a run by default."""
+"""Seconds that the record of a run that never had one lives: the agents' default."""
 
 
 def evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
-    """End a member's lease, after the others can read why; whether it was still there.
+    """Revoke a member's lease, after writing why; returns whether it was still there.
 
     Raises EtcdError; OutcomeUnknown if the cause is written and the lease may live. It may be called again.
 
-    The cause comes first: without it, the others would give the member time to come back to its seat.
+    The cause is written first: without it, the others would give the member time to come back to its seat.
     """
     grave = etcd.grant(REMEMBERED_FOR)
     death = Put(death_key(member.prefix, member.id), encode(Death(cause, int(concurrency.wall() * 1000))), grave.id)
@@ -50,11 +50,9 @@ def evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
 
 
 def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float) -> str:
-    """End a run by hand, within `timeout` seconds for each request; why it was over already, or empty.
+    """End a run by hand, within `timeout` seconds for each request; returns why it was already over, or an empty text.
 
-    Its history says `by` whom.
-
-    Raises StateError, if the record is not ftcoord's, and EtcdError.
+    Its history records `by` whom. Raises StateError if the record is not ftcoord's, and EtcdError.
     """
     over = ""
 
@@ -71,17 +69,18 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
 def drain_nodes(
     etcd: EtcdCalls, prefix: str, leavers: Callable[[], Sequence[JoinRequest]], reason: str, by: str, timeout: float
 ) -> bool:
-    """Have nodes leave a run, within `timeout` seconds for each request; whether that was news to it, and it
-    has a record to say it in.
+    """Have nodes leave a run, within `timeout` seconds for each request. Returns whether that was new to the run, and
+    the run has a record.
 
-    They and the others hear of it at once: with the record.
+    They and the others learn of it at once, with the record.
 
     Args:
-        leavers: finds what the members of these nodes ask, and raises to leave them alone. It is asked anew whenever
-            the record has changed: another operator may have drained a node meanwhile, so that too few would stay.
-        reason: what is said of each, behind the name of its host. The history says `by` whom.
+        leavers: returns the requests of these nodes' members, or raises to leave them alone. It is called again
+            whenever the record has changed: another operator may have drained a node meanwhile, so that too few would
+            stay.
+        reason: what is written about each, after the name of its host. The history records `by` whom.
 
-    Raises StateError, if the record is not ftcoord's, EtcdError, and what `leavers` raises.
+    Raises StateError if the record is not ftcoord's, EtcdError, and what `leavers` raises.
     """
     found: RecordChange | None = None
 

@@ -1,4 +1,4 @@
-"""Looks at an etcd as a doctor does: it changes nothing there but for leases that hold nothing."""
+"""Examines an etcd cluster. It changes nothing there, except for leases without keys."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from ftcoord.operator.remains import remains_of_all
 READS_TIMED: Final = 5
 WRITES_TIMED: Final = 3
 FSYNC: Final = "etcd_disk_wal_fsync_duration_seconds"
-"""The histogram of a member."""
+"""A member's histogram of fsyncs."""
 SHORT_TTL: Final = 10
 """Seconds of a lease that is granted to time a write, and revoked at once."""
 
 
 def examine(config: EtcdConfig, key_prefix: str) -> EtcdFacts:
-    """All facts that can be had; what cannot be had is left out, since an endpoint or a right that is missing says so
-    itself."""
+    """All facts that are available. Others are left out: a missing endpoint or permission is itself reported."""
     endpoints = [_endpoint(config, at) for at in range(len(config.endpoints))]
     is_loopback = all(one.is_loopback for one in config.endpoints)
     facts = EtcdFacts(endpoints, is_loopback, config.tls is not None, config.credentials is not None, key_prefix)
@@ -76,7 +75,7 @@ def _with_rights_to_read(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
 
 
 def _with_rights_to_write(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
-    """etcd judges the right to write what a transaction then does not write."""
+    """Have etcd check the permission to write in a transaction that writes nothing."""
     key = runs_span(facts.key_prefix).start
     never = Compare(key, "version", "<", 0)
     try:
@@ -95,7 +94,7 @@ def _with_leftovers(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
 
 
 def _timed(call: Callable[[], object], times: int) -> float:
-    """The median of the seconds that it takes; of an odd number of `times`."""  # statistics loads for 10 ms
+    """The median of the seconds that a call takes; `times` is odd."""
     taken = []
     for _ in range(times):
         began = concurrency.now()

@@ -1,4 +1,4 @@
-"""What is found of an etcd, and what to do about it. Pure."""
+"""Findings about an etcd cluster, and what to do about them. Pure."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ftcoord.operator.told import FORMAT, Examination, Finding
 
 OK, HINT, PROBLEM = "ok", "hint", "problem"
 DEFAULT_QUOTA: Final = 2 * 1024**3
-"""Bytes: etcd's `--quota-backend-bytes`, where nobody said otherwise and the release does not tell."""
+"""Bytes: etcd's default of `--quota-backend-bytes`, for versions that do not report it."""
 ALMOST_FULL: Final = 0.8
-"""Of the quota."""
+"""The part of the quota above which a cluster counts as almost full."""
 WASTE: Final = 256 * 1024**2
-"""Bytes that compaction has freed and defragmentation would give back."""
+"""Bytes freed by compaction that defragmentation would give back."""
 SLOW_READ, SLOW_WRITE = 0.1, 0.25
 """Seconds. A round takes some of each, one after the other."""
 SLOW_FSYNC: Final = 0.016
-"""Seconds: etcd wants 99 of 100 within 10 ms, and counts in steps of 8 and 16 ms."""
+"""Seconds: etcd wants 99 of 100 fsyncs within 10 ms; its buckets are 8 and 16 ms."""
 CLOCKS_DIFFER: Final = 3.0
-"""Seconds. HTTP tells whole ones."""
+"""Seconds. HTTP reports whole ones."""
 HOPELESS: Final = 1.0
 """Seconds. Writes that take as long count as lost, and are sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointFacts:
-    """An endpoint, and what it said of itself, or why it said nothing.
+    """An endpoint, and the status that it reported, or why it reported none.
 
     Args:
-        fsync_seconds: 99 of 100 fsyncs of its log took no longer; infinite if more than 1 of 100 took longer than it
-            counts; None where it does not tell.
-        clock_ahead: seconds that its clock is ahead of this host's; None where it does not tell.
+        fsync_seconds: 99 of 100 fsyncs of its log took no longer; infinite if more than 1 of 100 exceeded its highest
+            bucket; None if it does not report them.
+        clock_ahead: seconds that its clock is ahead of this host's; None if it does not report it.
     """
 
     endpoint: str
@@ -47,17 +47,18 @@ class EndpointFacts:
 
 @dataclass(frozen=True, slots=True)
 class EtcdFacts:
-    """What was seen of an etcd.
+    """What was seen of an etcd cluster.
 
     Args:
-        endpoints: each of those that the user gave.
-        is_loopback: whether all of them are this machine's.
-        has_tls, has_login: how it is spoken to.
-        key_prefix: where the keys are to lie.
+        endpoints: the facts of each endpoint that the user gave.
+        is_loopback: whether all of them are on this machine.
+        has_tls, has_login: how the connection is made.
+        key_prefix: the prefix of the jobs' keys.
         alarms: member ids and their alarms; None if the user may not see them.
-        read_seconds, write_seconds: of a linearizable read, and of a write through the log; None if there was none.
-        cannot_read, cannot_write: why the user may not, below `key_prefix`; empty for nothing.
-        over, idle: the jobs that are over, and those that are not and have nobody left.
+        read_seconds, write_seconds: the latency of a linearizable read, and of a write through the log; None if there
+            was none.
+        cannot_read, cannot_write: why the user may not, below `key_prefix`; empty if it may.
+        over, idle: the jobs that are over, and those that are not but have no members left.
     """
 
     endpoints: Sequence[EndpointFacts]
@@ -75,7 +76,7 @@ class EtcdFacts:
 
 
 def findings(facts: EtcdFacts) -> Examination:
-    """All that there is to say, problems first."""
+    """All findings, problems first."""
     found = [
         *_reached(facts),
         *_members(facts),
@@ -195,7 +196,7 @@ def _fsync(facts: EtcdFacts) -> Iterator[Finding]:
 
 
 def _clocks(facts: EtcdFacts) -> Iterator[Finding]:
-    """No decision rests on clocks; what people read does."""
+    """No decision depends on clocks; but the times that people read do."""
     told = [(one.endpoint, one.clock_ahead) for one in facts.endpoints if one.clock_ahead is not None]
     rests = "only times that people read rest on clocks"
     if not told:

@@ -1,4 +1,4 @@
-"""Follows a job: its keys, whenever they change."""
+"""Follows the keys of a job."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def follow_job(
     *,
     with_history: bool = False,
 ) -> Informer:
-    """Calls `report` with a job's keys, as soon as they were read and after each change, on a thread of its own.
+    """Calls `report` with a job's keys, once they were read and after each change, on a thread of its own.
 
-    With `with_history` the keys of its history are among them.
+    With `with_history` the keys of its history are included.
 
-    The keys of the two groups are each in the order of etcd's events, but their watches are not one: for a moment the
-    one may be ahead of the other. `failed` is called if it ends by an error.
+    The keys of each of the two groups are in the order of etcd's events, but the groups have separate watches: for a
+    moment one may be ahead of the other. `failed` is called if it ends with an error.
     """
     prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
     spans = [

@@ -15,7 +15,7 @@ from ftcoord.operator.told import Unreadable
 
 @dataclass(frozen=True, slots=True)
 class LeaseTime:
-    """Whole seconds that a lease has left, and that it was granted."""
+    """Whole seconds that a lease has left, and its granted TTL."""
 
     left: int
     ttl: int
@@ -23,16 +23,16 @@ class LeaseTime:
 
 @dataclass(frozen=True, slots=True)
 class GroupKeys:
-    """What a group of members has in etcd.
+    """The keys of a group of members in etcd.
 
     Args:
-        prefix: the group's.
+        prefix: the group's prefix.
         decided: its decided record; None without one.
-        roster: what lies beside it, in quorums.
-        roll: what lies beside it, in large rounds, by key.
-        below_members: all keys there, oldest first, also those that are no members'.
-        deaths: why members are gone, as keys.
-        events: its history, which no status rests on; None where that was not asked for.
+        roster: the roster beside it, in quorums.
+        roll: the roll beside it, in large rounds, by key.
+        below_members: all keys there, oldest first, including those that are not members'.
+        deaths: the keys with members' causes of death.
+        events: its history, on which no status depends; None if it was not asked for.
     """
 
     prefix: str
@@ -50,7 +50,7 @@ class GroupKeys:
 
     @property
     def roll_name(self) -> str | None:
-        """The roll that lies beside the decided record; None if none does, or the record is not readable."""
+        """The roll beside the decided record; None if there is none, or the record cannot be read."""
         try:
             record = parse_decided(self.decided.key, self.decided.value) if self.decided else None
         except StateError:
@@ -62,12 +62,12 @@ class GroupKeys:
         return [kv for kv in self.below_members if is_member(kv)]
 
     def strangers(self) -> list[Unreadable]:
-        """The keys among the members that are none."""
+        """The keys among the members that are not members'."""
         problem = "does not lie under the lease that it is named for, so it is no member's"
         return [Unreadable(kv.key, problem) for kv in self.below_members if not is_member(kv)]
 
     def causes(self) -> dict[str, str]:
-        """Why members are gone, by their ids, as far as somebody has said so."""
+        """Why members died, by id, if a cause is known."""
         found = {}
         for kv in self.deaths:
             try:
@@ -79,14 +79,14 @@ class GroupKeys:
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
-    """All that the status of a job rests on.
+    """Everything that the status of a job depends on.
 
     Args:
         job: its id.
-        revision: of etcd, at which all of it was read.
+        revision: etcd's revision at which all of it was read.
         rounds, quorum: its two groups.
-        others: how many keys the job has in all, but for its history, which outlives it.
-        timers: the keys of its expiration timers; empty where they were not asked for.
+        others: how many keys the job has in all, except its history, which outlives it.
+        timers: the keys of its expiration timers; empty if they were not asked for.
     """
 
     job: str
@@ -98,5 +98,5 @@ class JobKeys:
 
     @property
     def exists(self) -> bool:
-        """Whether etcd knows the job."""
+        """Whether etcd has keys of the job."""
         return self.others > 0

@@ -1,4 +1,4 @@
-"""What jobs leave behind, and which of it nobody needs. Pure."""
+"""What jobs leave behind, and what may be deleted. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ftcoord.etcd.api import KeyValue
 
 @dataclass(frozen=True, slots=True)
 class JobRemains:
-    """What it rests on whether a job's keys may go.
+    """Everything that decides whether a job's keys may be deleted.
 
     Args:
         job: its id.
-        revision: of etcd, at which this was read.
+        revision: etcd's revision at which this was read.
         decided: the record of its rounds.
-        has_quorum: whether it has one of its quorums.
+        has_quorum: whether it has a record of its quorums.
         live: how many members, timers and heartbeats it has.
-        keys: how many keys in all, but for its history.
+        keys: how many keys it has in all, except its history.
     """
 
     job: str
@@ -31,10 +31,10 @@ class JobRemains:
 
 
 def why_kept(remains: JobRemains, *, idle: bool) -> str:
-    """Why the keys of a job must stay; empty if they may go.
+    """Why the keys of a job must stay; empty if they may be deleted.
 
     Args:
-        idle: whether jobs may go that are not over, but have nobody left.
+        idle: whether to delete jobs that are not over, but have no members left.
     """
     if remains.live:
         return f"{remains.live} members, timers or heartbeats of it live"

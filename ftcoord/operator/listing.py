@@ -1,4 +1,4 @@
-"""Reads which jobs there are, and what a list tells of each: at one revision of etcd a job."""
+"""Reads which jobs there are, and a summary of each, at one revision of etcd per job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ftcoord.operator.told import FORMAT, JobList
 def read_jobs(etcd: EtcdCalls, key_prefix: str) -> JobList:
     """All jobs below a key prefix. Raises EtcdError.
 
-    A few requests for each, whatever else the jobs have in etcd: what lies in their stores is jumped over.
+    Costs a few requests for each, however many keys the jobs have: the contents of their stores are skipped.
     """
     lines = [tell_line(key_prefix, job, keys) for job, keys in _summaries(etcd, key_prefix)]
     return JobList(FORMAT, key_prefix, tuple(lines))
@@ -45,7 +45,7 @@ def job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
 
 
 def live_job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
-    """The same without those of which only the history is left, which is there for a week. Raises EtcdError."""
+    """The same, without jobs of which only the history is left, which stays for a week. Raises EtcdError."""
     for job in job_ids(etcd, key_prefix):
         spans = spans_but_history(run_prefix(key_prefix, job))
         if any(etcd.range(Get(one, limit=1, keys_only=True)).one for one in spans):
@@ -67,6 +67,6 @@ def _ranges(gets: Sequence[Get], then: SnapshotReader) -> list[RangeResult]:
 
 
 def _behind(span: Span, whole: Span) -> Span:
-    """What comes after a part of a span."""
+    """The part of a span after another one."""
     start = decode_key(span.end) if span.end else f"{span.start}\0"
     return Span(start, stop=decode_key(whole.end))

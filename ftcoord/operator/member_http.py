@@ -1,4 +1,4 @@
-"""What a member of etcd tells over HTTP, at the port that clients use: its numbers for Prometheus, and its clock."""
+"""What an etcd member reports over HTTP, at the clients' port: its metrics for Prometheus, and its clock."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ftcoord.config import Endpoint, Tls
 from ftcoord.etcd.rpc.lean import tls_context
 
 MOST_READ: Final = 4 * 1024 * 1024
-"""Bytes of an answer; a member's numbers are some 100 kB."""
+"""The most bytes of an answer; a member's metrics take about 100 kB."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberNumbers:
-    """What one member told.
+    """What one member reported.
 
     Args:
-        text: its numbers, as Prometheus reads them.
-        clock_ahead: seconds that its clock is ahead of this host's, in whole ones; None if it does not say.
+        text: its metrics, in Prometheus' text format.
+        clock_ahead: whole seconds that its clock is ahead of this host's; None if it does not report it.
     """
 
     text: str
@@ -31,7 +31,7 @@ class MemberNumbers:
 
 
 def read_numbers(endpoint: Endpoint, tls: Tls | None, timeout: float) -> MemberNumbers | None:
-    """None if this member does not tell its numbers there: not every etcd does."""
+    """The metrics of a member; None if it does not serve them there: not every etcd does."""
     connection = HTTPConnection(endpoint.host, endpoint.port, timeout=timeout)
     try:
         plain = socket.create_connection((endpoint.host, endpoint.port), timeout)
@@ -59,8 +59,8 @@ def _encrypted(plain: socket.socket, endpoint: Endpoint, tls: Tls) -> socket.soc
 
 
 def quantile_bound(text: str, histogram: str, share: float) -> float | None:
-    """A bound that this share of the values in a histogram does not exceed, infinite where that is above its highest
-    bucket; None if there are no values."""
+    """A bound that this share of a histogram's values does not exceed, infinite if it is above the highest bucket; None
+    if there are no values."""
     buckets = sorted(_buckets(text, histogram))
     if not buckets or not buckets[-1][1]:
         return None

@@ -1,4 +1,4 @@
-"""Which members a name on the command line means. Pure."""
+"""Which members a name on the command line refers to. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class NamedMember:
     """A live member of a job.
 
     Args:
-        prefix: its group's.
+        prefix: its group's prefix.
         kv: its key.
-        owner: what its leases belong to: the node's id, or the replica's name.
-        host: its machine, mostly with the pid of its agent, as `host7 (pid 4711)`; empty where it does not say so.
+        owner: the owner of its leases: the node's id, or the replica's name.
+        host: its machine, usually with the pid of its agent, as `host7 (pid 4711)`; empty if it does not say.
         group: rendezvous or quorums.
     """
 
@@ -37,7 +37,7 @@ class NamedMember:
 
     @property
     def machine(self) -> str:
-        """The host's name by itself; empty where it does not say so."""
+        """The host's name alone; empty if it does not say."""
         return self.host.partition(" (pid ")[0]
 
     def __str__(self) -> str:
@@ -46,15 +46,15 @@ class NamedMember:
 
 
 def members_called(keys: JobKeys, name: str) -> list[NamedMember]:
-    """The members with this member id, node id, replica id or host, the oldest first.
+    """The members with this member id, node id, replica id or host, oldest first.
 
-    A host may be named without the pid that its agent tells with it.
+    A host may be named without the pid of its agent.
     """
     return [one for one in _members(keys) if name in (one.id, one.owner, one.host, one.machine) and name]
 
 
 def owners(members: list[NamedMember]) -> set[tuple[str, str]]:
-    """To whom these belong. One may have several leases; several have one host's name."""
+    """The owners of these members. An owner may have several leases; several owners may share a host's name."""
     return {(one.group, one.owner) for one in members}
 
 

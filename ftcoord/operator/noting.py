@@ -1,4 +1,4 @@
-"""Notes in a job's history what somebody does by hand."""
+"""Records in a job's history what somebody does by hand."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ftcoord.etcd.api import EtcdCalls, Get, Op, Put
 
 
 def ordered(etcd: EtcdCalls, prefix: str, what: str, target: str, by: str) -> list[Op]:
-    """What adds to a transaction that somebody did this by hand, under a history's lease; nothing where there is no
-    history, or etcd takes none.
+    """The operations that record, in a transaction, what somebody did by hand, under the history's lease; none if there
+    is no history, or etcd takes none.
 
     Args:
-        prefix: of the group whose history it is.
+        prefix: the prefix of the group whose history it is.
         what: in one line, with the target's name and the reason.
-        target: whom it is about: a node, or a replica; empty for all.
+        target: the node or replica that it is about; empty for all.
         by: who did it.
     """
     newest = etcd.range(Get(events_span(prefix), limit=1, keys_only=True, order="newest")).one

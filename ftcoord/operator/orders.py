@@ -1,4 +1,4 @@
-"""What operators order, by hand or through the page: found by name, done, and told."""
+"""Operators' orders, from the command line or the dashboard: the target is found by name, and the result reported."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ftcoord.operator.told import FORMAT, Done, no_such_job
 
 
 class NothingThere(FtcoordError):
-    """There is nothing to do it to, or it was not done."""
+    """The order has no target, or was not carried out."""
 
 
 def because(what: str, reason: str | None) -> str:
-    """What was done, with the reason that was given for it."""
+    """What was done, with the given reason."""
     return f"{what}: {reason}" if reason else what
 
 
 def find_members(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> list[NamedMember]:
-    """The members that a name means, all of one owner. Raises NothingThere, ConfigError for a name of several, and
-    EtcdError."""
+    """The members that a name refers to, all of one owner. Raises NothingThere, ConfigError if the name matches several
+    owners, and EtcdError."""
     return _find(_known_job(etcd, key_prefix, job), job, name)
 
 
@@ -44,7 +44,7 @@ def _find(keys: JobKeys, job: str, name: str) -> list[NamedMember]:
 
 
 def evict_members(etcd: EtcdCalls, job: str, members: Sequence[NamedMember], cause: str, by: str) -> Done:
-    """End the leases of members of a job. Raises EtcdError."""
+    """Revoke the leases of members of a job. Raises EtcdError."""
     did, left = list[str](), list[str]()
     for one in members:
         if evict(etcd, one, cause, by):
@@ -55,13 +55,13 @@ def evict_members(etcd: EtcdCalls, job: str, members: Sequence[NamedMember], cau
 
 
 def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force: bool) -> list[JoinRequest]:
-    """What the members of a node ask that is to leave a run, the oldest first.
+    """The requests of the members of a node that is to leave a run, oldest first.
 
     Args:
-        force: also if fewer nodes stay than a round needs.
+        force: also if fewer nodes would stay than a round needs.
 
-    Raises NothingThere, also for fewer; ConfigError for the name of several nodes, or of a replica; StateError and
-    EtcdError.
+    Raises NothingThere, also if too few would stay; ConfigError if the name matches several nodes, or a replica;
+    StateError and EtcdError.
     """
     keys = _known_job(etcd, key_prefix, job)
     members, rounds = _find(keys, job, name), keys.rounds
@@ -81,7 +81,7 @@ def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force
 
 
 def _asks(rounds: GroupKeys) -> Iterator[JoinRequest]:
-    """What all members ask whose keys can be read."""
+    """The requests of all members whose keys can be read."""
     for kv in rounds.members():
         with contextlib.suppress(StateError):
             yield parse_join_request(kv.key, kv.value)
@@ -90,10 +90,10 @@ def _asks(rounds: GroupKeys) -> Iterator[JoinRequest]:
 def drain(
     etcd: EtcdCalls, key_prefix: str, job: str, name: str, reason: str, by: str, timeout: float, *, force: bool
 ) -> Done:
-    """Have a node leave a run, within `timeout` seconds for each request. Its history says `by` whom.
+    """Have a node leave a run, within `timeout` seconds for each request. Its history records `by` whom.
 
-    Whether enough nodes stay is judged after the record was read that is replaced: so of two who drain at the same
-    moment the second one sees what the first one did.
+    Whether enough nodes stay is checked after the record to be replaced was read: so of two operators who drain at the
+    same moment, the second one sees what the first one did.
 
     Raises what `find_leavers` raises.
     """
@@ -113,7 +113,7 @@ def drain(
 
 
 def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:
-    """How many nodes a run has that may be closed. Raises NothingThere and EtcdError."""
+    """How many nodes a run that may be closed has. Raises NothingThere and EtcdError."""
     keys = _known_job(etcd, key_prefix, job)
     if keys.rounds.is_empty:
         raise NothingThere(f"{job!r} has no rendezvous to close: replicas of quorums end one by one: `ftcoord kill`")
@@ -121,7 +121,7 @@ def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:
 
 
 def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, timeout: float) -> Done:
-    """End a run for all of its nodes, within `timeout` seconds for each request. Its history says `by` whom.
+    """End a run for all of its nodes, within `timeout` seconds for each request. Its history records `by` whom.
 
     Raises StateError and EtcdError.
     """
@@ -132,7 +132,7 @@ def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, 
 
 
 def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: str, wait: float, by: str) -> Done:
-    """End the process of a replica's manager, and wait so many seconds until that has obeyed.
+    """End the process of a replica's manager, and wait at most `wait` seconds until it has exited.
 
     Raises NothingThere and EtcdError.
     """

@@ -1,4 +1,4 @@
-"""What happened to a job, and why it is as it is: from its history and its status. Pure."""
+"""What happened to a job, and why it is in its present state: from its history and its status. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftcoord.operator.told import FORMAT, Explanation, JobHistory, JobStatus, Qu
 ROUNDS, QUORUMS = "rendezvous", "quorums"
 """The groups of a job, as they are told."""
 MOST_BEHIND: Final = 8
-"""Replicas that are named as behind."""
+"""The most replicas that are named as behind."""
 _SIGKILL: Final = 9
 
 
@@ -31,7 +31,7 @@ def tell_history(job: str, rounds: Iterable[KeyValue], quorums: Iterable[KeyValu
 
 
 def explain(status: JobStatus, rounds: Iterable[KeyValue], quorums: Iterable[KeyValue]) -> Explanation:
-    """Why a job is as it is. Of rounds, if it has any; else of its quorums."""
+    """Why a job is in its present state: by its rounds, if it has any, else by its quorums."""
     past, of_quorums = last_life(_past(rounds)), last_life(_past(quorums))
     if status.rounds is not None and _is_of_others(past, status.rounds.state, status.rounds.number, status.revision):
         past = []
@@ -47,11 +47,11 @@ def _past(kvs: Iterable[KeyValue]) -> list[PastEvent]:
 
 
 def _is_of_others(past: Sequence[PastEvent], state: str, number: int, revision: int) -> bool:
-    """Whether this is what happened to a job that had the id before the one that is there now: until that has decided
-    its first round, or quorum, no event shows it.
+    """Whether this happened to an earlier job with the same id: until the present job has decided its first round, or
+    quorum, no event shows that.
 
     Args:
-        state, number: as the job's status tells them, at this `revision` of etcd.
+        state, number: by the job's status, at this `revision` of etcd.
     """
     return state != "unreadable" and any(one.event.number > number for one in past if one.revision <= revision)
 
@@ -98,13 +98,13 @@ def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation
 
 
 def _next_round(past: Sequence[PastEvent], last: PastEvent) -> HistoryEvent | None:
-    """The first round after that which this event ended."""
+    """The first round after the one that this event ended."""
     later = (one.event for one in past if one.event.kind == "round" and one.event.number > last.event.number)
     return next(later, None)
 
 
 def _first(last: PastEvent, past: Sequence[PastEvent], ends: Sequence[HistoryEvent]) -> HistoryEvent | None:
-    """The first cause; None where a round ended for no member's sake, as when somebody waits to join."""
+    """The first cause; None if no member caused the round's end, as when a node waits to join."""
     number = last.event.number
     recalls = [one for one in past if one.event.kind == "recalled" and one.event.number == number]
     ended = recalls[0] if recalls else last
@@ -124,7 +124,7 @@ def _happened(last: HistoryEvent, first: HistoryEvent | None, is_over: bool) -> 
 
 
 def _who_was_lost(past: Sequence[PastEvent], first: HistoryEvent | None) -> str:
-    """Of a first cause that only follows from another: who may have been that one."""
+    """For a first cause that is only a consequence: which members may be the cause."""
     if first is None or not is_consequence(first):
         return ""
     silent = [one.event for one in past if one.event.kind == "silent" and one.event.number == first.number]
@@ -199,7 +199,7 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
 
 
 def _healing(quorum: QuorumStatus | None) -> str:
-    """Who is behind, and takes over the state of another one."""
+    """Which replicas are behind, and heal from another one."""
     behind = [one for one in quorum.replicas if one.behind] if quorum is not None else []
     told = [_behind(one) for one in behind[:MOST_BEHIND]]
     return f"{'; '.join(told)}." if told else ""
@@ -260,7 +260,7 @@ def _after_colon(reason: str) -> str:
 
 
 def _head(reason: str) -> str:
-    """Of a new round: without why the one before ended."""
+    """The reason of a new round, without why the last one ended."""
     return reason.partition("; the round before ended: ")[0]
 
 

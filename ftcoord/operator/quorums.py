@@ -1,6 +1,6 @@
 """The quorums of a job, from its keys: who trains, who asks, and why there is no next quorum. Pure.
 
-A replica counts as alive while its lease lives. Where heartbeats are judged by writes (time-outs below 3 s), only the
+A replica counts as alive while its lease lives. If heartbeats are judged by writes (timeouts below 3 s), only the
 decider knows who is silent.
 """
 
@@ -21,7 +21,7 @@ from ftcoord.operator.job_keys import GroupKeys
 from ftcoord.operator.told import MissingReplica, NextDecision, QuorumStatus, ReplicaStatus, Unreadable
 
 LOOKED_AT: Final = 0.0
-"""The time of a look: everything counts as seen now, since keys do not say since when they are there."""
+"""The time of a look: everything counts as first seen now, since keys do not record when they were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class _Replica:
 
 
 def tell_quorum(keys: GroupKeys, options: QuorumOptions) -> tuple[QuorumStatus, list[Unreadable]]:
-    """The state of a job's quorums, and the keys that are not counted in it.
+    """The state of a job's quorums, and the keys that do not count.
 
     Args:
-        options: what the job's address says; etcd does not have it.
+        options: the options of the job's address, which etcd does not have.
     """
     try:
         previous = _last_quorum(keys)
@@ -57,7 +57,7 @@ def tell_quorum(keys: GroupKeys, options: QuorumOptions) -> tuple[QuorumStatus, 
 
 
 def _last_quorum(keys: GroupKeys) -> QuorumRecord | None:
-    """Raises StateError."""
+    """The last quorum. Raises StateError."""
     if keys.decided is None:
         return None
     return parse_quorum(keys.decided.key, keys.decided.value, keys.roster.value if keys.roster else None)

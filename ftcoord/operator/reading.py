@@ -1,4 +1,4 @@
-"""Reads what the status of a job rests on, at one revision of etcd, and in pages."""
+"""Reads everything that the status of a job depends on, at one revision of etcd, in pages."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
 
 
 class ReadsLeases(Protocol):
-    """A client that can ask how long leases live."""
+    """A client that can ask for the time left of leases."""
 
     def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
-        """Whole seconds that a lease has left, and that it was granted; (-1, 0) for one that is gone."""
+        """Whole seconds that a lease has left, and its granted TTL; (-1, 0) for a lease that is gone."""
 
 
 def read_job(etcd: EtcdCalls, key_prefix: str, job: str, *, with_timers: bool = False) -> JobKeys:
-    """A job's keys at one revision, and with `with_timers` those of its expiration timers. Raises EtcdError."""
+    """A job's keys at one revision; with `with_timers`, including its expiration timers. Raises EtcdError."""
     return read_snapshot(etcd.range, partial(_read_job, key_prefix, job, with_timers))
 
 

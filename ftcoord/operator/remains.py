@@ -1,4 +1,4 @@
-"""What jobs have left in etcd: counted, and deleted. It loads nothing of what acts on jobs that live."""
+"""What jobs have left in etcd: counts it and deletes it. Loads no code that acts on live jobs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ftcoord.operator.noting import ordered
 
 
 def remains_of_all(etcd: EtcdCalls, key_prefix: str) -> Iterator[JobRemains]:
-    """What all jobs below a key prefix have, a few requests for each; but not those of which only the history is left,
-    which expires. Raises EtcdError."""
+    """The remains of all jobs below a key prefix, with a few requests for each; without jobs of which only the history
+    is left, which expires. Raises EtcdError."""
     for job in job_ids(etcd, key_prefix):
         remains = read_snapshot(etcd.range, partial(_remains_of, key_prefix, job))
         if remains.keys:
@@ -47,7 +47,7 @@ def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
 
 
 def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains, by: str) -> bool:
-    """Delete all keys of a job but its history, unless anybody has written one since it was looked at; whether they are
+    """Delete all keys of a job except its history, unless one was written since it was read; returns whether they were
     deleted.
 
     Raises EtcdError.

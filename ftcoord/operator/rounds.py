@@ -28,7 +28,7 @@ from ftcoord.operator.job_keys import GroupKeys
 from ftcoord.operator.told import MissingNode, NextDecision, NodeStatus, RoundsStatus, Unreadable
 
 NOW: Final = 0.0
-"""The time of a look: everything counts as seen now, since keys do not say since when they are there."""
+"""The time of a look: everything counts as first seen now, since keys do not record when they were written."""
 
 _STANDINGS: Final = {
     Standing.SEATED: "seating",
@@ -52,15 +52,15 @@ class _Member:
 
     @property
     def holder_of(self) -> str:
-        """The member that it has its seat as."""
+        """The member as which it has its seat."""
         return self.ask.holds or self.candidate.id
 
 
 def tell_rounds(keys: GroupKeys, options: RoundOptions) -> tuple[RoundsStatus, list[Unreadable]]:
-    """The state of a run's rounds, and the keys that are not counted in it.
+    """The state of a run's rounds, and the keys that do not count.
 
     Args:
-        options: what the nodes' users gave as `rdzv_conf`; etcd does not have it.
+        options: the nodes' `rdzv_conf`, which etcd does not have.
     """
     members, unreadable = _members(keys)
     try:
@@ -143,7 +143,7 @@ def _state(previous: Round | None, members: Sequence[_Member]) -> str:
 
 
 def _missing(previous: Round, members: Sequence[_Member], causes: Mapping[str, str]) -> tuple[MissingNode, ...]:
-    """Nobody is missing from a round that is over or called back: whoever lives joins the next one."""
+    """Nobody is missing from a round that is over or recalled: live nodes join the next one."""
     if previous.closed or previous.recalled:
         return ()
     live = {member.holder_of for member in members}

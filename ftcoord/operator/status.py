@@ -1,4 +1,4 @@
-"""What is told of one job, from its keys. Pure."""
+"""The status of one job, from its keys. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Member = TypeVar("Member", NodeStatus, ReplicaStatus)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a job's users gave, which no key says: by this the next decision is judged."""
+    """The settings of a job's users that are in no key: the next decision is judged by them."""
 
     rounds: RoundOptions = field(default_factory=lambda: RoundOptions(return_to_seat=10.0))
     quorum: QuorumOptions = field(default_factory=lambda: QuorumOptions(1, 60.0))
 
 
 def tell_job(keys: JobKeys, rules: Rules) -> JobStatus:
-    """The status of a job, but for its leases."""
+    """The status of a job, without its leases."""
     rounds = quorum = None
     unreadable = []
     if not keys.rounds.is_empty:
@@ -44,8 +44,8 @@ def tell_job(keys: JobKeys, rules: Rules) -> JobStatus:
 
 
 def foremost(members: Sequence[Member], most: int | None) -> Sequence[Member]:
-    """At most so many of them, in their order; None for all. Where not all can be shown, those come first that do not
-    stand as the majority does: of ten thousand, an operator looks for these."""
+    """The first `most` members; None for all. If not all can be shown, those in another standing than the majority come
+    first: among ten thousand, an operator looks for these."""
     if most is None or len(members) <= most:
         return members
     usual = Counter(one.standing for one in members).most_common(1)[0][0]
@@ -53,13 +53,13 @@ def foremost(members: Sequence[Member], most: int | None) -> Sequence[Member]:
 
 
 def members_of(status: JobStatus, most: int | None = None) -> list[str]:
-    """The member ids in a status, in its order; or those that are shown where each group has `most` rows."""
+    """The member ids in a status, in order; only those that are shown if each group has `most` rows."""
     nodes = [one.member for one in foremost(status.rounds.members, most)] if status.rounds else []
     return nodes + [one.member for one in foremost(status.quorum.replicas, most)] if status.quorum else nodes
 
 
 def with_leases(status: JobStatus, leases: Mapping[str, LeaseTime]) -> JobStatus:
-    """The same status, with the leases of those members that are named here."""
+    """The same status, with the leases of the members that are named here."""
     rounds, quorum = status.rounds, status.quorum
     if rounds is not None:
         rounds = replace(rounds, members=tuple(_with_lease(one, leases.get(one.member)) for one in rounds.members))

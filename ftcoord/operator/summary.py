@@ -1,4 +1,4 @@
-"""What a list tells of each job, without its members. Pure."""
+"""The summary of each job in a list, without its members. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ftcoord.operator.told import JobLine
 
 @dataclass(frozen=True, slots=True)
 class JobSummaryKeys:
-    """What a line of a list rests on.
+    """What a line of a list depends on.
 
     Args:
-        decided: of the rounds.
+        decided: the record of the rounds.
         nodes: how many keys there are among the nodes.
         quorum: the decided record of the quorums and its roster, by key.
         replicas: how many keys there are among the replicas.

@@ -1,7 +1,7 @@
 """The expiration timers of a run, from their keys: who holds which one until when. Pure.
 
-A timer runs on the monotonic clock of its worker's host, which nobody else sees. What is told here is by that host's
-wall clock: it is for people, and no decision rests on it.
+A timer runs on the monotonic clock of its worker's host, which nobody else sees. The times here are on that host's wall
+clock: they are for people, and no decision depends on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ftcoord.operator.told import TimerStatus, Unreadable
 
 
 def tell_timers(kvs: Iterable[KeyValue]) -> tuple[list[TimerStatus], list[Unreadable]]:
-    """The timers that are held, the one that expires first before the others; and the keys that are not counted."""
+    """The timers that are held, the first to expire first; and the keys that do not count."""
     found, unreadable = list[TimerStatus](), list[Unreadable]()
     for kv in kvs:
         try:

@@ -1,6 +1,6 @@
-"""What operators are told of jobs: plain values, which are the commands' JSON. docs/cli.md describes each field.
+"""What operators are shown of jobs: plain values, which are the commands' JSON. docs/cli.md describes each field.
 
-Fields are only added; one that goes or changes its meaning needs another `FORMAT`.
+Fields are only added; removing one, or changing its meaning, needs another `FORMAT`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any, Final, Literal, TypeAlias
 from ftcoord.core.event_records import WorkerFailure
 
 FORMAT: Final = 1
-"""The version of what is told, in each document."""
+"""The version of the format, in each document."""
 
 Decision: TypeAlias = Literal["wait", "publish", "withheld"]
 
 
 @dataclass(frozen=True, slots=True)
 class NextDecision:
-    """What a decider that sees these keys does now.
+    """What a decider that sees these keys decides now.
 
     Args:
-        decision: it waits, it publishes a record, or it withholds one, since the keys are not ftcoord's or contradict
-            the protocol.
+        decision: it waits, publishes a record, or withholds one, because the keys are not ftcoord's or contradict the
+            protocol.
         reason: why, in the decider's words.
-        rule: the rule of docs/protocol.md that it follows; empty where it has none.
+        rule: the rule of docs/protocol.md that it follows; empty if there is none.
     """
 
     decision: Decision
@@ -34,7 +34,7 @@ class NextDecision:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A key that is not counted, since it holds what this ftcoord cannot read, and why."""
+    """A key that does not count, because this version of ftcoord cannot read it, and why."""
 
     key: str
     problem: str
@@ -51,9 +51,9 @@ class NodeStatus:
         member: its member id, which is its lease, in hexadecimal.
         standing: running, called back, seating, seated, waiting, spare, away, leaving, draining, refused, replaced or
             over.
-        said: why it leaves, or what became of its worker; empty for nothing.
-        since_revision: etcd's, at which it became a member.
-        lease_left, lease_ttl: seconds; None where that was not asked.
+        said: why it leaves, or how its worker failed; empty for neither.
+        since_revision: etcd's revision at which it became a member.
+        lease_left, lease_ttl: seconds; None if they were not asked for.
     """
 
     rank: int | None
@@ -69,7 +69,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class MissingNode:
-    """Who has a seat in the last round and is gone. `cause` is empty while nobody has said it."""
+    """A node that has a seat in the last round and is gone. `cause` is empty while none is known."""
 
     rank: int
     node: str
@@ -85,15 +85,15 @@ class RoundsStatus:
     Args:
         state: empty, forming, seating, running, finished, failed, closed or unreadable.
         healthy: whether the round runs with all of its nodes, or the run has finished.
-        number: the last round's; 0 before the first.
+        number: the last round's number; 0 before the first.
         size: how many seats it has.
         ready: whether all were taken.
-        min_nodes, max_nodes: the limits that count; 0 while none do.
+        min_nodes, max_nodes: the limits that apply; 0 while none do.
         address, port: the round's bootstrap address.
-        recalled, closed, outcome, before: as docs/protocol.md says of a Round.
-        next: what the decider does now.
-        members: the live ones: those with a rank first, then by their age.
-        missing: who has a seat and is gone, by rank.
+        recalled, closed, outcome, before: see the Round in docs/protocol.md.
+        next: what the decider decides now.
+        members: the live ones: those with a rank first, then by age.
+        missing: nodes that have a seat and are gone, by rank.
     """
 
     state: str
@@ -122,15 +122,15 @@ class ReplicaStatus:
         rank: in the last quorum; None without a seat.
         replica_id: its name.
         member: its member id, which is its lease, in hexadecimal.
-        standing: training (in the last quorum, and asks for nothing), asking, idle (neither), replaced (a newer member
-            has its name) or unclear (its request names a profile that the last quorum has not).
-        step: what it said last.
+        standing: training (in the last quorum, and not asking), asking, idle (neither), replaced (a newer member has
+            its name) or unclear (its request names a profile that the last quorum does not have).
+        step: the step of its last request.
         behind: how many steps others of the quorum are ahead: it heals from one of them.
-        commit_failures, shrink_only, world_size, address: as it asked.
-        since_revision: etcd's, at which it became a member.
-        lease_left, lease_ttl: seconds; None where that was not asked.
-        heals_from: whose state its rank 0 takes over, while it is behind; empty while it is not.
-        store_address: as it asked.
+        commit_failures, shrink_only, world_size, address: of its last request.
+        since_revision: etcd's revision at which it became a member.
+        lease_left, lease_ttl: seconds; None if they were not asked for.
+        heals_from: the replica from which its rank 0 heals, while it is behind; else empty.
+        store_address: of its last request.
     """
 
     rank: int | None
@@ -152,7 +152,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class MissingReplica:
-    """Who has a seat in the last quorum and is gone. `cause` is empty while nobody has said it."""
+    """A replica that has a seat in the last quorum and is gone. `cause` is empty while none is known."""
 
     rank: int
     replica_id: str
@@ -165,16 +165,16 @@ class QuorumStatus:
     """The quorums of a job.
 
     Args:
-        state: empty, training (nobody asks), forming (somebody does) or unreadable.
-        healthy: whether all replicas of the last quorum live, and enough do for the next one.
+        state: empty, training (no replica asks), forming (one asks) or unreadable.
+        healthy: whether all replicas of the last quorum are alive, and enough for the next one.
         number, id: the last quorum's; 0 before the first.
         size: how many replicas it has.
         max_step: the highest step in it.
-        created: when it was decided, by the decider's clock, in seconds since 1970; for people. 0 before the first.
-        min_replicas: what this was judged by. It is not in etcd.
-        next: what the decider does now.
-        replicas: the live members: those with a rank first, then by their age.
-        missing: who has a seat and is gone, by rank.
+        created: when it was decided, on the decider's clock, in seconds since 1970; for people. 0 before the first.
+        min_replicas: the value that this was judged by. It is not in etcd.
+        next: what the decider decides now.
+        replicas: the live members: those with a rank first, then by age.
+        missing: replicas that have a seat and are gone, by rank.
     """
 
     state: str
@@ -196,12 +196,13 @@ class TimerStatus:
 
     Args:
         host: the name of the worker's host.
-        pid: the worker's, on that host.
-        rank: the worker's in its world; None if it has none.
-        scope: where the worker is.
-        standing: running, expired (a timer server found it so, and sees to it) or reaped (it has ended the worker).
+        pid: the worker's pid on that host.
+        rank: the worker's rank in its world; None if it has none.
+        scope: the scope that the worker is in.
+        standing: running, expired (a timer server has marked it, and handles it) or reaped (it has killed the worker).
         after: seconds that the worker may be there in all.
-        until: when it expires, by the wall clock of the worker's host, in seconds since 1970. No decision rests on it.
+        until: when it expires, on the wall clock of the worker's host, in seconds since 1970. No decision depends on
+            it.
     """
 
     host: str
@@ -215,18 +216,18 @@ class TimerStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """All that is told of one job.
+    """The status of one job.
 
     Args:
         format: FORMAT.
         job: its id.
-        revision: of etcd, at which all of this was so.
+        revision: etcd's revision of all of this.
         exists: whether etcd has any key of it.
-        healthy: whether it exists, and nothing of it needs anybody.
+        healthy: whether it exists and nothing needs attention.
         rounds: None for a job without a rendezvous.
         quorum: None for a job without quorums.
-        unreadable: keys that are not counted.
-        timers: expiration timers that workers hold, the one that expires first before the others.
+        unreadable: keys that do not count.
+        timers: expiration timers that workers hold, the first to expire first.
     """
 
     format: int
@@ -242,14 +243,14 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What a watch says of a job when something has changed.
+    """What a watch reports about a job when something has changed.
 
     Args:
         format: FORMAT.
         job: its id.
-        connected: whether etcd answers. While it does not, `status` is as it was before.
-        error: why it does not; empty while it does.
-        status: without leases. Its timers may be some seconds old.
+        connected: whether etcd answers. While it does not, `status` is the last known one.
+        error: why it does not answer; empty while it does.
+        status: without leases. Its timers may be several seconds old.
     """
 
     format: int
@@ -265,12 +266,12 @@ class JobLine:
 
     Args:
         job: its id.
-        state: that of its rounds, or else of its quorums, as far as that is seen without reading all members; `other`
-            for a job that has neither.
+        state: that of its rounds, or else of its quorums, as far as it shows without reading all members; `other` for a
+            job that has neither.
         round, nodes: the last round's number and size; None without a rendezvous.
         quorum, replicas: the last quorum's id and size; None without quorums.
         members: the live members of both.
-        note: why the last round ended or the run is over; empty for nothing.
+        note: why the last round ended or the run is over; empty for neither.
     """
 
     job: str
@@ -285,7 +286,7 @@ class JobLine:
 
 @dataclass(frozen=True, slots=True)
 class JobList:
-    """The jobs of one etcd below one key prefix, by their ids' bytes as they are spelled in keys."""
+    """The jobs of one etcd below one key prefix, in the byte order of their ids as spelled in keys."""
 
     format: int
     key_prefix: str
@@ -294,12 +295,12 @@ class JobList:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a command did, or found done already.
+    """What a command did, or found already done.
 
     Args:
         format: FORMAT.
-        job: which job it was about; empty for none.
-        did: what, each a line.
+        job: the job that it was about; empty for none.
+        did: what it did, each a line.
         left: what it left alone, and why, each a line.
     """
 
@@ -311,12 +312,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was examined.
 
     Args:
-        level: ok, hint (it works, and could be better) or problem.
-        about: what was looked at.
-        found: what it is like.
+        level: ok, hint (it works, but could be better) or problem.
+        about: what was examined.
+        found: its state.
         do: what to do about it; empty for nothing.
     """
 
@@ -328,7 +329,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What was found of an etcd, problems first. `healthy` if there is none."""
+    """The findings about an etcd cluster, problems first. `healthy` if there are none."""
 
     format: int
     healthy: bool
@@ -340,18 +341,18 @@ class ToldEvent:
     """Something that happened to a job.
 
     Args:
-        revision: etcd's, at which it was written. Events that were written together have the same.
+        revision: etcd's revision at which it was written. Events written together have the same.
         group: rendezvous or quorums.
         kind: round, started, limits, recalled, closed, quorum, failed, expired, died, left, lost, waiting, refused,
             silent or ordered.
-        number: the round's, or the quorum's id.
+        number: the round's number, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id, or the replica's id; empty for all of them.
         reason: why.
-        noted: etcd's revision at which it was said first, as far as its writer could tell; 0 for the event's own.
-        worker: of failed and expired.
-        by: who wrote it.
-        at: when, by the writer's clock, in seconds since 1970. Clocks of hosts differ: no order rests on it.
+        noted: etcd's revision at which it was first written, as far as its writer knows; 0 for the event's own.
+        worker: the worker's failure, for failed and expired.
+        by: its writer.
+        at: when, on the writer's clock, in seconds since 1970. Clocks of hosts differ: no order depends on it.
     """
 
     revision: int
@@ -378,14 +379,14 @@ class JobHistory:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a job is as it is.
+    """Why a job is in its present state.
 
     Args:
         format: FORMAT.
         job: its id.
-        healthy: whether nothing of it needs anybody.
+        healthy: whether nothing needs attention.
         happened: what ended its last round, or changed its quorum; empty for nothing.
-        first: the first cause of that; None if there is none, or nobody knows it.
+        first: the first cause of that; None if there is none, or it is unknown.
         followed: how many more members failed or left then, as far as the history has them.
         lost: what was lost by it.
         now: what the job does now.
@@ -409,7 +410,7 @@ class Explanation:
 
 
 def no_such_job(job: str) -> str:
-    """What is said of a job that etcd does not know. What could move a terminal's cursor is escaped in it."""
+    """The text for a job that etcd does not have. Characters that could move a terminal's cursor are escaped."""
     return (
         f"etcd has no key of a job {job!r}: it never began, or was forgotten; `ftcoord ls` lists all, and"
         " `ftcoord history` may know more"
@@ -420,7 +421,7 @@ _fields: Final[dict[type, tuple[str, ...]]] = {}
 
 
 def plain(told: Any) -> dict[str, Any]:
-    """The fields of a value that is told; those inside as they are. `json.dumps` takes it as its `default`."""
+    """The fields of a value; nested values are unchanged. `json.dumps` takes this as its `default`."""
     kind = type(told)
     if kind not in _fields:
         _fields[kind] = tuple(field.name for field in fields(kind))

@@ -1,4 +1,4 @@
-"""What a watch says of a job: from the keys that come of it, and from whether etcd answers while none come."""
+"""What a watch reports about a job: from the keys that arrive, and from whether etcd answers while none arrive."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ftcoord.operator.told import FORMAT, JobStatus, TimerStatus, Watched
 log = logging.getLogger(__name__)
 
 PROBE: Final = 2.0
-"""Seconds without a change after which etcd is asked whether it is there; and seconds that it may take to answer."""
+"""Seconds without a change after which etcd is probed; and seconds that it may take to answer."""
 TIMERS_INTERVAL: Final = 2.0
-"""Seconds between two readings of a job's timers, at least,"""
+"""The fewest seconds between two reads of a job's timers,"""
 TIMERS_REST: Final = 10
-"""and so many times as long as the last one took."""
+"""and the pause after a read, as a multiple of the time that it took."""
 
 
 def newest(inbox: concurrency.Queue[JobKeys | BaseException | None]) -> JobKeys | None:
-    """The last of what a follower has put, None if nothing came for a while, or None did. Raises what ended the
+    """The last keys from a follower; None if none came for a while, or None did. Raises the error that ended the
     follower."""
     try:
         found = inbox.get(timeout=PROBE)
@@ -43,7 +43,7 @@ def newest(inbox: concurrency.Queue[JobKeys | BaseException | None]) -> JobKeys 
 
 
 def probe(etcd: EtcdCalls, key_prefix: str, job: str, *, lost: bool) -> JobKeys | None:
-    """See whether etcd answers; if it was lost, also what it has now: nobody knows yet what was missed.
+    """Check whether etcd answers; if it was lost, also read the job, since it is unknown what was missed.
 
     Raises EtcdError.
     """
@@ -52,9 +52,9 @@ def probe(etcd: EtcdCalls, key_prefix: str, job: str, *, lost: bool) -> JobKeys 
 
 
 class TimerLook:
-    """Reads a job's expiration timers every so often. For one thread.
+    """Reads a job's expiration timers from time to time. Not thread-safe.
 
-    They are not followed: each worker may write one at each of its steps, and a job may have ten thousand workers.
+    They are not watched: each worker may write one at each of its steps, and a job may have ten thousand workers.
     """
 
     def __init__(self, etcd: EtcdCalls, key_prefix: str, job: str) -> None:
@@ -63,7 +63,7 @@ class TimerLook:
         self._rests_until = -math.inf
 
     def newest(self) -> tuple[KeyValue, ...]:
-        """Their keys, as they were when they were read last; none where etcd refuses that.
+        """Their keys as of the last read; none if etcd refuses to read them.
 
         Raises EtcdUnavailable, within `PROBE` seconds.
         """
@@ -82,14 +82,13 @@ class TimerLook:
 
 
 class JobWatch:
-    """What is told of a job, and was last. For one thread.
+    """What was last reported about a job, and what to report next. Not thread-safe.
 
     Args:
         job: its id.
-        rules: by which it is judged.
-        timers: finds the keys of its expiration timers as they are now. Raises EtcdUnavailable where etcd does not
-            answer.
-        every_timer: whether it is a change too that a timer began to run, or was released; else only that one expired.
+        rules: the rules to judge it by.
+        timers: returns the present keys of its expiration timers. Raises EtcdUnavailable if etcd does not answer.
+        every_timer: whether the start or release of a timer is a change too; else only an expiry is.
     """
 
     def __init__(
@@ -107,8 +106,8 @@ class JobWatch:
         Raises EtcdError if etcd does not answer and never did.
 
         Args:
-            keys: what has just come from etcd; None if nothing did for a while.
-            probe: asks etcd, and is told whether etcd was lost: then it has to return what etcd has now.
+            keys: the keys that have just come from etcd; None if none did for a while.
+            probe: probes etcd; called with whether etcd was lost: it must then return the present keys.
         """
         error = ""
         try:
@@ -127,7 +126,7 @@ class JobWatch:
         return None if _says_the_same(last, self.last, self._every_timer) else self.last
 
     def _status(self, keys: JobKeys) -> JobStatus:
-        """Told anew only where something differs: a job may have ten thousand members."""
+        """The status, computed again only if something differs: a job may have ten thousand members."""
         now = replace(keys, timers=self._timers)
         if self.last is None or now != self._told:
             self._told = now
@@ -136,7 +135,7 @@ class JobWatch:
 
 
 def _says_the_same(last: Watched | None, now: Watched, every_timer: bool) -> bool:
-    """Whether only etcd's revision, or the words of an error, differ. Leases are not followed."""
+    """Whether only etcd's revision, or an error's text, differs. Leases are not followed."""
     if last is None or last.connected != now.connected:
         return False
     one, other = last.status, now.status
