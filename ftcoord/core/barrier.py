@@ -1,13 +1,13 @@
 """Who passes a barrier, and when: pure.
 
 Rules
-  B1 parties. All parties want to be the same number: that of the record as long as any live member wants it, else that
-     of the oldest member. Members that want another number count for nothing, and the record names them. A record that
-     vanished is put back.
-  B2 arriving. A party has arrived when it asks to pass after the last generation that it passed, through whatever
-     lease. Of a party with several members the newest counts.
-  B3 passing. When as many have arrived as are wanted, the oldest of them pass together, as the next generation. Its
-     number is higher than all that the decider, or any member, ever heard of.
+  B1 parties. All parties must want the same number of parties: that of the record as long as any live member wants it,
+     else that of the oldest member. Members that want another number do not count, and the record names them. A record
+     that vanished is put back.
+  B2 arriving. A party has arrived when it asks to pass after the last generation that it passed, under any lease. If a
+     party has several members, the newest counts.
+  B3 passing. When enough parties have arrived, the oldest of them pass together, as the next generation. Its number is
+     higher than all that the decider, or any member, has ever seen.
 """
 
 from __future__ import annotations

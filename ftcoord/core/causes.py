@@ -1,20 +1,19 @@
 """Which of several ends of one round came first, and so explains the others. Pure.
 
-No clock of any host is compared. etcd's revisions say in which order the ends were told. That is not always the order
-in which they happened: a lost host is told of when its lease ends, and a process that raised something may need longer
-to end than those that lose their connection to it. So it counts first what an end can be.
+Clocks of different hosts are not compared. etcd's revisions show in which order the ends were reported. That is not
+always the order in which they happened: a lost host is reported when its lease expires, and a process that raised an
+exception may take longer to end than those that lose their connection to it. So the kind of an end counts first.
 
-  BEGINS   nothing else need have happened: a worker raised something of its own, or was killed by a signal; an agent
-           died, was evicted or told to stop; a host was lost.
-  UNCLEAR  an exit code without an exception, abort() (an assertion of a library, or the watchdog of a backend), or a
-           timer that expired: the first of all, or what a peer does that waits in vain. In the order of revisions it
-           counts like the above, unless a host was lost: that happened before it was told.
-  FOLLOWS  what processes do when a peer is lost: a connection that ends, a collective that times out; an agent that has
-           used up its restarts; and a host that was lost when something else had ended already, by one writer's clock.
-  STOPPED  what an agent does to its workers: SIGTERM, and SIGKILL where it was told to stop itself; or what they do
-           then.
+  BEGINS   needs no earlier end: a worker raised an exception of its own, or was killed by a signal; an agent died, was
+           evicted or asked to stop; a host was lost.
+  UNCLEAR  an exit code without an exception, abort() (a library's assertion, or a backend's watchdog), or an expired
+           timer: a first cause, or a peer that waited in vain. In the order of revisions it counts like BEGINS, unless
+           a host was lost: that happened before it was reported.
+  FOLLOWS  what processes do when a peer is lost: a connection ends, or a collective times out; an agent that has used
+           up its restarts; and a host that was lost after another end, by one writer's clock.
+  STOPPED  what an agent does to its workers: SIGTERM, and SIGKILL if it was asked to stop itself; or what they do then.
 
-The first cause is the first by revision of those that count most.
+The first cause is the one with the lowest revision among those of the strongest kind.
 """
 
 from __future__ import annotations

@@ -1,27 +1,25 @@
-"""Which replicas train the next step together: torchft's rules, pure. `core.recovery` says who heals from whom.
+"""Which replicas train the next step together: torchft's rules, pure. `core.recovery` decides who heals from whom.
 
 Rules
   Q1 asking. A replica is alive while it is among the situation's members. It asks while no quorum has answered its
      request. Several members with one replica id are one replica: its request is the last one of any of them, and the
-     quorum with that request answers all of them. But when a member has come and does not ask yet, what the others
-     asked counts only if it was written again since: otherwise that may be what a process asked that was killed.
-     A member whose record cannot be read, such as that of another release, is a replica of its own that asks nothing.
-     Whoever leaves its profile out of its request asks only where the last quorum has that profile. It writes the
-     request whole when it hears of a quorum that has not.
-  Q2 fast. When all replicas of the last quorum ask again, everybody who asks is in, at once.
+     quorum with that request answers all of them. But once a newer member is there that does not ask yet, the others'
+     requests count only if they are written again: they may be those of a process that was killed. A member whose
+     record cannot be read, such as that of another version, is a separate replica that does not ask. A request without
+     a profile counts only if the last quorum has that profile. If it does not, the member writes its request in full.
+  Q2 fast. When all replicas of the last quorum ask again, every replica that asks is in, at once.
   Q3 enough. Otherwise `min_replicas` must ask, and more than half of the live replicas; and either all live replicas
      ask, or the earliest request is `join_timeout` old. Replicas that the last quorum left out count as asking since
      that quorum: otherwise their time would be over, and they would form a quorum without those that just got one.
-  Q4 shrink only. While anybody who asks says `shrink_only`, only replicas of the last quorum are in. The others go on
-     asking.
-  Q5 id. A quorum's id is new when its replicas are not those of the last one, or when one of them reports failed
-     commits. A number or an id that the decider ever heard of is never used again.
+  Q4 shrink only. While any request says `shrink_only`, only replicas of the last quorum are in. The others keep asking.
+  Q5 id. A quorum's id is new when its replicas differ from those of the last one, or when one of them reports failed
+     commits. A number or an id that the decider has ever seen is never used again.
 
 Where we differ from torchft, and why
-  - A quorum is never empty, `min_replicas` holds for the quorum itself, and a last quorum without replicas is none:
-    torchft publishes an empty quorum, after which any single replica forms one.
+  - A quorum is never empty, `min_replicas` holds for the quorum itself, and a last quorum without replicas counts as
+    none: torchft publishes an empty quorum, after which any single replica forms one.
   - An id is never used again. torchft starts at 1 after a restart, and replicas that see a known id keep a process
-    group whose peers are others.
+    group with other peers.
 
 Times are the decider's own monotonic seconds.
 """
