@@ -1,9 +1,9 @@
-"""The seam to threads and time: every lock, wait, thread and clock of ftcoord comes from here.
+"""Threads and time: every lock, wait, thread and clock of ftcoord is made here.
 
-In a user's process these are Python's own. `ftcoord.testing` puts a scheduler with a virtual clock in their place, so
-that the same code runs deterministically, and a test can watch in which order locks are taken.
+In a user's process these are Python's own. `ftcoord.testing` replaces them with a scheduler and a virtual clock, so
+that the same code runs deterministically, and a test can check the order in which locks are taken.
 
-Objects keep what they were made with: install another runtime before they are made.
+An object keeps the runtime that it was made with: install another one before.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ftcoord.errors import ThreadNotStarted
 T = TypeVar("T")
 
 LONGEST_WAIT: Final = threading.TIMEOUT_MAX
-"""Seconds: a lock refuses to wait longer."""
+"""Seconds: a lock refuses longer waits."""
 
 Empty = queue.Empty
-"""What `Queue.get` raises after its time-out, in every runtime."""
+"""The error of `Queue.get` after its timeout, in every runtime."""
 
 
 class Lock(Protocol):
@@ -182,7 +182,7 @@ def now() -> float:
 
 
 def wall() -> float:
-    """Seconds since 1970, for people only: no decision may rest on it."""
+    """Seconds since 1970, for people only: no decision may depend on it."""
     return _runtime.wall()
 
 
@@ -197,7 +197,7 @@ def rlock(name: str) -> Lock:
 
 
 def condition(name: str) -> Condition:
-    """A condition with a reentrant lock of its own, which `name` names."""
+    """A condition with its own reentrant lock, which gets this name."""
     return _runtime.condition(name)
 
 
@@ -221,17 +221,17 @@ def current_thread() -> Thread:
 
 
 def is_main_thread() -> bool:
-    """Whether this is the thread on which Python runs handlers of signals."""
+    """Whether this is the thread on which Python runs signal handlers."""
     return _runtime.is_main_thread()
 
 
 def of_process(make: Callable[[], T]) -> T:
-    """What `make` made in this process: a process has one of these, and a forked child gets its own."""
+    """The object that `make` made in this process: a process has one of these, and a forked child gets its own."""
     return _runtime.of_process(make)
 
 
 def sleep(seconds: float) -> None:
-    """Wait, where there is nothing to be woken by."""
+    """Wait, when there is no event to wait for."""
     _runtime.event().wait(seconds)
 
 
@@ -249,30 +249,30 @@ def held(lock: Lock, deadline: float, late: Exception) -> Iterator[None]:
 # -- what is closed when nobody refers to it any longer, or when the process ends -------------------------------------
 
 CLOSERS: Final = 4
-"""Threads that close what was forgotten, at most. One that waits for an etcd that is away must not hold up all."""
+"""The most threads that close forgotten objects. One that waits for an unreachable etcd must not delay all."""
 EXIT_TIMEOUT: Final = 2.0
-"""Seconds that the end of the process may take for all requests to etcd together."""
+"""Seconds that all requests to etcd together may take when the process ends."""
 
 
 class Stage(enum.IntEnum):
-    """The order in which the end of the process closes what is left; within a stage the newest comes first."""
+    """The order in which open objects are closed when the process ends; within a stage, the newest first."""
 
     MEMBERS = 0
-    """Whoever has something to say when it leaves. It needs its lease for that."""
+    """Objects that write something when they leave, and need their leases for that."""
     LEASES = 1
     CLIENTS = 2
-    """What the first two need to reach etcd."""
+    """What the first two stages need to reach etcd."""
     SERVERS = 3
 
 
 class DetachedThreads:
-    """A few threads that do work which a finalizer has found. No locks, for a finalizer may run in any line that
+    """A few threads that do work found by finalizers. They use no locks, because a finalizer may run in any line that
     allocates, whatever locks are held there: a step of a deque is atomic.
 
     Args:
         work: does all the work that there is, on any of the threads.
-        waiting: what is true as long as there is some.
-        limit: how many threads there are at most.
+        waiting: true as long as there is work.
+        limit: the most threads.
     """
 
     def __init__(self, work: Callable[[], None], waiting: Sized, limit: int) -> None:
@@ -281,7 +281,7 @@ class DetachedThreads:
         self._ends: set[Event] = set()  # one for each thread: to join a thread that is not started yet is an error
 
     def start(self) -> None:
-        """To be called when there is new work. If no thread can be had, that waits for the next call."""
+        """Call this when there is new work. If no thread can be started, the work waits for the next call."""
         try:
             self._permits.pop()
         except IndexError:  # all are at work, and look at what waits once more after they gave their permits back
@@ -295,7 +295,7 @@ class DetachedThreads:
             self._end(end)
 
     def join(self, deadline: float) -> None:
-        """Wait until all work that was begun is done, until the monotonic deadline at most."""
+        """Wait until all work that was begun is done, but not beyond the monotonic deadline."""
         for end in self._ends.copy():
             end.wait(max(deadline - now(), 0))
 
@@ -314,7 +314,7 @@ class DetachedThreads:
 
 
 class _Closers:
-    """The threads of this process that close what was forgotten."""
+    """The threads of this process that close forgotten objects."""
 
     def __init__(self) -> None:
         self._waiting: deque[Ending] = deque()
@@ -332,12 +332,12 @@ class _Closers:
 
 
 class Ending:
-    """Closes what an object had: once, whether that is forgotten first, or the process ends.
+    """Closes an object's resources once: when the object is forgotten, or when the process ends.
 
     Args:
-        close: must not refer to the object, must not start a thread, and must end soon though etcd is away.
+        close: must not refer to the object, must not start a thread, and must end soon even if etcd is unreachable.
         stage: when it is called at the end of the process.
-        late: called there in place of `close` when no time is left; like that, and without any request.
+        late: called there instead of `close` when no time is left; it follows the same rules, and makes no request.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class Ending:
 
     @property
     def is_ours(self) -> bool:
-        """False in a forked child, and when the simulation is over that the object lived in."""
+        """False in a forked child, and after the end of the simulation in which the object lived."""
         return self._pid == os.getpid() and (self._runtime is _runtime or isinstance(self._runtime, Python))
 
     def close_soon(self) -> None:
@@ -362,13 +362,13 @@ class Ending:
             self.cancel()
 
     def close(self) -> None:
-        """Close here and now."""
+        """Close on this thread, now."""
         close = self._take()
         if close is not None:
             close()
 
     def close_at_exit(self) -> None:
-        """Requests that come too late would only fail, each in a moment of its own: their leases expire instead."""
+        """Late requests would only fail, each after a moment of its own, so the leases expire instead."""
         if self.stage >= Stage.LEASES:  # what a thread is closing at this moment needs its lease and its client
             self._closers.join(_exit_deadline)
         if self.stage >= Stage.CLIENTS or now() < _exit_deadline:
@@ -400,14 +400,14 @@ def when_forgotten(
     stage: Stage = Stage.MEMBERS,
     late: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
-    """Call `close(*arguments)` once: when nobody refers to `owner` any longer, or when the process ends before.
+    """Call `close(*arguments)` once: when nobody refers to `owner`, or when the process ends.
 
-    The first happens on a thread of ftcoord's. The second happens on the main thread, where `atexit` calls: the other
-    threads still run then. What takes too long is given up (`EXIT_TIMEOUT`). In a forked child nothing is called for
-    what its parent made.
+    The former happens on a thread of ftcoord. The latter happens on the main thread, by `atexit`: other threads still
+    run then. Anything that takes longer than `EXIT_TIMEOUT` is given up. In a forked child nothing is called for
+    objects of its parent.
 
-    The arguments must not refer to `owner`, nor may a thread; see `Ending` for `close` and `late`. Returns what cancels
-    this: call it when `owner` is closed.
+    Neither the arguments nor a thread may refer to `owner`; see `Ending` for `close` and `late`. Returns a function
+    that cancels this: call it when `owner` is closed.
     """
     ending = Ending(partial(close, *arguments), stage, late)
     finalizer = weakref.finalize(owner, ending.close_soon)
@@ -421,7 +421,7 @@ def when_forgotten(
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The same bound method, for a thread that must not keep its object alive: does nothing once that is gone."""
+    """The same bound method, for a thread that must not keep its object alive: does nothing once the object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call_if_there(*arguments: object) -> None:
@@ -433,7 +433,7 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def exit_deadline() -> float:
-    """When all requests to etcd must have ended, on the monotonic clock: infinity until the process ends."""
+    """The monotonic time at which all requests to etcd must have ended; infinity until the process ends."""
     return _exit_deadline
 
 
@@ -444,7 +444,7 @@ def join(thread: Thread) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Registered before anything of ftcoord's can be used, so what users register runs earlier, and may use it."""
+    """Registered before any object of ftcoord exists, so users' exit handlers run earlier, and may use everything."""
     global _exit_deadline
     left = [ending for ending in reversed(_endings.copy()) if ending.is_ours]
     _exit_deadline = now() + EXIT_TIMEOUT
