@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from helpers import DEADLINE
 
 from ftcoord import concurrency
-from ftcoord.core import event_records, quorum_records, rendezvous_records, timer_records
+from ftcoord.core import event_records, quorum_head, quorum_records, rendezvous_records, timer_records
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import (
     KEY_PREFIX,
@@ -94,5 +94,5 @@ def write_quorum(client: EtcdClient, job: str, steps: Mapping[str, int]) -> None
         seats.append(QuorumSeat(member_id(lease), 1, request))
     quorum = QuorumRecord(1, 1, tuple(seats), (), 1.7e9)
     key = decided_key(prefix)
-    head, roster = quorum_records.encode_quorum(quorum)
+    head, roster = quorum_head.encode_quorum(quorum)
     client.txn((), [Put(key, head), Put(roster_key(key), roster)])

@@ -54,7 +54,7 @@ def client_of(options: argparse.Namespace) -> closing[LeanClient]:
 def rules_of(options: argparse.Namespace) -> Rules:
     """What the flags say of a job."""
     from ftcoord.core.quorum import QuorumOptions
-    from ftcoord.core.rendezvous import RoundOptions
+    from ftcoord.core.round_situation import RoundOptions
     from ftcoord.operator.status import Rules
 
     defaults = Rules()

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from ftcoord.core.layout import decided_key, decided_span, roster_key
-from ftcoord.core.quorum_records import QuorumRecord, parse_quorum
+from ftcoord.core.quorum_head import parse_quorum
+from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Etcd, Get, KeyValue
 

@@ -12,18 +12,9 @@ from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.invariants import check_quorum
 from ftcoord.core.layout import decided_key, member_key, member_of, roster_key
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
+from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_roster
 from ftcoord.core.quorum_history import lost_seats, quorum_events
-from ftcoord.core.quorum_records import (
-    Profile,
-    QuorumRecord,
-    QuorumRequest,
-    ReplicaRecord,
-    Roster,
-    encode_quorum,
-    parse_quorum,
-    parse_replica,
-    parse_roster,
-)
+from ftcoord.core.quorum_records import Profile, QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import KeyValue

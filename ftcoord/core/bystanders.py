@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from ftcoord.core.event_records import EventKind, HistoryEvent
-from ftcoord.core.rendezvous import RoundSituation, limits_of, spelled
 from ftcoord.core.rendezvous_records import NO_ROUND
 from ftcoord.core.round_history import counted, named
+from ftcoord.core.round_situation import RoundSituation, limits_of, spelled
 
 TELL_AFTER: Final = 5.0
 """Seconds for which a node must wait or be refused before it is reported."""

@@ -18,7 +18,6 @@ from ftcoord.core.election_records import Term
 from ftcoord.core.layout import Span, roll_key, round_key, round_store_prefix
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.core.rendezvous import RoundSituation
 from ftcoord.core.rendezvous_records import (
     NO_ROUND,
     JoinRequest,
@@ -29,6 +28,7 @@ from ftcoord.core.rendezvous_records import (
     parse_decided,
     round_of,
 )
+from ftcoord.core.round_situation import RoundSituation
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 

@@ -40,33 +40,43 @@ Times are the decider's own monotonic seconds, from when it saw the event.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
-from ftcoord.core.causes import told_ends, why_ended
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.causes import told_ends
+from ftcoord.core.forming import FORMING, form
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous_records import (
     FAILED,
     FINISHED,
     NO_ROUND,
     AnyRound,
-    Away,
     HeardRound,
     JoinRequest,
     Round,
     RoundHead,
     Seat,
 )
+from ftcoord.core.round_poll import RoundPoll, poll_of
+from ftcoord.core.round_situation import (
+    MOMENT,
+    Restart,
+    RoundCandidate,
+    RoundOptions,
+    RoundSituation,
+    limits_of,
+    spelled,
+)
+from ftcoord.core.seating import seating_time, unhurried
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
 RULES: Final = (
     "R1 asking",
     "R2 seats",
     "R3 recall",
-    "R4 forming",
+    FORMING,
     "R5 ranks",
     "R6 limits",
     "R7 closed",
@@ -74,135 +84,7 @@ RULES: Final = (
     "R9 reattaching",
 )
 """The rules above, as verdicts name them."""
-_, SEATS, RECALL, FORMING, _, LIMITS, CLOSED_RUN, _, REATTACHING = RULES
-
-RETURN_FACTOR: Final = 1.5
-"""How much longer than the last call participants of the last round have to come back. With the defaults, 30 s and
-torch's `shutdown_timeout` of 30 s, a node whose workers had to be killed would else be too late by a moment."""
-
-SEATING: Final = 10.0
-"""Seconds within which seats are to be taken, where the last call is not longer. A healthy node takes milliseconds."""
-TAKEN_PER_SECOND: Final = 50
-"""Seats that are surely taken in a second, also where etcd and all nodes share two busy cores. A round that is too
-large for the time above, and for the last call, has as much longer."""
-FRESH: Final = 3.0
-"""Seconds for which a seat counts as taken after its member said so: nobody must wait for a member that died since."""
-MOMENT: Final = 0.5
-"""Seconds within which leases that end together are gone: etcd ends those that are over twice a second."""
-SAY_AGAIN: Final = 1.0
-"""Seconds until a member that waits for others says again that it takes its seat."""
-AT_ONCE: Final = 125
-"""Seats of a round up to which these two hold. In larger rounds both are longer, so that no more than so many members
-repeat it in a second: that must not keep the others from saying it for the first time, also where they all share two
-cores with etcd."""
-
-
-def seating_time(size: int, last_call: float, least: float = SEATING) -> float:
-    """Seconds within which all seats of a round are to be taken (R2), from when the round is heard of.
-
-    Args:
-        size: the round's.
-        last_call: how long the last call lasts, in seconds.
-        least: how long it lasts in any case.
-    """
-    return max(last_call, least, size / TAKEN_PER_SECOND)
-
-
-def unhurried(size: int, elapsed: float) -> float:
-    """How many times longer it counts that a seat was taken, and how many times less often that is said again.
-
-    Taking seats lasts longer in a large round, and where etcd or the hosts are slow. There to say it as often as ever
-    would make them slower still, and the round would never be ready.
-
-    Args:
-        size: the round's.
-        elapsed: seconds for which seats are being taken, as far as is known.
-    """
-    return max(1.0, size / AT_ONCE, elapsed / (2 * FRESH))
-
-
-DRAINED_KEPT: Final = 8
-"""Nodes that were drained and are gone whose names a record keeps: all nodes are sent it."""
-
-Restart: TypeAlias = Literal["failed", "always", "never"]
-"""Which closed runs may be gone on from."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundOptions:
-    """What the decider's user asked for, but for the limits, which are in what its members ask. Times in seconds.
-
-    Args:
-        seat_timeout: how long taking seats may last, where the last call, or `seating_time` for the round's size, is
-            not longer.
-        fresh: how long it counts that a member said that it takes its seat.
-        return_to_seat: how long nodes have to come back to their seats when many lost their leases.
-    """
-
-    last_call_timeout: float = 30.0
-    settle_timeout: float = 1.0
-    recall_on_loss: bool = True
-    restart: Restart = "failed"
-    seat_timeout: float = SEATING
-    fresh: float = FRESH
-    return_to_seat: float = 0.0
-
-    @property
-    def return_timeout(self) -> float:
-        """How long participants of a recalled round have to come back."""
-        return self.last_call_timeout * RETURN_FACTOR
-
-
-@dataclass(frozen=True, slots=True)
-class RoundCandidate:
-    """A live member: its id, what it asks, when the decider saw it ask that, and etcd's revision of it."""
-
-    id: str
-    ask: JoinRequest
-    seen: float
-    revision: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RoundSituation:
-    """All that a decision rests on: the live members, oldest first, and the last decided round.
-
-    Args:
-        changed_at: when any member last came, changed or went.
-        previous_at: when `previous` was first seen in its state: formed, ready, recalled or closed.
-        vanished: `previous` is known, but its key is gone from etcd.
-        highest: the highest number that the decider ever saw, also in records that etcd has lost since.
-        read_at: when the decider read the members as a whole. What they asked then, they may have said long before.
-        deaths: the causes of those that have died, by their member ids, as far as anybody has said so.
-        gone_since: when the decider saw that the first of those went that have a seat in the last round and are gone.
-        ends: how parts in the last round have ended, as far as anybody has said so.
-        decided_revision: etcd's, at which `previous` was written in that state.
-        unreadable: the ids of the live members that say what cannot be read; they are not among `members`.
-    """
-
-    members: Sequence[RoundCandidate]
-    changed_at: float
-    previous: Round | None
-    previous_at: float
-    vanished: bool = False
-    highest: int = 0
-    read_at: float = -inf
-    deaths: Mapping[str, str] = field(default_factory=dict, hash=False)
-    gone_since: float = -inf
-    ends: Sequence[HistoryEvent] = ()
-    decided_revision: int = 0
-    unreadable: Set[str] = frozenset()
-
-    @property
-    def unheard(self) -> Sequence[Seat]:
-        """The seats of the last round whose members live and cannot be read."""
-        if not self.unreadable or self.previous is None:
-            return ()
-        return [seat for seat in self.previous.seats if seat.member in self.unreadable]
-
-    def was_said_since(self, member: RoundCandidate, time: float) -> bool:
-        """Whether what a member asks of the last round was certainly said after that time."""
-        return member.seen > time and (member.seen > self.read_at or self.previous_at > time)
+_, SEATS, RECALL, _, _, LIMITS, CLOSED_RUN, _, REATTACHING = RULES
 
 
 def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verdict[Round]:
@@ -216,7 +98,7 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
     if _must_be_told(situation, limits):
         stated = replace(previous or NO_ROUND, min_nodes=limits[0], max_nodes=limits[1])
         return Publish(stated, f"--nnodes is {spelled(limits)}, not what all members want", LIMITS)
-    poll = _poll(situation, limits)
+    poll = poll_of(situation, limits)
     if previous is not None and previous.closed:
         return _judge_closed(previous, poll, options, now)
     lost = max((member.ask.seated for member in situation.members), default=0)
@@ -224,20 +106,7 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
         return verdict
     if previous is not None and previous.seats and not previous.recalled:
         return _judge_running(previous, poll, options, now)
-    return _form(poll, options, now)
-
-
-def limits_of(situation: RoundSituation) -> tuple[int, int]:
-    """The fewest and the most nodes of a round (R6). Zeros without members."""
-    members, stated = situation.members, situation.previous.limits if situation.previous else None
-    if stated is not None and any(member.ask.limits == stated for member in members):
-        return stated
-    return members[0].ask.limits if members else (0, 0)
-
-
-def spelled(limits: tuple[int, int]) -> str:
-    """Limits as torchrun's --nnodes takes them."""
-    return ":".join(map(str, dict.fromkeys(limits)))
+    return form(poll, options, now)
 
 
 def _must_be_told(situation: RoundSituation, limits: tuple[int, int]) -> bool:
@@ -248,87 +117,7 @@ def _must_be_told(situation: RoundSituation, limits: tuple[int, int]) -> bool:
     return stated != NO_ROUND.limits or any(member.ask.limits != limits for member in situation.members)
 
 
-@dataclass(frozen=True, slots=True)
-class _RoundPoll:
-    """The members that count, by what they do. Of one node only the newest incarnation does: nobody renews the lease of
-    an older one any more.
-
-    Args:
-        asking: those that ask for a round, oldest first.
-        busy: those that still have one to end.
-        leaving: those that are about to go, by the member that has the seat, and why; they count as gone. So do those
-            that are drained, of which the recall itself tells.
-        held: the seats that are held through another lease, by the members that took them: their holders.
-    """
-
-    situation: RoundSituation
-    limits: tuple[int, int]
-    asking: Sequence[RoundCandidate]
-    busy: Sequence[RoundCandidate]
-    leaving: dict[str, str]
-    held: Mapping[str, RoundCandidate]
-
-    @property
-    def seated(self) -> Set[str]:
-        """The members that have a seat in the last round, there or not, and those that hold one for such a one."""
-        previous = self.situation.previous
-        if previous is None:
-            return frozenset()
-        if not previous.seats:  # etcd has lost who had one; they know it
-            return {member.id for member in self.busy if member.ask.seated == previous.number}
-        return previous.ranks.keys() | {holder.id for holder in self.held.values()}
-
-    def last_seat_of(self, member: RoundCandidate) -> int:
-        """The last round that a member is known to have had a seat in; 0 for none."""
-        previous = self.situation.previous
-        known = previous.last_seats.get(member.id, 0) if previous else 0
-        return max(known, member.ask.seated)
-
-
-def _poll(situation: RoundSituation, limits: tuple[int, int]) -> _RoundPoll:
-    previous = situation.previous
-    newest = {member.ask.node: member for member in situation.members}
-    last = previous.last_seats if previous else {}
-    drained = previous.drained if previous else ()
-    asking: list[RoundCandidate] = []
-    busy: list[RoundCandidate] = []
-    leaving: dict[str, str] = {}
-    for member in situation.members:
-        ask = member.ask
-        if ask.leaving:
-            is_holder = previous is not None and _holds_seat(member, previous)
-            leaving[ask.holds if is_holder else member.id] = ask.leaving
-        elif ask.node in drained:
-            continue
-        elif newest[ask.node] is member and ask.limits == limits:
-            has_seat = ask.holds or ask.after < max(ask.seated, last.get(member.id, 0))
-            (busy if has_seat else asking).append(member)
-    held = _held(previous, busy) if previous else {}
-    return _RoundPoll(situation, limits, asking, busy, leaving, held)
-
-
-def _held(previous: Round, members: Iterable[RoundCandidate]) -> dict[str, RoundCandidate]:
-    """The holders of seats, by the members that took them. Who says it of its own seat is no holder."""
-    named = (one for one in members if one.ask.holds not in ("", one.id))
-    return {one.ask.holds: one for one in named if _holds_seat(one, previous)}
-
-
-def vacant(previous: Round, members: Iterable[RoundCandidate], unreadable: Set[str] = frozenset()) -> Set[str]:
-    """The members that took a seat in this round and are gone, and whose seats nobody holds."""
-    members = list(members)
-    live = {member.id for member in members} | unreadable
-    return previous.ranks.keys() - live - _held(previous, members).keys()
-
-
-def _holds_seat(member: RoundCandidate, previous: Round) -> bool:
-    """R9. The node must be the one that has the seat, and the round the one that it started."""
-    rank = previous.ranks.get(member.ask.holds) if member.ask.holds else None
-    if rank is None or not previous.ready or member.ask.seated != previous.number:
-        return False
-    return previous.seats[rank].node == member.ask.node
-
-
-def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
+def _judge_closed(previous: Round, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     """R7. Only members that have seen the end may go on from it: one that waited before it came must hear of it."""
     reopening = [member for member in poll.asking if member.ask.reopens == previous.number]
     left = [member.ask.host for member in poll.situation.members if poll.last_seat_of(member)]
@@ -340,7 +129,7 @@ def _judge_closed(previous: Round, poll: _RoundPoll, options: RoundOptions, now:
             f"the run is closed, and {_names(left)} has still to leave it",
             rule=CLOSED_RUN,
         )
-    return _form(replace(poll, asking=reopening, busy=()), options, now)
+    return form(replace(poll, asking=reopening, busy=()), options, now)
 
 
 def may_reopen(closed: AnyRound, restart: Restart) -> bool:
@@ -348,7 +137,7 @@ def may_reopen(closed: AnyRound, restart: Restart) -> bool:
     return restart == "always" or (restart == "failed" and closed.outcome == FAILED)
 
 
-def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
+def _judge_running(previous: Round, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     seated = poll.seated
     running = [member for member in poll.busy if member.id in seated]
     # Also through another lease than its seat's: whoever asks for another round has ended this one.
@@ -377,7 +166,7 @@ def _judge_running(previous: Round, poll: _RoundPoll, options: RoundOptions, now
     return Wait(f"round {previous.number} is running on {len(running)} nodes", rule=RECALL)
 
 
-def _may_come_back_until(previous: Round, gone: Sequence[Seat], poll: _RoundPoll, options: RoundOptions) -> float:
+def _may_come_back_until(previous: Round, gone: Sequence[Seat], poll: RoundPoll, options: RoundOptions) -> float:
     """R9. Until when those that are gone may come back to their seats; in the past if they are simply lost.
 
     A seat that was taken again long before says nothing of them. Whoever has read it when it began to decide cannot
@@ -431,7 +220,7 @@ def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
     return Publish(recalled, f"round {previous.number} recalled: {reason}", RECALL)
 
 
-def _judge_lost(number: int, poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
+def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
     """R9. None as long as nobody needs another round than this one, whose record etcd has lost.
 
     Who works in an earlier one does: it waits for nodes that have left it, and would never hear so. But a restored etcd
@@ -449,91 +238,13 @@ def _judge_lost(number: int, poll: _RoundPoll, options: RoundOptions, now: float
     return Wait(reason, min(due.values()), REATTACHING)
 
 
-def _recall_lost(number: int, wanting: Iterable[RoundCandidate], poll: _RoundPoll) -> Publish[Round]:
+def _recall_lost(number: int, wanting: Iterable[RoundCandidate], poll: RoundPoll) -> Publish[Round]:
     """Nobody knows the seats of this round, but those that hold one know its number."""
     hosts = _names(member.ask.host for member in wanting)
     reason = f"{hosts} needs another round, and etcd has lost the record of round {number}"
     drained = (poll.situation.previous or NO_ROUND).drained
     record = Round(number, (), "", 0, (), *poll.limits, recalled=reason, waiting=len(poll.asking), drained=drained)
     return Publish(record, f"round {number} recalled: {reason}", REATTACHING)
-
-
-def _form(poll: _RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
-    """The next round, or why not yet."""
-    situation, (fewest, most) = poll.situation, poll.limits
-    previous = situation.previous
-    nodes_before = (previous or NO_ROUND).nodes
-    back = [member for member in poll.asking if member.ask.node in nodes_before]
-    if not poll.asking or len(poll.asking) < fewest:
-        return Wait(f"{len(poll.asking)} of at least {fewest} nodes are there", rule=FORMING)
-    seated = poll.seated
-    still_out = sum(member.id in seated for member in poll.busy) + len(situation.unheard)
-    if len(poll.asking) >= most and not still_out:
-        return _complete(poll)
-    last_call = options.return_timeout if still_out else options.last_call_timeout
-    until, why = _enough_at(poll) + last_call, "the last call"
-    if back and not still_out:
-        until, why = min(until, situation.changed_at + options.settle_timeout), "the settle time-out"
-    if now >= until:
-        return _complete(poll)
-    return Wait(f"{len(poll.asking)} nodes are there, {still_out} still to come back; {why} runs", until, FORMING)
-
-
-def _enough_at(poll: _RoundPoll) -> float:
-    """When the last call began: when there were enough members, but not before the last round was recalled."""
-    enough_at = sorted(member.seen for member in poll.asking)[poll.limits[0] - 1]
-    return max(enough_at, poll.situation.previous_at) if poll.seated else enough_at
-
-
-def _complete(poll: _RoundPoll) -> Publish[Round]:
-    situation, previous = poll.situation, poll.situation.previous or NO_ROUND
-    nodes_before = previous.nodes
-    back = sorted(
-        (member for member in poll.asking if member.ask.node in nodes_before),
-        key=lambda member: nodes_before[member.ask.node],
-    )
-    new = [member for member in poll.asking if member.ask.node not in nodes_before]
-    ranked = _rank((back + new)[: poll.limits[1]], nodes_before)
-    known = [max(member.ask.after, member.ask.seated) for member in situation.members]
-    number = max([*known, previous.number, situation.highest]) + 1
-    first = ranked[0].ask
-    decided = Round(
-        number,
-        tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked),
-        first.address,
-        first.port,
-        (
-            *(Away(member.id, poll.last_seat_of(member)) for member in poll.busy),
-            *(Away(seat.member, previous.number) for seat in situation.unheard),
-        ),
-        *poll.limits,
-        before=previous.closed or why_ended(previous.recalled, situation.decided_revision, situation.ends),
-        drained=_still_drained(previous.drained, situation.members),
-    )
-    return Publish(decided, f"round {number} on {len(ranked)} nodes", FORMING)
-
-
-def _still_drained(drained: Sequence[str], members: Sequence[RoundCandidate]) -> tuple[str, ...]:
-    """Those nodes that have not left yet, and the last few that seem to have: who has lost its lease may come back
-    without having read that it is to leave."""
-    nodes = {member.ask.node for member in members} if drained else frozenset()
-    gone = [node for node in drained if node not in nodes][-DRAINED_KEPT:]
-    return tuple(node for node in drained if node in nodes or node in gone)
-
-
-def _rank(chosen: Sequence[RoundCandidate], nodes_before: Mapping[str, int]) -> list[RoundCandidate]:
-    """Order the members of a round by rank; `chosen` has those of the last round first, in its rank order."""
-    places: list[RoundCandidate | None] = [None] * len(chosen)
-    homeless = []
-    for index, member in enumerate(chosen):
-        rank = nodes_before.get(member.ask.node, len(chosen))
-        wanted = 0 if index == 0 else rank
-        if wanted < len(chosen) and places[wanted] is None:
-            places[wanted] = member
-        else:
-            homeless.append(member)
-    rest = iter(homeless)
-    return [place if place is not None else next(rest) for place in places]
 
 
 def _names(hosts: Iterable[str]) -> str:

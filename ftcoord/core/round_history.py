@@ -11,7 +11,7 @@ from ftcoord.core.event_records import EventKind, HistoryEvent, WorkerFailure
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, Seat
 
 if TYPE_CHECKING:  # what tells a history needs no decisions, which take a tenth of a command's time to load
-    from ftcoord.core.rendezvous import RoundCandidate
+    from ftcoord.core.round_situation import RoundCandidate
 
 MOST_ENDS: Final = 16
 """Ends that are written with one decision: in a large round thousands may follow the first."""

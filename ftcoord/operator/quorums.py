@@ -13,7 +13,8 @@ from typing import Final
 from ftcoord.core.invariants import InvariantBroken, check_quorum
 from ftcoord.core.layout import member_of
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
-from ftcoord.core.quorum_records import Profile, QuorumRecord, parse_quorum, parse_replica
+from ftcoord.core.quorum_head import parse_quorum
+from ftcoord.core.quorum_records import Profile, QuorumRecord, parse_replica
 from ftcoord.core.recovery import heals_from
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError

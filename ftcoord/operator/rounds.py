@@ -9,7 +9,7 @@ from typing import Final
 from ftcoord.core.invariants import InvariantBroken, check_round
 from ftcoord.core.layout import member_of, roll_key, roll_span
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide, limits_of, outlook
+from ftcoord.core.rendezvous import decide, outlook
 from ftcoord.core.rendezvous_records import (
     NO_ROUND,
     AnyRound,
@@ -22,6 +22,7 @@ from ftcoord.core.rendezvous_records import (
     parse_join_request,
     round_of,
 )
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, limits_of
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 from ftcoord.operator.job_keys import GroupKeys

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.rendezvous import RoundOptions
+from ftcoord.core.round_situation import RoundOptions
 from ftcoord.operator.job_keys import JobKeys, LeaseTime
 from ftcoord.operator.quorums import tell_quorum
 from ftcoord.operator.rounds import tell_rounds

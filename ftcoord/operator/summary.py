@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ftcoord.core.layout import decided_key, quorum_prefix, roster_key
-from ftcoord.core.quorum_records import parse_quorum
+from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.rendezvous_records import parse_decided
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue

@@ -9,8 +9,8 @@ from typing import Final
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from ftcoord import concurrency
-from ftcoord.core.rendezvous import spelled
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest
+from ftcoord.core.round_situation import spelled
 from ftcoord.errors import EtcdError
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings

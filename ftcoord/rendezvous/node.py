@@ -21,8 +21,9 @@ from torch.distributed.elastic.rendezvous.api import (
 from ftcoord import concurrency
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import RoundOptions, call_back, is_same_round, may_reopen
+from ftcoord.core.rendezvous import call_back, is_same_round, may_reopen
 from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, parse_join_request
+from ftcoord.core.round_situation import RoundOptions
 from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry

@@ -10,8 +10,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import SAY_AGAIN, seating_time, unhurried
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
+from ftcoord.core.seating import SAY_AGAIN, seating_time, unhurried
 from ftcoord.core.takeover import rare_slot
 from ftcoord.errors import EtcdError
 from ftcoord.logs import SHOWN, log_change, named

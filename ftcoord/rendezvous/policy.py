@@ -20,7 +20,7 @@ from ftcoord.core.layout import (
     round_key,
     round_store_prefix,
 )
-from ftcoord.core.rendezvous import MOMENT, RoundCandidate, RoundOptions, RoundSituation, decide, vacant
+from ftcoord.core.rendezvous import decide
 from ftcoord.core.rendezvous_records import (
     ROLLS,
     AnyRound,
@@ -32,6 +32,8 @@ from ftcoord.core.rendezvous_records import (
     parse_join_request,
 )
 from ftcoord.core.round_history import MOST_ENDS, Ends, VacantSeat, lost_ends, note_ends, round_events
+from ftcoord.core.round_poll import vacant
+from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, KeyValue

@@ -25,9 +25,10 @@ from ftcoord.core.layout import (
     roll_key,
     rounds_span,
 )
-from ftcoord.core.rendezvous import RoundCandidate, vacant
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
 from ftcoord.core.round_history import Ends, VacantSeat, failure_event, named, note_ends
+from ftcoord.core.round_poll import vacant
+from ftcoord.core.round_situation import RoundCandidate
 from ftcoord.core.strict import LARGEST
 from ftcoord.errors import ClientClosed, EtcdError, StateError
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, RangeResult, Span, exists

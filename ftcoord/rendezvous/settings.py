@@ -28,7 +28,7 @@ from ftcoord.config import (
 )
 from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
-from ftcoord.core.rendezvous import Restart
+from ftcoord.core.round_situation import Restart
 from ftcoord.errors import ConfigError
 
 _MAX_TTL = 10**9

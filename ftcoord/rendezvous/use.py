@@ -9,7 +9,6 @@ from dataclasses import replace
 from ftcoord.core import rendezvous, rendezvous_records
 from ftcoord.core.layout import roll_key
 from ftcoord.core.outlook import Outlook
-from ftcoord.core.rendezvous import RoundOptions
 from ftcoord.core.rendezvous_records import (
     ROLLS,
     AnyRound,
@@ -21,6 +20,7 @@ from ftcoord.core.rendezvous_records import (
     parse_chunk,
     parse_decided,
 )
+from ftcoord.core.round_situation import RoundOptions
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.group.use import Use
 from ftcoord.rendezvous.policy import RendezvousPolicy

@@ -18,7 +18,8 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import decided_key, roster_key
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, encode_quorum
+from ftcoord.core.quorum_head import encode_quorum
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient

@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous import (
 
 from ftcoord.core import rendezvous_records
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import FRESH
 from ftcoord.core.rendezvous_records import Round
+from ftcoord.core.seating import FRESH
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Batch, Delete, Get, Span

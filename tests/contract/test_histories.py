@@ -18,7 +18,8 @@ from sites import KINDS, Site, group_ask
 
 from ftcoord.coordination.address import parse_address
 from ftcoord.core.layout import decided_span
-from ftcoord.core.quorum_records import parse_quorum, parse_replica
+from ftcoord.core.quorum_head import parse_quorum
+from ftcoord.core.quorum_records import parse_replica
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient

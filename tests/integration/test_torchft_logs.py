@@ -16,7 +16,7 @@ import warm
 
 import ftcoord
 from ftcoord.core.layout import KEY_PREFIX, decided_key, quorum_prefix, roster_key
-from ftcoord.core.quorum_records import parse_quorum
+from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient

@@ -19,8 +19,8 @@ from worlds import World, long_simulated, simulated
 from ftcoord import concurrency
 from ftcoord.core.death_records import Death, encode
 from ftcoord.core.layout import Span, death_key, decided_key, member_id, member_of, members_span, roll_span, rolls_span
-from ftcoord.core.rendezvous import RETURN_FACTOR
 from ftcoord.core.rendezvous_records import ROLLS, RollSizes, RoundHead, parse_decided
+from ftcoord.core.round_situation import RETURN_FACTOR
 from ftcoord.etcd.api import Delete, Get, Put
 from ftcoord.primitives.group import beside
 from ftcoord.rendezvous.node import Node

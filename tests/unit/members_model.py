@@ -18,7 +18,7 @@ from model import LAST_CALL, RETURN, TICK, Decide, quick
 from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken, check_round, require
 from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, call_back
+from ftcoord.core.rendezvous import call_back
 from ftcoord.core.rendezvous_records import (
     FAILED,
     AnyRound,
@@ -34,6 +34,7 @@ from ftcoord.core.rendezvous_records import (
     parse_decided,
     roll_id,
 )
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish
 
 RoundOutlook = Callable[[AnyRound | None, str, JoinRequest], Outlook[JoinRequest]]

@@ -16,8 +16,8 @@ import exploring
 
 from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken, check_round, require
-from ftcoord.core.rendezvous import RETURN_FACTOR, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
+from ftcoord.core.round_situation import RETURN_FACTOR, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict
 
 SETTLE: Final = 1.0

@@ -20,11 +20,12 @@ import exploring
 from members_model import MemberWorld, Mind, State, changed, is_member, new_name, port, view_without, without, written
 from model import LAST_CALL, RETURN, TICK, quick
 
-from ftcoord.core import rendezvous
+from ftcoord.core import rendezvous, round_poll
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.invariants import check_round, require
-from ftcoord.core.rendezvous import MOMENT, REATTACHING, RoundCandidate, RoundOptions, RoundSituation
+from ftcoord.core.rendezvous import REATTACHING
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
+from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Wait
 
 FAILED: Final = (WorkerFailure(7, 0, 0, 1, fate="exited with code 1"),)
@@ -88,7 +89,7 @@ class SeatsWorld(MemberWorld):
     options: RoundOptions = field(default_factory=lambda: replace(quick(), return_to_seat=LEASE))
     longest: float = LAST_CALL + RETURN + LEASE
     call_back: CallBack = rendezvous.call_back
-    vacant: Vacant = rendezvous.vacant
+    vacant: Vacant = round_poll.vacant
     before: Round | None = None
     _ends: set[Seats] = field(default_factory=set)
 

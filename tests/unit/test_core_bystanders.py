@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ftcoord.core.bystanders import LONGEST_PAUSE, LOOK_INTERVAL, TELL_AFTER, Bystanders
 from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.rendezvous import RoundCandidate, RoundSituation
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
+from ftcoord.core.round_situation import RoundCandidate, RoundSituation
 
 RUNNING = Round(3, (Seat("A", "A", "hostA"), Seat("B", "B", "hostB")), "a", 1, (), 1, 2, ready=True)
 

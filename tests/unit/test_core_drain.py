@@ -8,19 +8,12 @@ from dataclasses import replace
 import pytest
 
 from ftcoord.core.bystanders import TELL_AFTER, Bystanders
+from ftcoord.core.forming import DRAINED_KEPT
 from ftcoord.core.invariants import InvariantBroken, check_round
 from ftcoord.core.outlook import Next, Standing
-from ftcoord.core.rendezvous import (
-    DRAINED_KEPT,
-    RoundCandidate,
-    RoundOptions,
-    RoundSituation,
-    call_back,
-    decide,
-    drain,
-    outlook,
-)
+from ftcoord.core.rendezvous import call_back, decide, drain, outlook
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead, Seat, head_of
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Wait
 
 WHY = "hostB was drained by ann"

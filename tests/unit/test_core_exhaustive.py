@@ -16,8 +16,8 @@ from model import RETURN, START, Decide, World, nameless, quick
 
 from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
 ALL = 1000

@@ -15,19 +15,16 @@ from hypothesis import strategies as st
 
 from ftcoord.core import strict
 from ftcoord.core.layout import roster_key
+from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_roster
 from ftcoord.core.quorum_records import (
     IdleMember,
     QuorumRecord,
     QuorumRequest,
     QuorumSeat,
     ReplicaRecord,
-    Roster,
     digest_of,
     encode,
-    encode_quorum,
-    parse_quorum,
     parse_replica,
-    parse_roster,
 )
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.core.rendezvous_records import encode as encode_ask

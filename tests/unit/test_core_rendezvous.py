@@ -16,29 +16,12 @@ from hypothesis import strategies as st
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.invariants import check_round
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import (
-    FRESH,
-    MOMENT,
-    REATTACHING,
-    RULES,
-    SAY_AGAIN,
-    SEATING,
-    SEATS,
-    RoundCandidate,
-    RoundOptions,
-    RoundSituation,
-    call_back,
-    close,
-    decide,
-    limits_of,
-    may_reopen,
-    outlook,
-    seating_time,
-    unhurried,
-    vacant,
-)
+from ftcoord.core.rendezvous import REATTACHING, RULES, SEATS, call_back, close, decide, may_reopen, outlook
 from ftcoord.core.rendezvous_records import CLOSED, FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
 from ftcoord.core.round_history import note_ends
+from ftcoord.core.round_poll import vacant
+from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation, limits_of
+from ftcoord.core.seating import FRESH, SAY_AGAIN, SEATING, seating_time, unhurried
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
 LAST_CALL, SETTLE, RETURN = 30.0, 1.0, 45.0

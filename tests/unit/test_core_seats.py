@@ -14,8 +14,10 @@ from seats_model import LEASE, CallBack, Seats, SeatsWorld, Vacant
 from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken
 from ftcoord.core.outlook import Outlook
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, call_back, vacant
+from ftcoord.core.rendezvous import call_back
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
+from ftcoord.core.round_poll import vacant
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Verdict
 
 TWO, THREE = "AB", "ABC"

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
-from ftcoord.core import barrier_records, election_records, quorum_records, rendezvous_records
+from ftcoord.core import barrier_records, election_records, quorum_head, quorum_records, rendezvous_records
 from ftcoord.core.barrier_records import Arrival, Generation, Passed
 from ftcoord.core.election_records import Candidacy, Term
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
-from ftcoord.core.rendezvous import RoundOptions
 from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead, Seat
+from ftcoord.core.round_situation import RoundOptions
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, KeyValue, Span
@@ -33,9 +33,7 @@ CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
 PREFIX = "/ftcoord/v1/run"
 NOW = 1000.0
 REQUEST = QuorumRequest("a", "addr", "store", 3, 1, False, "", 0, ())
-HEAD, ROSTER = quorum_records.encode_quorum(
-    QuorumRecord(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, "")
-)
+HEAD, ROSTER = quorum_head.encode_quorum(QuorumRecord(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, ""))
 assert ROSTER is not None
 GOOD = [
     rendezvous_records.encode(JoinRequest("n1", "10.0.0.1", 1234, 0, "h", "x", 1, 2)),
@@ -64,8 +62,8 @@ PARSERS = (
     rendezvous_records.parse_decided,
     rendezvous_records.parse_chunk,
     quorum_records.parse_replica,
-    quorum_records.parse_roster,
-    lambda key, value: quorum_records.parse_quorum(key, value, ROSTER),
+    quorum_head.parse_roster,
+    lambda key, value: quorum_head.parse_quorum(key, value, ROSTER),
     election_records.parse_candidacy,
     election_records.parse_term,
     barrier_records.parse_arrival,

@@ -9,7 +9,7 @@ from helpers import DEADLINE
 from page_calls import TOKEN, Answer, Clerk, Site
 
 from ftcoord.coordination.kills import OrderedKill, watch_kills
-from ftcoord.core import death_records, quorum_records
+from ftcoord.core import death_records, quorum_head, quorum_records
 from ftcoord.core.death_records import Death
 from ftcoord.core.layout import (
     death_key,
@@ -73,7 +73,7 @@ def write_quorum(client: MemoryClient, steps: Mapping[str, int]) -> None:
         record = quorum_records.encode(ReplicaRecord(request, 0, 1, 0))
         client.put(member_key(prefix, member_id(lease)), record, lease)
         seats.append(QuorumSeat(member_id(lease), 1, request))
-    head, roster = quorum_records.encode_quorum(QuorumRecord(5, 7, tuple(seats), (), 1.7e9))
+    head, roster = quorum_head.encode_quorum(QuorumRecord(5, 7, tuple(seats), (), 1.7e9))
     client.txn((), [Put(decided_key(prefix), head), Put(roster_key(decided_key(prefix)), roster)])
 
 

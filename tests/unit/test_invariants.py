@@ -29,9 +29,9 @@ from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumS
 from ftcoord.core.quorum import decide as decide_quorum
 from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.core.quorum_records import encode as encode_quorum
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous import decide as decide_round
 from ftcoord.core.rendezvous_records import Away, JoinRequest, Round, encode
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.situation import Asking, Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import Etcd, KeyValue, Span

@@ -12,7 +12,7 @@ import pytest
 
 from ftcoord.commands.looking import status_lines
 from ftcoord.commands.output import Terminal, to_json
-from ftcoord.core import death_records, quorum_records, rendezvous_records, timer_records
+from ftcoord.core import death_records, quorum_head, quorum_records, rendezvous_records, timer_records
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import (
     death_key,
@@ -27,8 +27,8 @@ from ftcoord.core.layout import (
 )
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
-from ftcoord.core.rendezvous import RoundOptions
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of, head_of, roll_id
+from ftcoord.core.round_situation import RoundOptions
 from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
@@ -258,7 +258,7 @@ GARBAGE = [b"", b"{", b"[]", b'{"v":1}', b'{"v":99}', b"\xff\x00", b"[" * 100_00
 def test_garbage_is_shown_as_such(value: bytes, place: str) -> None:
     good = ask("a", **in_round(3)), ask("b", **in_round(3))
     group = GroupKeys(RUN, kv(decided_key(RUN), rendezvous_records.encode(RUNNING)), below_members=nodes(*good))
-    head, roster = quorum_records.encode_quorum(quorum_of("x"))
+    head, roster = quorum_head.encode_quorum(quorum_of("x"))
     decided = kv(decided_key(QUORUM), head)
     replicas = GroupKeys(QUORUM, decided, kv(roster_key(decided.key), roster or b""), {}, (replica(9, "x"),))
     bad: dict[str, Callable[[], tuple[GroupKeys, GroupKeys, str]]] = {
@@ -315,7 +315,7 @@ def quorum_of(*names: str, steps: Sequence[int] = ()) -> QuorumRecord:
 
 
 def quorum(record: QuorumRecord | None, *members: KeyValue, min_replicas: int = 1) -> QuorumStatus:
-    head, roster = quorum_records.encode_quorum(record) if record else (None, None)
+    head, roster = quorum_head.encode_quorum(record) if record else (None, None)
     key = decided_key(QUORUM)
     group = GroupKeys(
         QUORUM,
@@ -430,7 +430,7 @@ def test_lines_of_runs() -> None:
 
 
 def test_lines_of_quorums() -> None:
-    head, roster = quorum_records.encode_quorum(quorum_of("x", "y"))
+    head, roster = quorum_head.encode_quorum(quorum_of("x", "y"))
     key = decided_key(QUORUM)
     both = {key: kv(key, head), roster_key(key): kv(roster_key(key), roster or b"")}
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import layout
 from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode, parse_quorum
+from ftcoord.core.quorum_head import parse_quorum
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import View

@@ -19,24 +19,19 @@ from ftcoord.core.heartbeat_records import Beat
 from ftcoord.core.invariants import check_round
 from ftcoord.core.layout import decided_key, member_id, member_key
 from ftcoord.core.quorum import QuorumOptions
+from ftcoord.core.quorum_head import Column, JoinedSeat, QuorumHead, RosterSeat, encode_quorum, parse_quorum
 from ftcoord.core.quorum_records import (
-    Column,
     IdleMember,
-    JoinedSeat,
     Profile,
     Progress,
-    QuorumHead,
     QuorumRecord,
     QuorumRequest,
     QuorumSeat,
     ReplicaRecord,
-    RosterSeat,
     encode,
-    encode_quorum,
-    parse_quorum,
     parse_replica,
 )
-from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide
+from ftcoord.core.rendezvous import decide
 from ftcoord.core.rendezvous_records import (
     Away,
     JoinRequest,
@@ -49,6 +44,7 @@ from ftcoord.core.rendezvous_records import (
     parse_join_request,
 )
 from ftcoord.core.rendezvous_records import encode as encode_round
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.situation import Situation
 from ftcoord.core.strict import V3, VERSION
 from ftcoord.core.timer_records import Timer, Worker

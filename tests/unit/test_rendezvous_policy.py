@@ -10,8 +10,8 @@ import pytest
 from ftcoord.core.death_records import Death
 from ftcoord.core.death_records import encode as encode_death
 from ftcoord.core.layout import death_key, decided_key, member_id, member_key
-from ftcoord.core.rendezvous import MOMENT, RoundOptions
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode
+from ftcoord.core.round_situation import MOMENT, RoundOptions
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import View

@@ -28,7 +28,8 @@ from ftcoord.core.layout import (
     run_prefix,
     store_values_span,
 )
-from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_quorum, parse_replica
+from ftcoord.core.quorum_head import parse_quorum
+from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_replica
 from ftcoord.core.rendezvous_records import AnyRound, Round, RoundHead, parse_decided
 from ftcoord.core.store_history import Operation
 from ftcoord.core.store_values import plain

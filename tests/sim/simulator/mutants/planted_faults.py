@@ -139,7 +139,7 @@ MUTANTS: Final = (
         "if gone and (options.recall_on_loss or not running or not previous.ready):", "if False:", ROUNDS,
     ),
     Mutant(
-        "a round's number is given again", "ftcoord.core.rendezvous",
+        "a round's number is given again", "ftcoord.core.forming",
         "number = max([*known, previous.number, situation.highest]) + 1", "number = previous.number or 1", ROUNDS,
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS: Final = (
         "wanting = [*poll.asking]", RESTORES,
     ),
     Mutant(
-        "a new round forgets who is drained", "ftcoord.core.rendezvous",
+        "a new round forgets who is drained", "ftcoord.core.forming",
         "drained=_still_drained(previous.drained, situation.members),", "", ("rounds",),
     ),
     Mutant(
