@@ -36,8 +36,8 @@ from benchmarks.report import publish, table
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.renewal import Renewer
 from ftcoord.primitives.sentinel import SWITCH
-from ftcoord.primitives.session import Renewer
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 TTLS: Final = (2, 3, 4, 5, 7, 10)

@@ -26,7 +26,7 @@ from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.core.layout import config_key
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.session import Renewer
+from ftcoord.primitives.renewal import Renewer
 from ftcoord.timer.listing import Subscription
 
 LONG = timedelta(seconds=60)

@@ -11,8 +11,8 @@ import pytest
 from helpers import DEADLINE, eventually
 
 from ftcoord import concurrency
+from ftcoord.primitives.renewal import KeptLease, Renewer
 from ftcoord.primitives.sentinel import Sentinel
-from ftcoord.primitives.session import KeptLease, Renewer
 
 GIVE_UP: Final = 10.0
 """Seconds that a renewal may take which is under way when its lease is given up."""

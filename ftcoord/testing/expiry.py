@@ -28,7 +28,7 @@ def expire_lease(etcd: AnyEtcd, lease: AnyLease) -> None:
 
     Raises ValueError if there is no such key, or it lies under no lease, and EtcdError.
     """
-    from ftcoord.primitives.session import Renewer
+    from ftcoord.primitives.renewal import Renewer
 
     with contextlib.ExitStack() as stack:
         client = _client(etcd, stack)

@@ -23,7 +23,7 @@ from ftcoord.etcd.api import Etcd, Put
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.log_once import LogOnce
 from ftcoord.metrics import process as metrics
-from ftcoord.primitives.session import Clock
+from ftcoord.primitives.renewal import Clock
 from ftcoord.primitives.write_once import write_attempt_timeout, write_once
 from ftcoord.timer.ledger import holds
 from ftcoord.timer.process import host_id, kill, lives

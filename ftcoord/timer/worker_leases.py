@@ -12,7 +12,7 @@ from ftcoord.core.timer_records import Worker
 from ftcoord.core.timers import Entry
 from ftcoord.errors import LeaseLost
 from ftcoord.etcd.api import Etcd, Lease
-from ftcoord.primitives.session import KeptLease, Renewer
+from ftcoord.primitives.renewal import KeptLease, Renewer
 from ftcoord.timer.process import lives
 from ftcoord.timer.requests import EtcdTimerRequest
 

@@ -27,7 +27,8 @@ from ftcoord.etcd.rpc.watch import WatchHub
 from ftcoord.heartbeat import Heartbeat
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.leased_keys import LeasedKeys
-from ftcoord.primitives.session import KeptLease, Renewer, Session
+from ftcoord.primitives.renewal import KeptLease, Renewer
+from ftcoord.primitives.session import Session
 from ftcoord.recipes.barrier import Barrier
 from ftcoord.recipes.election import Election
 from ftcoord.rendezvous import policy

@@ -26,8 +26,9 @@ from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.leased_keys import LeasedKeys
 from ftcoord.primitives.mirror import Mirror
+from ftcoord.primitives.renewal import INTRODUCED_AFTER, KeptLease
 from ftcoord.primitives.sentinel import SentinelFor
-from ftcoord.primitives.session import INTRODUCED_AFTER, KeptLease, Session
+from ftcoord.primitives.session import Session
 from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
 from ftcoord.testing import DELIVERED, LOST_ANSWER, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ftcoord import concurrency
 from ftcoord.etcd.api import Etcd, KeyValue, Lease
-from ftcoord.primitives.session import KeptLease
+from ftcoord.primitives.renewal import KeptLease
 
 
 class RecordLease:

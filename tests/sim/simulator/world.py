@@ -12,7 +12,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.core.layout import is_member_key, member_of, members_span
 from ftcoord.core.lease import SessionState
 from ftcoord.etcd.api import Event, Get, Span
-from ftcoord.primitives.session import KeptLease
+from ftcoord.primitives.renewal import KeptLease
 from ftcoord.testing import (
     DELIVERED,
     LOST_ANSWER,

@@ -108,7 +108,7 @@ MUTANTS: Final = (
         "if kept.state is not SessionState.LOST:", "if False:", ALL,
     ),
     Mutant(
-        "a lease is renewed after its owner has gone", "ftcoord.primitives.session",
+        "a lease is renewed after its owner has gone", "ftcoord.primitives.renewal",
         "self.kept = False\n        self._renewer.cancel(self)\n        self._drop()",
         "pass\n        pass\n        self._drop()", ALL,
     ),
