@@ -22,8 +22,9 @@ from ftcoord.etcd.api import Etcd, Get
 from ftcoord.logs import log_change, named
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_known, causes_of
+from ftcoord.primitives.group.incarnations import Left, ParticipantOptions
 from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken
-from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
+from ftcoord.primitives.group.participant import Participant
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from ftcoord.config import EtcdConfig, lease_seconds
 from ftcoord.errors import ForkedProcessError
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
-from ftcoord.primitives.group.participant import Participant, ParticipantOptions
+from ftcoord.primitives.group.incarnations import ParticipantOptions
+from ftcoord.primitives.group.participant import Participant
 from ftcoord.primitives.group.use import Use
 
 R = TypeVar("R")

@@ -29,8 +29,9 @@ from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
+from ftcoord.primitives.group.incarnations import Left, ParticipantOptions
 from ftcoord.primitives.group.pace import Look
-from ftcoord.primitives.group.participant import Left, Participant, ParticipantOptions
+from ftcoord.primitives.group.participant import Participant
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
 from ftcoord.rendezvous.run_record import RunRecord, Speaker
 from ftcoord.rendezvous.seat import SeatHolder

@@ -63,6 +63,7 @@ FLOORS = (
     "primitives.group.pace primitives.group.use primitives.group.plain_policy",
     "primitives.group.group primitives.group.plain_use",
     "primitives.group.membership",
+    "primitives.group.incarnations",
     "primitives.group.participant",
     "store.errors store.tries store.waiting",
     "store.halves",

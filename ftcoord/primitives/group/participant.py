@@ -6,16 +6,17 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final, Generic, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.errors import EtcdError, FtcoordError, LeaseLost, StateError, ThreadFailed
+from ftcoord.errors import EtcdError, LeaseLost, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT, Incarnations, ParticipantOptions
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.pace import Look, Pace
 from ftcoord.primitives.group.succession import Judged
@@ -26,50 +27,13 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 A = TypeVar("A")
 
-TAKE_BACK_TIMEOUT: Final = 0.5
-"""Seconds that taking back a request, or a lease that is of no use any more, may take. Nothing depends on either."""
 SHORTEST_WRITE: Final = 0.05
 """Seconds that a write may take in any case, however little time is left."""
 KEY_CHECK_INTERVAL: Final = 10.0
 """Seconds between two looks of a member that waits at whether its key is still there."""
 KEY_CHECKS_PER_SECOND: Final = 50
 """Such looks that all members that wait together have in a second: of a large crowd each looks less often."""
-MOURNED_AS: Final = 20
-"""Incarnations under whose ids the cause of a death is written, the last ones: others may know it by the seat that it
-took as one of them."""
 _REPEATED: Final = (*UNANSWERED, LeaseLost)
-
-
-class Left(FtcoordError):
-    """This participant has left the group, or was stopped, while a call of it waited."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParticipantOptions:
-    """How a participant behaves. Times in seconds.
-
-    Args:
-        lease_ttl: how long a member's lease lives after its last renewal.
-        record_ttl: how long the decided record outlives the last decider.
-        request_timeout: how long a request to etcd may take.
-        renews: whether a member whose lease is lost joins again by itself and asks the same. If not, its asks end with
-            LOST.
-        keeps_lease: whether the lease is renewed also while nobody asks. If not, each call shows that the member lives.
-        batches: whether a member that has joined writes together with others, and does not wait for that. For groups
-            whose members rewrite their keys often.
-        dies_with_process: whether the sentinel gives the lease up, and says why, when this process dies. If not, the
-            lease ends by time: for who takes part for others, that live on.
-        history_ttl: how long the history of decisions outlives the last decider; 0 for none.
-    """
-
-    lease_ttl: int
-    record_ttl: int
-    request_timeout: float
-    renews: bool = True
-    keeps_lease: bool = True
-    batches: bool = False
-    dies_with_process: bool = True
-    history_ttl: int = 0
 
 
 class Participant(Generic[R, A]):
@@ -94,22 +58,21 @@ class Participant(Generic[R, A]):
         changed: concurrency.Condition | None = None,
         lost: Callable[[], object] = lambda: None,
     ) -> None:
-        self._etcd, self._use, self._options, self._lost = etcd, use, options, lost  # never change
+        self._etcd, self._use, self._options = etcd, use, options  # never change
         self._writing = concurrency.lock("Participant._writing")
         """Held while a member is made or written. May be held while `_changed` is taken, never the other way round."""
         self._said: A | None = None  # guarded by _writing
         """What this member's key says, or will say as soon as etcd takes it."""
         self._changed = changed or concurrency.condition("Participant._changed")
         """Never held over a request. It guards what follows."""
-        self.member: Membership[R] | None = None  # written under both locks; read anywhere
-        """The incarnation that lives now."""
-        self._ids: list[str] = []
-        self._asking = 0
         self._unwritten = False
         """Whether a write that nobody waited for has failed: whoever waits for its answer writes again."""
-        self._failure: EtcdError | ThreadFailed | None = None
-        """What ended a member that was replaced while a call waited."""
-        self._stopped = False
+        self._incarnations = Incarnations(etcd, use, options, self._changed, lost)  # guarded by both
+
+    @property
+    def member(self) -> Membership[R] | None:
+        """The incarnation that lives now."""
+        return self._incarnations.member
 
     @property
     def record(self) -> R | None:
@@ -134,7 +97,7 @@ class Participant(Generic[R, A]):
     def prepare(self) -> None:
         """Take a lease, and begin the watch that joining needs. Raises EtcdError, Left."""
         with self._turn(concurrency.now() + self._options.request_timeout):
-            self._live()
+            self._incarnations.live()
 
     def say(self, ask: A, deadline: float, gone: concurrency.Event) -> A:
         """Write what this member asks, joining where that is needed; returns it, stamped.
@@ -154,7 +117,7 @@ class Participant(Generic[R, A]):
         Raises as `say` does, what `pace.tick` raises, StateError when the decided record cannot be read, and
         ThreadFailed. What was asked then still stands: `withdraw` it, or `leave`.
         """
-        with self._counted():
+        with self._incarnations.counted():
             asked = self.say(ask, pace.deadline, pace.gone)
             check_at = self._next_check(pace)
             while True:
@@ -190,7 +153,7 @@ class Participant(Generic[R, A]):
         if member is None or member.lost or not self._writing.acquire(timeout=timeout):
             return False
         try:
-            if self._asking and not for_all:
+            if self._incarnations.are_asking and not for_all:
                 return False
             if not member.entered:
                 self.leave(timeout)
@@ -210,7 +173,7 @@ class Participant(Generic[R, A]):
         """
 
         def once() -> None:
-            member = self._live()
+            member = self._incarnations.live()
             if by_writing or not member.entered:
                 self._said = self._use.stamp(first if self._said is None else self._said)
                 member.enter(self._use.encode(self._said))
@@ -246,7 +209,7 @@ class Participant(Generic[R, A]):
     def stop(self) -> None:
         """Have all calls, also later ones, end with Left. Idempotent."""
         with self._changed:
-            self._stopped = True
+            self._incarnations.stopped = True
             self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
@@ -259,12 +222,12 @@ class Participant(Generic[R, A]):
     def ids(self) -> tuple[str, ...]:
         """The ids of all of its incarnations, the present one last."""
         with self._changed:
-            return tuple(self._ids)
+            return tuple(self._incarnations.ids)
 
     def was(self, member: str) -> bool:
         """Whether one of its incarnations has this id."""
         with self._changed:
-            return member in self._ids
+            return member in self._incarnations.ids
 
     def holds(self, member: str) -> bool:
         """Whether the incarnation with this id lives, as far as is known here."""
@@ -273,21 +236,15 @@ class Participant(Generic[R, A]):
 
     def leave(self, timeout: float) -> None:
         """Revoke the lease, so that the others know at once. Idempotent; never raises for an etcd that is away."""
-        member = self._part()
+        member = self._incarnations.part()
         if member is not None:
             member.leave(timeout)
 
     def orphan(self) -> None:
         """Take part no longer, and let the lease expire by itself. Idempotent."""
-        member = self._part()
+        member = self._incarnations.part()
         if member is not None:
             member.orphan()
-
-    def _part(self) -> Membership[R] | None:
-        with self._changed:
-            member, self.member = self.member, None
-            self._changed.notify_all()
-        return member
 
     # -- writing, with `_writing` held --------------------------------------------------------------------------
 
@@ -321,14 +278,14 @@ class Participant(Generic[R, A]):
 
     def _write(self) -> None:
         assert self._said is not None
-        self._live().enter(self._use.encode(self._said))
+        self._incarnations.live().enter(self._use.encode(self._said))
         with self._changed:
             self._unwritten = False
 
     def _write_as_it_is(self) -> None:
         """Through no other lease."""
         member = self.member
-        if member is None or member.lost or self._stopped:
+        if member is None or member.lost or self._incarnations.stopped:
             raise LeaseLost("the lease of this member is lost")
         assert self._said is not None
         member.enter(self._use.encode(self._said))
@@ -354,58 +311,6 @@ class Participant(Generic[R, A]):
                 self._unwritten = True
             self._changed.notify_all()
 
-    def _live(self) -> Membership[R]:
-        """The incarnation that lives, with its lease kept if somebody asks: a new one if the last is lost."""
-        self._check_stopped()  # here, since whoever repeats a write that etcd does not answer calls this each time
-        member = self.member
-        if member is None or member.lost:
-            if member is not None:
-                self._note_failure(member)
-                self._give_up(member)
-            member = self._new_member()
-            if not (self._options.keeps_lease or self._asking):
-                member.session.rest()
-        elif self._options.keeps_lease or self._asking:
-            member.session.wake()
-        return member
-
-    def _new_member(self) -> Membership[R]:
-        use, options = self._use, self._options
-        member = Membership(
-            self._etcd,
-            use.prefix,
-            use.policy(),
-            use.parse_with_roster,
-            self._changed,
-            ttl=options.lease_ttl,
-            record_ttl=options.record_ttl,
-            timeout=options.request_timeout,
-            has_roster=use.has_roster,
-            history_ttl=options.history_ttl,
-            dies_with_process=options.dies_with_process,
-            was=self.ids[-MOURNED_AS:],
-            lost=self._lost,
-        )
-        with self._changed:
-            stopped = self._stopped
-            if not stopped:
-                self.member = member
-                self._ids.append(member.id)
-        if stopped:  # nobody would end this membership
-            self._give_up(member)
-            self._check_stopped()
-        return member
-
-    def _note_failure(self, member: Membership[R]) -> None:
-        """A call under way hears of it, though another thread has this member replaced before that call looks."""
-        with self._changed:
-            if member.failure is not None and self._asking:
-                self._failure = member.failure
-
-    def _give_up(self, member: Membership[R]) -> None:
-        """A member can be lost while its lease lives on: the others would wait for it, or for what it decides."""
-        member.leave(TAKE_BACK_TIMEOUT)
-
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _next_check(self, pace: Pace[R, A]) -> float:
@@ -424,7 +329,7 @@ class Participant(Generic[R, A]):
         """What there is to do: the outlook, what it is about, and whether what was asked is written."""
         with self._changed:
             while True:
-                member = self._member_that_hears()
+                member = self._incarnations.that_hears()
                 outlook = self._outlook(member, asked)
                 look = Look(outlook.standing, member.record, asked)
                 if outlook.next is Next.WAIT and self._unwritten:
@@ -443,7 +348,7 @@ class Participant(Generic[R, A]):
     def _read_part(self, record: R | None, pace: Pace[R, A]) -> None:
         """Read what lies beside the record about this member. Only who reads late may find nothing."""
         with self._changed:
-            member = self._member_that_hears()
+            member = self._incarnations.that_hears()
             key = None if record is None or member.record is not record else self._use.part_of(record, member.id)
             revision = member.record_revision
         if record is None or key is None:
@@ -464,51 +369,14 @@ class Participant(Generic[R, A]):
             return None, head is not None and head.mod_revision == revision
 
         def once() -> tuple[KeyValue | None, bool]:
-            self._check_stopped()
+            self._incarnations.check_stopped()
             return read_snapshot(partial(self._etcd.range, timeout=self._options.request_timeout), look)
 
         return retry(once, UNANSWERED, pace.deadline, pace.gone)
 
-    def _member_that_hears(self) -> Membership[R]:
-        self._check_stopped()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        member = self.member
-        if member is None:
-            raise Left("this participant has left")
-        if member.failure is not None:
-            raise member.failure
-        if member.problem is not None:
-            raise member.problem
-        return member
-
     def _outlook(self, member: Membership[R], asked: A) -> Outlook[A]:
-        outlook = self._use.outlook(member.record, self._ids, asked)
+        outlook = self._use.outlook(member.record, self._incarnations.ids, asked)
         # Whoever joins again by itself may take an answer that came before its lease was lost.
         if member.lost and not (self._options.renews and outlook.next is Next.RETURN):
             return Outlook(Standing.LOST, Next.RETURN)
         return outlook
-
-    def _check_stopped(self) -> None:
-        if self._stopped:
-            raise Left("this participant was stopped")
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """While somebody asks, the lease is renewed."""
-        with self._changed:
-            self._asking += 1
-            if self._asking == 1:
-                self._failure = None
-            if self.member is not None and self.member.lost:
-                self.member.failure = None  # it was logged, and is over: this call joins again
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._asking -= 1
-                if not self._asking:  # before the next call stamps what it asks: that one counts itself first
-                    self._use.nobody_asks()
-                if self.member is not None and not (self._asking or self._options.keeps_lease):
-                    self.member.session.rest()  # under the lock: the next call counts itself, then wakes it
