@@ -24,55 +24,26 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.layout import members_span
-from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
+from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue
 from ftcoord.primitives.group.checkup import Checkup
-from ftcoord.primitives.group.decided_record import DecidedRecord, Listener, OwnWrite
+from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
+from ftcoord.primitives.group.decider import Decider
 from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.group.inbox import Inbox
 from ftcoord.primitives.group.member_key import HeldAsk, MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
-from ftcoord.primitives.group.policy import Policy, View
+from ftcoord.primitives.group.policy import Policy
 from ftcoord.primitives.group.succession import Judged, Succession
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Session
+from ftcoord.primitives.step_thread import STEP_RETRY_PAUSE
 from ftcoord.primitives.write_once import WriteOutcome
 
 log = logging.getLogger(__name__)
 
-STEP_RETRY_PAUSE: Final = 0.5
-"""Seconds until a step that failed is tried again."""
-REST: Final = 5e-6
-"""Seconds, for each member, for which a decider takes in what happens before it decides again: several times as long as
-deciding takes. So events that come one by one are decided on together. With 64 members it waits for 0.3 ms at most."""
-RESTS_MORE_AT: Final = 1000
-"""Members from which on each of them adds more than that: so many come one by one for seconds, on the processor that
-also decides. Then the part of the time that deciding takes becomes smaller, the more they are."""
 CHANGES_PER_STEP: Final = 1000
 """Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
-
-
-class _LastDecision:
-    """What a group's thread remembers of it, so that it decides, and logs, only when it should. Only the thread."""
-
-    def __init__(self) -> None:
-        self.calm_until = 0.0
-        """Until then it only takes in what happens."""
-        self.until: float | None = None
-        """When the last verdict to wait has to be looked at again; None if only an event can change it."""
-        self._basis: tuple[object, ...] | None = None
-        """What that verdict rested on: many events change nothing of that. None before the first one."""
-        self.said = ""
-        """The reason that was logged last."""
-
-    def rest(self, basis: tuple[object, ...], until: float | None) -> None:
-        """There is nothing to decide, as long as this is so, and not before then."""
-        self._basis, self.until = basis, until
-
-    def holds(self, basis: tuple[object, ...]) -> bool:
-        """Whether there is still nothing to decide."""
-        return self._basis == basis and not (self.until is not None and self.until <= concurrency.now())
 
 
 class Group:
@@ -107,7 +78,7 @@ class Group:
         history_ttl: int = 0,
     ) -> None:
         members = members_span(prefix)
-        self._prefix, self._policy, self._failed = prefix, policy, failed  # these never change
+        self._failed = failed  # never changes
         self._member_key = MemberKey(etcd, prefix, session)  # has a lock of its own
         self._inbox = Inbox()
         self._turn = concurrency.lock("Group._turn")
@@ -118,13 +89,13 @@ class Group:
         )
         self._succession = Succession(etcd, prefix, self._member_key, self._post)
         self._members = MembersView(etcd, members, self._post)
+        self._decider = Decider(prefix, policy, self._member_key, self._record, self._succession, self._members)
         self.place = 0  # the thread that enters, once; read anywhere
         """Its place in line when it joined, or behind it: how many have joined, itself included, while there was always
         one whose predecessor in line lived. Those that have left meanwhile are counted too, since etcd would need
         longer to count the others, the more there are."""
         self._checkup = Checkup(session)
         self._closing = False  # only ever becomes true; read anywhere
-        self._last = _LastDecision()  # only the thread
         self._thread = concurrency.thread(self._run, "ftcoord-group")
 
     @property
@@ -296,14 +267,14 @@ class Group:
             except (ClientClosed, MemberLost):
                 raise
             except LeaseLost as error:
-                self._say(f"a lease is gone: {error}")
+                self._decider.say(f"a lease is gone: {error}")
                 self._record.lease.drop()
                 until = concurrency.now() + STEP_RETRY_PAUSE
             except (EtcdUnavailable, OutcomeUnknown) as error:
-                self._say(f"cannot go on for now: {error}")
+                self._decider.say(f"cannot go on for now: {error}")
                 until = concurrency.now() + STEP_RETRY_PAUSE
             except (EtcdError, StateError) as error:  # nobody may ever decide, until somebody sees to that
-                self._say(f"cannot go on: {error}", logging.WARNING)
+                self._decider.say(f"cannot go on: {error}", logging.WARNING)
                 until = concurrency.now() + STEP_RETRY_PAUSE
 
     def _take(self, until: float | None) -> None:
@@ -321,7 +292,7 @@ class Group:
                     else:
                         self._inbox.is_applied(task[1])
                         self._apply(*task)
-                timeout = max(self._last.calm_until - concurrency.now(), 0)
+                timeout = max(self._decider.calm_until - concurrency.now(), 0)
         except concurrency.Empty:
             pass
 
@@ -374,13 +345,13 @@ class Group:
             return self._succession.looks_at()  # what is missing is on its way to the inbox
         if self._succession.is_first:  # who only looks has no request more than that
             self._record.keep_lease()
-        return self._decide()
+        return self._decider.decide()
 
     def _see_who_decides(self) -> None:
         self._succession.look()
         if self._succession.decides:
             if self._members.mirror is None:
-                self._say("decides from now on")
+                self._decider.say("decides from now on")
                 if self._succession.before is not None:
                     self._members.note_departed(self._succession.before)
             self._members.open()
@@ -390,101 +361,6 @@ class Group:
                 self._members.close()
                 self._record.rest()
 
-    def _decide(self) -> float | None:
-        self._record.check_readable()
-        basis = self._basis()
-        if self._last.holds(basis):
-            return self._succession.rest(self._last.until)
-        in_order = self._members.in_order()
-        if not self._members.has(self.key):
-            self._member_key.doubted = True  # the next step puts it back, if it is gone
-            return concurrency.now() + STEP_RETRY_PAUSE
-        verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())
-        self._last.calm_until = concurrency.now() + rest(len(in_order))
-        if isinstance(verdict, Wait):
-            self._say(_with_rule(verdict))
-            if verdict.events:
-                self._record.note(verdict.events, (exists(self.key),))
-            self._last.rest(basis, verdict.until)
-            return self._succession.rest(verdict.until)
-        before = self._record.known
-        if not self._publish(verdict):
-            if self._record.known != before:
-                self._succession.was_overtaken()
-            return concurrency.now() + STEP_RETRY_PAUSE
-        self._succession.has_decided()
-        if not (verdict.nothing_follows and self._record.mirror.synced):
-            return concurrency.now()  # and look what follows
-        self._last.rest(self._basis(), None)
-        return self._succession.rest(None)
-
-    def _basis(self) -> tuple[object, ...]:
-        """All that a verdict rests on, but for the time."""
-        record = self._record
-        state = record.known, record.known_at, record.vanished, record.known_roster
-        return (self._members.changes, self._members.read_at, self._member_key.held, *state)
-
-    def _view(self, in_order: tuple[KeyValue, ...]) -> View:
-        record, members, held = self._record, self._members, self._member_key.held
-        seen = members.seen()
-        if held is not None:  # as if it were there already: it will be, when this is decided
-            revision = members.revision + 1
-            mine = self.key
-            in_order = tuple(kv if kv.key != mine else _asking(kv, held, revision) for kv in in_order)
-            seen[mine] = held.since
-        state = record.known, record.known_at, record.vanished
-        return View(
-            in_order,
-            seen,
-            members.changed_at,
-            *state,
-            members.read_at,
-            record.known_roster,
-            members.departed,
-            members.revision,
-        )
-
-    def _publish(self, decision: Publish[bytes]) -> bool:
-        held, self._member_key.held = self._member_key.held, None
-        if held is None:
-            own = OwnWrite((exists(self.key),))  # who lost its membership decides nothing
-            done = self._record.publish(decision, own)
-        else:
-            done = self._publish_with(decision, held)
-        self._say(f"{'decided' if done else 'somebody else decided before'}: {_with_rule(decision)}")
-        return done
-
-    def _publish_with(self, decision: Publish[bytes], held: HeldAsk) -> bool:
-        """In one transaction: what this member asks, and the decision that answers it. Only if no other member wrote
-        what is not seen here yet: whoever asked before this member did must be in the quorum."""
-        others = self._members.guards(but=self.key)
-        try:
-            done = self._member_key.put_with(
-                held, lambda mine, put, wrote: self._record.publish(decision, OwnWrite((mine, *others), (put,), wrote))
-            )
-        except EtcdError:
-            held.done(False)
-            raise
-        if done:
-            if self._member_key.kv is not None:
-                self._members.expect(self._member_key.kv)
-            held.done(True)
-        else:
-            self._member_key.put_soon(held.value, held.timeout, held.done, held.over)
-        return done
-
-    def _say(self, reason: str, level: int = logging.DEBUG) -> None:
-        """Log the reason only when it changes."""
-        if reason != self._last.said:
-            self._last.said = reason
-            log.log(level, "member %s of %s: %s", self.id, self._prefix, reason)
-
-
-def rest(members: int) -> float:
-    """Seconds for which a decider takes in what happens before it decides again. By the number of members, not by how
-    long it took to decide: others use the processor."""
-    return REST * members * max(1.0, members / RESTS_MORE_AT)
-
 
 def _fail(error: Exception) -> None:
     """A task that ends the thread by what failed on the watch's."""
@@ -493,11 +369,3 @@ def _fail(error: Exception) -> None:
 
 def _wake() -> None:
     """A task that does nothing: the thread looks at what there is to do after each."""
-
-
-def _asking(mine: KeyValue, held: HeldAsk, revision: int) -> KeyValue:
-    return mine._replace(value=held.value, mod_revision=revision, version=mine.version + 1)
-
-
-def _with_rule(verdict: Verdict[bytes]) -> str:
-    return f"{verdict.reason} [{verdict.rule}]" if verdict.rule else verdict.reason

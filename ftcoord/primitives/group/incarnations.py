@@ -73,9 +73,7 @@ class Incarnations(Generic[R, A]):
     ) -> None:
         self._etcd, self._use, self._options, self._lost = etcd, use, options, lost  # never change
         self._changed = changed
-        self.member: Membership[R] | None = (
-            None  # written with Participant._writing held too, or by part(); read anywhere
-        )
+        self.member: Membership[R] | None = None  # read anywhere; a new one only with Participant._writing held too
         """The incarnation that lives now."""
         self.ids: list[str] = []
         """Those of all of them, the present one last."""

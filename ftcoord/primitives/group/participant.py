@@ -67,7 +67,7 @@ class Participant(Generic[R, A]):
         """Never held over a request. It guards what follows."""
         self._unwritten = False
         """Whether a write that nobody waited for has failed: whoever waits for its answer writes again."""
-        self._incarnations = Incarnations(etcd, use, options, self._changed, lost)  # guarded by both
+        self._incarnations = Incarnations(etcd, use, options, self._changed, lost)  # says which lock each call needs
 
     @property
     def member(self) -> Membership[R] | None:

@@ -24,8 +24,8 @@ MUTANTS: Final = (
         "done = kv is not None and kv.value == put.value", "done = kv is not None", ALL,
     ),
     Mutant(
-        "a member that lost its membership still decides", "ftcoord.primitives.group.group",
-        "own = OwnWrite((exists(self.key),))", "own = OwnWrite(())", ALL,
+        "a member that lost its membership still decides", "ftcoord.primitives.group.decider",
+        "own = OwnWrite((exists(self._member_key.key),))", "own = OwnWrite(())", ALL,
     ),
     Mutant(
         "a quorum's roster is written without its guard", "ftcoord.primitives.group.decided_record",
@@ -84,9 +84,9 @@ MUTANTS: Final = (
         "return True", ALL,
     ),
     Mutant(
-        "a decider decides by the wall clock", "ftcoord.primitives.group.group",
-        "verdict = self._policy.decide(self._view(in_order), self.id, concurrency.now())",
-        "verdict = self._policy.decide(self._view(in_order), self.id, concurrency.wall())", QUORUMS,
+        "a decider decides by the wall clock", "ftcoord.primitives.group.decider",
+        "verdict = self._policy.decide(self._view(in_order), self._member_key.id, concurrency.now())",
+        "verdict = self._policy.decide(self._view(in_order), self._member_key.id, concurrency.wall())", QUORUMS,
     ),
     Mutant(
         "the member ahead is not watched", "ftcoord.primitives.group.succession",

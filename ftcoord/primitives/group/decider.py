@@ -1,0 +1,181 @@
+"""What a member does while it decides: it asks its policy what to decide, and publishes that."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from ftcoord import concurrency
+from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.errors import EtcdError
+from ftcoord.etcd.api import KeyValue, exists
+from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
+from ftcoord.primitives.group.member_key import HeldAsk, MemberKey
+from ftcoord.primitives.group.members_view import MembersView
+from ftcoord.primitives.group.policy import Policy, View
+from ftcoord.primitives.group.succession import Succession
+from ftcoord.primitives.step_thread import STEP_RETRY_PAUSE
+
+log = logging.getLogger(__name__)
+
+REST: Final = 5e-6
+"""Seconds, for each member, for which a decider takes in what happens before it decides again: several times as long as
+deciding takes. So events that come one by one are decided on together. With 64 members it waits for 0.3 ms at most."""
+RESTS_MORE_AT: Final = 1000
+"""Members from which on each of them adds more than that: so many come one by one for seconds, on the processor that
+also decides. Then the part of the time that deciding takes becomes smaller, the more they are."""
+
+
+class _LastVerdict:
+    """The last verdict to wait, and what it rested on: while that is so, there is nothing to decide."""
+
+    def __init__(self) -> None:
+        self.until: float | None = None
+        """When the verdict has to be looked at again; None if only an event can change it."""
+        self._basis: tuple[object, ...] | None = None
+        """What it rested on: many events change nothing of that. None before the first one."""
+
+    def rest(self, basis: tuple[object, ...], until: float | None) -> None:
+        """There is nothing to decide, as long as this is so, and not before then."""
+        self._basis, self.until = basis, until
+
+    def holds(self, basis: tuple[object, ...]) -> bool:
+        """Whether there is still nothing to decide."""
+        return self._basis == basis and not (self.until is not None and self.until <= concurrency.now())
+
+
+class Decider:
+    """Decides for the group, whenever this member is to. The group's thread calls it, under the group's turn.
+
+    Args:
+        prefix: the group's, for the log.
+        policy: says what to decide.
+        member_key: this member's key; what it asks may be held back for the decision.
+        record: where decisions are published.
+        succession: is told of each decision, and when there is none to make.
+        members: what the policy sees of them.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        policy: Policy,
+        member_key: MemberKey,
+        record: DecidedRecord,
+        succession: Succession,
+        members: MembersView,
+    ) -> None:
+        self._prefix, self._policy = prefix, policy  # these never change
+        self._member_key, self._record, self._succession, self._members = member_key, record, succession, members
+        self.calm_until = 0.0
+        """Until then the group only takes in what happens."""
+        self._last = _LastVerdict()
+        self._said = ""
+        """The reason that was logged last."""
+
+    def decide(self) -> float | None:
+        """Decide, if something is due; when to look again, None: when something comes in.
+
+        Raises EtcdError and StateError: then the next step decides.
+        """
+        self._record.check_readable()
+        basis = self._basis()
+        if self._last.holds(basis):
+            return self._succession.rest(self._last.until)
+        in_order = self._members.in_order()
+        if not self._members.has(self._member_key.key):
+            self._member_key.doubted = True  # the next step puts it back, if it is gone
+            return concurrency.now() + STEP_RETRY_PAUSE
+        verdict = self._policy.decide(self._view(in_order), self._member_key.id, concurrency.now())
+        self.calm_until = concurrency.now() + rest(len(in_order))
+        if isinstance(verdict, Wait):
+            self.say(_with_rule(verdict))
+            if verdict.events:
+                self._record.note(verdict.events, (exists(self._member_key.key),))
+            self._last.rest(basis, verdict.until)
+            return self._succession.rest(verdict.until)
+        before = self._record.known
+        if not self._publish(verdict):
+            if self._record.known != before:
+                self._succession.was_overtaken()
+            return concurrency.now() + STEP_RETRY_PAUSE
+        self._succession.has_decided()
+        if not (verdict.nothing_follows and self._record.mirror.synced):
+            return concurrency.now()  # and look what follows
+        self._last.rest(self._basis(), None)
+        return self._succession.rest(None)
+
+    def _basis(self) -> tuple[object, ...]:
+        """All that a verdict rests on, but for the time."""
+        record = self._record
+        state = record.known, record.known_at, record.vanished, record.known_roster
+        return (self._members.changes, self._members.read_at, self._member_key.held, *state)
+
+    def _view(self, in_order: tuple[KeyValue, ...]) -> View:
+        record, members, held = self._record, self._members, self._member_key.held
+        seen = members.seen()
+        if held is not None:  # as if it were there already: it will be, when this is decided
+            revision = members.revision + 1
+            mine = self._member_key.key
+            in_order = tuple(kv if kv.key != mine else _asking(kv, held, revision) for kv in in_order)
+            seen[mine] = held.since
+        state = record.known, record.known_at, record.vanished
+        return View(
+            in_order,
+            seen,
+            members.changed_at,
+            *state,
+            members.read_at,
+            record.known_roster,
+            members.departed,
+            members.revision,
+        )
+
+    def _publish(self, decision: Publish[bytes]) -> bool:
+        held, self._member_key.held = self._member_key.held, None
+        if held is None:
+            own = OwnWrite((exists(self._member_key.key),))  # who lost its membership decides nothing
+            done = self._record.publish(decision, own)
+        else:
+            done = self._publish_with(decision, held)
+        self.say(f"{'decided' if done else 'somebody else decided before'}: {_with_rule(decision)}")
+        return done
+
+    def _publish_with(self, decision: Publish[bytes], held: HeldAsk) -> bool:
+        """In one transaction: what this member asks, and the decision that answers it. Only if no other member wrote
+        what is not seen here yet: whoever asked before this member did must be in the quorum."""
+        others = self._members.guards(but=self._member_key.key)
+        try:
+            done = self._member_key.put_with(
+                held, lambda mine, put, wrote: self._record.publish(decision, OwnWrite((mine, *others), (put,), wrote))
+            )
+        except EtcdError:
+            held.done(False)
+            raise
+        if done:
+            if self._member_key.kv is not None:
+                self._members.expect(self._member_key.kv)
+            held.done(True)
+        else:
+            self._member_key.put_soon(held.value, held.timeout, held.done, held.over)
+        return done
+
+    def say(self, reason: str, level: int = logging.DEBUG) -> None:
+        """Log the reason only when it changes."""
+        if reason != self._said:
+            self._said = reason
+            log.log(level, "member %s of %s: %s", self._member_key.id, self._prefix, reason)
+
+
+def rest(members: int) -> float:
+    """Seconds for which a decider takes in what happens before it decides again. By the number of members, not by how
+    long it took to decide: others use the processor."""
+    return REST * members * max(1.0, members / RESTS_MORE_AT)
+
+
+def _asking(mine: KeyValue, held: HeldAsk, revision: int) -> KeyValue:
+    return mine._replace(value=held.value, mod_revision=revision, version=mine.version + 1)
+
+
+def _with_rule(verdict: Verdict[bytes]) -> str:
+    return f"{verdict.reason} [{verdict.rule}]" if verdict.rule else verdict.reason
