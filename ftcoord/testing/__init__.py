@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from ftcoord.testing.etcd import MemoryClient, MemoryEtcd
     from ftcoord.testing.expiry import expire_lease
     from ftcoord.testing.fate import DELIVERED, LOST_ANSWER, LOST_REQUEST, NEVER, REFUSED, Call, Fate, flaky
-    from ftcoord.testing.scheduler import Clock, Scheduler, Stuck
+    from ftcoord.testing.processes import Clock
+    from ftcoord.testing.scheduler import Scheduler, Stuck
 
 _HOMES = {
     **dict.fromkeys(("MemoryClient", "MemoryEtcd"), "ftcoord.testing.etcd"),
@@ -21,7 +22,8 @@ _HOMES = {
         "ftcoord.testing.fate",
     ),
     "expire_lease": "ftcoord.testing.expiry",
-    **dict.fromkeys(("Clock", "Scheduler", "Stuck"), "ftcoord.testing.scheduler"),
+    "Clock": "ftcoord.testing.processes",
+    **dict.fromkeys(("Scheduler", "Stuck"), "ftcoord.testing.scheduler"),
 }
 
 __all__ = [

@@ -10,45 +10,28 @@ Only what comes from `ftcoord.concurrency` is scheduled: code that blocks on a l
 from __future__ import annotations
 
 import gc
-import heapq
 import itertools
 import logging
 import random
 import traceback
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from ftcoord import concurrency
+from ftcoord.testing.processes import Clock, Processes
 from ftcoord.testing.tasks import Task, TaskCondition, TaskEvent, TaskLock, TaskQueue
+from ftcoord.testing.virtual_time import STEP, VirtualTime
 
 T = TypeVar("T")
-
-STEP: Final = 20e-6
-"""Virtual seconds that a step between two points of preemption takes: so a loop without a wait cannot stop time."""
-EPOCH: Final = 1_800_000_000.0
-"""What `wall()` says at the start."""
 
 
 class Stuck(AssertionError):
     """Nobody can go on, or not within the limits. The message says who waits for what, and where."""
 
 
-class Clock(NamedTuple):
-    """How the clocks of a process differ from the world's.
-
-    Args:
-        rate: seconds that its monotonic clock counts in one of the world's: 1.01 is one that is 1 % fast.
-        wall: seconds that its wall clock is ahead.
-    """
-
-    rate: float = 1.0
-    wall: float = 0.0
-
-
-_TRUE: Final = Clock()
 _LAST_STEPS: Final = 1000
 """Locks that a task may take when it is ended."""
 
@@ -66,24 +49,17 @@ class Scheduler:
 
     def __init__(self, seed: int = 0, *, horizon: float = 3600.0, steps: int = 2_000_000) -> None:
         self.seed = seed
-        self.time = 0.0
-        self.taken = 0
         self.running: Task | None = None
         """The task that runs now, for locks and queues: `current` where there must be one."""
-        self._horizon, self._steps = horizon, steps
+        self._time = VirtualTime(horizon, steps)
         draw = random.Random(seed)
         # Some runs change over all the time, others let a thread go on for a while: each finds other mistakes.
         self._stay = draw.choice((0.0, 0.5, 0.9))
         self._draw = draw.random
         self._ready: list[Task] = []
-        self._timers: list[tuple[float, int, Task, int]] = []
-        self._due = horizon  # when the first of the time-outs is over, or the run: until then no step looks at either
-        self._order = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._tasks: dict[Task, None] = {}
-        self._paused: dict[str, list[Task]] = {}
-        self._clocks: dict[str, Clock] = {}
-        self._rates: dict[str, float] = {}  # of the monotonic clocks that are not the world's
-        self._own: dict[tuple[str, Callable[[], Any]], Any] = {}
+        self._processes = Processes()
         self._main: Task | None = None
         self._hub: Any = None
         self._failure: BaseException | None = None
@@ -91,6 +67,16 @@ class Scheduler:
         self._taken_at_the_end = 0
 
     # -- for tests ----------------------------------------------------------------------------------------------------
+
+    @property
+    def time(self) -> float:
+        """The world's, in virtual seconds since the run began."""
+        return self._time.now
+
+    @property
+    def taken(self) -> int:
+        """Steps that were taken, each between two points of preemption."""
+        return self._time.steps
 
     def run(self, main: Callable[[], T]) -> T:
         """Call `main` in this world and return what it returns. All that it makes meanwhile belongs to this world.
@@ -136,19 +122,16 @@ class Scheduler:
 
     def pause(self, process: str) -> None:
         """Stop all threads of a process where they are, as SIGSTOP does, or C code that holds the interpreter."""
-        self._paused.setdefault(process, [])
+        self._processes.paused.setdefault(process, [])
 
     def resume(self, process: str) -> None:
         """End of `pause()`."""
-        self._ready.extend(self._paused.pop(process, ()))
+        self._ready.extend(self._processes.paused.pop(process, ()))
 
     def set_clock(self, process: str, clock: Clock) -> None:
         """Give a process clocks of its own. Its wall clock may be set at any time; the rate only before it begins, or
         its monotonic clock would jump."""
-        self._clocks[process] = clock
-        self._rates.pop(process, None)
-        if clock.rate != 1.0:
-            self._rates[process] = clock.rate
+        self._processes.set_clock(process, clock)
 
     def fail(self, error: BaseException) -> NoReturn:
         """End the run: it raises this error. May be called wherever a task runs, also below code that catches errors;
@@ -169,15 +152,16 @@ class Scheduler:
     # -- Runtime ------------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        if not self._rates:
-            return self.time
+        rates = self._processes.rates
+        if not rates:
+            return self._time.now
         task = self.running
         if task is None or task.abroad:  # in a server, whose clock is the world's
-            return self.time
-        return self.time * self._rates.get(task.process, 1.0)
+            return self._time.now
+        return self._time.now * rates.get(task.process, 1.0)
 
     def wall(self) -> float:
-        return EPOCH + self.time + self._clocks.get(self.process_now, _TRUE).wall
+        return self._processes.wall(self.process_now, self._time.now)
 
     def lock(self, name: str) -> TaskLock:
         return TaskLock(self, name)
@@ -204,11 +188,7 @@ class Scheduler:
         return self.current is self._main
 
     def of_process(self, make: Callable[[], T]) -> T:
-        key = (self.process_now, make)
-        if key not in self._own:
-            self._own[key] = make()
-        found: T = self._own[key]
-        return found
+        return self._processes.own(self.process_now, make)
 
     # -- for locks, queues and threads --------------------------------------------------------------------------------
 
@@ -235,12 +215,12 @@ class Scheduler:
         """A point at which somebody else may go on."""
         if self.ending:
             return
-        task = self.running or self.current
-        self.time += STEP  # as in `_tick`: nearly all steps are taken here, and a call costs as much as the rest
-        self.taken += 1
-        if self.time >= self._due or self.taken > self._steps:
+        task, time = self.running or self.current, self._time
+        time.now += STEP  # as in `_tick`: nearly all steps are taken here, and a call costs as much as the rest
+        time.steps += 1
+        if time.now >= time.due or time.steps > time.most_steps:
             self._look_at_clock()
-        stands_still = task.process in self._paused and not task.abroad
+        stands_still = task.process in self._processes.paused and not task.abroad
         if not stands_still and (not self._ready or self._draw() < self._stay):
             return
         self._ready.append(task)
@@ -254,12 +234,10 @@ class Scheduler:
         task.waits_for, task.woken = what, False
         task.parked += 1
         if timeout is not None:
-            if self._rates and not task.abroad:
-                timeout /= self._rates.get(task.process, 1.0)
-            end = self.time + max(timeout, 0)
-            heapq.heappush(self._timers, (end, next(self._order), task, task.parked))
-            if end < self._due:
-                self._due = end
+            rates = self._processes.rates
+            if rates and not task.abroad:
+                timeout /= rates.get(task.process, 1.0)
+            self._time.set_timer(task, timeout)
         self._tick()
         self._go_on(task)
         return task.woken
@@ -275,7 +253,7 @@ class Scheduler:
     # -- who is next --------------------------------------------------------------------------------------------------
 
     def _task(self, target: Callable[[], object], name: str, process: str) -> Task:
-        return Task(self, target, name, process, next(self._order))
+        return Task(self, target, name, process, next(self._numbers))
 
     def _begin(self, task: Task) -> None:
         task.greenlet = greenlet(lambda: self._live(task), parent=self._hub)
@@ -299,28 +277,25 @@ class Scheduler:
         self._ready.append(task)
 
     def _tick(self) -> None:
-        self.time += STEP
-        self.taken += 1
-        if self.time >= self._due or self.taken > self._steps:
+        time = self._time
+        time.now += STEP
+        time.steps += 1
+        if time.now >= time.due or time.steps > time.most_steps:
             self._look_at_clock()
 
     def _look_at_clock(self) -> None:
         self._fire()
-        if self.taken > self._steps or self.time > self._horizon:
+        if self._time.is_over:
             self._fail(f"not done after {self.taken} steps and {self.time:.3f} virtual seconds")
 
     def _fire(self) -> None:
         """Wake whose time-out is over."""
-        timers = self._timers
-        while timers and timers[0][0] <= self.time:
-            _, _, task, parked = heapq.heappop(timers)
-            if task.parked == parked:
-                self._make_ready(task)
-        self._due = min(self._horizon, timers[0][0]) if timers else self._horizon
+        for task in self._time.take_due():
+            self._make_ready(task)
 
     def _go_on(self, task: Task | None) -> None:
         """Go on with whose turn it is; returns when it is this task's again, or, for the hub, when one has ended."""
-        ready = self._ready
+        ready, paused = self._ready, self._processes.paused
         while True:
             while not ready:
                 self._jump()
@@ -328,9 +303,9 @@ class Scheduler:
             following, last = ready[chosen], ready.pop()
             if last is not following:
                 ready[chosen] = last
-            if following.process not in self._paused or following.abroad:
+            if following.process not in paused or following.abroad:
                 break
-            self._paused[following.process].append(following)
+            paused[following.process].append(following)
         self.running = following
         if following is not task:
             following.greenlet.switch()
@@ -339,12 +314,9 @@ class Scheduler:
 
     def _jump(self) -> None:
         """Nobody can go on now: time passes until somebody can."""
-        while self._timers and self._timers[0][3] != self._timers[0][2].parked:
-            heapq.heappop(self._timers)
-        if not self._timers:
+        if not self._time.jump():
             self._fail("deadlock: nobody can ever go on")
-        self.time = max(self.time, self._timers[0][0])
-        if self.time > self._horizon:
+        if self._time.is_over:
             self._fail(f"not done after {self.time:.3f} virtual seconds")
         self._fire()
 

@@ -25,7 +25,7 @@ from ftcoord.testing import (
     MemoryEtcd,
     Scheduler,
 )
-from ftcoord.testing.scheduler import Clock
+from ftcoord.testing.processes import Clock
 from simulator.oracles import BARRIER, ELECTION, RUN, Oracles, Violation, require
 from simulator.plan import Network, Plan
 from simulator.stubs import CONFIG, SentinelStub
