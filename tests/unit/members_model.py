@@ -9,10 +9,11 @@ may hang.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import exploring
+from exploring import replace
 from model import LAST_CALL, RETURN, TICK, Decide, quick
 
 from ftcoord.core import rendezvous

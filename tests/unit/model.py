@@ -9,10 +9,11 @@ later round is the same state.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import exploring
+from exploring import replace
 
 from ftcoord.core import rendezvous
 from ftcoord.core.invariants import InvariantBroken, check_round, require

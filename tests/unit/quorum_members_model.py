@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import exploring
+from exploring import replace
 
 from ftcoord.core import quorum
 from ftcoord.core.invariants import check_quorum, require

@@ -12,11 +12,12 @@ what is true, by which every recall is judged.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import Final, NamedTuple
 
 import exploring
+from exploring import replace
 from members_model import MemberWorld, Mind, State, changed, is_member, new_name, port, view_without, without, written
 from model import LAST_CALL, RETURN, TICK, quick
 
