@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -137,14 +137,16 @@ def _outcome(action: Callable[[], object]) -> str:
 
 
 @contextlib.contextmanager
-def python(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A Python process with `arguments`, its standard input and output as pipes; it is killed in the end."""
+def python(*arguments: str, env: dict[str, str] | None = None, **how: Any) -> Iterator[subprocess.Popen[str]]:
+    """A Python process with `arguments`, its standard input and output as pipes; it is killed in the end. `how` are
+    more arguments of Popen's."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=None if env is None else {**os.environ, **env},
+        **how,
     )
     try:
         yield process

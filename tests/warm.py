@@ -6,6 +6,8 @@ environment (also for /proc) and end, which runs the program in `__main__` to th
 signals and exit codes are those of any program. Its parent is the zygote, which waits for it when it is asked to: so a
 pid stays its own until then, as with subprocess. multiprocessing's forkserver skips the exit hooks, and loads pytest.
 
+A program that is to run with options of the interpreter's (`-X dev`) is forked from a zygote that runs with them.
+
 The zygote has loaded neither gRPC nor anything of ftcoord's but the leaf that torch loads.
 """
 
@@ -19,7 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,20 +33,26 @@ from ftcoord.primitives.orphans import MARK
 
 LOADED_WITH: Final = frozenset({"LOGLEVEL", "FTCOORD_REPLACE_LEGACY"})
 """Variables that torch, or what it loads, reads while it is loaded: who sets one of them starts the program cold."""
+OPTIONS: Final = frozenset({"-W", "-X"})
+"""Those of the interpreter's that a program may be started with, each before its value."""
 _HERE: Final = Path(__file__).parent
 
 
 class Zygote(Forks):
-    """The process that forks for this one, and ends with it. Thread-safe."""
+    """The process that forks for this one, and ends with it. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        options: with which the interpreter runs, its own and what it forks.
+    """
+
+    def __init__(self, options: Sequence[str]) -> None:
         self._lock = threading.Lock()
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Nor the mark of a handler's workers: the zygote is none, and must not be ended with them.
         inherited = {name: value for name, value in os.environ.items() if name not in {*LOADED_WITH, MARK}}
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, str(_HERE / "zygote.py"), str(its.fileno())],
+                [sys.executable, *options, str(_HERE / "zygote.py"), str(its.fileno())],
                 pass_fds=[its.fileno()],
                 env={**inherited, "PYTHONPATH": str(_HERE.parent), "OMP_NUM_THREADS": "1", "ROOM": "x" * ROOM},
                 stdin=subprocess.DEVNULL,
@@ -58,18 +66,21 @@ class Zygote(Forks):
 
 
 @functools.cache
-def zygote() -> Zygote:
-    """That of this process."""
-    return Zygote()
+def zygote(*options: str) -> Zygote:
+    """That of this process, for programs with these options."""
+    return Zygote(options)
 
 
 class Popen(Forked, crashes.NoticedPopen):
-    """subprocess's, for `[sys.executable, ...]` with "-m" and a module, "-c" and a program, or a script, and arguments.
-    It has a session of its own, and OMP_NUM_THREADS is 1 there."""
+    """subprocess's, for `[sys.executable, ...]` with "-m" and a module, "-c" and a program, or a script, and arguments;
+    before these there may be OPTIONS. It has a session of its own, and OMP_NUM_THREADS is 1 there."""
 
     def fork(self, order: dict[str, Any], streams: list[int]) -> int:
         assert not LOADED_WITH & order["environment"].keys(), "start it cold: torch reads that while it is loaded"
-        pid = zygote().fork(order, streams)
+        arguments = order["arguments"]
+        first = next(place for place in range(0, len(arguments), 2) if arguments[place] not in OPTIONS)
+        self._zygote = zygote(*arguments[:first])
+        pid = self._zygote.fork({**order, "arguments": arguments[first:]}, streams)
         self._pidfd = os.pidfd_open(pid)
         return pid
 
@@ -79,7 +90,7 @@ class Popen(Forked, crashes.NoticedPopen):
         if not waits.poll(0 if wait_flags & os.WNOHANG else None):
             return 0, 0
         os.close(self._pidfd)
-        return self.pid, zygote().reap(self.pid)
+        return self.pid, self._zygote.reap(self.pid)
 
     def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
         if self.returncode is None and self._waitpid_lock.acquire(False):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import importlib
 import inspect
 import itertools
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import forgettable
 import pytest
+import warm
 from forgettable import MAKERS, Left, look
 from helpers import DEADLINE, eventually, python
 
@@ -41,7 +43,11 @@ NOTHING_TO_CLOSE = {
     "Timestamp",
 }
 """Values; and what uses another's client, and writes under leases that nobody renews."""
+LOADS_TORCH = {"EtcdRendezvousHandler", "EtcdStore", "EtcdTimerClient", "EtcdTimerServer"}
+"""A process that makes one of these is forked from one that has loaded it."""
+STRICT = ("-X", "dev", "-W", "ignore")
 PROGRAM = str(Path(forgettable.__file__))
+Start: TypeAlias = Callable[..., contextlib.AbstractContextManager["subprocess.Popen[str]"]]
 _runs = itertools.count(1)
 
 
@@ -63,6 +69,26 @@ def eyes(home: EtcdServer) -> Iterator[EtcdClient]:
 @pytest.fixture
 def run() -> str:
     return f"run{next(_runs)}"
+
+
+@pytest.fixture
+def start(name: str) -> Start:
+    """How a process is started that makes one, with Python's own checks. Comes before `now`, which must not take the
+    zygote for something that is left."""
+    return functools.partial(starting(name, *STRICT), *STRICT)
+
+
+@pytest.fixture
+def start_to_fork(name: str) -> Start:
+    """The same without these checks, and without a sentinel."""
+    return functools.partial(starting(name), env={**os.environ, "FTCOORD_SENTINEL": "0"})
+
+
+def starting(name: str, *options: str) -> Start:
+    if name not in LOADS_TORCH:
+        return python
+    warm.zygote(*options)
+    return warm.python
 
 
 @pytest.fixture
@@ -122,34 +148,37 @@ def test_dropped_in_a_reference_cycle(name: str, home: EtcdServer, run: str, now
     nothing(now)
 
 
-def end_of(name: str, home: EtcdServer, run: str, end: str) -> tuple[int, str]:
+def end_of(start: Start, name: str, home: EtcdServer, run: str, end: str) -> tuple[int, str]:
     """Have a process make one and end; its exit code, and what it wrote to standard error."""
-    arguments = [sys.executable, "-X", "dev", "-W", "ignore", PROGRAM, name, home.get_endpoint(), run, end]
-    done = subprocess.run(arguments, input="\n", capture_output=True, text=True, timeout=DEADLINE, check=False)
-    assert done.stdout == "made\n", done
-    return done.returncode, done.stderr
+    with start(PROGRAM, name, home.get_endpoint(), run, end, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate("\n", timeout=DEADLINE)
+        assert out == "made\n", err
+        return process.returncode, err
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_end_of_the_process(name: str, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+def test_the_end_of_the_process(name: str, start: Start, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
     """When it is gone, so are its leases: without a word."""
-    assert end_of(name, home, run, "") == (0, "")
+    assert end_of(start, name, home, run, "") == (0, "")
     if name == "EtcdStore":  # by design, its keys live on for its `ttl`
         nothing(now)
     assert not now()
 
 
+@pytest.mark.parametrize("name", ["LighthouseClient"])
 @pytest.mark.parametrize(("end", "code"), [("raise", 1), ("thread", 3)])
-def test_other_ends_of_the_process(end: str, code: int, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+def test_other_ends_of_the_process(
+    end: str, code: int, name: str, start: Start, home: EtcdServer, run: str, now: Callable[[], Left]
+) -> None:
     """By an exception, and by sys.exit after a thread has called that in vain."""
-    assert end_of("LighthouseClient", home, run, end)[0] == code
+    assert end_of(start, name, home, run, end)[0] == code
     assert not now()
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS.keys() - {"EtcdServer", "EtcdCluster"}))
-def test_the_end_of_the_process_while_etcd_is_away(name: str, fragile: EtcdServer, run: str) -> None:
+def test_the_end_of_the_process_while_etcd_is_away(name: str, start: Start, fragile: EtcdServer, run: str) -> None:
     """Without a word of what does not matter any longer, and without waiting for each request's time-out."""
-    with python("-X", "dev", "-W", "ignore", PROGRAM, name, fragile.get_endpoint(), run) as process:
+    with start(PROGRAM, name, fragile.get_endpoint(), run) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "made\n"
         fragile.kill()
@@ -160,10 +189,12 @@ def test_the_end_of_the_process_while_etcd_is_away(name: str, fragile: EtcdServe
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_forked_child_that_ends(name: str, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
+def test_a_forked_child_that_ends(
+    name: str, start_to_fork: Start, home: EtcdServer, run: str, now: Callable[[], Left]
+) -> None:
     """It drops and collects what the parent made, which lives on. The parent is killed in the end; a sentinel would
     write into the next test then. tests/integration/test_sentinel.py forks with one."""
-    with python(PROGRAM, name, home.get_endpoint(), run, "fork", env={"FTCOORD_SENTINEL": "0"}) as process:
+    with start_to_fork(PROGRAM, name, home.get_endpoint(), run, "fork") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "0 [] True\n"
         if name not in WITHOUT_LEASE:

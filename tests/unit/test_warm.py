@@ -41,6 +41,13 @@ def test_it_is_what_its_command_says(tmp_path: Path) -> None:
             assert set(told["ftcoord"]) <= {"ftcoord", "ftcoord._torchrun"}
 
 
+def test_the_interpreter_has_its_options() -> None:
+    tell = "import sys; print(sys.flags.dev_mode, sys.warnoptions, sys.argv)"
+    for run in (warm.run, cold):
+        done = run("-X", "dev", "-W", "ignore", "-c", tell)
+        assert done.stdout == "True ['default', 'ignore'] ['-c']\n", done.stderr
+
+
 END = "import atexit, os, signal, sys; atexit.register(print, 'the end'); "
 
 
