@@ -57,7 +57,7 @@ FLOORS = (
     "primitives.deaths primitives.feed primitives.step_thread primitives.exactly_once primitives.leased_keys",
     "primitives.informer",
     "primitives.group.policy primitives.group.invariant_guard primitives.group.parse_cache primitives.group.member_key",
-    "primitives.group.inbox primitives.group.members_view primitives.group.record_lease",
+    "primitives.group.inbox primitives.group.members_view primitives.group.record_lease primitives.group.history_lease",
     "primitives.group.beside primitives.group.event_log primitives.group.checkup",
     "primitives.group.decided_record primitives.group.succession",
     "primitives.group.pace primitives.group.use primitives.group.plain_policy",

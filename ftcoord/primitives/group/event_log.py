@@ -14,9 +14,9 @@ from ftcoord import concurrency
 from ftcoord.core.event_records import KEPT_EVENTS, HistoryEvent, encode
 from ftcoord.core.layout import Span, event_key, event_revision, events_span
 from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
-from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Lease, Op, Put
+from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Op, Put
 from ftcoord.etcd.retry import UNANSWERED
-from ftcoord.primitives.renewal import KeptLease
+from ftcoord.primitives.group.history_lease import CALL_TIMEOUT, HistoryLease
 from ftcoord.primitives.write_once import WriteOutcome
 
 log = logging.getLogger(__name__)
@@ -29,15 +29,10 @@ OWED: Final = 40
 """Events that wait meanwhile; the oldest of them are written with the next decision."""
 LOOK_AGAIN: Final = KEPT_EVENTS // 4
 """Events written between two reads of what others have written."""
-CALL_TIMEOUT: Final = 1.0
-"""Seconds that a call for the history alone may take."""
 
 
 class EventLog:
     """What one writer adds to a history. Not thread-safe.
-
-    All of a history is attached to one lease, which the decider keeps alive: it takes over the existing lease, and
-    grants one only if there is none, or its TTL is too short.
 
     Args:
         etcd: the etcd client.
@@ -48,12 +43,9 @@ class EventLog:
     """
 
     def __init__(self, etcd: EtcdCalls, prefix: str, ttl: int, writer: str, *, keeps: bool = True) -> None:
-        self._etcd, self._prefix, self._ttl, self._writer, self._keeps = etcd, prefix, ttl, writer, keeps
+        self._etcd, self._prefix, self._writer = etcd, prefix, writer  # never change
+        self._lease = HistoryLease(etcd, ttl, keeps=keeps)
         self._counts = itertools.count()
-        self._lease = 0
-        self._kept: KeptLease | None = None
-        self._is_unused = False
-        """Whether this has granted the lease, and has not written under it yet."""
         self._keys: list[str] = []
         """The known keys of the history, in order."""
         self._unseen = LOOK_AGAIN
@@ -76,7 +68,7 @@ class EventLog:
         except EtcdError as error:
             self.refused(error)
             return []
-        self._is_unused = False
+        self._lease.note_used()
         puts = [Put(self._next_key(revision), encode(event), lease) for event in (*self._owed, *events)]
         known = [*self._keys, *(put.key for put in puts)]
         if len(known) <= KEPT_EVENTS:
@@ -152,13 +144,8 @@ class EventLog:
 
     def drop(self) -> None:
         """Stop keeping the history's lease alive: another decider does, or it expires. Idempotent."""
-        lease, is_unused = self._lease, self._is_unused
-        self._forget_lease()
-        if is_unused:
-            try:
-                self._etcd.revoke(lease, timeout=CALL_TIMEOUT)
-            except EtcdError as error:
-                log.debug("the lease of a history that was not written expires by itself: %s", error)
+        self._lease.drop()
+        self._unseen = LOOK_AGAIN
 
     def _next_key(self, revision: int) -> str:
         """A key after all existing ones, even if etcd was restored and counts again."""
@@ -167,21 +154,17 @@ class EventLog:
         key = event_key(self._prefix, base, self._writer, next(self._counts))
         return key if key > last else event_key(self._prefix, base + 1, self._writer, next(self._counts))
 
-    # -- the lease ----------------------------------------------------------------------------------------------
-
     def _take_lease(self) -> int:
         """The lease to write under. Raises EtcdError."""
-        if self._kept is not None and not self._kept.kept:
+        if self._lease.is_lost:
             self._forget_lease()
         if self._unseen >= LOOK_AGAIN:
             newest = self._look()
-            if not self._lease and newest is not None and newest.lease:
-                self._adopt(newest.lease)
-        if not self._lease:
-            now, lease = concurrency.now(), self._etcd.grant(self._ttl, timeout=CALL_TIMEOUT)
-            self._use(lease, now)
-            self._is_unused = True
-        return self._lease
+            if not self._lease.id and newest is not None and newest.lease:
+                self._lease.adopt(newest.lease)
+        if not self._lease.id:
+            self._lease.grant()
+        return self._lease.id
 
     def _look(self) -> KeyValue | None:
         """Read the existing events; returns the newest."""
@@ -191,22 +174,6 @@ class EventLog:
         self._unseen = 0
         return found.kvs[0] if found.kvs else None
 
-    def _adopt(self, lease: int) -> None:
-        """Continue with the lease that others have used, if its TTL is long enough."""
-        now = concurrency.now()
-        try:
-            ttl = self._etcd.renew(lease, timeout=CALL_TIMEOUT)
-        except LeaseLost:
-            return
-        if ttl >= self._ttl:
-            self._use(Lease(lease, ttl), now)
-
-    def _use(self, lease: Lease, now: float) -> None:
-        self._lease = lease.id
-        if self._keeps:
-            self._kept = KeptLease(self._etcd, lease, now)
-
     def _forget_lease(self) -> None:
-        if self._kept is not None:
-            self._kept.stop()
-        self._kept, self._lease, self._is_unused, self._unseen = None, 0, False, LOOK_AGAIN
+        self._lease.forget()
+        self._unseen = LOOK_AGAIN  # others may have another one by now
