@@ -7,8 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from simulator.history import play
@@ -16,10 +19,14 @@ from simulator.mutants import MUTANTS, Mutant, caught_by, planted
 from simulator.oracles import ELECTION, ElectionOracle, Violation
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.shrinking import shrink
+from simulator.stubs import CONFIG, SentinelStub
 
 from ftcoord.core.election_records import Candidacy, Term, encode
 from ftcoord.core.layout import decided_key, member_key
 from ftcoord.etcd.api import Compare, Event, KeyValue
+from ftcoord.primitives import sentinel
+from ftcoord.primitives.sentinel_orders import Order
+from ftcoord.testing import MemoryClient, Scheduler
 
 SEEDS = int(os.environ.get("FTCOORD_SIM_SEEDS", "3"))
 """Of each profile."""
@@ -126,6 +133,36 @@ def test_terms_begin_anew_only_where_no_candidate_knows_the_last_one(knows: str)
     else:
         with pytest.raises(Violation, match="terms only grow: 1 after 4"):
             decide(begun_anew, 7)
+
+
+def test_a_simulated_sentinel_is_told_what_a_real_one_is() -> None:
+    """Also of a renewal whose answer came late: its lease's time began when that was sent."""
+
+    def tell(sentinel: Any) -> None:
+        sentinel.keep(CONFIG, 1, 10.0, "/deaths", ("2", "3"), -4.0)
+        sentinel.keep(CONFIG, 4, 5.0, "/deaths")
+        sentinel.rest(1)
+        sentinel.keep(CONFIG, 1, 10.0, "/deaths", sent_at=-1.0)
+        sentinel.rest(5)
+        sentinel.drop(4)
+        sentinel.drop(4)
+
+    def orders_of(sentinel: Any, told: Callable[[], Iterable[Order]]) -> list[Order]:
+        world = Scheduler()
+        world.run(lambda: tell(sentinel()))
+        return [{**order, "at": round(order.get("at", 0.0), 2)} for order in told() if "config" not in order]
+
+    lines: list[bytes] = []
+
+    def real() -> sentinel.Sentinel:
+        one = sentinel.Sentinel()
+        one._process = cast(Any, SimpleNamespace(tell=lines.append))
+        return one
+
+    stub = SentinelStub("a process", cast(MemoryClient, None), lambda _run: None)
+    said_to_real = orders_of(real, lambda: map(json.loads, b"".join(lines).splitlines()))
+    said_to_stub = orders_of(lambda: stub, lambda: json.loads(json.dumps([*stub._orders])))
+    assert said_to_stub == said_to_real
 
 
 def test_a_plan_is_kept_as_text() -> None:

@@ -119,7 +119,7 @@ class SentinelStub:
         was: Sequence[str] = (),
         sent_at: float | None = None,
     ) -> None:
-        at = concurrency.now()
+        at = concurrency.now() if sent_at is None else sent_at
         order = self._kept[lease_id] = Order(etcd=0, keep=lease_id, at=at, ttl=ttl, deaths=deaths, was=was, rests=False)
         self._tell(order)
 
