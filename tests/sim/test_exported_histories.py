@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import pytest
 from judge.__main__ import main as judge
@@ -11,9 +12,11 @@ from judge.history import read
 from judge.linearizability import findings
 from simulator.__main__ import main as simulate
 from simulator.exporting import history_of
-from simulator.history import play
+from simulator.history import Report, play
 from simulator.mutants import MUTANTS, planted
-from simulator.plan import PlannedFault, plan_of
+from simulator.plan import Network, Plan, PlannedFault, plan_of
+
+from ftcoord.testing.keyspace import Transaction
 
 SEEDS = {"stores": 25, "rounds": 22, "whole jobs": 3}
 """How many of each profile."""
@@ -43,6 +46,40 @@ def test_a_planted_fault_is_seen(name: str, profile: str) -> None:
             if [*findings(history_of(play(plan_of(seed, profile))))]:
                 return
     pytest.fail(f"no history of 17 shows that {name}")
+
+
+LOSING: Final = Network(lost_answers=0.25)
+"""Of four requests that etcd has carried out one is not answered."""
+
+
+def losing(seed: int) -> Plan:
+    """A history in which nothing else happens than that answers are lost."""
+    return Plan(seed, "stores", {"store": 3}, (), LOSING, 4.0, options={"join_timeout": 1.0, "min_replicas": 1.0})
+
+
+def sent_again(report: Report) -> int:
+    """How many changes were sent once more after an answer was lost."""
+    last: dict[str, tuple[str, object]] = {}
+    count = 0
+    for _, who, mark, what in report.trace.noted:
+        before = last.get(who)
+        count += isinstance(what, Transaction) and bool(what.puts) and before == ("!", what)
+        last[who] = mark, what
+    return count
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_order_explains_changes_that_were_sent_again(seed: int) -> None:
+    report = play(losing(seed))
+    assert not report.failed, report.problem
+    assert sent_again(report) >= 3
+    assert not [*findings(history_of(report))]
+
+
+def test_the_judge_sees_changes_that_are_made_again() -> None:
+    """Whose answers were lost: it knows only what clients asked and were told."""
+    with planted(next(one for one in MUTANTS if one.name == "a change whose answer was lost is made again")):
+        assert any([*findings(history_of(play(losing(seed))))] for seed in range(3))
 
 
 def test_the_simulators_command_exports_what_the_judges_command_reads(

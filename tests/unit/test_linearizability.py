@@ -57,6 +57,12 @@ GOOD = {
         did("get", told="3", at=(5, 6)),
         did("add", "-1", told="7", at=(7, 8)),
     ],
+    "a write that was sent again, and seen before it was answered": [
+        did("append", "x", at=(0, 9)),
+        did("get", told="x", at=(1, 2)),
+        did("append", "y", at=(3, 4)),
+        did("get", told="xy", at=(10, 11)),
+    ],
     "a key that an unanswered write brought": [did("set", "x", at=(0, None)), did("check", told=True, at=(1, 2))],
     "two keys": [did("set", "x", at=(0, 1)), did("check", told=False, at=(2, 3), key="other")],
     "rounds": [
@@ -85,6 +91,12 @@ BAD = {
     "an unanswered write that is made twice": [
         did("append", "x", at=(0, None)),
         did("get", told="xx", at=(1, 2)),
+    ],
+    "a write that was sent again, and made twice": [
+        did("append", "x", at=(0, 9)),
+        did("get", told="x", at=(1, 2)),
+        did("append", "y", at=(3, 4)),
+        did("get", told="xyx", at=(10, 11)),
     ],
     "an unanswered write that comes again": [
         did("set", "x", at=(0, None)),

@@ -21,20 +21,21 @@ class Trace:
     """All that happened, in order. `note` costs nearly nothing: what it says is made when somebody reads it."""
 
     lanes: list[str] = field(default_factory=list)
-    _noted: list[tuple[float, str, str, object]] = field(default_factory=list)
+    noted: list[tuple[float, str, str, object]] = field(default_factory=list)
+    """What `note` was given, in order."""
 
     def note(self, at: float, who: str, mark: str, what: object) -> None:
         """Something that `who` did or that befell it. `mark` is one character of the diagram."""
         if who not in self.lanes:
             self.lanes.append(who)
-        self._noted.append((at, who, mark, what))
+        self.noted.append((at, who, mark, what))
 
     def clear(self) -> None:
         """Forget all of it."""
-        self._noted.clear()
+        self.noted.clear()
 
     def __len__(self) -> int:
-        return len(self._noted)
+        return len(self.noted)
 
     def text(self, last: int | None = None) -> str:
         """The diagram; of the last events only, if that is given."""
@@ -42,8 +43,8 @@ class Trace:
             f"{'':>10}  {''.join('|' + ' ' * (_LANE - 1) for _ in range(at))}{name}"
             for at, name in enumerate(self.lanes)
         ]
-        noted = self._noted if last is None else self._noted[-last:]
-        skipped = len(self._noted) - len(noted)
+        noted = self.noted if last is None else self.noted[-last:]
+        skipped = len(self.noted) - len(noted)
         gap = [f"... {skipped} lines before"] if skipped else []
         return "\n".join([*head, *gap, *(self._line(*one) for one in noted)]) + "\n"
 
