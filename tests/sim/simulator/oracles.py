@@ -214,7 +214,9 @@ class QuorumOracle:
         lost_views, self._lost_views = self._lost_views, lost if was == new else []
         answered = {one.member: one.asked for one in (*new.idle, *new.seats)}
         names_now = frozenset(one.request.replica_id for one in new.seats)
-        at = self._decided_at.setdefault((new.number, new.id, new.created, new.by), now)
+        which = (new.number, new.id, new.created, new.by)
+        is_known = which in self._decided_at  # judged before: its request arrives again, and etcd has lost the first
+        at = self._decided_at.setdefault(which, now)
         self._last = Last(names_now, frozenset(new.profiles), answered, at)
         garbled, self._garbled = self._garbled, False
         names = [one.request.replica_id for one in new.seats]
@@ -241,7 +243,7 @@ class QuorumOracle:
             texts = sorted({str(sorted(one)) for one in allowed() if one})
             return f"quorum {new.number} of {sorted(names)} after {sorted(before.names)}; allowed were {texts}"
 
-        require("torchft's rules", garbled or names_now in allowed(), problem)
+        require("torchft's rules", garbled or is_known or names_now in allowed(), problem)
 
     def _is_forgotten(self, old: QuorumRecord, new: QuorumRecord, views: Sequence[Mapping[str, Member]]) -> bool:
         """Whether nobody can know of the last quorum, whose record somebody has deleted: not who decided, nor a member
