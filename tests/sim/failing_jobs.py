@@ -12,7 +12,6 @@ import os
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any, Final
 
 from simulator.oracles import RUN
 from simulator.plan import Plan
-from simulator.roles import Hold, Role
-from simulator.stubs import installed
+from simulator.role import Hold, Role
+from simulator.stubs import installed, replacing
 from simulator.trace import Trace
 from simulator.world import Process, World
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -372,12 +371,7 @@ def kernel_of(job: Job) -> Iterator[None]:
     def record(**event: Any) -> None:
         job.node_now.told.append(event["message"])
 
-    with installed(job.plan.seed, job.sentinel, lambda _kept: None), ExitStack() as undo:
-
-        def put(module: Any, name: str, value: object) -> None:
-            undo.callback(setattr, module, name, module.__dict__[name])
-            setattr(module, name, value)
-
+    with installed(job.plan.seed, job.sentinel, lambda _kept: None), replacing() as put:
         put(handlers, "WorkerWatch", lambda *given: job.node_now.watch(*given))
         put(handlers, "serve_timers", lambda *given: job.node_now.serve_timers(*given))
         put(handlers, "why_process_ends", lambda: type(job.node_now.ended).__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,12 +15,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from simulator.found import FOUND
 from simulator.history import play
 from simulator.mutants import MUTANTS, Mutant, caught_by, planted
 from simulator.oracles import ELECTION, ElectionOracle, Violation
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.shrinking import shrink
 from simulator.stubs import CONFIG, SentinelStub
+from simulator.timer_rules import LATE_RELEASE, TimersHeld
+from simulator.vote_rules import RankCalls
 
 from ftcoord.core.election_records import Candidacy, Term, encode
 from ftcoord.core.layout import decided_key, member_key
@@ -31,9 +35,6 @@ from ftcoord.testing import MemoryClient, Scheduler
 SEEDS = int(os.environ.get("FTCOORD_SIM_SEEDS", "3"))
 """Of each profile."""
 HERE = Path(__file__).parent
-FOUND = {name: Plan.loaded(plan) for name, plan in json.loads((HERE / "found.json").read_text()).items()}
-"""Histories that found something, by what they found, as `python -m simulator plan` tells them: kept for ever, whatever
-becomes of the profiles."""
 PRINT_TRACES = """
 import sys, hashlib
 from simulator.history import play
@@ -78,6 +79,13 @@ def test_a_seed_has_one_trace_in_every_interpreter() -> None:
         "a lease is renewed when its time is over",
         "a sentinel does not give up leases",
         "a roster that is deleted is not put back",
+        "a quorum's roster is written without its guard",
+        "nobody asks whether a watch has missed the last change",
+        "of a round that etcd lost nobody in an earlier one hears",
+        "a watch that goes on drops the first event",
+        "two calls of one rank count as two ranks",
+        "a group asks for a rank that has given up",
+        "all timers of a slot have one token",
     ],
 )
 def test_a_planted_fault_is_seen(name: str) -> None:
@@ -163,6 +171,49 @@ def test_a_simulated_sentinel_is_told_what_a_real_one_is() -> None:
     said_to_real = orders_of(real, lambda: map(json.loads, b"".join(lines).splitlines()))
     said_to_stub = orders_of(lambda: stub, lambda: json.loads(json.dumps([*stub._orders])))
     assert said_to_stub == said_to_real
+
+
+@pytest.mark.parametrize(
+    ("votes", "problem"),
+    [
+        ([(0, True, 1, 9, True), (1, True, 2, 8, True)], ""),
+        ([(0, True, 1, 9, False), (1, False, 2, 8, False)], ""),
+        ([(0, True, 1, 9, True), (1, True, 2, math.inf, None)], ""),  # that one is about to hear
+        ([(0, True, 1, 9, True)], "ranks [1] have not said yes"),
+        ([(0, True, 1, 9, True), (0, True, 2, 8, True)], "ranks [1] have not said yes"),
+        ([(0, True, 4, 9, True), (1, True, 2, 3, True)], "ranks [1] have not said yes"),
+        ([(0, True, 1, 9, True), (1, True, 2, 8, None)], "ranks [1] have not said yes"),  # its time was over
+        ([(0, True, 1, 9, True), (1, False, 2, 8, True)], "with one that said no"),
+        ([(0, True, 1, 9, False), (1, True, 2, 8, False)], "all say yes"),
+        ([(0, True, 1, 9, False), (1, False, 2, 8, None)], "all say yes"),  # its time was over
+    ],
+)
+def test_a_vote_is_judged_by_the_calls_that_wait_together(
+    votes: list[tuple[int, bool, int, float, bool | None]], problem: str
+) -> None:
+    calls = RankCalls(2)
+    for rank, yes, began, ended, told in votes:
+        vote = calls.begin(rank, yes, began)
+        vote.ended, vote.told = ended, told
+    found = calls.problem_of_vote(calls.votes[0])
+    assert problem in found
+    assert bool(problem) == bool(found)
+
+
+def test_a_worker_is_killed_only_for_what_was_late() -> None:
+    held = TimersHeld()
+    assert not held.may_be_killed("w", 1.0)
+    held.acquires("w", "step", 5.0, 10.0)
+    assert not held.may_be_killed("w", 14.9)
+    assert held.may_be_killed("w", 15.0)
+    held.acquires("w", "step", 5.0, 12.0)  # in the place of that one
+    assert not held.may_be_killed("w", 16.9)
+    held.releases("w", "step", 16.9)
+    assert not held.may_be_killed("w", 17.0)
+    held.acquires("w", "step", 1.0, 20.0)
+    held.releases("w", "step", 21.0)  # late
+    assert held.may_be_killed("w", 22.0)
+    assert not held.may_be_killed("w", 22.0 + LATE_RELEASE)
 
 
 def test_a_plan_is_kept_as_text() -> None:

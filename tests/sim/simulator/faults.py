@@ -42,7 +42,6 @@ class Faults:
         self._order = itertools.count()
         self._snapshots = [snapshot]
         self._etcd_is_away, self._full_until, self._last_at = False, 0.0, 0.0
-        self._lives: Counter[str] = Counter()
         self.injected: Counter[str] = Counter()
         for fault in world.plan.faults:
             self._later(fault.at, lambda fault=fault: self._begin(fault))
@@ -57,6 +56,7 @@ class Faults:
 
     def stop(self) -> None:
         """No further faults: all that are to end do so now. Who was to start again starts."""
+        self._world.kills_claimers.clear()
         while self._due:
             # All of these first: one that is put off until etcd is back would else never let that come back.
             due, self._due = sorted(self._due), []
@@ -93,8 +93,21 @@ class Faults:
             at = self._world.scheduler.time
             self._after(BURIAL, lambda: self._check_burial(victim, leases, at))
         if draw.random() < 0.8:
-            self._after(draw.choice((0.0, 0.5, LEASE_TTL, 2 * LEASE_TTL)), lambda: self._restart(victim, draw))
+            self._restart_later(victim, draw)
         return f"{victim.name} is killed{', and its host with it' if with_host else ''}"
+
+    def _restart_later(self, victim: Process, draw: random.Random) -> None:
+        pause = draw.choice((0.0, 0.5, LEASE_TTL, 2 * LEASE_TTL))
+        self._after(pause, lambda: self._world.restart(victim, draw))
+
+    def _kill_claimer(self, draw: random.Random) -> str:
+        def kill(claimer: Process) -> None:
+            claimer.kill(with_host=False)
+            self._restart_later(claimer, draw)
+            self._world.note(f"{claimer.name} is killed")
+
+        self._world.kills_claimers.append(kill)
+        return "the next server that claims a timer will be killed before it kills"
 
     def _is_served(self, process: Process) -> bool:
         """Whether etcd answers it now, and takes what it writes."""
@@ -106,13 +119,6 @@ class Faults:
         if self._last_at <= at and self._world.scheduler.time >= at + BURIAL:  # earlier where faults stop
             left = [key for key, kv in self._world.oracles.kvs.items() if kv.lease in leases and is_member_key(key)]
             require("a sentinel gives leases up", not left, f"{victim.name} is dead, and there is {left}")
-
-    def _restart(self, victim: Process, draw: random.Random) -> None:
-        slot = victim.name.partition(".")[0]
-        self._lives[slot] += 1
-        name = f"{slot}.{self._lives[slot]}"
-        self._world.start(type(victim.role)(self._world, draw), name)
-        self._world.note(f"{name} is started in place of {victim.name}")
 
     def _stop(self, draw: random.Random) -> str:
         return self._pause(draw, draw.choice((1.0, LEASE_TTL - 1, LEASE_TTL + 2, 3 * LEASE_TTL)))

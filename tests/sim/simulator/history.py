@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import traceback
@@ -9,11 +10,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.core.layout import is_member_key
 from ftcoord.core.store_history import Operation
 from ftcoord.etcd.api import KeyValue
 from ftcoord.testing import MemoryEtcd, Scheduler, Stuck
 from simulator.faults import Faults, cast
+from simulator.kernel import Kernel
+from simulator.managed_roles import managers_installed
 from simulator.oracles import Violation, require
 from simulator.plan import Network, Plan
 from simulator.roles import ROLES
@@ -32,6 +36,10 @@ BOUND: Final = 6.0 * LEASE_TTL + L1_BOUND
 LEAVE_BOUND: Final = 60.0
 LOSE_COUNT: Final = frozenset({"delete_key", "garbage", "restore", "wipe"})
 """Faults after which nobody may know of an earlier round's keys: they end with their lease."""
+MISS_EVENTS: Final = frozenset({"lost_event"})
+"""Faults after which a copy may be wrong until its owner asks etcd whether it is: for 4.5 times the TTL of a lease."""
+HEARD_WITHIN: Final = 6.0
+"""Seconds within which each process knows of a change: it may still wait for what it asked before, for 5 s."""
 CALM_TTL: Final = 60
 """Seconds; leases with a shorter TTL are members', and must be gone at the end."""
 
@@ -91,11 +99,18 @@ def play(plan: Plan) -> Report:
     def main() -> None:
         with MemoryEtcd() as etcd:
             world = World(scheduler, etcd, plan, trace)
-            with installed(plan.seed, world.sentinel, world.keeps):
+            with contextlib.ExitStack() as stubs:
+                stubs.enter_context(installed(plan.seed, world.sentinel, world.keeps))
+                stubs.enter_context(Kernel(world).installed())
+                stubs.enter_context(managers_installed(world))
+                stubs.enter_context(world.copies.noted())
                 faults = Faults(world, etcd.snapshot())
                 report.faults, report.counts = faults.injected, world.oracles.counts
                 report.operations, report.joins = world.oracles.operations, world.oracles.joins
-                _play(world, faults)
+                try:
+                    _play(world, faults)
+                except Violation as violation:  # at once: else the end of this etcd would be what is told of
+                    scheduler.fail(violation)
 
     disabled, log = logging.root.manager.disable, logging.getLogger("ftcoord")
     logging.disable(logging.WARNING)
@@ -131,10 +146,27 @@ def _play(world: World, faults: Faults) -> None:
         process.resume()
         process.mend()
         process.client.loses = lambda _event: False
+    _hear(world)
     _come_about(world)
     _stay_calm(world, since)
     _end(world)
     world.oracles.finish()
+
+
+def _hear(world: World) -> None:
+    """Soon all know what etcd holds, also those that wait for nothing: looked at while what is due comes about, which
+    may heal what is wrong."""
+    misses_events = not MISS_EVENTS.isdisjoint(one.kind for one in world.plan.faults)
+    if misses_events or not world.plan.network.loses_nothing:
+        return
+    revision = world.etcd.revision
+
+    def look() -> None:
+        world.scheduler.sleep(HEARD_WITHIN)
+        if wrong := world.copies.wrong(revision):
+            world.scheduler.fail(Violation("a copy shows what etcd holds", "\n".join(wrong)))
+
+    concurrency.thread(look, "copies").start()
 
 
 def _come_about(world: World) -> None:
@@ -161,7 +193,7 @@ def _stay_calm(world: World, since: float) -> None:
 def _end(world: World) -> None:
     """All leave, and nothing is left of them but what is to be remembered."""
     world.note("all are told to leave")
-    since = world.scheduler.time
+    world.is_ending, since = True, world.scheduler.time
     for process in world.live:
         process.leaves.set()
         process.begin(process.role.interrupt, "signal")

@@ -36,6 +36,8 @@ from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Compare, Event, KeyValue
 from simulator.quorum_rules import Last, Member, may_decide
+from simulator.timer_rules import TimersHeld
+from simulator.vote_rules import RankCall, RankCalls
 
 RUN: Final = run_prefix("/ftcoord/v1", "run")
 ELECTION: Final = election_prefix(RUN, "lead")
@@ -437,6 +439,9 @@ class Oracles:
         self.election, self.barrier = ElectionOracle(self.owner), BarrierOracle()
         self.was_restored = False
         self.operations: list[Operation] = []
+        self.timers = TimersHeld()
+        self.calls: list[tuple[str, RankCalls]] = []
+        """What the ranks of each manager called for, and its process."""
         self.joins: list[Operation] = []
         """What agents asked and were told of rounds: for `exporting`, other oracles judge them."""
         self.kvs: dict[str, KeyValue] = {}
@@ -496,8 +501,22 @@ class Oracles:
         rolls = [key for key in self.kvs if key.startswith(f"{RUN}/rolls/") and key.split("/")[-2] != roll]
         return [*fences, *stores, *rolls]
 
+    def reaped(self, by: str, worker: str, now: float) -> None:
+        """A worker is about to be killed, at that time of its host's clock."""
+        self.counts["reaped"] += 1
+        may = self.timers.may_be_killed(worker, now)
+        require("timers kill only what was late", may, lambda: f"{by} kills {worker} at {now}: {self.timers}")
+
+    def voted(self, process: str, calls: RankCalls, vote: RankCall) -> None:
+        """A rank was told what its vote came to."""
+        problem = calls.problem_of_vote(vote)
+        require("a vote is the AND of all ranks", not problem, f"{process}, {vote}: {problem}")
+
     def finish(self) -> None:
-        """S4, when nothing is under way any longer."""
+        """Votes and S4, when nothing is under way any longer."""
+        for process, calls in self.calls:
+            for vote in calls.votes:
+                self.voted(process, calls, vote)
         states = {key.removeprefix(self._data): history for key, history in self._store.items()}
         findings = store_history.check(self.operations, states)
         require("S4 a store operation happens once", not findings, lambda: repr(findings)[:2000])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -25,60 +24,22 @@ from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
-from ftcoord.testing import MemoryClient
+from simulator.managed_roles import Group
 from simulator.oracles import STORE, WRITTEN, StartedRound, Violation
+from simulator.role import RESTART_PAUSE, Hold, Role
+from simulator.timed_roles import Watchdog, Worker
 
 if TYPE_CHECKING:
     from simulator.world import Process, World
 
 IN_TWOS = RollSizes(inline=0, chunk=2)
 """Each roll lies beside its head, two seats to a chunk."""
-RESTART_PAUSE = 0.5
-"""Seconds after which a process that was refused begins again."""
-
-
 COLLECTIVE_TIMEOUT = 10.0
 """Seconds after which workers give up a collective with a peer that is dead."""
 
 
 class Leaves(Exception):
     """The agent was told to end: no reason to close the run."""
-
-
-class Hold:
-    """A hold on the client of a process, as `SharedClient` is one: it may be closed before the client is."""
-
-    def __init__(self, client: MemoryClient) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def close(self) -> None:
-        pass
-
-
-class Role:
-    """What one process does, until it is told to leave.
-
-    Args:
-        draw: what it decides by.
-    """
-
-    def __init__(self, world: World, draw: random.Random) -> None:
-        self.world, self.draw = world, draw
-
-    def live(self, process: Process) -> None:
-        """All of its life. Gives up all that it has before it returns."""
-        raise NotImplementedError
-
-    def interrupt(self) -> None:
-        """End a wait without limit: the process is told to leave."""
-
-    @classmethod
-    def missing(cls, world: World, since: float) -> str:
-        """What is still to come of all processes of this role, after faults have stopped; empty if nothing is."""
-        raise NotImplementedError
 
 
 class Agent(Role):
@@ -392,4 +353,7 @@ ROLES: dict[str, type[Role]] = {
     "candidate": Candidate,
     "party": Party,
     "beater": Beater,
+    "worker": Worker,
+    "watchdog": Watchdog,
+    "group": Group,
 }

@@ -174,6 +174,18 @@ class SentinelStub:
 
 
 @contextlib.contextmanager
+def replacing() -> Iterator[Callable[[Any, str, object], None]]:
+    """How to put something in the place of what a module has, until the end of the context."""
+    with contextlib.ExitStack() as undo:
+
+        def put(module: Any, name: str, value: object) -> None:
+            undo.callback(setattr, module, name, module.__dict__[name])
+            setattr(module, name, value)
+
+        yield put
+
+
+@contextlib.contextmanager
 def installed(seed: int, sentinel_of: Callable[[], Any], keeps: Callable[[session.KeptLease], None]) -> Iterator[None]:
     """All of this in place of the real ones; names and numbers come from the seed. `keeps` is told of each session's
     lease."""
@@ -194,12 +206,7 @@ def installed(seed: int, sentinel_of: Callable[[], Any], keeps: Callable[[sessio
             super().__init__(*args)
             keeps(self)
 
-    with contextlib.ExitStack() as undo:
-
-        def put(module: Any, name: str, value: object) -> None:
-            undo.callback(setattr, module, name, module.__dict__[name])
-            setattr(module, name, value)
-
+    with replacing() as put:
         # Each process and the oracles would parse the same bytes, which always say the same.
         parsed = functools.cache(parse_replica)
         put(policy, "parse_replica", parsed)

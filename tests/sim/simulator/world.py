@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,7 @@ from ftcoord.testing import (
     Scheduler,
 )
 from ftcoord.testing.processes import Clock
+from simulator.copies import Copies
 from simulator.oracles import BARRIER, ELECTION, RUN, Oracles, Violation, require
 from simulator.plan import Network, Plan
 from simulator.stubs import CONFIG, SentinelStub
@@ -94,12 +96,15 @@ class Process:
         self.leaves = concurrency.event()
         self.is_killed = self.is_stopped = self.is_done = self.is_cut = self._has_lost_its_host = False
         self.killed_at = 0.0
+        self.killed_by: Process | None = None
         self._sentinels_client = self._client(sentinel=True)
         self.sentinel = SentinelStub(name, self._sentinels_client, self._begin_sentinel)
-        clock = Clock(1 + draw.uniform(-0.01, 0.01) if world.plan.drifts else 1.0)
+        pace = random.Random(f"{world.plan.seed} host") if role.shares_host else draw
+        clock = Clock(1 + pace.uniform(-0.01, 0.01) if world.plan.drifts else 1.0)
         world.scheduler.set_clock(name, clock)
         world.scheduler.set_clock(self.sentinels_name, clock)
         self._clock = clock
+        world.begun[name] = self
         self.begin(self._run, name)
 
     @property
@@ -112,8 +117,12 @@ class Process:
 
     def trusts(self, lease: KeptLease) -> bool:
         """Whether it takes a lease of its own for alive, by its own clock: nobody asks it."""
-        now = self.world.scheduler.time * self._clock.rate
+        now = self.clock_at(self.world.scheduler.time)
         return not lease._lost and lease._times.state(now) is SessionState.CONNECTED
+
+    def clock_at(self, time: float) -> float:
+        """What its monotonic clock says at a time of the world's."""
+        return time * self._clock.rate
 
     def note(self, mark: str, what: object) -> None:
         """Something that it does, for the trace."""
@@ -232,12 +241,21 @@ class World:
         """What the owner of each lease knows of it."""
         self.oracles = Oracles(self.job, self._name_of, self._is_dead, plan.nnodes)
         self.processes: dict[str, Process] = {}
+        self.begun: dict[str, Process] = {}
+        """Those, and one that runs already while it is being started."""
         self.restored_at = -1e9
         self.observer = etcd.client()
         etcd.listen(self._committed)
-        prefixes = {"agent": RUN, "trainer": self.job.prefix, "candidate": ELECTION, "party": BARRIER}
-        self.groups = [prefix for role, prefix in prefixes.items() if plan.cast.get(role)]
+        job = self.job.prefix
+        prefixes = {"agent": RUN, "trainer": job, "candidate": ELECTION, "party": BARRIER, "group": job}
+        self.groups = [*dict.fromkeys(prefix for role, prefix in prefixes.items() if plan.cast.get(role))]
         """What the keys of each group that has members begin with."""
+        self.copies = Copies(self)
+        self.kills_claimers: list[Callable[[Process], None]] = []
+        """Each kills a timer server that has claimed a timer, and is about to kill the worker."""
+        self.is_ending = False
+        """Whether all are told to leave."""
+        self._lives: Counter[str] = Counter()
 
     def note(self, what: object) -> None:
         """A fault, or what else is done from outside, for the trace."""
@@ -246,7 +264,34 @@ class World:
     def start(self, role: Role, name: str) -> Process:
         """A process with this name, which is new."""
         process = self.processes[name] = Process(self, role, name)
+        if self.is_ending:
+            process.leaves.set()
         return process
+
+    def restart(self, victim: Process, draw: random.Random) -> None:
+        """Start another process in place of one that is dead."""
+        slot = victim.name.partition(".")[0]
+        self._lives[slot] += 1
+        name = f"{slot}.{self._lives[slot]}"
+        self.start(type(victim.role)(self, draw), name)
+        self.note(f"{name} is started in place of {victim.name}")
+
+    def reaped(self, victim: Process, by: Process) -> None:
+        """A process is about to be killed for a timer; unless who is to kill it dies first."""
+        if self.kills_claimers:
+            kill = self.kills_claimers.pop()
+            with self.scheduler.process("main"):  # of its own it would stop in the middle
+                concurrency.thread(kill, "operator", by).start()
+            concurrency.event().wait()
+        by.check(self.oracles.reaped, victim.name, by.clock_at(self.scheduler.time))
+        self.note(f"{by.name} reaps {victim.name}")
+        victim.kill(with_host=False)
+        victim.killed_by = by
+
+    @property
+    def asking(self) -> Process:
+        """The process that runs this."""
+        return self.begun[self.scheduler.process_now]
 
     def sentinel(self) -> SentinelStub | None:
         """That of the process that asks."""

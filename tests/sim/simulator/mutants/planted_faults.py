@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from simulator.mutants.plans import (
+    A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,
+    CUT_OFF_WHILE_ETCD_IS_WIPED,
+    ROSTERS_ARE_DELETED,
+    THE_LAST_DECISION_IS_MISSED,
+)
 from simulator.mutants.planting import Mutant
 
 ROUNDS: Final = ("rounds", "restores")
@@ -11,6 +17,8 @@ QUORUMS: Final = ("quorums", "lost quorums")
 RECIPES: Final = ("recipes",)
 RESTORES: Final = ("restores",)
 STORES: Final = ("stores",)
+TIMERS: Final = ("timers",)
+VOTES: Final = ("votes",)
 ALL: Final = ("rounds", "quorums", "recipes", "stores")
 
 MUTANTS: Final = (
@@ -30,7 +38,7 @@ MUTANTS: Final = (
     Mutant(
         "a quorum's roster is written without its guard", "ftcoord.primitives.group.decided_record",
         "return [unchanged(self._roster_key, self._roster.mod_revision if self._roster else 0)]", "return []",
-        ("quorums",),
+        ("quorums",), plan=ROSTERS_ARE_DELETED,
     ),
     Mutant(
         "a roster that is deleted is not put back", "ftcoord.primitives.group.decided_record",
@@ -60,7 +68,7 @@ MUTANTS: Final = (
     Mutant(
         "no member asks whether a watch has missed the last change", "ftcoord.primitives.mirror",
         "if {kv.key: kv.mod_revision for kv in now.kvs} != {key: kv.mod_revision for key, kv in self.kvs.items()}:",
-        "if False:", ALL,
+        "if False:", ALL, plan=THE_LAST_DECISION_IS_MISSED,
     ),
     Mutant(
         "one watch event is dropped after a read", "ftcoord.primitives.mirror",
@@ -97,6 +105,7 @@ MUTANTS: Final = (
         "a watch that goes on drops the first event", "ftcoord.testing.backend",
         "missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)",
         "missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)[1:]", ALL,
+        plan=A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,
     ),
     # -- leases -------------------------------------------------------------------------------------------------------
     Mutant(
@@ -145,7 +154,7 @@ MUTANTS: Final = (
     Mutant(
         "nodes of an earlier round do not learn of a round that etcd lost", "ftcoord.core.rendezvous",
         "wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]",
-        "wanting = [*poll.asking]", RESTORES,
+        "wanting = [*poll.asking]", RESTORES, plan=CUT_OFF_WHILE_ETCD_IS_WIPED,
     ),
     Mutant(
         "a new round forgets who is drained", "ftcoord.core.forming",
@@ -220,5 +229,58 @@ MUTANTS: Final = (
     Mutant(
         "a barrier opens for one less", "ftcoord.core.barrier",
         "if len(arrived) < parties:", "if len(arrived) < parties - 1:", RECIPES,
+    ),
+    # -- votes --------------------------------------------------------------------------------------------------------
+    Mutant(
+        "one yes is enough", "ftcoord.core.vote",
+        "return all(vote.yes for vote in cast)", "return any(vote.yes for vote in cast)", VOTES,
+    ),
+    Mutant(
+        "two calls of one rank count as two ranks", "ftcoord.core.vote",
+        "len({vote.rank for vote in cast}) < world_size", "len(cast) < world_size", VOTES,
+    ),
+    Mutant(
+        "a vote counts though its rank has given up", "ftcoord.coordination.ranks",
+        "return self._waiting.pop(future, None) is not None", "return self._waiting.get(future) is not None", VOTES,
+    ),
+    Mutant(
+        "a rank whose vote has counted is told that its time is over", "ftcoord.coordination.rank_group",
+        "if not self.outcome.done() and self.leave():",
+        "if not self.outcome.done() and (self.leave() or True):", VOTES,
+    ),
+    Mutant(
+        "a group asks without its last rank", "ftcoord.coordination.ranks",
+        "if len(self._there) < self._world_size:", "if len(self._there) < self._world_size - 1:", VOTES,
+    ),
+    Mutant(
+        "a group asks for a rank that has given up", "ftcoord.coordination.ranks",
+        "if calls.pop(future, None) is not None and not calls:",
+        "if calls.get(future) is not None and not calls:", VOTES,
+    ),
+    # -- timers -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "a server does not look whether a worker still holds its timer", "ftcoord.timer.server",
+        "elif holds(worker.pid, worker.ledger, timer.slot, timer.token) is False:", "elif False:", TIMERS,
+    ),
+    Mutant(
+        "a release shows nowhere but in etcd", "ftcoord.timer.client",
+        "self._ledger.release(slot)", "pass", TIMERS,
+    ),
+    Mutant(
+        "all timers of a slot have one token", "ftcoord.timer.client",
+        "token = secrets.randbits(62) + 1", "token = 1", TIMERS,
+    ),
+    Mutant(
+        "a timer is not recorded", "ftcoord.timer.client",
+        "recorded = self._record(slot, held.render)", "recorded = False", TIMERS,
+    ),
+    Mutant(
+        "a server counts by its wall clock when a timer is over", "ftcoord.timer.server",
+        "due(request.timer, self.id, now, request.listed)",
+        "due(request.timer, self.id, concurrency.wall(), request.listed)", TIMERS,
+    ),
+    Mutant(
+        "a timer that another server has claimed is left to it for ever", "ftcoord.core.timers",
+        "return now + CLAIM_TIMEOUT", "return math.inf", TIMERS,
     ),
 )  # fmt: skip

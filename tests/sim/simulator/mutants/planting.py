@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import itertools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from simulator.history import Report, play
-from simulator.plan import plan_of
+from simulator.plan import Plan, plan_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Mutant:
             many lines.
         profiles: those whose seeds are tried.
         raises: the names of the errors that it is seen by where no oracle speaks: nothing else counts.
+        plan: a history that brings what it needs, which is tried before all seeds.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Mutant:
     planted: str
     profiles: tuple[str, ...]
     raises: tuple[str, ...] = ()
+    plan: Plan | None = None
 
     def is_seen_in(self, report: Report) -> bool:
         """Whether that history fails by an oracle, or by an error that this mutant is said to raise."""
@@ -96,14 +99,15 @@ class AlreadyFails(ValueError):
 
 
 def caught_by(mutant: Mutant, seeds: range = range(10_000)) -> Report | None:
-    """The first history in which an oracle sees it, of these seeds; None if none does.
+    """The first history in which an oracle sees it, of its own plan and these seeds; None if none does.
 
     Raises AlreadyFails where the same history fails without it, and ValueError if it cannot be planted.
     """
     report = None
+    drawn = (plan_of(seed, mutant.profiles[seed % len(mutant.profiles)]) for seed in seeds)
     with planted(mutant):
-        for seed in seeds:
-            report = play(plan_of(seed, mutant.profiles[seed % len(mutant.profiles)]))
+        for plan in drawn if mutant.plan is None else itertools.chain((mutant.plan,), drawn):
+            report = play(plan)
             if mutant.is_seen_in(report):
                 break
         else:

@@ -18,7 +18,8 @@ def line(mutant: Mutant, report: Report | None, seeds: int) -> str:
     module = mutant.module.removeprefix("ftcoord.")
     if report is None:
         return f"| {mutant.name} | `{module}` | {', '.join(mutant.profiles)} | below {seeds} | {NOT_SEEN} |"
-    return f"| {mutant.name} | `{module}` | {report.plan.profile} | {report.plan.seed} | {report.oracle} |"
+    seed = "its own plan" if report.plan == mutant.plan else report.plan.seed
+    return f"| {mutant.name} | `{module}` | {report.plan.profile} | {seed} | {report.oracle} |"
 
 
 def updated(text: str, found: Mapping[str, str]) -> str:

@@ -1,0 +1,46 @@
+"""Histories that bring what a planted fault needs to do harm, where hardly a seed does."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from simulator.found import FOUND
+from simulator.plan import Network, Plan, PlannedFault
+
+OPTIONS: Final = {"join_timeout": 1.0, "min_replicas": 1.0}
+
+TIMES: Final = (3.0, 9.1, 15.2, 21.3, 27.4, 33.5)
+
+ROSTERS_ARE_DELETED: Final = Plan(
+    0,
+    "quorums",
+    {"trainer": 3},
+    tuple(PlannedFault(at, "delete_key", draw) for at, draw in zip(TIMES, (0, 5, 11, 17, 19, 23), strict=True)),
+    Network(delay=0.3),
+    38.0,
+    options=OPTIONS,
+)
+"""Somebody deletes a quorum's roster, and a decision is on its way that does not write it anew."""
+CUT_OFF_WHILE_ETCD_IS_WIPED: Final = Plan(
+    0,
+    "restores",
+    {"agent": 3, "candidate": 0},
+    (PlannedFault(10.0, "cut", 6), PlannedFault(21.0, "wipe", 7)),
+    Network(),
+    26.0,
+    nnodes=(2, 3),
+    options=OPTIONS,
+)
+"""The others form a round without a node that is cut off; then etcd loses that, and then the node is back."""
+A_PEER_DIES_WHILE_ANSWERS_ARE_LOST: Final = Plan(
+    0,
+    "rounds",
+    {"agent": 3},
+    (PlannedFault(12.0, "cut_answers", 20), PlannedFault(13.0, "kill", 36)),
+    Network(),
+    14.5,
+    nnodes=(2, 3),
+    options=OPTIONS,
+)
+"""A node hears of the only decision of that time when its watch goes on."""
+THE_LAST_DECISION_IS_MISSED: Final = FOUND["a recall that an agent's watch missed, and that no other decision followed"]

@@ -1,0 +1,53 @@
+"""What one process of a history does."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, Final
+
+from ftcoord.testing import MemoryClient
+
+if TYPE_CHECKING:
+    from simulator.world import Process, World
+
+RESTART_PAUSE: Final = 0.5
+"""Seconds after which a process that was refused begins again."""
+
+
+class Role:
+    """What one process does, until it is told to leave.
+
+    Args:
+        draw: what it decides by.
+    """
+
+    shares_host = False
+    """Whether all processes of such roles run on one host, and so by one clock."""
+
+    def __init__(self, world: World, draw: random.Random) -> None:
+        self.world, self.draw = world, draw
+
+    def live(self, process: Process) -> None:
+        """All of its life. Gives up all that it has before it returns."""
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """End a wait without limit: the process is told to leave."""
+
+    @classmethod
+    def missing(cls, world: World, since: float) -> str:
+        """What is still to come of all processes of this role, after faults have stopped; empty if nothing is."""
+        raise NotImplementedError
+
+
+class Hold:
+    """A hold on the client of a process, as `SharedClient` is one: it may be closed before the client is."""
+
+    def __init__(self, client: MemoryClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def close(self) -> None:
+        pass
