@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcoord.errors import RequestRefused
-from ftcoord.etcd.api import Get
-from ftcoord.primitives.mirror import Mirror
+from ftcoord.etcd.api import Batch, Get
+from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.testing.keyspace import KeySpace
 from simulator.stubs import replacing
 
@@ -17,45 +18,73 @@ if TYPE_CHECKING:
     from simulator.world import World
 
 
+@dataclass
+class _Noted:
+    """One mirror: its process, and what its owner was told last, by which it may still be held up.
+
+    Args:
+        news: the last that was no change.
+        revision: of the last change.
+    """
+
+    process: str
+    news: object = None
+    revision: int = 0
+
+
 class Copies:
     """The mirrors of all processes."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._mirrors: weakref.WeakKeyDictionary[Mirror, str] = weakref.WeakKeyDictionary()
+        self._mirrors: weakref.WeakKeyDictionary[Mirror, _Noted] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Have each mirror noted that begins to watch, with its process."""
+        """Have each mirror noted that begins to watch, and what it is told."""
         start = Mirror._start
 
-        def starting(mirror: Mirror, *given: Any) -> None:
-            self._mirrors[mirror] = self._world.scheduler.process_now
-            start(mirror, *given)
+        def starting(mirror: Mirror, revision: int, *given: Any) -> None:
+            known = self._mirrors.get(mirror)
+            noted = self._mirrors[mirror] = _Noted(self._world.scheduler.process_now)
+            if known is None:
+                mirror._post = self._noting(mirror._post)
+            else:
+                noted.news = known.news
+            start(mirror, revision, *given)
 
         with replacing() as put:
             put(Mirror, "_start", starting)
             yield
 
+    def _noting(self, post: Callable[[Mirror, Posted], None]) -> Callable[[Mirror, Posted], None]:
+        def posting(mirror: Mirror, posted: Posted) -> None:
+            noted = self._mirrors[mirror]
+            if isinstance(posted.item, Batch):
+                noted.revision = posted.item.events[-1].kv.mod_revision
+            else:
+                noted.news = posted.item
+            post(mirror, posted)
+
+        return posting
+
     def wrong(self, revision: int) -> list[str]:
         """The copies of processes that live which take themselves for whole, and show neither what etcd held at their
-        own revision, nor what it has told of since, up to this revision."""
+        own revision, nor what it has told of since, up to this revision. Whose owner has news to look at is left out:
+        it may wait for the answer to a request that was lost."""
         keys = self._world.etcd.snapshot().keys
         found = []
-        for mirror, name in list(self._mirrors.items()):
-            process = self._world.begun.get(name)
-            if (
-                process is not None
-                and process.lives
-                and mirror.synced
-                and (problem := _problem(mirror, keys, revision))
-            ):
-                found.append(f"{name} has a wrong copy of {mirror.span.start}: {problem}")
+        for mirror, noted in list(self._mirrors.items()):
+            process = self._world.begun.get(noted.process)
+            if process is None or not process.lives or not mirror.synced or mirror._began is not noted.news:
+                continue
+            if problem := _problem(mirror, keys, noted.revision, revision):
+                found.append(f"{noted.process} has a wrong copy of {mirror.span.start}: {problem}")
         return sorted(found)
 
 
-def _problem(mirror: Mirror, keys: KeySpace, revision: int) -> str:
-    later = keys.since(mirror.span, mirror.revision + 1, mirror._deletes_only)
+def _problem(mirror: Mirror, keys: KeySpace, told: int, revision: int) -> str:
+    later = keys.since(mirror.span, max(mirror.revision, told) + 1, mirror._deletes_only)
     unheard = [event for event in later if event.kv.mod_revision <= revision and not _is_known(mirror, event)]
     if unheard:
         return f"it has revision {mirror.revision}, and has not heard of {unheard[0]}"

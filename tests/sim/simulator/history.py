@@ -38,8 +38,8 @@ LOSE_COUNT: Final = frozenset({"delete_key", "garbage", "restore", "wipe"})
 """Faults after which nobody may know of an earlier round's keys: they end with their lease."""
 MISS_EVENTS: Final = frozenset({"lost_event"})
 """Faults after which a copy may be wrong until its owner asks etcd whether it is: for 4.5 times the TTL of a lease."""
-HEARD_WITHIN: Final = 6.0
-"""Seconds within which each process knows of a change: it may still wait for what it asked before, for 5 s."""
+HEARD_WITHIN: Final = 1.0
+"""Seconds within which each process hears of a change."""
 CALM_TTL: Final = 60
 """Seconds; leases with a shorter TTL are members', and must be gone at the end."""
 

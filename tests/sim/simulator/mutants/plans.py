@@ -32,6 +32,48 @@ CUT_OFF_WHILE_ETCD_IS_WIPED: Final = Plan(
     options=OPTIONS,
 )
 """The others form a round without a node that is cut off; then etcd loses that, and then the node is back."""
+CUT_OFF_WHILE_ETCD_IS_RESTORED: Final = Plan(
+    0,
+    "restores",
+    {"agent": 3, "trainer": 2, "candidate": 0},
+    (PlannedFault(12.2, "worker_fails", 1), PlannedFault(14.2, "cut", 22), PlannedFault(14.3, "restore", 5)),
+    Network(),
+    16.5,
+    nnodes=(2, 3),
+    options=OPTIONS,
+)
+"""A node knows of a round that etcd loses while the node is cut off; and until it is back others, who ask for quorums,
+have made as many revisions as were lost."""
+ALL_ARE_NEW_AND_THE_RECORD_IS_GONE: Final = Plan(
+    0,
+    "rounds",
+    {"agent": 2},
+    tuple(
+        map(
+            PlannedFault.parse,
+            (
+                "4.033:worker_fails:23714",
+                "10.004:slow:44508",
+                "10.516:worker_fails:25674",
+                "12.607:kill:33674",
+                "14.374:slow:20280",
+                "18.561:delete_key:45682",
+                "22.000:worker_fails:19751",
+                "24.551:delete_key:6341",
+                "25.518:kill:7575",
+                "28.866:leader:19432",
+                "33.331:garbage:29976",
+                "33.869:kill:43063",
+                "38.063:kill:25557",
+            ),
+        )
+    ),
+    Network(0.05, 0.05, 0.05, 0.05, 0.05, 0.3),
+    40.95850258309669,
+    nnodes=(1, 3),
+    options=OPTIONS,
+)
+"""Those who knew of earlier rounds are dead, and somebody has deleted the record."""
 A_PEER_DIES_WHILE_ANSWERS_ARE_LOST: Final = Plan(
     0,
     "rounds",

@@ -6,6 +6,8 @@ from typing import Final
 
 from simulator.mutants.plans import (
     A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,
+    ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
+    CUT_OFF_WHILE_ETCD_IS_RESTORED,
     CUT_OFF_WHILE_ETCD_IS_WIPED,
     ROSTERS_ARE_DELETED,
     THE_LAST_DECISION_IS_MISSED,
@@ -77,6 +79,7 @@ MUTANTS: Final = (
     Mutant(
         "a copy is not doubted when its watch began again", "ftcoord.primitives.mirror",
         "if self._began is not None and item is not self._began:", "if False:", ("restores", "lost quorums"),
+        plan=CUT_OFF_WHILE_ETCD_IS_RESTORED,
     ),
     Mutant(
         "a member's key that is gone is not put back", "ftcoord.primitives.group.group",
@@ -164,6 +167,7 @@ MUTANTS: Final = (
         "a new node ignores earlier rounds", "ftcoord.rendezvous.node",
         "self._numbers.heard(retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone))",
         "retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone)", ("rounds",),
+        plan=ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
     ),
     Mutant(
         "the last round's store stays open", "ftcoord.rendezvous.policy",
