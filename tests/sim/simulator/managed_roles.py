@@ -31,6 +31,8 @@ T = TypeVar("T")
 CONNECT_TIMEOUT: Final = timedelta(seconds=5)
 SECONDS: Final = (0.05, 0.5, 3.0)
 """How long a rank waits for the others."""
+LATE: Final = 1.0
+"""Seconds by which a call may end late: its process is one of several that share a processor."""
 LAST_MOMENT: Final = 0.0005
 """Seconds: a vote takes that long in virtual time."""
 
@@ -130,11 +132,17 @@ class Group(Role):
         group.close()
         for thread in threads:
             thread.join()
+        self.world.oracles.quorums.left(process.name)
 
     def asks(self, process: str, asking: Mapping[int, int], last: RankRequest) -> None:
         """The group is about to ask for a quorum."""
         problem = self.calls.problem_of_ask(asking, int(last.metadata))
         require("a group asks when all of its ranks do", not problem, f"{process}: {problem}")
+
+    def ends(self, process: str, until: float, seconds: float) -> None:
+        """A rank's vote has ended that was to last for so many seconds, until then; it may have stood still."""
+        late, stood_still = self.world.scheduler.time - until, self.world.begun[process].resumed_at > until - seconds
+        require("a vote ends in time", late < LATE or stood_still, f"{process}: a vote ends {late:.3f} s late")
 
     @classmethod
     def missing(cls, world: World, since: float) -> str:
@@ -197,6 +205,7 @@ class Rank:
             return False
         finally:
             vote.ended = self._moment()
+            self._process.check(self._group.ends, until, seconds.total_seconds())
         self._process.note("#", f"rank {self._rank} is told {'to commit' if vote.told else 'not to commit'}")
         self._process.check(self._process.world.oracles.voted, self._calls, vote)
         return vote.told

@@ -287,6 +287,11 @@ class QuorumOracle:
         for event in events:
             self.member(event, now)
 
+    def left(self, process: str) -> None:
+        """Its replica has left the job: what comes next in this process is another one, and knows nothing."""
+        self._knows.pop(process, None)
+        self._told.pop(process, None)
+
     def told(self, process: str, name: str, quorum: QuorumRecord) -> None:
         """A replica was told of a quorum."""
         before = self._told.get(process)

@@ -95,7 +95,7 @@ class Process:
         self.client = self._client()
         self.leaves = concurrency.event()
         self.is_killed = self.is_stopped = self.is_done = self.is_cut = self._has_lost_its_host = False
-        self.killed_at = 0.0
+        self.killed_at = self.resumed_at = 0.0
         self.killed_by: Process | None = None
         self._sentinels_client = self._client(sentinel=True)
         self.sentinel = SentinelStub(name, self._sentinels_client, self._begin_sentinel)
@@ -167,6 +167,7 @@ class Process:
     def resume(self) -> None:
         if self.is_stopped and not self.is_killed:
             self.is_stopped = self.sentinel.stopped = False
+            self.resumed_at = self.world.scheduler.time
             self.world.scheduler.resume(self.name)
 
     def cut(self, direction: str) -> None:

@@ -253,6 +253,11 @@ MUTANTS: Final = (
         "if not self.outcome.done() and (self.leave() or True):", VOTES,
     ),
     Mutant(
+        "a vote waits beyond its time-out", "ftcoord.coordination.rank_group",
+        "ended.wait(min(max(deadline - concurrency.now(), 0), concurrency.LONGEST_WAIT))",
+        "ended.wait(concurrency.LONGEST_WAIT)", VOTES,
+    ),
+    Mutant(
         "a group asks without its last rank", "ftcoord.coordination.ranks",
         "if len(self._there) < self._world_size:", "if len(self._there) < self._world_size - 1:", VOTES,
     ),
