@@ -248,12 +248,12 @@ MUTANTS: Final = (
         "return self._waiting.pop(future, None) is not None", "return self._waiting.get(future) is not None", VOTES,
     ),
     Mutant(
-        "a rank whose vote has counted is told that its time is over", "ftcoord.coordination.rank_group",
+        "a rank whose vote has counted gets a timeout", "ftcoord.coordination.rank_group",
         "if not self.outcome.done() and self.leave():",
         "if not self.outcome.done() and (self.leave() or True):", VOTES,
     ),
     Mutant(
-        "a vote waits beyond its time-out", "ftcoord.coordination.rank_group",
+        "a vote waits beyond its timeout", "ftcoord.coordination.rank_group",
         "ended.wait(min(max(deadline - concurrency.now(), 0), concurrency.LONGEST_WAIT))",
         "ended.wait(concurrency.LONGEST_WAIT)", VOTES,
     ),
@@ -272,7 +272,7 @@ MUTANTS: Final = (
         "elif holds(worker.pid, worker.ledger, timer.slot, timer.token) is False:", "elif False:", TIMERS,
     ),
     Mutant(
-        "a release shows nowhere but in etcd", "ftcoord.timer.client",
+        "a release is visible only in etcd", "ftcoord.timer.client",
         "self._ledger.release(slot)", "pass", TIMERS,
     ),
     Mutant(
