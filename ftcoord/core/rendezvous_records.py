@@ -271,6 +271,13 @@ class Place(NamedTuple):
     last: int
 
 
+class WholeRoll(NamedTuple):
+    """Who sits where in a round: what a head does not say of it."""
+
+    seats: tuple[Seat, ...]
+    away: tuple[Away, ...]
+
+
 @dataclass(frozen=True)
 class RollChunk:
     """One part of a roll, column by column: the seats (`members`, `nodes`, `hosts`, `ranks`), and the live members that
@@ -356,6 +363,11 @@ def chunks_of(round_: Round, chunks: int) -> list[RollChunk]:
 
 def round_of(key: str, head: RoundHead, chunks: Iterable[RollChunk]) -> Round:
     """The round of a head and its whole roll. Raises StateError, for the roll's key, if they do not fit together."""
+    return with_roll(head, *roll_of(key, head, chunks))
+
+
+def roll_of(key: str, head: RoundHead, chunks: Iterable[RollChunk]) -> WholeRoll:
+    """The whole roll of a head's round. Raises StateError, for the roll's key, if they do not fit together."""
     seats: dict[int, Seat] = {}
     away: list[Away] = []
     for chunk in chunks:
@@ -364,7 +376,7 @@ def round_of(key: str, head: RoundHead, chunks: Iterable[RollChunk]) -> Round:
         away += map(Away, chunk.away, chunk.rounds)
     if seats.keys() != set(range(head.size)):
         raise StateError(key, f"is no roll of {head.size} nodes")
-    return with_roll(head, tuple(seats[rank] for rank in range(head.size)), in_order(away))
+    return WholeRoll(tuple(seats[rank] for rank in range(head.size)), in_order(away))
 
 
 def in_order(away: Iterable[Away]) -> tuple[Away, ...]:

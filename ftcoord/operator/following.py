@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 
 from ftcoord.core.layout import (
     Span,
@@ -33,7 +34,7 @@ def follow_job(
     *,
     with_history: bool = False,
 ) -> Informer:
-    """Calls `report` with a job's keys, once they were read and after each change, on a thread of its own.
+    """Calls `report` with a job's keys, as soon as they were read and after changes, on a thread of its own.
 
     With `with_history` the keys of its history are included.
 
@@ -84,8 +85,8 @@ def follow_job(
         keys = sum(len(mirror.kvs) for mirror in mirrors[:status])
         report(JobKeys(job, max(mirror.revision for mirror in mirrors), rounds, quorums, keys))
 
-    return Informer(etcd, spans, look, "ftcoord-follower", failed)
+    return Informer(etcd, spans, look, "ftcoord-follower", failed, gathers=True)
 
 
 def _by_age(kvs: dict[str, KeyValue]) -> tuple[KeyValue, ...]:
-    return tuple(sorted(kvs.values(), key=lambda kv: kv.create_revision))
+    return tuple(sorted(kvs.values(), key=attrgetter("create_revision")))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ftcoord.core.death_records import parse_death
 from ftcoord.core.layout import member_of
@@ -11,6 +12,8 @@ from ftcoord.core.rendezvous_records import RoundHead, parse_decided
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue, is_member
 from ftcoord.operator.told import Unreadable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,6 @@ class GroupKeys:
         """The members' keys, oldest first."""
         return [kv for kv in self.below_members if is_member(kv)]
 
-    def strangers(self) -> list[Unreadable]:
-        """The keys among the members that are not members'."""
-        problem = "does not lie under the lease that it is named for, so it is no member's"
-        return [Unreadable(kv.key, problem) for kv in self.below_members if not is_member(kv)]
-
     def causes(self) -> dict[str, str]:
         """Why members died, by id, if a cause is known."""
         found = {}
@@ -75,6 +73,35 @@ class GroupKeys:
             except StateError:
                 continue  # nothing depends on it but a text
         return {member: cause for member, cause in found.items() if cause}
+
+
+@dataclass(frozen=True, slots=True)
+class OddKey:
+    """A key among the members that is not counted. `member` is the member's that lives there; empty where none does."""
+
+    told: Unreadable
+    member: str
+
+
+def read_member(kv: KeyValue, parse: Callable[[str, bytes], T]) -> T | OddKey:
+    """What the member says that has this key, as `parse` reads it; it may raise StateError."""
+    if not is_member(kv):
+        return OddKey(Unreadable(kv.key, "does not lie under the lease that it is named for, so it is no member's"), "")
+    try:
+        return parse(kv.key, kv.value)
+    except StateError as error:
+        return OddKey(Unreadable(kv.key, str(error)), member_of(kv.key))
+
+
+def by_kind(found: Iterable[T | OddKey]) -> tuple[list[T], list[OddKey]]:
+    """Those that were read, in their order; and the odd ones: those that are no member's before the others."""
+    read, odd = list[T](), list[OddKey]()
+    for one in found:
+        if isinstance(one, OddKey):
+            odd.append(one)
+        else:
+            read.append(one)
+    return read, sorted(odd, key=lambda one: bool(one.member))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,13 @@ from ftcoord.core.invariants import InvariantBroken, check_quorum
 from ftcoord.core.layout import member_of
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_head import parse_quorum
-from ftcoord.core.quorum_records import Profile, QuorumRecord, parse_replica
+from ftcoord.core.quorum_records import Profile, QuorumRecord, ReplicaRecord, parse_replica
 from ftcoord.core.recovery import heals_from
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
-from ftcoord.operator.job_keys import GroupKeys
+from ftcoord.etcd.api import KeyValue
+from ftcoord.operator.job_keys import GroupKeys, OddKey, by_kind, read_member
+from ftcoord.operator.memo import Memo
 from ftcoord.operator.told import MissingReplica, NextDecision, QuorumStatus, ReplicaStatus, Unreadable
 
 LOOKED_AT: Final = 0.0
@@ -26,56 +28,95 @@ LOOKED_AT: Final = 0.0
 
 
 @dataclass(frozen=True, slots=True)
+class _Record:
+    """What a member's key says."""
+
+    member: str
+    said: ReplicaRecord
+    kv: KeyValue
+
+
+@dataclass(frozen=True, slots=True)
 class _Replica:
+    record: _Record
     one: QuorumCandidate
-    since: int
 
     @property
     def name(self) -> str:
         return self.one.request.replica_id
 
+    @property
+    def since(self) -> int:
+        return self.record.kv.create_revision
 
-def tell_quorum(keys: GroupKeys, options: QuorumOptions) -> tuple[QuorumStatus, list[Unreadable]]:
-    """The state of a job's quorums, and the keys that do not count.
+
+class QuorumTeller:
+    """Tells the state of one job's quorums again and again. For one thread.
+
+    It depends on the keys alone. But what was made of a key is kept until that key changes.
 
     Args:
         options: the options of the job's address, which etcd does not have.
     """
-    try:
-        previous = _last_quorum(keys)
-    except StateError as error:
-        replicas, unreadable = _replicas(keys, {})
-        unreadable.append(Unreadable(error.key, str(error)))
-        withheld = NextDecision("withheld", str(error))
-        return _told("unreadable", None, options, withheld, _statuses(None, replicas), ()), unreadable
-    replicas, unreadable = _replicas(keys, previous.profiles if previous else {})
-    live = [replica.one for replica in replicas]
-    situation = QuorumSituation(live, previous, LOOKED_AT, unreadable=len(keys.members()) - len(live))
-    missing = _missing(previous, replicas, keys.causes())
-    next_ = _next(situation, options)
-    statuses = _statuses(previous, replicas)
-    return _told(_state(previous, statuses), previous, options, next_, statuses, missing), unreadable
 
+    def __init__(self, options: QuorumOptions) -> None:
+        self._options = options  # never changes
+        self._records = Memo(_read_record)
+        self._replicas: dict[str, _Replica] = {}
+        self._profiles: Mapping[str, Profile] = {}
+        """By which those replicas are what they are, where they leave out their own."""
+        self._last: tuple[KeyValue, KeyValue | None, QuorumRecord] | None = None
 
-def _last_quorum(keys: GroupKeys) -> QuorumRecord | None:
-    """The last quorum. Raises StateError."""
-    if keys.decided is None:
-        return None
-    return parse_quorum(keys.decided.key, keys.decided.value, keys.roster.value if keys.roster else None)
-
-
-def _replicas(keys: GroupKeys, profiles: Mapping[str, Profile]) -> tuple[list[_Replica], list[Unreadable]]:
-    """Oldest first."""
-    found, unreadable = list[_Replica](), keys.strangers()
-    for kv in keys.members():
+    def tell(self, keys: GroupKeys) -> tuple[QuorumStatus, list[Unreadable]]:
+        """The state, and the keys that are not counted in it."""
+        records, odd = by_kind(self._records.of(keys.below_members))
+        unreadable = [one.told for one in odd]
         try:
-            record = parse_replica(kv.key, kv.value)
+            previous = self._last_quorum(keys)
         except StateError as error:
-            unreadable.append(Unreadable(kv.key, str(error)))
-            continue
-        at = kv.create_revision, kv.mod_revision, kv.mod_revision
-        found.append(_Replica(QuorumCandidate.of(member_of(kv.key), record, profiles, LOOKED_AT, *at), at[0]))
-    return found, unreadable
+            unreadable.append(Unreadable(error.key, str(error)))
+            withheld = NextDecision("withheld", str(error))
+            statuses = _statuses(None, self._whole(records, {}))
+            return _told("unreadable", None, self._options, withheld, statuses, ()), unreadable
+        replicas = self._whole(records, previous.profiles if previous else {})
+        live = [replica.one for replica in replicas]
+        unheard = sum(bool(one.member) for one in odd)
+        situation = QuorumSituation(live, previous, LOOKED_AT, unreadable=unheard)
+        statuses = _statuses(previous, replicas)
+        missing = _missing(previous, replicas, keys.causes())
+        next_ = _next(situation, self._options)
+        return _told(_state(previous, statuses), previous, self._options, next_, statuses, missing), unreadable
+
+    def _last_quorum(self, keys: GroupKeys) -> QuorumRecord | None:
+        """The same object as long as its keys are the same; None before the first. Raises StateError."""
+        if keys.decided is None:
+            return None
+        if self._last is None or self._last[:2] != (keys.decided, keys.roster):
+            roster = keys.roster.value if keys.roster else None
+            record = parse_quorum(keys.decided.key, keys.decided.value, roster)
+            self._last = keys.decided, keys.roster, record
+        return self._last[2]
+
+    def _whole(self, records: Sequence[_Record], profiles: Mapping[str, Profile]) -> list[_Replica]:
+        """With the profiles that they may have left out: those of the last quorum."""
+        is_same = profiles is self._profiles
+        before, self._replicas, self._profiles = self._replicas, {}, profiles
+        for record in records:
+            known = before.get(record.member)
+            if known is None or known.record is not record or (record.said.profile and not is_same):
+                known = _replica(record, profiles)
+            self._replicas[record.member] = known
+        return list(self._replicas.values())
+
+
+def _read_record(kv: KeyValue) -> _Record | OddKey:
+    return read_member(kv, lambda key, value: _Record(member_of(key), parse_replica(key, value), kv))
+
+
+def _replica(record: _Record, profiles: Mapping[str, Profile]) -> _Replica:
+    kv = record.kv
+    at = kv.create_revision, kv.mod_revision, kv.mod_revision
+    return _Replica(record, QuorumCandidate.of(record.member, record.said, profiles, LOOKED_AT, *at))
 
 
 def _next(situation: QuorumSituation, options: QuorumOptions) -> NextDecision:

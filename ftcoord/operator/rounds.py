@@ -17,15 +17,19 @@ from ftcoord.core.rendezvous_records import (
     Round,
     RoundHead,
     Seat,
+    WholeRoll,
     parse_chunk,
     parse_decided,
     parse_join_request,
-    round_of,
+    roll_of,
+    with_roll,
 )
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, limits_of
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
-from ftcoord.operator.job_keys import GroupKeys
+from ftcoord.etcd.api import KeyValue
+from ftcoord.operator.job_keys import GroupKeys, OddKey, by_kind, read_member
+from ftcoord.operator.memo import Memo
 from ftcoord.operator.told import MissingNode, NextDecision, NodeStatus, RoundsStatus, Unreadable
 
 NOW: Final = 0.0
@@ -44,81 +48,125 @@ _STANDINGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class _Member:
+    """A live member. `holder_of` is the member that it has its seat as; `since` is when it came, as etcd's revision."""
+
     candidate: RoundCandidate
+    ask: JoinRequest
+    holder_of: str
     since: int
 
-    @property
-    def ask(self) -> JoinRequest:
-        return self.candidate.ask
 
-    @property
-    def holder_of(self) -> str:
-        """The member as which it has its seat."""
-        return self.ask.holds or self.candidate.id
+class RoundsTeller:
+    """Tells the state of one run's rounds again and again. For one thread.
 
-
-def tell_rounds(keys: GroupKeys, options: RoundOptions) -> tuple[RoundsStatus, list[Unreadable]]:
-    """The state of a run's rounds, and the keys that do not count.
+    It depends on the keys alone. But what was made of a key is kept until that key changes: a run may have ten thousand
+    nodes, and each change of one is told.
 
     Args:
         options: the nodes' `rdzv_conf`, which etcd does not have.
     """
-    members, unreadable = _members(keys)
-    try:
-        previous = last_round(keys)
-    except StateError as error:
-        unreadable.append(Unreadable(error.key, str(error)))
-        withheld = NextDecision("withheld", str(error))
-        return _told("unreadable", NO_ROUND, withheld, _nodes(None, members, (0, 0)), (), (0, 0)), unreadable
-    causes = keys.causes()
-    situation = RoundSituation(
-        [member.candidate for member in members],
-        NOW,
-        previous,
-        NOW,
-        deaths=causes,
-        gone_since=NOW,
-        unreadable={member_of(kv.key) for kv in keys.members()} - {member.candidate.id for member in members},
-    )
-    limits = limits_of(situation)
-    missing = _missing(previous or NO_ROUND, members, causes)
-    told = _told(
-        _state(previous, members),
-        previous or NO_ROUND,
-        _next(situation, options),
-        _nodes(previous, members, limits),
-        missing,
-        limits,
-    )
-    return told, unreadable
 
+    def __init__(self, options: RoundOptions) -> None:
+        self._options = options  # never changes
+        self._asks = Memo(_read_ask)
+        self._rolls = _Rolls()
+        self._basis: tuple[Round | None, tuple[int, int]] = None, (0, 0)
+        """The round and the limits by which the nodes below stand as they do."""
+        self._nodes: dict[str, tuple[_Member, bool, NodeStatus]] = {}
+        """What was told of each member, by its id; and whether it was its node's newest."""
 
-def last_round(keys: GroupKeys) -> Round | None:
-    """The last round with all of its seats; None before the first. Raises StateError."""
-    if keys.decided is None:
-        return None
-    record: AnyRound = parse_decided(keys.decided.key, keys.decided.value)
-    if not isinstance(record, RoundHead):
-        return record
-    chunks = [roll_key(keys.prefix, record.roll, at) for at in range(record.chunks)]
-    if not all(key in keys.roll for key in chunks):
-        span = roll_span(keys.prefix, record.roll).start
-        raise StateError(span, f"is not whole, though {keys.decided.key} names it")
-    found = (parse_chunk(key, keys.roll[key].value) for key in chunks)
-    return round_of(roll_span(keys.prefix, record.roll).start, record, found)
-
-
-def _members(keys: GroupKeys) -> tuple[list[_Member], list[Unreadable]]:
-    """Oldest first."""
-    found, unreadable = list[_Member](), keys.strangers()
-    for kv in keys.members():
+    def tell(self, keys: GroupKeys) -> tuple[RoundsStatus, list[Unreadable]]:
+        """The state, and the keys that are not counted in it."""
+        members, odd = by_kind(self._asks.of(keys.below_members))
+        unreadable = [one.told for one in odd]
         try:
-            ask = parse_join_request(kv.key, kv.value)
+            previous = self._rolls.last_round(keys)
         except StateError as error:
-            unreadable.append(Unreadable(kv.key, str(error)))
-        else:
-            found.append(_Member(RoundCandidate(member_of(kv.key), ask, NOW), kv.create_revision))
-    return found, unreadable
+            unreadable.append(Unreadable(error.key, str(error)))
+            withheld = NextDecision("withheld", str(error))
+            nodes = self._statuses(None, members, (0, 0))
+            return _told("unreadable", NO_ROUND, withheld, nodes, (), (0, 0)), unreadable
+        causes = keys.causes()
+        situation = RoundSituation(
+            [member.candidate for member in members],
+            NOW,
+            previous,
+            NOW,
+            deaths=causes,
+            gone_since=NOW,
+            unreadable={one.member for one in odd if one.member},
+        )
+        limits = limits_of(situation)
+        told = _told(
+            _state(previous, members),
+            previous or NO_ROUND,
+            _next(situation, self._options),
+            self._statuses(previous, members, limits),
+            _missing(previous or NO_ROUND, members, causes),
+            limits,
+        )
+        return told, unreadable
+
+    def _statuses(
+        self, previous: Round | None, members: Sequence[_Member], limits: tuple[int, int]
+    ) -> tuple[NodeStatus, ...]:
+        newest = {member.ask.node: member for member in members}
+        is_same = self._basis[0] is previous and self._basis[1] == limits
+        before, self._nodes, self._basis = self._nodes if is_same else {}, {}, (previous, limits)
+        for member in members:
+            id_, is_newest = member.candidate.id, newest[member.ask.node] is member
+            known = before.get(id_)
+            if known is None or known[0] is not member or known[1] != is_newest:
+                known = member, is_newest, _node_status(previous, member, limits, is_newest)
+            self._nodes[id_] = known
+        told = (status for _, _, status in self._nodes.values())
+        return tuple(sorted(told, key=lambda one: (one.rank is None, one.rank or 0)))
+
+
+class _Rolls:
+    """Reads the last round. The roll of a large one is read once: what is decided of a round later leaves it alone."""
+
+    def __init__(self) -> None:
+        self._roll: tuple[RoundHead, Mapping[str, KeyValue], WholeRoll] | None = None
+        self._last: tuple[KeyValue, Mapping[str, KeyValue], Round] | None = None
+
+    def last_round(self, keys: GroupKeys) -> Round | None:
+        """With all of its seats, and the same object as long as its keys are the same; None before the first.
+
+        Raises StateError.
+        """
+        if keys.decided is None:
+            return None
+        if self._last is None or self._last[:2] != (keys.decided, keys.roll):
+            self._last = keys.decided, keys.roll, self._read(keys.decided, keys)
+        return self._last[2]
+
+    def _read(self, decided: KeyValue, keys: GroupKeys) -> Round:
+        record: AnyRound = parse_decided(decided.key, decided.value)
+        if not isinstance(record, RoundHead):
+            return record
+        about = record.roll, record.chunks, record.size
+        known = self._roll
+        if known is None or (known[0].roll, known[0].chunks, known[0].size) != about or known[1] != keys.roll:
+            known = self._roll = record, keys.roll, _read_roll(decided, record, keys)
+        return with_roll(record, *known[2])
+
+
+def _read_roll(decided: KeyValue, head: RoundHead, keys: GroupKeys) -> WholeRoll:
+    """Raises StateError."""
+    chunks = [roll_key(keys.prefix, head.roll, at) for at in range(head.chunks)]
+    start = roll_span(keys.prefix, head.roll).start
+    if not all(key in keys.roll for key in chunks):
+        raise StateError(start, f"is not whole, though {decided.key} names it")
+    return roll_of(start, head, (parse_chunk(key, keys.roll[key].value) for key in chunks))
+
+
+def _read_ask(kv: KeyValue) -> _Member | OddKey:
+    def read(key: str, value: bytes) -> _Member:
+        ask, id_ = parse_join_request(key, value), member_of(key)
+        return _Member(RoundCandidate(id_, ask, NOW), ask, ask.holds or id_, kv.create_revision)
+
+    return read_member(kv, read)
 
 
 def _next(situation: RoundSituation, options: RoundOptions) -> NextDecision:
@@ -156,24 +204,17 @@ def _missing_node(rank: int, seat: Seat, causes: Mapping[str, str]) -> MissingNo
     return MissingNode(rank, seat.node, seat.host, seat.member, causes.get(seat.member, ""))
 
 
-def _nodes(previous: Round | None, members: Sequence[_Member], limits: tuple[int, int]) -> tuple[NodeStatus, ...]:
-    newest = {member.ask.node: member.candidate.id for member in members}
-    ranks = previous.ranks if previous else {}
-    told = []
-    for member in members:
-        ask, id_ = member.ask, member.candidate.id
-        told.append(
-            NodeStatus(
-                ranks.get(member.holder_of),
-                ask.node,
-                ask.host,
-                id_,
-                "replaced" if newest[ask.node] != id_ else _standing(previous, member, limits),
-                ask.leaving or "; ".join(one.line for one in ask.failed),
-                member.since,
-            )
-        )
-    return tuple(sorted(told, key=lambda one: (one.rank is None, one.rank or 0)))
+def _node_status(previous: Round | None, member: _Member, limits: tuple[int, int], is_newest: bool) -> NodeStatus:
+    ask = member.ask
+    return NodeStatus(
+        previous.ranks.get(member.holder_of) if previous else None,
+        ask.node,
+        ask.host,
+        member.candidate.id,
+        _standing(previous, member, limits) if is_newest else "replaced",
+        ask.leaving or "; ".join(one.line for one in ask.failed),
+        member.since,
+    )
 
 
 def _standing(previous: Round | None, member: _Member, limits: tuple[int, int]) -> str:

@@ -11,22 +11,31 @@ from collections.abc import Iterable
 from ftcoord.core.timer_records import Timer, parse_timer
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
+from ftcoord.operator.memo import Memo
 from ftcoord.operator.told import TimerStatus, Unreadable
 
 
-def tell_timers(kvs: Iterable[KeyValue]) -> tuple[list[TimerStatus], list[Unreadable]]:
-    """The timers that are held, the first to expire first; and the keys that do not count."""
-    found, unreadable = list[TimerStatus](), list[Unreadable]()
-    for kv in kvs:
-        try:
-            timer = parse_timer(kv.key, kv.value)
-        except StateError as error:
-            unreadable.append(Unreadable(kv.key, str(error)))
-        else:
-            if timer is not None:
-                found.append(_tell(timer))
-    found.sort(key=lambda one: (one.until, one.host, one.pid, one.scope))
-    return found, unreadable
+class TimersTeller:
+    """Tells the timers of one job again and again. What was made of a key is kept until that key changes."""
+
+    def __init__(self) -> None:
+        self._timers = Memo(_read)
+
+    def tell(self, kvs: Iterable[KeyValue]) -> tuple[list[TimerStatus], list[Unreadable]]:
+        """The timers that are held, the one that expires first before the others; and the keys that are not counted."""
+        read = self._timers.of(kvs)
+        found = [one for one in read if isinstance(one, TimerStatus)]
+        found.sort(key=lambda one: (one.until, one.host, one.pid, one.scope))
+        return found, [one for one in read if isinstance(one, Unreadable)]
+
+
+def _read(kv: KeyValue) -> TimerStatus | Unreadable | None:
+    """None for a slot that is empty."""
+    try:
+        timer = parse_timer(kv.key, kv.value)
+    except StateError as error:
+        return Unreadable(kv.key, str(error))
+    return None if timer is None else _tell(timer)
 
 
 def _tell(timer: Timer) -> TimerStatus:

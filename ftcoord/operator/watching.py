@@ -15,7 +15,7 @@ from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import EtcdCalls, Get, KeyValue
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.reading import read_job, read_timers
-from ftcoord.operator.status import Rules, tell_job
+from ftcoord.operator.status import JobTeller, Rules
 from ftcoord.operator.told import FORMAT, JobStatus, TimerStatus, Watched
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ class JobWatch:
     def __init__(
         self, job: str, rules: Rules, timers: Callable[[], tuple[KeyValue, ...]], *, every_timer: bool
     ) -> None:
-        self._job, self._rules, self._find_timers, self._every_timer = job, rules, timers, every_timer  # never change
+        self._job, self._find_timers, self._every_timer = job, timers, every_timer  # never change
+        self._teller = JobTeller(rules)
         self._keys: JobKeys | None = None
         self._timers: tuple[KeyValue, ...] = ()
         self._told: JobKeys | None = None  # what the last status rests on
@@ -130,7 +131,7 @@ class JobWatch:
         now = replace(keys, timers=self._timers)
         if self.last is None or now != self._told:
             self._told = now
-            return tell_job(now, self._rules)
+            return self._teller.tell(now)
         return self.last.status
 
 

@@ -22,6 +22,8 @@ class Informer(Closing):
         name: the thread's name.
         failed: called on the thread with the error that ends it: ClientClosed, or an unexpected error, which is logged.
             Nothing is reported after that. Not called for a `close()`.
+        gathers: whether to report once for all that has come by then, as where a report costs more than a change does;
+            else each change is reported by itself, as far as etcd tells of them one by one.
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class Informer(Closing):
         report: Callable[..., None],
         name: str,
         failed: Callable[[BaseException], None],
+        *,
+        gathers: bool = False,
     ) -> None:
         # The client's threads put into the inbox, and only the informer's thread takes out and touches the mirrors.
         self._inbox: concurrency.Queue[tuple[Mirror, Posted] | None] = concurrency.inbox()
         self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]
-        self._report = report  # never changes
+        self._report, self._gathers = report, gathers  # never change
         self._due = True  # whether there is something to report; only the thread
         self._thread = StepThread(self._step, name, lambda: self._inbox.put(None), self._end, failed)
         self._thread.start()
@@ -45,19 +49,27 @@ class Informer(Closing):
         self._thread.close()
 
     def _step(self) -> None:
-        if not self._due:
-            posted = self._inbox.get()
-            if posted is None:
+        if not self._due and not self._take():
+            return
+        while self._gathers and not self._inbox.empty():
+            if not self._take():
                 return
-            self._due = True  # also if what follows fails
-            mirror, item = posted
-            mirror.apply(item)
         for mirror in self._mirrors:
             if not mirror.synced:
                 mirror.sync()
         if all(mirror.synced for mirror in self._mirrors):
             self._report(*self._mirrors)
         self._due = False
+
+    def _take(self) -> bool:
+        """Wait for the next item, and apply it; whether there was one: `close()` wakes it without."""
+        posted = self._inbox.get()
+        if posted is None:
+            return False
+        self._due = True  # also if what follows fails
+        mirror, item = posted
+        mirror.apply(item)
+        return True
 
     def _end(self) -> None:
         for mirror in self._mirrors:

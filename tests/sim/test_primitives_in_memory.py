@@ -543,7 +543,8 @@ def test_an_informer_shows_what_etcd_has(world: World) -> None:
         shown.append((dict(first.kvs), dict(second.kvs)))
 
     spans = (Span("/f/", is_prefix=True), Span("/elsewhere"))
-    informer = Informer(client, spans, tell, "ftcoord-test", failed=lambda error: None)
+    gathers = chance.random() < 0.5
+    informer = Informer(client, spans, tell, "ftcoord-test", failed=lambda error: None, gathers=gathers)
     leases: list[int] = []
     for _ in range(15):
         write_at_random(world, chance, leases)
@@ -554,6 +555,37 @@ def test_an_informer_shows_what_etcd_has(world: World) -> None:
     expected = tuple({kv.key: kv for kv in world.observer.range(Get(span)).kvs} for span in spans)
     world.until(lambda: shown[-1] == expected, "it shows what etcd has")
     informer.close()
+
+
+@simulated
+def test_an_informer_that_gathers_reports_once_for_all_that_came_meanwhile(world: World) -> None:
+    every = [b"%d" % at for at in range(10)]
+    assert reported_of(world, every, gathers=True) == [b"0", b"9"]
+    assert reported_of(world, every, gathers=False) == every
+
+
+def reported_of(world: World, values: list[bytes], *, gathers: bool) -> list[bytes]:
+    """What an informer reports of a key that takes these values, all but the first while it reports that."""
+    key, begun, goes_on, seen = f"/g/{gathers}", concurrency.event(), concurrency.event(), list[bytes]()
+
+    def tell(mirror: Mirror) -> None:
+        seen.append(mirror.one.value if mirror.one else b"")
+        if seen[-1] == values[0]:
+            begun.set()
+            assert goes_on.wait(60)
+
+    spans = [Span(key)]
+    informer = Informer(world.etcd.client(), spans, tell, "ftcoord-test", failed=lambda error: None, gathers=gathers)
+    world.until(lambda: bool(seen), "it is in sync")
+    world.observer.put(key, values[0])
+    assert begun.wait(60)
+    for value in values[1:]:
+        world.observer.put(key, value)
+    world.sleep(1)  # all is in its inbox
+    goes_on.set()
+    world.until(lambda: seen[-1] == values[-1], "it has heard of all")
+    informer.close()
+    return seen[seen.index(values[0]) :]
 
 
 @simulated

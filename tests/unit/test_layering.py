@@ -118,7 +118,10 @@ FLOORS = (
     "demo.run",
     "demo",
     "operator.told",
-    "operator.job_keys",
+    "operator.told",
+    "operator.job_keys operator.memo",
+    "operator.job_keys operator.memo",
+    "operator.rounds operator.quorums operator.summary operator.timers",
     "operator.rounds operator.quorums operator.summary operator.timers",
     "operator.status operator.naming operator.leftovers operator.findings operator.past",
     "operator.listing operator.reading operator.member_http operator.noting",
@@ -292,7 +295,19 @@ def test_the_core_is_pure() -> None:
 
 TELLING = [
     f"ftcoord.operator.{name}"
-    for name in ("told", "job_keys", "rounds", "quorums", "summary", "timers", "status", "naming", "leftovers", "past")
+    for name in (
+        "told",
+        "job_keys",
+        "memo",
+        "rounds",
+        "quorums",
+        "summary",
+        "timers",
+        "status",
+        "naming",
+        "leftovers",
+        "past",
+    )
 ]
 """What operators are told: as pure as the core, from keys as the API has them."""
 
