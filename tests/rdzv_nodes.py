@@ -246,6 +246,10 @@ class NodeProcess:
         command = [sys.executable, __file__, json.dumps(request)]
         self._process = warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def send(self, command: str) -> None:
         assert self._process.stdin is not None
         print(command, file=self._process.stdin, flush=True)

@@ -115,6 +115,8 @@ def _parts(status: JobStatus) -> Iterator[str]:
         leavers = [one.host for one in rounds.members if one.standing == "draining"]
         going = "".join(f", draining {host}" for host in leavers[:3])
         yield neutral(f"rendezvous {rounds.state}, round {rounds.number} of {rounds.size} nodes{gone}{going}")
+        ends = {"closed": rounds.closed, "recalled": rounds.recalled, "the round before ended": rounds.before}
+        yield from (neutral(f"{what}: {why}") for what, why in ends.items() if why)
         yield neutral(f"next: {rounds.next.reason}")
     if (quorum := status.quorum) is not None:
         gone = "".join(f", without {one.replica_id}" for one in quorum.missing[:3])

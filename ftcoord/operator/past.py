@@ -9,7 +9,7 @@ from typing import Final
 from ftcoord.core.causes import OBEYED, in_causal_order, is_consequence, told_end, told_first
 from ftcoord.core.event_records import HistoryEvent, PastEvent, WorkerFailure, ends_in, last_life, read_history
 from ftcoord.core.rendezvous_records import FINISHED
-from ftcoord.core.round_history import counted
+from ftcoord.core.round_history import counted, named
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.told import FORMAT, Explanation, JobHistory, JobStatus, QuorumStatus, ReplicaStatus, ToldEvent
 
@@ -147,8 +147,12 @@ def _now_of_rounds(status: JobStatus, past: Sequence[PastEvent]) -> str:
         return "Nothing is left of it but its history." if past else "It has no history."
     if rounds.closed:
         return ""
-    if rounds.state == "running":
+    if rounds.state == "running" and not rounds.missing:
         return f"Now round {rounds.number} runs on {counted(rounds.size, 'node')}."
+    if rounds.state == "running":
+        gone = named([one.host for one in rounds.missing])
+        left = f"{rounds.size - len(rounds.missing)} of {counted(rounds.size, 'node')}"
+        return f"Now round {rounds.number} runs on {left}, without {gone}; next: {rounds.next.reason}."
     return f"Now it is {rounds.state}: {rounds.next.reason}."
 
 

@@ -58,7 +58,7 @@ def _rounds_line(decided: KeyValue | None, members: int) -> tuple[str, int, int,
     elif record.size and not record.recalled:
         state = "running" if record.ready else "seating"
         state = state if members >= record.size else "degraded"
-    return state, record.number, record.size, record.closed or record.recalled
+    return state, record.number, record.size, record.closed or record.recalled or record.before
 
 
 def _quorum_line(prefix: str, keys: JobSummaryKeys) -> tuple[str, int, int]:

@@ -271,7 +271,8 @@ class JobLine:
         round, nodes: the last round's number and size; None without a rendezvous.
         quorum, replicas: the last quorum's id and size; None without quorums.
         members: the live members of both.
-        note: why the last round ended or the run is over; empty for neither.
+        note: why the run is over or its last round was called back; of one that runs, why the round before it ended;
+            empty for nothing.
     """
 
     job: str

@@ -12,9 +12,10 @@ from test_operator_status import QUORUM, RUN, ask, nodes, seats, told_of
 
 from ftcoord.commands.explaining import _history_lines, _why_lines
 from ftcoord.commands.output import Terminal, to_json
-from ftcoord.core import rendezvous_records
+from ftcoord.core import death_records, rendezvous_records
+from ftcoord.core.death_records import Death
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure, encode
-from ftcoord.core.layout import decided_key, event_key
+from ftcoord.core.layout import death_key, decided_key, event_key, member_id
 from ftcoord.core.rendezvous_records import Round
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys
@@ -78,6 +79,17 @@ def test_the_first_cause_of_the_last_round_is_told_and_what_to_do() -> None:
     assert found.now == "Now round 8 runs on 2 nodes."
     assert "traceback" in found.do
     assert found.healthy
+
+
+def test_a_round_that_runs_without_one_of_its_nodes_says_without_which() -> None:
+    record = Round(8, seats("hostA", "hostB"), "10.0.0.1", 29500, (), 2, 4, ready=True)
+    decided = KeyValue(decided_key(RUN), rendezvous_records.encode(record), 1, 1, 1, 1)
+    left = nodes(ask("hostA", seated=8, after=7))
+    died = "host of hostB was killed by signal 9 (SIGKILL)"
+    death = KeyValue(death_key(RUN, member_id(2)), death_records.encode(Death(died, 0)), 1, 1, 1, 9)
+    found = why(told_of(rounds=GroupKeys(RUN, decided, below_members=left, deaths=(death,))), DECIDED, STARTED)
+    assert found.now == f"Now round 8 runs on 1 of 2 nodes, without host of hostB; next: round 8 recalled: {died}."
+    assert not found.healthy
 
 
 def test_ends_of_earlier_rounds_are_not_to_blame() -> None:
