@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -13,7 +13,7 @@ from ftcoord.core.invariants import check_quorum
 from ftcoord.core.layout import decided_key, member_key, member_of, roster_key
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_roster
-from ftcoord.core.quorum_history import lost_seats, quorum_events
+from ftcoord.core.quorum_history import LateEnds, lost_seats, quorum_events, signed
 from ftcoord.core.quorum_records import Profile, QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError, StateError
@@ -67,11 +67,15 @@ class HighestSeen:
         self.highest: Highest = NOTHING_HEARD
         self._tried: Highest = NOTHING_HEARD
         self._last: QuorumRecord | None = None
+        self.before: QuorumRecord | None = None
+        """The last quorum but those that have the id of the last one."""
 
     def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
         """Parse a decided record, and remember it. Raises StateError."""
         quorum = _quorums.read(key, value, roster)
         with self._lock:
+            if self._last is not None and self._last.id != quorum.id:
+                self.before = self._last
             self.highest, self._last = self.highest.and_of(quorum), quorum
         return quorum
 
@@ -143,6 +147,7 @@ class QuorumPolicy:
         """The last result of `_read_decided`."""
         self._known: dict[str, _Heard] = {}
         self._silent: dict[str, int] = {}
+        self._late = LateEnds(heartbeat_timeout)
         self._said = ""
         self._guard = InvariantGuard()
 
@@ -162,22 +167,51 @@ class QuorumPolicy:
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
             self._seen.tries(verdict.record)
-            return replace(self._encoded(verdict, view, roster), events=self._events(view, previous, verdict.record))
-        times = [at for at in (verdict.until, next_death) if at is not None]
-        return Wait(verdict.reason, min(times, default=None), verdict.rule)
+            told = signed(self._events(view, previous, verdict.record), me, int(created * 1000))
+            return replace(self._encoded(verdict, view, roster), events=told)
+        late, look_at = self._late_ends(view, previous, me, now)
+        times = [at for at in (verdict.until, next_death, look_at) if at is not None]
+        return Wait(verdict.reason, min(times, default=None), verdict.rule, signed(late, me, int(created * 1000)))
+
+    def _late_ends(
+        self, view: View, previous: QuorumRecord | None, me: str, now: float
+    ) -> tuple[list[HistoryEvent], float | None]:
+        """The events for the history while nothing is decided, and when to look again. Only the oldest member writes
+        them: those that stand by see the same."""
+        if previous is None or not view.members or member_of(view.members[0].key) != me:
+            return [], None
+        present = {member_of(kv.key) for kv in view.members}
+        if self._late.begins and (before := self._seen.before) is not None:
+            # Others may have decided without the decider before this one, while its lease lived.
+            known = present.union(map(member_of, view.departed))
+            self._late.follow(before, known)
+            self._late.follow(previous, known)
+        self._late.follow(previous, present)
+        about = self._late.asks_for(present, now)
+        if not about:
+            return [], self._late.due
+        names = {known.candidate.request.replica_id for known in self._known.values()}
+        ends = self._late.ends(present, names, self._causes_of(about), self._words_of(view, about), now)
+        return ends, self._late.due
 
     def _events(self, view: View, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
-        """The events for the history: none, at the cost of no request, in a step of the same replicas."""
+        """The events for the history of a decision: none, at the cost of no request, in a step of the same replicas."""
         if previous is not None and previous.id == new.id:
             return []
         gone = [seat.member for seat in lost_seats(previous, new)]
+        silent = {member_of(key) for key in self._silent}
+        events = quorum_events(previous, new, self._causes_of(gone), self._words_of(view, gone), silent)
+        return self._late.untold(events)
+
+    def _causes_of(self, gone: Sequence[str]) -> Mapping[str, tuple[str, int]]:
         try:
-            causes = self._causes(gone) if gone else {}
+            return self._causes(gone) if gone else {}
         except EtcdError as error:  # nothing is decided by it
             log.debug("why members are gone cannot be told: %s", error)
-            causes = {}
-        words = {member: word for member in gone if (word := self._word_of(view, member)) is not None}
-        return quorum_events(previous, new, causes, words, int(self._wall_clock() * 1000))
+            return {}
+
+    def _words_of(self, view: View, gone: Iterable[str]) -> dict[str, str]:
+        return {member: word for member in gone if (word := self._word_of(view, member)) is not None}
 
     def _word_of(self, view: View, member: str) -> str | None:
         """Why a member is not in the next quorum, as it says itself; None if it gave no reason."""

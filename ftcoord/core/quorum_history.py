@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.losses import Losses
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat
 from ftcoord.core.round_history import MOST_ENDS, counted, named
 
@@ -15,12 +17,99 @@ def lost_seats(previous: QuorumRecord | None, new: QuorumRecord) -> list[QuorumS
     return [seat for seat in previous.seats if seat.request.replica_id not in new.names] if previous else []
 
 
+class LateEnds:
+    """The ends of replicas while no other quorum follows: too few are left, or none asks. For one decider.
+
+    A death or a departure is reported at once. A replica that is gone without a cause is reported as lost if no member
+    has its name after `timeout` seconds. Replicas that the last quorum went on without, although their leases lived,
+    are followed too: their hosts may be lost. Each end is reported once.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout  # never changes
+        self._quorum: QuorumRecord | None = None  # that was followed last
+        self._names: dict[str, str] = {}
+        """The replicas' names, by member id."""
+        self._numbers: dict[str, int] = {}
+        """The id of the last quorum in which each had a seat, by name."""
+        self._losses = Losses({}, timeout)
+        self._told: set[tuple[int, str, str]] = set()
+
+    @property
+    def due(self) -> float | None:
+        """When to look again whatever happens; None for never."""
+        return None if self._losses.due == inf else self._losses.due
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing was followed yet."""
+        return self._quorum is None
+
+    def follow(self, quorum: QuorumRecord, present: Collection[str]) -> None:
+        """Follow the members of this quorum, which is the last one now.
+
+        Args:
+            present: the ids of the members that live, or whose end is only noticed now.
+        """
+        if quorum is self._quorum:
+            return
+        before, self._quorum = self._quorum, quorum
+        seats = {seat.member: _name(seat) for seat in quorum.seats}
+        if before is not None and before.id == quorum.id and seats.keys() <= self._names.keys():
+            return
+        absent = {one: name for one, name in self._names.items() if one in present and name not in quorum.names}
+        self._names = absent | seats
+        self._numbers = {name: self._numbers[name] for name in absent.values()}
+        self._numbers |= dict.fromkeys(seats.values(), quorum.id)
+        self._losses = Losses(self._names, self._timeout)
+        self._told = {one for one in self._told if one[0] in self._numbers.values()}
+
+    def asks_for(self, present: Collection[str], now: float) -> list[str]:
+        """The members whose causes and words `ends` needs, by id."""
+        return [*self._losses.gone(present), *self._losses.over(now)]
+
+    def ends(
+        self,
+        present: Collection[str],
+        names: Collection[str],
+        causes: Mapping[str, tuple[str, int]],
+        words: Mapping[str, str],
+        now: float,
+    ) -> list[HistoryEvent]:
+        """The ends to write now.
+
+        Args:
+            present: the ids of the live members.
+            names: the replica ids of the live members.
+            causes, words: see `quorum_events`; those of the members that `asks_for` returned.
+            now: monotonic seconds.
+        """
+        found = list[HistoryEvent]()
+        for member in self._losses.gone(present):
+            known, word = causes.get(member), words.get(member)
+            loss = self._losses.note(member, known[0] if known else word or "", now)
+            if loss is not None:
+                found.append(_end(self._numbers[loss.replica_id], loss.replica_id, known, word))
+        over = {self._names[member]: member for member in self._losses.over(now)}
+        lost, _ = self._losses.judge(names, {member: known[0] for member, known in causes.items()}, now)
+        found += [
+            _end(self._numbers[one.replica_id], one.replica_id, causes.get(over[one.replica_id]), None) for one in lost
+        ]
+        told = self.untold(found)[:MOST_ENDS]
+        self._told |= {(end.number, end.kind, end.node) for end in told}
+        return told
+
+    def untold(self, events: Sequence[HistoryEvent]) -> list[HistoryEvent]:
+        """The events that `ends` has not returned yet."""
+        return [one for one in events if (one.number, one.kind, one.node) not in self._told]
+
+
 def quorum_events(
     previous: QuorumRecord | None,
     new: QuorumRecord,
     causes: Mapping[str, tuple[str, int]],
     words: Mapping[str, str],
-    wall_ms: int,
+    silent: Collection[str] = (),
 ) -> list[HistoryEvent]:
     """The events for the history when the quorum `new` follows `previous`; none if its id stays the same, as in most
     steps.
@@ -28,25 +117,37 @@ def quorum_events(
     Args:
         causes: why members of the last quorum are gone, by id, and etcd's revision at which that was written.
         words: why members that are there, or left, no longer take part, in their own words, by id.
-        wall_ms: when, for people.
+        silent: the members that are there, and have written nothing for the heartbeat timeout.
     """
     if previous is not None and previous.id == new.id:
         return []
     gone = lost_seats(previous, new)
     ended = previous.id if previous else 0
-    ends = [_end(ended, seat, causes.get(seat.member), words.get(seat.member)) for seat in gone[:MOST_ENDS]]
-    told = HistoryEvent("quorum", new.id, reason=_reason(previous, new, [_name(seat) for seat in gone]))
-    return [replace(one, by=new.by, wall_ms=wall_ms) for one in (*ends, told)]
+    ends = [
+        _silence(ended, _name(seat))
+        if seat.member in silent and seat.member not in causes
+        else _end(ended, _name(seat), causes.get(seat.member), words.get(seat.member))
+        for seat in gone[:MOST_ENDS]
+    ]
+    return [*ends, HistoryEvent("quorum", new.id, reason=_reason(previous, new, [_name(seat) for seat in gone]))]
 
 
-def _end(number: int, seat: QuorumSeat, known: tuple[str, int] | None, word: str | None) -> HistoryEvent:
-    name = _name(seat)
+def signed(events: Sequence[HistoryEvent], by: str, wall_ms: int) -> list[HistoryEvent]:
+    """The same events, with their writer and the time, for people."""
+    return [replace(one, by=by, wall_ms=wall_ms) for one in events]
+
+
+def _end(number: int, name: str, known: tuple[str, int] | None, word: str | None) -> HistoryEvent:
     if known is not None:
         return HistoryEvent("died", number, name, name, f"{name}: {known[0]}", noted=known[1])
     if word is not None:
         return HistoryEvent("left", number, name, name, f"{name} left ({word})")
     # A decider that has only just taken over has not seen whether it said that it leaves.
     return HistoryEvent("lost", number, name, name, f"{name} is gone (its lease ended, or it left)")
+
+
+def _silence(number: int, name: str) -> HistoryEvent:
+    return HistoryEvent("lost", number, name, name, f"{name} is silent (no heartbeat came in time)")
 
 
 def _reason(previous: QuorumRecord | None, new: QuorumRecord, gone: Sequence[str]) -> str:

@@ -184,7 +184,7 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
     if last is None:
         return Explanation(FORMAT, status.job, status.healthy, "", None, 0, "", now, "")
     number, ends = last.event.number, ends_in(past, last.event.number)
-    first = in_causal_order(ends)[0]
+    first = _best_known(in_causal_order(ends)[0], ends)
     successor = next((one.event for one in past if one.event.kind == "quorum" and one.revision >= last.revision), None)
     lost = f"The others lost the step that they were in, at most. {_healing(quorum)}"
     if successor is not None:
@@ -200,6 +200,12 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
         now,
         _advice(first),
     )
+
+
+def _best_known(first: HistoryEvent, ends: Sequence[HistoryEvent]) -> HistoryEvent:
+    """The others may have gone on without a replica long before anybody knew what had become of it."""
+    ranks = {"died": 0, "lost": 1}
+    return min((end for end in ends if end.node == first.node), key=lambda end: ranks.get(end.kind, len(ranks)))
 
 
 def _healing(quorum: QuorumStatus | None) -> str:

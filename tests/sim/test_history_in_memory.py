@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from typing import Any, Final
 
 import pytest
@@ -16,6 +18,7 @@ from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
 from worlds import World, long_simulated, play, simulated
 
 from ftcoord import concurrency
+from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.death_records import Death, encode
 from ftcoord.core.event_records import HISTORY_TTL, KEPT_EVENTS, HistoryEvent, PastEvent, WorkerFailure, read_history
@@ -411,9 +414,9 @@ def test_a_quorum_of_the_same_replicas_writes_no_event(world: World) -> None:
         assert len([event for event in world.events(decided_key(PAIR.prefix)) if event.kind == "put"]) == 3
 
 
-def until_both(replica: Replica) -> None:
-    """The first that asks may be answered before the other one has come."""
-    while len(ask(replica, 0).seats) < 2:
+def until_both(replica: Replica, size: int = 2) -> None:
+    """The first that asks may be answered before the others have come."""
+    while len(ask(replica, 0).seats) < size:
         pass
 
 
@@ -451,6 +454,91 @@ def test_a_quorum_without_a_replica_that_left_or_was_lost_tells_which(world: Wor
             (lost,) = (past.event for past in history(world, job.prefix)[-2:-1])
             assert (lost.kind, lost.node) == (kind, "b") or "or it left" in lost.reason
             assert kind == "left" or lost.kind == "lost"
+
+
+@simulated
+def test_a_loss_is_told_though_too_few_are_left_for_another_quorum(world: World) -> None:
+    """Of any replica, also of the one that decided, and at once where somebody has said why."""
+    ends = {"leaves": "left", "dies": "died", "is lost": "lost"}
+    for place, (last, kind) in product(("first", "second"), ends.items()):
+        job = replace(PAIR, name=f"{place} {last}")
+        clients = [world.etcd.client() for _ in range(2)]
+        with replica_of(clients[0], job, "a") as first, replica_of(clients[1], job, "b") as second:
+            join = in_background(lambda second=second: until_both(second))
+            until_both(first)
+            join()
+            gone, other = (first, second) if place == "first" else (second, first)
+            if last == "leaves":
+                gone.leave(5)
+            else:
+                clients[place == "second"].cut_off()
+                if last == "dies":
+                    death = encode(Death(f"{gone.replica_id} was killed", 0))
+                    world.observer.put(death_key(job.prefix, member_id(gone.lease)), death)
+                world.etcd.expire(gone.lease)
+            name = gone.replica_id
+            with pytest.raises(TimeoutError):  # too few are left
+                ask(other, 1)
+            told = [(one.event.kind, one.event.number, one.event.node) for one in history(world, job.prefix)]
+            assert told == [("quorum", 1, ""), (kind, 1, name)]
+            why = explain(tell_job(read_job(world.observer, KEY_PREFIX, job.name), Rules()), (), events_of(world, job))
+            assert why.happened.startswith(f"Quorum 1 lost members. It began with this: {name}")
+
+
+@simulated
+def test_the_loss_of_a_decider_is_told_though_others_went_on_without_it_before(world: World) -> None:
+    """Its host is lost, and the others do not wait for its lease to end: one of them takes over."""
+    for cause, kind in (("its host went down", "died"), ("", "lost")):
+        job = replace(PAIR, name=f"without {kind}", heartbeat_timeout_ms=600_000)
+        client = world.etcd.client()
+        with ExitStack() as stack:
+            clients = [client, *(world.etcd.client() for _ in range(2))]
+            three = [stack.enter_context(replica_of(one, job, name)) for one, name in zip(clients, "abc", strict=True)]
+            joins = []
+            for one in three:  # the first one that joins decides
+                joins.append(in_background(lambda one=one: until_both(one, 3)))
+                world.until(lambda one=one: one.joined, "it has joined")
+            for join in joins:
+                join()
+            decider, *others = three
+            client.cut_off()
+            joins = [in_background(lambda one=one: ask(one, 1)) for one in others]
+            for join in joins:
+                join()
+            before = history(world, job.prefix)[-1].event
+            assert (before.kind, "without a" in before.reason) == ("quorum", True)
+            if cause:
+                world.observer.put(death_key(job.prefix, member_id(decider.lease)), encode(Death(cause, 0)))
+            world.etcd.expire(decider.lease)
+            world.sleep(job.heartbeat_timeout + 5)
+            told = [one.event for one in history(world, job.prefix) if one.event.node == "a"]
+            assert [(one.kind, one.number) for one in told] == [("left", before.number - 1), (kind, before.number - 1)]
+            assert cause in told[-1].reason
+            why = explain(tell_job(read_job(world.observer, KEY_PREFIX, job.name), Rules()), (), events_of(world, job))
+            assert why.first is not None
+            assert (why.first.kind, why.first.who) == (kind, "a")
+
+
+def events_of(world: World, job: Job) -> list[KeyValue]:
+    return [*world.observer.range(Get(events_span(job.prefix))).kvs]
+
+
+@simulated
+def test_a_replica_that_is_back_under_another_lease_is_not_told_as_lost(world: World) -> None:
+    client = world.etcd.client()
+    with replica_of(client, PAIR, "a") as one, replica_of(world.etcd.client(), PAIR, "b") as other:
+        join = in_background(lambda: until_both(other))
+        until_both(one)
+        join()
+        before = one.lease
+        world.etcd.expire(before)
+        world.sleep(PAIR.heartbeat_timeout / 2)
+        join = in_background(lambda: ask(other, 1))
+        ask(one, 1)
+        join()
+        assert one.lease != before
+        world.sleep(3 * PAIR.heartbeat_timeout)
+        assert [past.event.kind for past in history(world, PAIR.prefix)] == ["quorum"]
 
 
 # -- an etcd that takes no history -----------------------------------------------------------------------------

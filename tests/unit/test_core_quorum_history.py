@@ -1,0 +1,91 @@
+"""What a job's history says of its quorums."""
+
+from __future__ import annotations
+
+from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.quorum_history import LateEnds, quorum_events
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
+
+TIMEOUT = 5.0
+
+
+def quorum(id_: int, *names: str, incarnation: int = 1) -> QuorumRecord:
+    """The member of each is its name and a number."""
+    requests = [QuorumRequest(name, "", "", 0, 1, False, "", 0, ()) for name in names]
+    seats = tuple(QuorumSeat(f"{one.replica_id}{incarnation}", 1, one) for one in requests)
+    return QuorumRecord(id_, id_, seats, (), 0.0, "me")
+
+
+def said(events: list[HistoryEvent]) -> list[tuple[str, int, str]]:
+    return [(one.kind, one.number, one.node) for one in events]
+
+
+def test_who_died_or_left_is_told_at_once_and_once() -> None:
+    late = LateEnds(TIMEOUT)
+    late.follow(quorum(3, "a", "b", "c"), {"a1", "b1", "c1"})
+    assert (late.asks_for({"a1", "b1", "c1"}, 0.0), late.due) == ([], None)
+    assert late.asks_for({"a1"}, 1.0) == ["b1", "c1"]
+    ends = late.ends({"a1"}, {"a"}, {"b1": ("b was killed", 7)}, {"c1": "it left"}, 1.0)
+    assert said(ends) == [("died", 3, "b"), ("left", 3, "c")]
+    assert (ends[0].reason, ends[0].noted, ends[1].reason) == ("b: b was killed", 7, "c left (it left)")
+    late.follow(quorum(3, "a", "b", "c"), {"a1"})  # the next step's: the same replicas
+    assert late.asks_for({"a1"}, 2.0) == []
+    after = quorum_events(quorum(3, "a", "b", "c"), quorum(4, "a"), {"b1": ("b was killed", 7)}, {"c1": "it left"})
+    assert said(late.untold(after)) == [("quorum", 4, "")]
+
+
+def test_who_is_gone_without_a_word_is_told_when_nobody_of_its_name_is_back_in_time() -> None:
+    late = LateEnds(TIMEOUT)
+    late.follow(quorum(3, "a", "b", "c"), {"a1", "b1", "c1"})
+    assert late.ends({"a1"}, {"a"}, {}, {}, 1.0) == []
+    assert late.due == 1.0 + TIMEOUT
+    assert late.asks_for({"a1", "b2"}, 1.0 + TIMEOUT) == ["b1", "c1"]
+    ends = late.ends({"a1", "b2"}, {"a", "b"}, {}, {}, 1.0 + TIMEOUT)
+    assert said(ends) == [("lost", 3, "c")]
+    assert late.due is None
+    late.follow(quorum(3, "a", "b", incarnation=2), {"a2", "b2"})
+    assert said(late.ends({"a2"}, {"a"}, {"b2": ("b was killed", 9)}, {}, 9.0)) == [("died", 3, "b")]
+
+
+def test_a_cause_that_is_said_later_counts() -> None:
+    late = LateEnds(TIMEOUT)
+    late.follow(quorum(3, "a", "b"), {"a1", "b1"})
+    assert late.ends({"a1"}, {"a"}, {}, {}, 1.0) == []
+    ends = late.ends({"a1"}, {"a"}, {"b1": ("its host went down", 8)}, {}, 1.0 + TIMEOUT)
+    assert [(one.kind, one.noted) for one in ends] == [("died", 8)]
+
+
+def test_a_quorum_went_on_without_a_replica_that_was_there_and_its_loss_is_told_later() -> None:
+    """Its host was lost, and the others did not wait for its lease to end."""
+    late, there = LateEnds(TIMEOUT), {"a1", "b1", "c1"}
+    late.follow(quorum(3, "a", "b", "c"), there)
+    late.follow(quorum(4, "a", "b"), there)
+    assert late.asks_for(there, 1.0) == []
+    assert late.ends(there - {"c1"}, {"a", "b"}, {}, {}, 2.0) == []
+    assert said(late.ends(there - {"c1"}, {"a", "b"}, {}, {}, 2.0 + TIMEOUT)) == [("lost", 3, "c")]
+    assert said(late.ends({"a1"}, {"a"}, {"b1": ("b was killed", 9)}, {}, 9.0)) == [("died", 4, "b")]
+
+
+def test_the_lease_of_who_came_back_under_another_one_ends_unseen() -> None:
+    late, there = LateEnds(TIMEOUT), {"a1", "b1", "a2", "b2"}
+    late.follow(quorum(3, "a", "b"), there)
+    late.follow(quorum(4, "a", "b", incarnation=2), there)
+    assert late.asks_for({"a2", "b2"}, 1.0) == []
+
+
+def test_a_successor_tells_of_the_decider_before_it_without_which_another_one_decided() -> None:
+    """Of others that are not in the last quorum it knows nothing: whoever decided that has told of them."""
+    late = LateEnds(TIMEOUT)
+    assert late.begins
+    for one in (quorum(3, "a", "b", "c", "d"), quorum(4, "b", "c")):
+        late.follow(one, {"a1", "b1", "c1"})
+    assert not late.begins
+    assert late.asks_for({"b1", "c1"}, 1.0) == ["a1"]
+    assert said(late.ends({"b1", "c1"}, {"b", "c"}, {"a1": ("a was killed", 7)}, {}, 1.0)) == [("died", 3, "a")]
+
+
+def test_a_silent_replica_did_not_leave() -> None:
+    word = {"b1": "it is there, and did not ask", "c1": "it is there, and did not ask"}
+    events = quorum_events(quorum(3, "a", "b", "c", "d"), quorum(4, "a"), {"d1": ("killed", 9)}, word, {"b1", "d1"})
+    assert said(events) == [("lost", 3, "b"), ("left", 3, "c"), ("died", 3, "d"), ("quorum", 4, "")]
+    assert "silent" in events[0].reason
