@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 # Else hundreds of processes would each compile all of ftcoord, and each of pytest's workers all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-torchft test test-browser test-cluster sim sim-shrink sim-mutants soak etcd-image lint benchmark docs clean
+.PHONY: demo demo-torchft test test-browser test-cluster pictures sim sim-shrink sim-mutants soak etcd-image lint benchmark
+.PHONY: docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/ftcoord demo
@@ -26,6 +27,10 @@ test: $(VENV)/.ready
 # The page of `ftcoord dashboard` in a real browser: chromium, or what FTCOORD_TEST_CHROMIUM names.
 test-browser: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m browser tests/integration
+
+# The pictures in docs/dashboard.md.
+pictures: $(VENV)/.ready
+	$(BIN)/python tests/screenshots.py docs/images
 
 # A rolling upgrade, where a newer etcd can be had; and the scenarios of tests/cluster on containers, with a Docker engine
 # of its own where none answers.
