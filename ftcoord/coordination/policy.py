@@ -180,7 +180,8 @@ class QuorumPolicy:
         them: those that stand by see the same."""
         if previous is None or not view.members or member_of(view.members[0].key) != me:
             return [], None
-        present = {member_of(kv.key) for kv in view.members}
+        present = {known.candidate.member for known in self._known.values()}
+        present.update(map(member_of, self._members.unreadable))
         if self._late.begins and (before := self._seen.before) is not None:
             # Others may have decided without the decider before this one, while its lease lived.
             known = present.union(map(member_of, view.departed))

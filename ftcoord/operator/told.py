@@ -271,8 +271,8 @@ class JobLine:
         round, nodes: the last round's number and size; None without a rendezvous.
         quorum, replicas: the last quorum's id and size; None without quorums.
         members: the live members of both.
-        note: why the run is over or its last round was called back; of one that runs, why the round before it ended;
-            empty for nothing.
+        note: why the run is over, or why its last round was recalled, or why the round before that ended; empty for
+            none of these.
     """
 
     job: str

@@ -58,3 +58,20 @@ def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
     assert isinstance(policy.decide(view(a=replica("a", 0, after=17, heard=225), b=asking), "b", 0.0), Wait)
     quorum = quorum_of(policy.decide(view(b=asking), "b", 1.0))
     assert (quorum.number, quorum.id) == (226, 18)
+
+
+def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> None:
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 0.5), 1.0, dict, HighestSeen())
+    both = view(a=replica("a", 1), b=replica("b", 1))
+    first = policy.decide(both, "a", 0.0)
+    assert isinstance(first, Publish)
+    key, roster = layout.decided_key(PREFIX), first.puts[0][1]
+    later = replace(
+        view(a=replica("a", 2, after=1, heard=1), b=replica("b", 1)),
+        decided=KeyValue(key, first.record, 9, 9, 1, 1),
+        roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
+    )
+    seen = {kv.key: 5.0 if kv.key.endswith("/a") else 0.0 for kv in later.members}
+    second = policy.decide(replace(later, seen=seen), "a", 5.8)
+    assert isinstance(second, Publish)
+    assert [(one.kind, one.node, one.by) for one in second.events] == [("lost", "b", "a"), ("quorum", "", "a")]
