@@ -27,18 +27,29 @@ Peer: TypeAlias = tuple[IPv4Address | IPv6Address, int]
 def ended(port: int, peers: Collection[str]) -> frozenset[str]:
     """The peers, named as gRPC names them, that no longer have a connection to this local port.
 
-    Returns none where the system does not say (outside Linux), and leaves out names that are no addresses. A process
-    that has inherited a connection keeps it open, and so does a proxy.
+    Where the system does not tell (it is no Linux, or refuses for the moment), and of what is no address, none. A
+    process that has inherited a connection keeps it open, and so does a proxy.
     """
-    texts = []
-    for table in TABLES:
-        with suppress(OSError):  # no Linux, or no IPv6
-            texts.append(table.read_text(encoding="ascii"))
+    texts = _tables()
     if not texts:
         return frozenset()
     standing = {peer for text in texts for peer in connected(text, port)}
     known = {name: peer for name in peers if (peer := parse(name)) is not None}
     return frozenset(name for name, peer in known.items() if peer not in standing)
+
+
+def _tables() -> list[str]:
+    """The text of each table that this system has; none at all if one of them cannot be read (no file descriptor or
+    memory is left): all of its connections would look as if they had ended."""
+    texts = []
+    try:
+        for table in TABLES:
+            with suppress(FileNotFoundError):  # no Linux, or no IPv6
+                texts.append(table.read_text(encoding="ascii"))
+    except OSError as error:
+        log.debug("which connections stand cannot be told for now: %s", error)
+        return []
+    return texts
 
 
 def parse(name: str) -> Peer | None:

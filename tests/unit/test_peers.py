@@ -68,3 +68,20 @@ def test_a_connection_that_ends_is_seen_at_once(host: str) -> None:
 def test_where_nothing_tells_nobody_has_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(peers, "TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
     assert not peers.ended(4711, ["ipv4:127.0.0.1:1"])
+
+
+@pytest.mark.parametrize("unreadable", [0, 1])
+def test_while_one_table_cannot_be_read_nobody_has_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unreadable: int
+) -> None:
+    tables = tmp_path / "tcp", tmp_path / "tcp6"
+    tables[unreadable].mkdir()  # IsADirectoryError stands for EMFILE: either is an OSError that is no lack of the table
+    tables[1 - unreadable].write_text("")
+    monkeypatch.setattr(peers, "TABLES", tables)
+    assert not peers.ended(4711, ["ipv4:127.0.0.1:1"])
+
+
+def test_one_table_alone_tells_where_the_system_has_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tcp").write_text("")
+    monkeypatch.setattr(peers, "TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
+    assert peers.ended(4711, ["ipv4:127.0.0.1:1"]) == {"ipv4:127.0.0.1:1"}
