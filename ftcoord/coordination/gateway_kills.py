@@ -72,9 +72,9 @@ class GatewayKills(Closing):
         the order for its predecessor.
         """
         address = self._manager_of(order.member)
-        if address is None or (order.member, order.revision) in self._seen:
+        if address is None or (order.member, order.kv.mod_revision) in self._seen:
             return
-        self._seen.add((order.member, order.revision))
+        self._seen.add((order.member, order.kv.mod_revision))
         try:
             self._pool.submit(_hand_on, address, order)
         except ThreadNotStarted as error:

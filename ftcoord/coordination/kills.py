@@ -19,7 +19,7 @@ from ftcoord.coordination.rank_group import end_process
 from ftcoord.core.layout import kill_key, kills_span, member_key, member_of, members_span
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import EtcdError, NotInQuorum, StateError
-from ftcoord.etcd.api import Delete, Etcd, Get, Op, Put, Span, exists
+from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Op, Put, Span, exists, unchanged
 from ftcoord.etcd.retry import UNANSWERED, retry_until_answered
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror
@@ -34,19 +34,39 @@ LEASE_MARGIN: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class OrderedKill:
-    """An order to end a process.
+    """An order to end a process, as it was seen in etcd: it may have been withdrawn since.
 
     Args:
-        member: the member whose process it is.
-        message: the reason.
-        revision: etcd's revision at which it was given.
-        take: deletes the order, which tells the sender that it was taken.
+        etcd: the client.
+        kv: its key.
     """
 
-    member: str
-    message: str
-    revision: int
-    take: Callable[[], None]
+    etcd: Etcd
+    kv: KeyValue
+
+    @property
+    def member(self) -> str:
+        """Whose process is to end."""
+        return member_of(self.kv.key)
+
+    @property
+    def message(self) -> str:
+        """Why."""
+        return self.kv.value.decode(errors="replace")
+
+    def take(self) -> bool:
+        """Delete it, so that whoever gave it knows that it was taken.
+
+        False if it stands no longer: whoever gave it was told that nobody took it. True also if etcd does not answer
+        within TAKE_TIMEOUT.
+        """
+        key = self.kv.key
+        guard, delete = unchanged(key, self.kv.mod_revision), Delete(Span(key))
+        try:
+            return self.etcd.txn([guard], [delete], timeout=TAKE_TIMEOUT).succeeded
+        except EtcdError as error:
+            log.debug("it is not known whether the order %r still stood: %s", key, error)
+            return True
 
 
 Obey: TypeAlias = Callable[[OrderedKill], None]
@@ -60,24 +80,22 @@ def watch_kills(etcd: Etcd, prefix: str, obey: Obey, failed: Callable[[BaseExcep
     `failed` is called when the watch fails.
     """
 
-    def take(key: str) -> None:
-        with contextlib.suppress(EtcdError):
-            etcd.txn((), (Delete(Span(key)),), timeout=TAKE_TIMEOUT)
-
     def look(orders: Mirror) -> None:
-        for key, kv in orders.kvs.items():
-            message = kv.value.decode(errors="replace")
-            obey(OrderedKill(member_of(key), message, kv.mod_revision, partial(take, key)))
+        for kv in orders.kvs.values():
+            obey(OrderedKill(etcd, kv))
 
     return Informer(etcd, [kills_span(prefix)], look, "ftcoord-kills", failed)
 
 
 def ends_here(is_mine: Callable[[str], bool]) -> Obey:
-    """Make a handler that ends this process when an order names a member for which `is_mine` holds."""
+    """End this process when that is ordered of a member for which `is_mine` holds.
+
+    A process that could not run for a while (it was stopped, or C code held the interpreter) sees orders that were
+    withdrawn meanwhile: those it does not obey.
+    """
 
     def obey(order: OrderedKill) -> None:
-        if is_mine(order.member):
-            order.take()
+        if is_mine(order.member) and order.take():
             end_process(order.message)
 
     return obey
