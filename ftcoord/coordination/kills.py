@@ -19,7 +19,7 @@ from ftcoord.coordination.rank_group import end_process
 from ftcoord.core.layout import kill_key, kills_span, member_key, member_of, members_span
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import EtcdError, NotInQuorum, StateError
-from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Op, Put, Span, exists, unchanged
+from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Op, Put, Span, absent, exists, unchanged
 from ftcoord.etcd.retry import UNANSWERED, retry_until_answered
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror
@@ -27,7 +27,8 @@ from ftcoord.primitives.mirror import Mirror
 log = logging.getLogger(__name__)
 
 TAKE_TIMEOUT: Final = 1.0
-"""Seconds that a manager tries to delete its order before it ends anyway."""
+"""Seconds that a manager tries to delete its order before it ends anyway, and that whoever gave it tries to withdraw
+it."""
 LEASE_MARGIN: Final = 5
 """Seconds that an order outlives its sender's timeout."""
 
@@ -103,20 +104,27 @@ def ends_here(is_mine: Callable[[str], bool]) -> Obey:
 
 def order_kill(
     etcd: Etcd, prefix: str, replica_id: str, message: str, deadline: float, also: Sequence[Op] = ()
-) -> None:
-    """End the process of the newest manager with this replica id; wait until it has taken the order or is gone. A later
-    one is left alone. The operations in `also` are part of the order's transaction.
+) -> bool:
+    """End the process of the manager that is this replica now, the newest one of that name; and wait until it has taken
+    the order. One that comes later is left alone. What is to be written `also` goes with the order.
 
-    Raises NotInQuorum if there is no such replica, TimeoutError after the monotonic `deadline`, and EtcdError.
+    False if the member's lease ended before it took the order: its process may live, and nobody takes the order any
+    more.
+
+    Raises NotInQuorum if there is no such replica, and EtcdError. Raises TimeoutError after the monotonic `deadline`,
+    when nobody takes the order any more, or when it is not known whether somebody does, as the text then says.
     """
     member = _newest(etcd, prefix, replica_id)
     if member is None:
         raise NotInQuorum(replica_id)
-    lease = etcd.grant(math.ceil(max(deadline - concurrency.now(), 0)) + LEASE_MARGIN)
+    ttl = math.ceil(max(deadline - concurrency.now(), 0)) + LEASE_MARGIN
+    expires = concurrency.now() + ttl
+    lease = etcd.grant(ttl)
+    key, there = kill_key(prefix, member), member_key(prefix, member)
     try:
-        order = Put(kill_key(prefix, member), message.encode(), lease.id)
-        retry_until_answered(partial(_put_order, etcd, prefix, member, [order, *also]), deadline, concurrency.event())
-        _await_taken(etcd, prefix, member, deadline)
+        put = partial(_put_order, etcd, there, Put(key, message.encode(), lease.id), also)
+        revision = retry_until_answered(put, deadline, concurrency.event())
+        return revision is not None and _GivenOrder(etcd, key, there, revision, expires).await_taken(deadline)
     except UNANSWERED as error:
         raise TimeoutError(str(error)) from None
     finally:
@@ -133,28 +141,79 @@ def _newest(etcd: Etcd, prefix: str, replica_id: str) -> str | None:
     return None
 
 
-def _put_order(etcd: Etcd, prefix: str, member: str, order: Sequence[Op], timeout: float) -> None:
-    """Write the order, unless the member is gone. Writing it twice is harmless."""
-    etcd.txn([exists(member_key(prefix, member))], order, timeout=timeout)
+def _put_order(etcd: Etcd, there: str, order: Put, also: Sequence[Op], timeout: float) -> int | None:
+    """The revision at which the order was written, also by an earlier attempt; None if its member is gone.
+
+    It replaces no other order: of two who then see that the key is gone, one might take it that its order was taken
+    when the other one has withdrawn his. Raises TimeoutError if there is another one.
+    """
+    guards = exists(there), absent(order.key)
+    put = etcd.txn(guards, [order, *also], [Get(Span(order.key))], timeout=timeout)
+    if put.succeeded:
+        return put.revision
+    if (found := put.range(0).one) is None:
+        return None
+    if found.lease != order.lease:
+        raise TimeoutError("another order to end it is under way: see what becomes of that, and order again")
+    return found.create_revision
 
 
-def _await_taken(etcd: Etcd, prefix: str, member: str, deadline: float) -> None:
-    over, failures = concurrency.event(), list[BaseException]()
+@dataclass(frozen=True, slots=True)
+class _GivenOrder:
+    """An order that lies in etcd, for whoever gave it.
 
-    def look(order: Mirror, there: Mirror) -> None:
-        if order.one is None or there.one is None:
+    Args:
+        etcd: the client.
+        key: the order's.
+        there: the key of the member that is to take it.
+        revision: at which it was written.
+        expires: the monotonic time before which etcd does not delete it by itself.
+    """
+
+    etcd: Etcd
+    key: str
+    there: str
+    revision: int
+    expires: float
+
+    def await_taken(self, deadline: float) -> bool:
+        """Whether it was taken; False if the member's lease ended before that. See `order_kill` for what it raises."""
+        is_gone, is_left = self._await_change(deadline)
+        if not is_gone and self._withdraw():
+            if not is_left:
+                raise TimeoutError(
+                    "the order was not taken: only a ManagerServer takes it, or its gateway, while etcd is there"
+                )
+            return False
+        if concurrency.now() >= self.expires:
+            raise TimeoutError("this process could not run for so long that the order has expired, or was taken")
+        return True
+
+    def _await_change(self, deadline: float) -> tuple[bool, bool]:
+        """Whether the order is gone; else, whether the member seems to have left it: of the two watches one may be
+        ahead of the other."""
+        over, seen, failures = concurrency.event(), [False, False], list[BaseException]()
+
+        def look(order: Mirror, there: Mirror) -> None:
+            seen[:] = order.one is None, there.one is None
+            if any(seen):
+                over.set()
+
+        def fail(error: BaseException) -> None:
+            failures.append(error)
             over.set()
 
-    def fail(error: BaseException) -> None:
-        failures.append(error)
-        over.set()
+        with Informer(self.etcd, [Span(self.key), Span(self.there)], look, "ftcoord-killing", fail):
+            over.wait(max(deadline - concurrency.now(), 0))
+        if failures:
+            raise failures[0]
+        return seen[0], seen[1]
 
-    with Informer(
-        etcd, [Span(kill_key(prefix, member)), Span(member_key(prefix, member))], look, "ftcoord-killing", fail
-    ):
-        if not over.wait(max(deadline - concurrency.now(), 0)):
-            raise TimeoutError(
-                "the order was not taken: only a ManagerServer takes it, or its gateway, while etcd is there"
-            )
-    if failures:
-        raise failures[0]
+    def _withdraw(self) -> bool:
+        """Delete it, so that nobody takes it from now on; False if it was taken already. Raises TimeoutError if etcd
+        does not say which."""
+        guard, delete = unchanged(self.key, self.revision), Delete(Span(self.key))
+        try:
+            return self.etcd.txn([guard], [delete], timeout=TAKE_TIMEOUT).succeeded
+        except UNANSWERED as error:
+            raise TimeoutError(f"the order may be taken yet: it could not be withdrawn: {error}") from None

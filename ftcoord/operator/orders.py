@@ -141,11 +141,14 @@ def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: s
     try:
         prefix = quorum_prefix(key_prefix, job)
         told = ordered(etcd, prefix, f"{replica}: {message}", replica, by)
-        order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=told)
+        is_taken = order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=told)
     except NotInQuorum:
         raise NothingThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` shows them") from None
     except TimeoutError as error:
-        raise NothingThere(f"{replica!r} was not killed: {error}") from None
+        raise NothingThere(f"{replica!r} was not killed in time: {error}") from None
+    if not is_taken:
+        left = f"{replica!r}: its lease ended before it took the order; its process may live"
+        return Done(FORMAT, job, (), (left,))
     return Done(FORMAT, job, (f"killed the manager of {replica!r}: {message}",))
 
 

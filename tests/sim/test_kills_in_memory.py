@@ -1,0 +1,182 @@
+"""Orders to end a manager's process: what whoever gave one is told is what became of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from worlds import World, simulated
+
+from ftcoord import concurrency
+from ftcoord.coordination.kills import LEASE_MARGIN, OrderedKill, order_kill, watch_kills
+from ftcoord.core import quorum_records
+from ftcoord.core.layout import kill_key, member_id, member_key, quorum_prefix
+from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
+from ftcoord.errors import NotInQuorum
+from ftcoord.operator.orders import NothingThere, kill_replica
+from ftcoord.testing import DELIVERED, LOST_ANSWER, Call, Fate, MemoryClient
+
+PREFIX = quorum_prefix("/f", "job")
+WAIT = 3.0
+"""Seconds that an order is waited for."""
+
+
+def join(client: MemoryClient, name: str) -> int:
+    """The lease of a replica of that name."""
+    lease = client.grant(600).id
+    request = QuorumRequest(name, f"http://{name}:1", "s", 1, 1, False, "", 0, ())
+    record = quorum_records.encode(ReplicaRecord(request, 0, 1, 0))
+    client.put(member_key(PREFIX, member_id(lease)), record, lease)
+    return lease
+
+
+def soon(call: Callable[[], object]) -> None:
+    """Make a call on a thread of its own."""
+    concurrency.thread(call, "another").start()
+
+
+def kill(client: MemoryClient, name: str = "a") -> bool:
+    return order_kill(client, PREFIX, name, "why", concurrency.now() + WAIT)
+
+
+@simulated
+def test_who_is_told_that_a_manager_was_killed_is_told_the_truth(world: World) -> None:
+    """Its lease ends, or it takes the order, or neither, before and after the giver's time is over."""
+    chance = random.Random(world.seed)
+    giver = world.etcd.client(lambda _call: Fate(chance.uniform(0, 0.2), chance.uniform(0, 0.2)))
+    manager = world.etcd.client()
+    lease, ended = join(manager, "a"), list[str]()
+
+    def obey(order: OrderedKill) -> None:
+        if not ended:
+            world.sleep(chance.choice([0.0, 1.0, chance.uniform(WAIT - 0.5, WAIT + 0.2), WAIT + 1]))
+            if order.take():
+                ended.append(order.message)
+                manager.revoke(lease)
+
+    def lose() -> None:
+        world.sleep(chance.choice([0.0, 0.1, 0.3, 1.0, WAIT]))
+        world.observer.revoke(lease)
+
+    if chance.random() < 0.5:
+        soon(lose)
+    with watch_kills(manager, PREFIX, obey, world.scheduler.fail):
+        try:
+            is_taken = kill(giver)
+        except (TimeoutError, NotInQuorum):
+            is_taken = False
+        assert is_taken == bool(ended)
+        world.sleep(2 * WAIT)
+        assert is_taken == bool(ended), "nor is it taken later"
+    assert not world.keys(f"{PREFIX}/kill/")
+
+
+@simulated
+def test_a_replica_whose_lease_ends_is_not_said_to_be_killed(world: World) -> None:
+    client = world.etcd.client()
+    lease = join(client, "a")
+
+    def lose() -> None:
+        world.sleep(1)
+        world.observer.revoke(lease)
+
+    soon(lose)
+    done = kill_replica(client, "/f", "job", "a", "why", WAIT, "me")
+    assert not done.did
+    assert done.left == ("'a': its lease ended before it took the order; its process may live",)
+
+
+@simulated
+def test_a_replica_whose_lease_ends_before_it_is_ordered_is_not_said_to_be_killed(world: World) -> None:
+    client = world.etcd.client()
+    lease = join(client, "a")
+
+    def lose(call: Call) -> Fate:
+        if call.method == "grant":
+            world.observer.revoke(lease)
+        return DELIVERED
+
+    client.fate = lose
+    assert not kill(client)
+
+
+@simulated
+def test_an_order_that_nobody_took_is_withdrawn(world: World) -> None:
+    client = world.etcd.client()
+    join(client, "a")
+    with pytest.raises(NothingThere, match="'a' was not killed in time: the order was not taken"):
+        kill_replica(client, "/f", "job", "a", "why", WAIT, "me")
+    assert not world.keys(f"{PREFIX}/kill/")
+
+
+@simulated
+def test_an_order_replaces_no_other(world: World) -> None:
+    """Neither is told that its order was taken when the other's was withdrawn."""
+    first, second = world.etcd.client(), world.etcd.client()
+    join(first, "a")
+    told: list[str] = []
+
+    def give() -> None:
+        with pytest.raises(TimeoutError, match="not taken") as error:
+            kill(first)
+        told.append(str(error.value))
+
+    soon(give)
+    world.until(lambda: world.keys(f"{PREFIX}/kill/"), "the first one lies there")
+    with pytest.raises(TimeoutError, match="another order to end it is under way"):
+        kill(second)
+    assert world.keys(f"{PREFIX}/kill/"), "it is not withdrawn for the other"
+    world.until(lambda: told, "the first one is told what became of its own")
+
+
+@simulated
+def test_an_order_whose_answer_was_lost_is_given_once(world: World) -> None:
+    client, lost, seen = world.etcd.client(), list[Call](), set[int]()
+    join(client, "a")
+
+    def lose_first(call: Call) -> Fate:
+        if call.method == "txn" and not lost:
+            lost.append(call)
+            return LOST_ANSWER
+        return DELIVERED
+
+    client.fate = lose_first
+    with (
+        watch_kills(world.observer, PREFIX, lambda order: seen.add(order.kv.mod_revision), world.scheduler.fail),
+        pytest.raises(TimeoutError, match="not taken"),
+    ):
+        kill(client)
+    assert len(seen) == 1
+    assert not world.keys(f"{PREFIX}/kill/")
+
+
+@simulated
+def test_an_order_that_cannot_be_withdrawn_is_not_said_to_be(world: World) -> None:
+    client = world.etcd.client()
+    join(client, "a")
+    soon(lambda: (world.sleep(1), client.cut_off()))
+    with pytest.raises(TimeoutError, match="may be taken yet"):
+        kill(client)
+
+
+@simulated
+def test_a_giver_that_could_not_run_does_not_take_the_end_of_its_lease_for_obedience(world: World) -> None:
+    told: list[str] = []
+    with world.scheduler.process("giver"):
+        client = world.etcd.client()
+        join(client, "a")
+
+        def give() -> None:
+            with pytest.raises(TimeoutError) as error:
+                kill(client)
+            told.append(str(error.value))
+
+        soon(give)
+    world.until(lambda: world.keys(f"{PREFIX}/kill/"), "it is ordered")
+    world.scheduler.pause("giver")
+    world.sleep(WAIT + LEASE_MARGIN + 1)
+    assert not world.keys(kill_key(PREFIX, ""))
+    world.scheduler.resume("giver")
+    world.until(lambda: told, "it is told")
+    assert "could not run" in told[0]
