@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.etcd.api import Etcd, Span
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.step_thread import StepThread
+
+BATCHES_PER_REPORT: Final = 1000
+"""The most batches of changes that one report covers: they may come faster than they can be applied."""
 
 
 class Informer(Closing):
@@ -22,8 +26,9 @@ class Informer(Closing):
         name: the thread's name.
         failed: called on the thread with the error that ends it: ClientClosed, or an unexpected error, which is logged.
             Nothing is reported after that. Not called for a `close()`.
-        gathers: whether to report once for all that has come by then, as where a report costs more than a change does;
-            else each change is reported by itself, as far as etcd tells of them one by one.
+        gathers: whether to report once for all that has come by then, BATCHES_PER_REPORT at most, as where a report
+            costs more than a change does; else each change is reported by itself, as far as etcd tells of them one by
+            one.
     """
 
     def __init__(
@@ -39,7 +44,7 @@ class Informer(Closing):
         # The client's threads put into the inbox, and only the informer's thread takes out and touches the mirrors.
         self._inbox: concurrency.Queue[tuple[Mirror, Posted] | None] = concurrency.inbox()
         self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]
-        self._report, self._gathers = report, gathers  # never change
+        self._report, self._at_once = report, BATCHES_PER_REPORT if gathers else 1  # never change
         self._due = True  # whether there is something to report; only the thread
         self._thread = StepThread(self._step, name, lambda: self._inbox.put(None), self._end, failed)
         self._thread.start()
@@ -49,11 +54,10 @@ class Informer(Closing):
         self._thread.close()
 
     def _step(self) -> None:
-        if not self._due and not self._take():
+        if not self._due:
+            self._take_in()
+        if not self._due or self._thread.closed:
             return
-        while self._gathers and not self._inbox.empty():
-            if not self._take():
-                return
         for mirror in self._mirrors:
             if not mirror.synced:
                 mirror.sync()
@@ -61,15 +65,17 @@ class Informer(Closing):
             self._report(*self._mirrors)
         self._due = False
 
-    def _take(self) -> bool:
-        """Wait for the next item, and apply it; whether there was one: `close()` wakes it without."""
-        posted = self._inbox.get()
-        if posted is None:
-            return False
-        self._due = True  # also if what follows fails
-        mirror, item = posted
-        mirror.apply(item)
-        return True
+    def _take_in(self) -> None:
+        """Wait for the next item, and apply it and those that are there already. `close()` wakes it without one."""
+        for _ in range(self._at_once):
+            posted = self._inbox.get()
+            if posted is None:
+                return
+            self._due = True  # also if what follows fails
+            mirror, item = posted
+            mirror.apply(item)
+            if self._inbox.empty():  # nobody else takes out of it
+                return
 
     def _end(self) -> None:
         for mirror in self._mirrors:
