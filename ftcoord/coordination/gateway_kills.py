@@ -7,7 +7,7 @@ lighthouse does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ftcoord import concurrency
@@ -25,8 +25,10 @@ from ftcoord.primitives.informer import Informer
 log = logging.getLogger(__name__)
 
 HAND_ON_TIMEOUT: Final = 5.0
-"""Seconds that a manager may take to exit after its order was read."""
-THREADS: Final = 4
+"""Seconds that a manager may take to end, from when its order came."""
+THREADS: Final = 16
+"""Orders that are handed on at a time: so many managers that do not answer do not keep one that would from its order.
+"""
 
 
 class GatewayKills(Closing):
@@ -37,62 +39,79 @@ class GatewayKills(Closing):
         prefix: the prefix of the job's quorums.
         manager_of: returns the address of a member's manager; None for a member of another gateway.
 
-    An order is taken when the manager's process has ended, or the manager has accepted it. If the manager cannot be
-    reached, the order stays, so the sender sees that it failed. If the watch fails, the error is logged and the
-    replicas keep training, but nobody can kill them through etcd until the gateway is restarted.
+    An order is claimed before it is handed on, so none is that was withdrawn. It is taken when the manager's
+    process has ended. One whose manager cannot be reached stays untaken, so whoever gave it hears of that. If the
+    watch ends by an error it is logged, and replicas train on; nobody can kill them through etcd until the gateway
+    is started again.
     """
 
     def __init__(self, etcd: Etcd, prefix: str, manager_of: Callable[[str], str | None]) -> None:
         self._etcd, self._prefix, self._manager_of = etcd, prefix, manager_of  # never change
         self._lock = concurrency.lock("GatewayKills._lock")
         self._informer: Informer | None = None  # guarded by _lock, as the next
-        self._closed = False
-        self._seen: set[tuple[str, int]] = set()  # orders, each with its revision; only the watch's thread
+        self._closed = concurrency.event()  # set under _lock
+        self._seen: set[tuple[str, int]] = set()  # orders that are there, by `_name`; only the watch's thread
         self._pool = DaemonPool(THREADS, "ftcoord-killing")
 
     def begin(self) -> None:
         """Start to watch the orders; later calls do nothing. Call it with the first replica: before, there is nobody to
         kill. Raises ThreadNotStarted, and may then be called again."""
         with self._lock:
-            if self._informer is None and not self._closed:
+            if self._informer is None and not self._closed.is_set():
                 self._informer = watch_kills(self._etcd, self._prefix, self._obey, _note_failure)
 
     def close(self) -> None:
-        """Stop. Waits a few seconds at most for orders that are being forwarded. Idempotent."""
+        """Waits for what is being handed on, for some seconds at most; what is queued behind that stays untaken.
+        Idempotent."""
         with self._lock:
-            self._closed, informer, self._informer = True, self._informer, None
+            self._closed.set()
+            informer, self._informer = self._informer, None
         if informer is not None:
             informer.close()
         self._pool.close()
 
-    def _obey(self, order: OrderedKill) -> None:
+    def _obey(self, orders: Sequence[OrderedKill]) -> None:
         """On the watch's thread, which does not wait for managers.
 
         Each order is forwarded once: a manager that was restarted since, under the same name and lease, must not get
         the order for its predecessor.
         """
-        address = self._manager_of(order.member)
-        if address is None or (order.member, order.kv.mod_revision) in self._seen:
+        self._seen.intersection_update(map(_name, orders))
+        for order in orders:
+            if _name(order) in self._seen or (address := self._manager_of(order.member)) is None:
+                continue
+            self._seen.add(_name(order))
+            deadline = concurrency.now() + HAND_ON_TIMEOUT
+            try:
+                self._pool.submit(self._hand_on, address, order, deadline)
+            except ThreadNotStarted as error:
+                log.warning("the order to end the manager at %s is not handed on: %s", address, error)
+
+    def _hand_on(self, address: str, order: OrderedKill, deadline: float) -> None:
+        """On a thread of the pool, perhaps long after the order came."""
+        if self._closed.is_set():
             return
-        self._seen.add((order.member, order.kv.mod_revision))
-        try:
-            self._pool.submit(_hand_on, address, order)
-        except ThreadNotStarted as error:
-            log.warning("the order to end the manager at %s is not handed on: %s", address, error)
+        if concurrency.now() >= deadline:
+            log.warning("the order to end the manager at %s is not handed on: too many came before it", address)
+            return
+        if not order.claim():
+            log.info("the order to end the manager at %s was withdrawn", address)
+            return
+        problem = _kill(address, order.message, deadline)
+        if problem:
+            log.warning("the manager at %s did not take the order to end (%s): %s", address, order.message, problem)
+        else:
+            log.info("the manager at %s was ended: %s", address, order.message)
+            order.take()
 
 
-def _hand_on(address: str, order: OrderedKill) -> None:
-    problem = _kill(address, order.message)
-    if problem:
-        log.warning("the manager at %s did not take the order to end (%s): %s", address, order.message, problem)
-    else:
-        log.info("the manager at %s was ended: %s", address, order.message)
-        order.take()
+def _name(order: OrderedKill) -> tuple[str, int]:
+    """Which order it is: each lies under a lease of its own, and a claim does not change that."""
+    return order.kv.key, order.kv.lease
 
 
-def _kill(address: str, message: str) -> str:
-    """Make a manager exit; returns why it did not, or an empty text."""
-    deadline = concurrency.now() + HAND_ON_TIMEOUT
+def _kill(address: str, message: str, deadline: float) -> str:
+    """Have a manager end its process before the monotonic `deadline`; why it did not, or empty."""
     try:
         manager = NativeManager(*place_of(address), deadline)
     except (ValueError, OSError) as error:  # no address; nobody there; TimeoutError

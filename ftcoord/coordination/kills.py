@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -19,7 +20,7 @@ from ftcoord.coordination.rank_group import end_process
 from ftcoord.core.layout import kill_key, kills_span, member_key, member_of, members_span
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import EtcdError, NotInQuorum, StateError
-from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Op, Put, Span, absent, exists, unchanged
+from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, Span, absent, exists, unchanged
 from ftcoord.etcd.retry import UNANSWERED, retry_until_answered
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror
@@ -61,17 +62,28 @@ class OrderedKill:
         False if it stands no longer: whoever gave it was told that nobody took it. True also if etcd does not answer
         within TAKE_TIMEOUT.
         """
+        return self._stood(Delete(Span(self.kv.key)))
+
+    def claim(self) -> bool:
+        """Write it again, so that whoever gave it cannot withdraw it any more, and hears that it was handed on.
+
+        False if it stands no longer. True also if etcd does not answer within TAKE_TIMEOUT.
+        """
+        return self._stood(Put(self.kv.key, self.kv.value, self.kv.lease))
+
+    def _stood(self, change: Op) -> bool:
+        """Whether it stood when that was done to it. Each order lies under a lease of its own."""
         key = self.kv.key
-        guard, delete = unchanged(key, self.kv.mod_revision), Delete(Span(key))
+        guards = exists(key), Compare(key, "lease", "=", self.kv.lease)
         try:
-            return self.etcd.txn([guard], [delete], timeout=TAKE_TIMEOUT).succeeded
+            return self.etcd.txn(guards, [change], timeout=TAKE_TIMEOUT).succeeded
         except EtcdError as error:
             log.debug("it is not known whether the order %r still stood: %s", key, error)
             return True
 
 
-Obey: TypeAlias = Callable[[OrderedKill], None]
-"""Handles an order to any member. It may be called several times for one order."""
+Obey: TypeAlias = Callable[[Sequence[OrderedKill]], None]
+"""Sees to all orders that there are, of any members'. It is told of one again whenever there is another change."""
 
 
 def watch_kills(etcd: Etcd, prefix: str, obey: Obey, failed: Callable[[BaseException], None]) -> Informer:
@@ -82,8 +94,7 @@ def watch_kills(etcd: Etcd, prefix: str, obey: Obey, failed: Callable[[BaseExcep
     """
 
     def look(orders: Mirror) -> None:
-        for kv in orders.kvs.values():
-            obey(OrderedKill(etcd, kv))
+        obey([OrderedKill(etcd, kv) for kv in orders.kvs.values()])
 
     return Informer(etcd, [kills_span(prefix)], look, "ftcoord-kills", failed)
 
@@ -95,9 +106,10 @@ def ends_here(is_mine: Callable[[str], bool]) -> Obey:
     withdrawn meanwhile: those it does not obey.
     """
 
-    def obey(order: OrderedKill) -> None:
-        if is_mine(order.member) and order.take():
-            end_process(order.message)
+    def obey(orders: Sequence[OrderedKill]) -> None:
+        for order in orders:
+            if is_mine(order.member) and order.take():
+                end_process(order.message)
 
     return obey
 
@@ -158,6 +170,14 @@ def _put_order(etcd: Etcd, there: str, order: Put, also: Sequence[Op], timeout: 
     return found.create_revision
 
 
+class _Found(Enum):
+    """How an order was found when it was to be withdrawn."""
+
+    STANDING = "nobody has taken it"
+    CLAIMED = "it is being handed on"
+    GONE = "it was taken"
+
+
 @dataclass(frozen=True, slots=True)
 class _GivenOrder:
     """An order that lies in etcd, for whoever gave it.
@@ -178,25 +198,29 @@ class _GivenOrder:
 
     def await_taken(self, deadline: float) -> bool:
         """Whether it was taken; False if the member's lease ended before that. See `order_kill` for what it raises."""
-        is_gone, is_left = self._await_change(deadline)
-        if not is_gone and self._withdraw():
-            if not is_left:
-                raise TimeoutError(
-                    "the order was not taken: only a ManagerServer takes it, or its gateway, while etcd is there"
-                )
-            return False
-        if concurrency.now() >= self.expires:
+        is_over = self._await(deadline, lambda order, there: order.one is None or there.one is None)
+        found = self._withdraw()  # the truth: of the two watches one may be ahead of the other
+        if found is _Found.CLAIMED and is_over:
+            self._await(deadline, lambda order, _there: order.one is None)
+            found = self._withdraw()
+        if found is _Found.CLAIMED:
+            raise TimeoutError(
+                "its gateway has handed the order on, and it has not ended: see that gateway's log; it may end yet"
+            )
+        if found is _Found.STANDING and not is_over:
+            raise TimeoutError(
+                "the order was not taken: only a ManagerServer takes it, or its gateway, while etcd is there"
+            )
+        if found is _Found.GONE and concurrency.now() >= self.expires:
             raise TimeoutError("this process could not run for so long that the order has expired, or was taken")
-        return True
+        return found is _Found.GONE
 
-    def _await_change(self, deadline: float) -> tuple[bool, bool]:
-        """Whether the order is gone; else, whether the member seems to have left it: of the two watches one may be
-        ahead of the other."""
-        over, seen, failures = concurrency.event(), [False, False], list[BaseException]()
+    def _await(self, deadline: float, holds: Callable[[Mirror, Mirror], bool]) -> bool:
+        """Wait until something holds of the keys of the order and of its member; whether it does in time."""
+        over, failures = concurrency.event(), list[BaseException]()
 
         def look(order: Mirror, there: Mirror) -> None:
-            seen[:] = order.one is None, there.one is None
-            if any(seen):
+            if holds(order, there):
                 over.set()
 
         def fail(error: BaseException) -> None:
@@ -204,16 +228,18 @@ class _GivenOrder:
             over.set()
 
         with Informer(self.etcd, [Span(self.key), Span(self.there)], look, "ftcoord-killing", fail):
-            over.wait(max(deadline - concurrency.now(), 0))
+            is_over = over.wait(max(deadline - concurrency.now(), 0))
         if failures:
             raise failures[0]
-        return seen[0], seen[1]
+        return is_over
 
-    def _withdraw(self) -> bool:
-        """Delete it, so that nobody takes it from now on; False if it was taken already. Raises TimeoutError if etcd
-        does not say which."""
-        guard, delete = unchanged(self.key, self.revision), Delete(Span(self.key))
+    def _withdraw(self) -> _Found:
+        """Delete it if it stands, so that nobody takes it from now on. Raises TimeoutError if etcd does not answer."""
+        guard, delete, get = unchanged(self.key, self.revision), Delete(Span(self.key)), Get(Span(self.key))
         try:
-            return self.etcd.txn([guard], [delete], timeout=TAKE_TIMEOUT).succeeded
+            withdrawn = self.etcd.txn([guard], [delete], [get], timeout=TAKE_TIMEOUT)
         except UNANSWERED as error:
             raise TimeoutError(f"the order may be taken yet: it could not be withdrawn: {error}") from None
+        if withdrawn.succeeded:
+            return _Found.STANDING
+        return _Found.GONE if withdrawn.range(0).one is None else _Found.CLAIMED

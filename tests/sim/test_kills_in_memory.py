@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
+from replicas_in_memory import PREFIX, join
 from worlds import World, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.kills import LEASE_MARGIN, OrderedKill, order_kill, watch_kills
-from ftcoord.core import quorum_records
-from ftcoord.core.layout import kill_key, member_id, member_key, quorum_prefix
-from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
+from ftcoord.core.layout import kill_key
 from ftcoord.errors import NotInQuorum
 from ftcoord.operator.orders import NothingThere, kill_replica
 from ftcoord.testing import DELIVERED, LOST_ANSWER, Call, Fate, MemoryClient
 
-PREFIX = quorum_prefix("/f", "job")
 WAIT = 3.0
 """Seconds that an order is waited for."""
-
-
-def join(client: MemoryClient, name: str) -> int:
-    """The lease of a replica of that name."""
-    lease = client.grant(600).id
-    request = QuorumRequest(name, f"http://{name}:1", "s", 1, 1, False, "", 0, ())
-    record = quorum_records.encode(ReplicaRecord(request, 0, 1, 0))
-    client.put(member_key(PREFIX, member_id(lease)), record, lease)
-    return lease
 
 
 def soon(call: Callable[[], object]) -> None:
@@ -48,8 +37,8 @@ def test_who_is_told_that_a_manager_was_killed_is_told_the_truth(world: World) -
     manager = world.etcd.client()
     lease, ended = join(manager, "a"), list[str]()
 
-    def obey(order: OrderedKill) -> None:
-        if not ended:
+    def obey(orders: Sequence[OrderedKill]) -> None:
+        for order in orders:
             world.sleep(chance.choice([0.0, 1.0, chance.uniform(WAIT - 0.5, WAIT + 0.2), WAIT + 1]))
             if order.take():
                 ended.append(order.message)
@@ -143,7 +132,12 @@ def test_an_order_whose_answer_was_lost_is_given_once(world: World) -> None:
 
     client.fate = lose_first
     with (
-        watch_kills(world.observer, PREFIX, lambda order: seen.add(order.kv.mod_revision), world.scheduler.fail),
+        watch_kills(
+            world.observer,
+            PREFIX,
+            lambda orders: seen.update(one.kv.mod_revision for one in orders),
+            world.scheduler.fail,
+        ),
         pytest.raises(TimeoutError, match="not taken"),
     ):
         kill(client)

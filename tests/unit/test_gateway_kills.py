@@ -8,17 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import DEADLINE, eventually
+from replicas_in_memory import PREFIX, join
 
 from ftcoord import concurrency
 from ftcoord.coordination import gateway_kills
 from ftcoord.coordination.gateway_kills import GatewayKills
 from ftcoord.coordination.kills import order_kill
-from ftcoord.core import quorum_records
-from ftcoord.core.layout import kill_key, member_id, member_key
-from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
+from ftcoord.core.layout import kill_key, member_id
 from ftcoord.testing import MemoryClient, MemoryEtcd
-
-PREFIX = "/f/job/quorum"
 
 
 @pytest.fixture
@@ -27,24 +24,15 @@ def client() -> Iterator[MemoryClient]:
         yield client
 
 
-def join(client: MemoryClient, name: str) -> str:
-    """A replica's member id."""
-    lease = client.grant(600).id
-    request = QuorumRequest(name, f"http://{name}:1", "s", 1, 1, False, "", 0, ())
-    record = quorum_records.encode(ReplicaRecord(request, 0, 1, 0))
-    client.put(member_key(PREFIX, member_id(lease)), record, lease)
-    return member_id(lease)
-
-
 def kill(client: MemoryClient, name: str, wait: float = DEADLINE) -> None:
     order_kill(client, PREFIX, name, "why", concurrency.now() + wait)
 
 
 def test_an_order_is_taken_when_its_manager_has_ended(client: MemoryClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    member, ended = join(client, "east"), threading.Event()
+    member, ended = member_id(join(client, "east")), threading.Event()
     told: list[tuple[str, str]] = []
 
-    def end(address: str, message: str) -> str:
+    def end(address: str, message: str, _deadline: float) -> str:
         assert client.get(kill_key(PREFIX, member)).one is not None, "it is not taken yet"
         told.append((address, message))
         ended.set()
@@ -62,9 +50,9 @@ def test_an_order_is_taken_when_its_manager_has_ended(client: MemoryClient, monk
 def test_one_that_is_not_obeyed_is_not_taken_and_never_given_to_a_successor(
     client: MemoryClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    member, told = join(client, "east"), list[str]()
+    member, told = member_id(join(client, "east")), list[str]()
 
-    def refuse(address: str, _message: str) -> str:
+    def refuse(address: str, _message: str, _deadline: float) -> str:
         told.append(address)
         return "it listens to nobody"
 
@@ -72,11 +60,11 @@ def test_one_that_is_not_obeyed_is_not_taken_and_never_given_to_a_successor(
     order, other = kill_key(PREFIX, member), kill_key(PREFIX, "0" * 16)
     with caplog.at_level(logging.WARNING), GatewayKills(client, PREFIX, {member: "http://east:1"}.get) as kills:
         kills.begin()
-        client.put(order, b"why")
+        client.put(order, b"why", client.grant(60).id)
         eventually(lambda: "it listens to nobody" in caplog.text, "it is said")
         for value in (b"1", b"2"):  # another change has all orders looked at again
             client.put(other, value)
-        client.put(order, b"again")
+        client.put(order, b"again", client.grant(60).id)
         eventually(lambda: len(told) == 2, "what was ordered anew is handed on")
     assert client.get(order).one is not None
     assert told == ["http://east:1"] * 2
@@ -92,4 +80,4 @@ def test_orders_for_others_replicas_are_left_alone(client: MemoryClient) -> None
 
 @pytest.mark.parametrize("address", ["", "https://x:1", "http://x", "http://127.0.0.1:1"])
 def test_a_manager_that_cannot_be_reached_is_a_problem_in_words(address: str) -> None:
-    assert gateway_kills._kill(address, "why")
+    assert gateway_kills._kill(address, "why", concurrency.now() + DEADLINE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 from helpers import DEADLINE
@@ -42,7 +42,6 @@ class GatewaySite(Site):
     def __init__(self, client: MemoryClient, board: Board) -> None:
         super().__init__(client, board)
         self.serves(allow_kill=False, token="")
-        self.orders: set[int] = set()
         self.killed: list[str] = []
 
     def serves(self, *, allow_kill: bool, token: str) -> None:
@@ -58,11 +57,8 @@ class GatewaySite(Site):
         sent = {one.replace("_", "-"): text for one, text in headers.items()}
         return self.get(f"/replica/{name}/kill", method="POST", headers=sent)
 
-    def obey(self, order: OrderedKill) -> None:
-        if order.revision not in self.orders:  # it may be told of one again before that is gone
-            self.orders.add(order.revision)
-            self.killed.append(order.message)
-            order.take()
+    def obey(self, orders: Sequence[OrderedKill]) -> None:
+        self.killed += [order.message for order in orders if order.take()]
 
 
 def write_quorum(client: MemoryClient, steps: Mapping[str, int]) -> None:

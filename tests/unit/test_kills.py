@@ -35,17 +35,17 @@ def ordered(client: MemoryClient) -> OrderedKill:
     """The order that a manager sees, when it has seen it."""
     client.put(KEY, b"why", client.grant(60).id)
     seen: list[OrderedKill] = []
-    with watch_kills(client, PREFIX, seen.append, lambda error: None):
+    with watch_kills(client, PREFIX, seen.extend, lambda error: None):
         eventually(lambda: seen, "it is seen")
     return seen[0]
 
 
 def test_an_order_for_this_member_ends_the_process_and_is_taken(client: MemoryClient, ended: list[str]) -> None:
     order = ordered(client)
-    ends_here(lambda member: member == "b")(order)
+    ends_here(lambda member: member == "b")([order])
     assert not ended
     assert client.get(KEY).one is not None
-    ends_here(lambda member: member == "a")(order)
+    ends_here(lambda member: member == "a")([order])
     assert ended == ["why"]
     assert client.get(KEY).one is None
 
@@ -55,7 +55,7 @@ def test_an_order_that_stands_no_longer_ends_nothing(client: MemoryClient, ended
     """The manager could not run while it was withdrawn."""
     order = ordered(client)
     client.txn((), [Put(KEY, b"another") if again else Delete(Span(KEY))])
-    ends_here(lambda _member: True)(order)
+    ends_here(lambda _member: True)([order])
     assert not ended
     assert (client.get(KEY).one is not None) is again
 
@@ -63,5 +63,5 @@ def test_an_order_that_stands_no_longer_ends_nothing(client: MemoryClient, ended
 def test_a_manager_ends_though_etcd_does_not_answer(client: MemoryClient, ended: list[str]) -> None:
     order = ordered(client)
     client.fate = lambda _call: REFUSED
-    ends_here(lambda _member: True)(order)
+    ends_here(lambda _member: True)([order])
     assert ended == ["why"]
