@@ -123,8 +123,9 @@ class _Service:
         # Any thread replaces it as a whole; two that do so at once only encode the same quorum twice.
         self._last_response: tuple[QuorumRecord, bytes] | None = None
         self._asks = DaemonPool(CALL_THREADS, "ftcoord-asks")
-        self._sessions = GatewaySessions(etcd, job, functools.partial(peers.ended, port))
-        self._kills = GatewayKills(etcd, job.prefix, self._sessions.manager_of)
+        self._kills = GatewayKills(etcd, job.prefix, lambda member: self._sessions.manager_of(member))
+        ended = functools.partial(peers.ended, port)
+        self._sessions = GatewaySessions(etcd, job, ended, self._kills.look_again)
 
     @property
     def has_failed(self) -> bool:
@@ -144,8 +145,7 @@ class _Service:
     def _quorum(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with answering(context):
             request = read_quorum_request(message)
-            with contextlib.suppress(ThreadNotStarted):  # what else needs a thread says so
-                self._kills.begin()
+            self._watch_kills()
             caller = PendingCall()
             if not context.add_callback(caller.leave):  # gRPC calls it on a thread of its own, when the call ends
                 raise TimeoutError("the caller went away")
@@ -156,8 +156,13 @@ class _Service:
     def _heartbeat(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with answering(context):
             deadline = concurrency.now() + min(time_left(context), self._beat_timeout)
+            self._watch_kills()
             self._sessions.beat(read_heartbeat(message), context.peer(), deadline)
         return HEARTBEAT_RESPONSE
+
+    def _watch_kills(self) -> None:
+        with contextlib.suppress(ThreadNotStarted):  # what else needs a thread says so
+            self._kills.begin()
 
     def _response(self, quorum: QuorumRecord) -> bytes:
         """All members of a quorum get the same bytes."""

@@ -54,11 +54,17 @@ class GatewayKills(Closing):
         self._pool = DaemonPool(THREADS, "ftcoord-killing")
 
     def begin(self) -> None:
-        """Start to watch the orders; later calls do nothing. Call it with the first replica: before, there is nobody to
-        kill. Raises ThreadNotStarted, and may then be called again."""
+        """Watch the orders, from the first call on: without a replica there is nobody to kill. Later calls are cheap.
+        Raises ThreadNotStarted, and may then be called again."""
         with self._lock:
             if self._informer is None and not self._closed.is_set():
                 self._informer = watch_kills(self._etcd, self._prefix, self._obey, _note_failure)
+
+    def look_again(self) -> None:
+        """Look at all orders again: the manager of one of them may be known now. Does not block."""
+        with self._lock:
+            if self._informer is not None:
+                self._informer.report_again()
 
     def close(self) -> None:
         """Waits for what is being handed on, for some seconds at most; what is queued behind that stays untaken.

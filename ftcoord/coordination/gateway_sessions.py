@@ -41,7 +41,7 @@ class _GatewaySession:
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.manager = ""
-        """The address of its manager, from its last request."""
+        """The address of its manager, as its last request here says; empty before that."""
         self.last_sign_at = 0.0
         """When it last beat, or was last answered."""
         self.forwarded_at = 0.0
@@ -87,14 +87,21 @@ class GatewaySessions:
     Args:
         etcd: the client.
         job: the job and its rules.
-        ended: returns which of these peers, as gRPC names them, are no longer connected; see `peers`.
+        ended: which of these peers, as gRPC names them, are connected no longer; see `peers`.
+        on_manager: called when it has become known where a replica's manager listens; must not block.
 
     If the thread that looks for silent replicas failed, no replica would ever count as dead. So all of their leases are
     then left to expire, and each call raises ServerError.
     """
 
-    def __init__(self, etcd: Etcd, job: Job, ended: Callable[[Collection[str]], Collection[str]]) -> None:
-        self._etcd, self._job, self._ended = etcd, job, ended
+    def __init__(
+        self,
+        etcd: Etcd,
+        job: Job,
+        ended: Callable[[Collection[str]], Collection[str]],
+        on_manager: Callable[[], None],
+    ) -> None:
+        self._etcd, self._job, self._ended, self._on_manager = etcd, job, ended, on_manager  # never change
         timeout = job.heartbeat_timeout
         self._forward_interval = timeout * BEAT_FRACTION if timeout < LEASE_FLOOR else None
         self._silent_after = max(timeout, LEASE_FLOOR)
@@ -125,15 +132,24 @@ class GatewaySessions:
         """The next quorum with this replica in it. Raises what `Replica.ask` raises, and ServerError."""
         with self._visit(request.replica_id) as session:
             with self._lock:
-                session.manager = request.address
+                is_news, session.manager = session.manager != request.address, request.address
+            if is_news:
+                self._on_manager()
             caller.waits_for(session.replica)
             return session.replica.ask(request, deadline, caller.gone)
 
     def manager_of(self, member: str) -> str | None:
-        """The address of a member's manager; None if the member is not one of these, or has not asked yet."""
+        """The address of the manager of a member; None if it is not one of these, or not known.
+
+        A replica that has not asked here (it hangs in its step and only beats, since before this gateway was started)
+        has the address that the last quorum knows of it.
+        """
         with self._lock:
             sessions = list(self._sessions.values())
-        return next((one.manager for one in sessions if one.manager and one.replica.was(member)), None)
+        session = next((one for one in sessions if one.replica.was(member)), None)
+        if session is None:
+            return None
+        return session.manager or _address_in(session.replica.quorum, session.replica.replica_id)
 
     def close(self) -> None:
         """Drop all replicas. Idempotent. Call it when no call is in progress.
@@ -243,6 +259,12 @@ class GatewaySessions:
             metrics.GATEWAY_REPLICAS.drop(self._job.name)
         for session in sessions:
             session.replica.orphan()
+
+
+def _address_in(quorum: QuorumRecord | None, replica_id: str) -> str | None:
+    """Where the manager of a replica listens, if that is in the quorum."""
+    requests = quorum.requests if quorum is not None else ()
+    return next((one.address for one in requests if one.replica_id == replica_id and one.address), None)
 
 
 def _see_to(replica: Replica, left: Future[None]) -> None:

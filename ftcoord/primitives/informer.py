@@ -41,13 +41,18 @@ class Informer(Closing):
         *,
         gathers: bool = False,
     ) -> None:
-        # The client's threads put into the inbox, and only the informer's thread takes out and touches the mirrors.
+        # The client's threads put into the inbox, and any thread puts None there to wake the informer's. Only that one
+        # takes out and touches the mirrors.
         self._inbox: concurrency.Queue[tuple[Mirror, Posted] | None] = concurrency.inbox()
         self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]
         self._report, self._at_once = report, BATCHES_PER_REPORT if gathers else 1  # never change
         self._due = True  # whether there is something to report; only the thread
-        self._thread = StepThread(self._step, name, lambda: self._inbox.put(None), self._end, failed)
+        self._thread = StepThread(self._step, name, self.report_again, self._end, failed)
         self._thread.start()
+
+    def report_again(self) -> None:
+        """Report once more, though no key may have changed. From any thread; does not block."""
+        self._inbox.put(None)
 
     def close(self) -> None:
         """Stop reporting. Waits for a running report, unless that calls this. Idempotent."""
@@ -56,7 +61,7 @@ class Informer(Closing):
     def _step(self) -> None:
         if not self._due:
             self._take_in()
-        if not self._due or self._thread.closed:
+        if self._thread.closed:
             return
         for mirror in self._mirrors:
             if not mirror.synced:
@@ -66,14 +71,13 @@ class Informer(Closing):
         self._due = False
 
     def _take_in(self) -> None:
-        """Wait for the next item, and apply it and those that are there already. `close()` wakes it without one."""
+        """Wait for the next item or wake, and apply it and the items that are there already."""
         for _ in range(self._at_once):
             posted = self._inbox.get()
-            if posted is None:
-                return
             self._due = True  # also if what follows fails
-            mirror, item = posted
-            mirror.apply(item)
+            if posted is not None:
+                mirror, item = posted
+                mirror.apply(item)
             if self._inbox.empty():  # nobody else takes out of it
                 return
 

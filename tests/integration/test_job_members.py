@@ -239,7 +239,7 @@ def test_a_manager_that_cannot_come_back_any_more_leaves_the_job(
 def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would keep dead replicas alive."""
     job.rules(heartbeat_timeout_ms=3_000)
-    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: ())
+    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: (), lambda: None)
     job.stack.callback(sessions.close)
     deadline = time.monotonic() + DEADLINE
     sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
@@ -261,7 +261,7 @@ def test_who_has_gone_silent_is_not_kept_alive_though_it_cannot_be_ended(
 ) -> None:
     """Its lease expires; the gateway goes on."""
     job.rules(heartbeat_timeout_ms=3_000)
-    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: ())
+    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: (), lambda: None)
     job.stack.callback(sessions.close)
 
     def fail(*args: Any) -> None:

@@ -7,19 +7,91 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 from replicas_in_memory import PREFIX, join
 from worlds import World, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination import gateway_kills
+from ftcoord.coordination.address import Job
 from ftcoord.coordination.gateway_kills import HAND_ON_TIMEOUT, GatewayKills
+from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
 from ftcoord.coordination.kills import order_kill
 from ftcoord.core.layout import member_id
+from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.testing import Fate, MemoryClient
 
 LONG = 60.0
 """Seconds, virtual: nobody waits so long in vain."""
+WAIT = 3.0
+JOB = Job("etcd", "", "job", min_replicas=1, join_timeout_ms=100, heartbeat_timeout_ms=30_000)
 REFUSED = "it listens to nobody"
+
+
+class Behind:
+    """A gateway's replicas, and the orders that it hands on to their managers, which obey."""
+
+    def __init__(self, world: World) -> None:
+        client = world.etcd.client()
+        self.handed_on: list[str] = []
+        self._kills = GatewayKills(client, JOB.prefix, lambda member: self.sessions.manager_of(member))
+        self.sessions = GatewaySessions(client, JOB, lambda _peers: (), self._kills.look_again)
+
+    def __enter__(self) -> Behind:
+        self._patch = mock.patch.object(gateway_kills, "_kill", self._kill)
+        self._patch.start()
+        self._kills.begin()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._kills.close()
+        self.sessions.close()
+        self._patch.stop()
+
+    def beat(self, name: str) -> None:
+        self.sessions.beat(name, "peer", concurrency.now() + LONG)
+
+    def ask(self, name: str) -> None:
+        request = QuorumRequest(name, f"http://{name}:1", "", 1, 1, False, "", 0, ())
+        self.sessions.ask(request, concurrency.now() + LONG, PendingCall())
+
+    def _kill(self, address: str, _message: str, _deadline: float) -> str:
+        self.handed_on.append(address)
+        return ""
+
+
+@simulated
+def test_a_replica_that_only_beats_is_found_by_the_last_quorum(world: World) -> None:
+    """It hangs in its step, and its gateway was started again since it asked."""
+    with Behind(world) as before:
+        before.ask("a")
+    with Behind(world) as gateway:
+        gateway.beat("b")
+        gateway.beat("a")
+        assert order_kill(world.observer, JOB.prefix, "a", "why", concurrency.now() + WAIT)
+        assert gateway.handed_on == ["http://a:1"]
+        with pytest.raises(TimeoutError, match="not taken"):
+            order_kill(world.observer, JOB.prefix, "b", "why", concurrency.now() + WAIT)
+
+
+@simulated
+def test_an_order_is_handed_on_as_soon_as_its_manager_is_known(world: World) -> None:
+    """A new replica is ordered to end before it has asked for the first time."""
+    told: list[bool] = []
+    with Behind(world) as gateway:
+        gateway.beat("a")
+
+        def give() -> None:
+            told.append(order_kill(world.observer, JOB.prefix, "a", "why", concurrency.now() + LONG))
+
+        concurrency.thread(give, "giver").start()
+        world.until(lambda: world.keys(f"{JOB.prefix}/kill/"), "it is ordered")
+        world.sleep(1)
+        assert not gateway.handed_on
+        gateway.ask("a")
+        world.until(lambda: told, "the giver is told", WAIT)
+    assert told == [True]
+    assert gateway.handed_on == ["http://a:1"]
 
 
 class Managers:
