@@ -17,7 +17,7 @@ from ftcoord.coordination.convert import result_of
 from ftcoord.coordination.failure import RANK_NOT_FOUND, TRANSPORT_ERROR, Failure
 from ftcoord.coordination.native_manager import NativeManager
 from ftcoord.coordination.rank_frames import KillOrder, MetadataQuery, RankCall, TimedVote
-from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.rank_group import NoSuchRank, RankGroup
 from ftcoord.coordination.rank_sockets import AnotherProtocol, RankSocket, RankSockets
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.coordination.types import QuorumResult
@@ -160,7 +160,10 @@ class ManagerClient:
         deadline = concurrency.now() + timeout
         with torchft_errors():
             group = RankGroup.at(self._address)
-            return self._way.call(call, deadline) if group is None else call_here(group, call, deadline)
+            try:
+                return self._way.call(call, deadline) if group is None else call_here(group, call, deadline)
+            except NoSuchRank as error:  # as a manager in another process answers it
+                return Failure("InvalidArgument", str(error))
 
 
 class ManagerWay:

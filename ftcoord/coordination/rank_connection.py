@@ -19,7 +19,7 @@ from ftcoord.coordination.rank_frames import (
     frame,
     parse_call,
 )
-from ftcoord.coordination.rank_group import RankGroup, WaitingCall
+from ftcoord.coordination.rank_group import NoSuchRank, RankGroup, WaitingCall
 from ftcoord.coordination.ranks import GroupAsk, RankRequest
 from ftcoord.coordination.tcp import has_hung_up
 
@@ -93,6 +93,12 @@ class RankConnection(asyncio.Protocol):
         if self._waiting is not None or self._transport.get_write_buffer_size():
             self._refuse("it made a call before it had the answer to the last one")
             return
+        try:
+            self._make(call)
+        except NoSuchRank as error:
+            self._answer(Failure("InvalidArgument", str(error)))
+
+    def _make(self, call: RankCall) -> None:
         if isinstance(call, RankRequest):
             self._ask(call)
         elif isinstance(call, TimedVote):

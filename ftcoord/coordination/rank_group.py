@@ -67,6 +67,10 @@ def end_process(message: str) -> NoReturn:
     os._exit(1)
 
 
+class NoSuchRank(ValueError):
+    """A rank that the group does not have has called."""
+
+
 class RankGroup:
     """The requests, votes and metadata of a group's ranks. Thread-safe; no method blocks.
 
@@ -84,7 +88,7 @@ class RankGroup:
         ask: Callable[[Mapping[int, RankRequest], RankRequest], QuorumRecord],
         allow_kill: bool,
     ) -> None:
-        self._replica_id, self._allow_kill = replica_id, allow_kill
+        self._replica_id, self._world_size, self._allow_kill = replica_id, world_size, allow_kill  # never change
         self._barrier = RankBarrier(world_size, ask)
         self._votes = VoteCounter(world_size)
         self._metadata: dict[int, str] = {}  # any thread, one step of a dict at a time
@@ -99,8 +103,11 @@ class RankGroup:
         _local[address] = self
 
     def quorum(self, request: RankRequest) -> tuple[WaitingCall[QuorumRecord], GroupAsk | None]:
-        """Take part in the group's next request. For the last rank, also returns the object with which to ask for the
-        quorum."""
+        """Take part in the group's next request. For the last rank there is also how to have the quorum asked for.
+
+        Raises NoSuchRank: such a rank would count in place of one that is not there.
+        """
+        self._check(request.rank)
         self._metadata[request.rank] = request.metadata
         outcome, ask_for_all = self._barrier.join(request)
         return WaitingCall(outcome, lambda: self._barrier.leave(request.rank, outcome)), ask_for_all
@@ -110,13 +117,21 @@ class RankGroup:
         return quorum_result(quorum, self._replica_id, request.rank, request.init_sync)
 
     def vote(self, rank: int, step: int, yes: bool) -> WaitingCall[bool]:
-        """Vote on a step."""
+        """Vote on a step. Raises NoSuchRank."""
+        self._check(rank)
         outcome = self._votes.cast(rank, step, yes)
         return WaitingCall(outcome, lambda: self._votes.leave(rank, outcome))
 
     def metadata(self, rank: int) -> str | None:
         """The metadata of a rank's last request for a quorum; None if it never made one."""
         return self._metadata.get(rank)
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self._world_size:
+            raise NoSuchRank(
+                f"there is no rank {rank}: this group has ranks 0 to {self._world_size - 1}; check the world_size of"
+                " its ManagerServer, and RANK and WORLD_SIZE of this process"
+            )
 
     def kill(self, message: str) -> Failure:
         """End this process, if that is allowed; it then does not return."""

@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -42,9 +43,9 @@ from ftcoord.coordination.rank_frames import (
     encode_call,
     frame,
 )
-from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.rank_group import NoSuchRank, RankGroup
 from ftcoord.coordination.rank_port import HTTP2
-from ftcoord.coordination.ranks import VoteCounter
+from ftcoord.coordination.ranks import RankRequest, VoteCounter
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.embedded.server import EtcdServer
 
@@ -323,6 +324,36 @@ def test_a_manager_that_dies_while_it_greets_a_rank_fails_the_call_at_once() -> 
         vote.result(DEADLINE)
 
 
+@pytest.mark.parametrize("rank", [2, 7])
+@pytest.mark.parametrize("is_far", [False, True], ids=["in its process", "through the port"])
+def test_a_rank_that_the_group_does_not_have_is_refused_and_counts_for_nobody(
+    server: ManagerServer, monkeypatch: pytest.MonkeyPatch, is_far: bool, rank: int
+) -> None:
+    client = Far(server, monkeypatch).client if is_far else ManagerClient(server.address(), LONG)
+    first = spawn(partial(client._quorum, 0, 0, "weights", False, True, 0, LONG))
+    why = rf"status: InvalidArgument, message.*no rank {rank}: this group has ranks 0 to 1"
+    with pytest.raises(RuntimeError, match=why):
+        client._quorum(rank, 0, "weights", False, True, 0, LONG)
+    with pytest.raises(RuntimeError, match=why):
+        client.should_commit(rank, 0, True, LONG)
+    with pytest.raises(RuntimeError, match=r"status: InvalidArgument, message.*rank not found"):
+        client._checkpoint_metadata(rank, LONG)
+    assert client._quorum(1, 0, "weights", False, True, 0, LONG).replica_ids == ["a"]
+    assert first.result(DEADLINE).replica_ids == ["a"]
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_group_takes_no_call_of_a_rank_that_it_does_not_have(rank: int) -> None:
+    group = RankGroup("a", 2, lambda asks, last: pytest.fail("not all ranks are there"), allow_kill=False)
+    request = RankRequest(0, 0, "weights", False, 0, 60.0, "")
+    group.quorum(request)
+    with pytest.raises(NoSuchRank, match=f"no rank {rank}: this group has ranks 0 to 1"):
+        group.quorum(replace(request, rank=rank))
+    with pytest.raises(NoSuchRank):
+        group.vote(rank, 0, yes=True)
+    assert group.metadata(rank) is None
+
+
 def test_a_call_whose_rank_has_gone_before_it_is_read_is_not_made(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a manager that was stopped meanwhile."""
     gone, made = threading.Event(), list[int]()
@@ -339,7 +370,7 @@ def test_a_call_whose_rank_has_gone_before_it_is_read_is_not_made(far: Far, monk
     monkeypatch.setattr(rank_connection, "has_hung_up", has_hung_up)
     monkeypatch.setattr(VoteCounter, "cast", note)
     with far.greeted() as rank:
-        rank.sendall(frame(encode_call(TimedVote(7, 0, True, 60.0))))
+        rank.sendall(frame(encode_call(TimedVote(1, 0, True, 60.0))))
     gone.set()
     far.vote()
     assert sorted(made) == [0, 1]
@@ -523,6 +554,13 @@ def test_a_shut_down_manager_ends_calls_of_native_ranks(natives: Natives, far: F
     server.shutdown()
     with pytest.raises(RuntimeError, match="status: "):
         waiting.result(DEADLINE)
+
+
+def test_a_native_rank_that_the_group_does_not_have_is_refused(natives: Natives, far: Far) -> None:
+    natives.do("connect", name="a", address=far.address, ranks=3).result(DEADLINE)
+    for call in ("quorum", "commit"):
+        with pytest.raises(RuntimeError, match=r"InvalidArgument.*no rank 2: this group has ranks 0 to 1"):
+            natives.do(call, name="a", rank=2, step=0).result(DEADLINE)
 
 
 def test_drop_in_ranks_of_a_native_manager(natives: Natives, job: str) -> None:
