@@ -25,10 +25,9 @@ from ftcoord.primitives.informer import Informer
 log = logging.getLogger(__name__)
 
 HAND_ON_TIMEOUT: Final = 5.0
-"""Seconds that a manager may take to end, from when its order came."""
+"""Seconds that a manager may take to exit after its order was read, including the time in the queue."""
 THREADS: Final = 16
-"""Orders that are handed on at a time: so many managers that do not answer do not keep one that would from its order.
-"""
+"""The most orders that are forwarded at a time. Managers that do not answer hold a thread until their deadline."""
 
 
 class GatewayKills(Closing):
@@ -39,10 +38,10 @@ class GatewayKills(Closing):
         prefix: the prefix of the job's quorums.
         manager_of: returns the address of a member's manager; None for a member of another gateway.
 
-    An order is claimed before it is handed on, so none is that was withdrawn. It is taken when the manager's
-    process has ended. One whose manager cannot be reached stays untaken, so whoever gave it hears of that. If the
-    watch ends by an error it is logged, and replicas train on; nobody can kill them through etcd until the gateway
-    is started again.
+    An order is claimed before it is forwarded, so a withdrawn order is never forwarded. It is taken when the manager's
+    process has ended, or the manager has accepted it. If the manager cannot be reached, the order stays, so the sender
+    sees that it failed. If the watch fails, the error is logged and the replicas keep training, but nobody can kill
+    them through etcd until the gateway is restarted.
     """
 
     def __init__(self, etcd: Etcd, prefix: str, manager_of: Callable[[str], str | None]) -> None:
@@ -54,20 +53,20 @@ class GatewayKills(Closing):
         self._pool = DaemonPool(THREADS, "ftcoord-killing")
 
     def begin(self) -> None:
-        """Watch the orders, from the first call on: without a replica there is nobody to kill. Later calls are cheap.
-        Raises ThreadNotStarted, and may then be called again."""
+        """Start to watch the orders; later calls do nothing. Call it with the first replica: before, there is nobody to
+        kill. Raises ThreadNotStarted, and may then be called again."""
         with self._lock:
             if self._informer is None and not self._closed.is_set():
                 self._informer = watch_kills(self._etcd, self._prefix, self._obey, _note_failure)
 
     def look_again(self) -> None:
-        """Look at all orders again: the manager of one of them may be known now. Does not block."""
+        """Check all orders again: the manager of one of them may be known now. Does not block."""
         with self._lock:
             if self._informer is not None:
                 self._informer.report_again()
 
     def close(self) -> None:
-        """Waits for what is being handed on, for some seconds at most; what is queued behind that stays untaken.
+        """Stop. Waits a few seconds at most for orders that are being forwarded; queued orders stay untaken.
         Idempotent."""
         with self._lock:
             self._closed.set()
@@ -117,7 +116,7 @@ def _name(order: OrderedKill) -> tuple[str, int]:
 
 
 def _kill(address: str, message: str, deadline: float) -> str:
-    """Have a manager end its process before the monotonic `deadline`; why it did not, or empty."""
+    """Make a manager exit before the monotonic `deadline`; returns why it did not, or an empty text."""
     try:
         manager = NativeManager(*place_of(address), deadline)
     except (ValueError, OSError) as error:  # no address; nobody there; TimeoutError

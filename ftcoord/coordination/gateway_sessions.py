@@ -41,7 +41,7 @@ class _GatewaySession:
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.manager = ""
-        """The address of its manager, as its last request here says; empty before that."""
+        """The address of its manager, from its last request to this gateway; empty before that."""
         self.last_sign_at = 0.0
         """When it last beat, or was last answered."""
         self.forwarded_at = 0.0
@@ -87,8 +87,8 @@ class GatewaySessions:
     Args:
         etcd: the client.
         job: the job and its rules.
-        ended: which of these peers, as gRPC names them, are connected no longer; see `peers`.
-        on_manager: called when it has become known where a replica's manager listens; must not block.
+        ended: returns which of these peers, as gRPC names them, are no longer connected; see `peers`.
+        on_manager: called when the address of a replica's manager has become known; must not block.
 
     If the thread that looks for silent replicas failed, no replica would ever count as dead. So all of their leases are
     then left to expire, and each call raises ServerError.
@@ -139,10 +139,10 @@ class GatewaySessions:
             return session.replica.ask(request, deadline, caller.gone)
 
     def manager_of(self, member: str) -> str | None:
-        """The address of the manager of a member; None if it is not one of these, or not known.
+        """The address of a member's manager; None if the member is not one of these, or the address is not known.
 
-        A replica that has not asked here (it hangs in its step and only beats, since before this gateway was started)
-        has the address that the last quorum knows of it.
+        A replica that only beats, because it hangs in its step since before this gateway was started, has not asked
+        here. Its address then comes from the last quorum.
         """
         with self._lock:
             sessions = list(self._sessions.values())
@@ -262,7 +262,7 @@ class GatewaySessions:
 
 
 def _address_in(quorum: QuorumRecord | None, replica_id: str) -> str | None:
-    """Where the manager of a replica listens, if that is in the quorum."""
+    """The address of a replica's manager, if the replica is in the quorum."""
     requests = quorum.requests if quorum is not None else ()
     return next((one.address for one in requests if one.replica_id == replica_id and one.address), None)
 

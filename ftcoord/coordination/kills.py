@@ -28,19 +28,18 @@ from ftcoord.primitives.mirror import Mirror
 log = logging.getLogger(__name__)
 
 TAKE_TIMEOUT: Final = 1.0
-"""Seconds that a manager tries to delete its order before it ends anyway, and that whoever gave it tries to withdraw
-it."""
+"""Seconds that a manager tries to delete its order before it exits anyway, and that a sender tries to withdraw one."""
 LEASE_MARGIN: Final = 5
 """Seconds that an order outlives its sender's timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedKill:
-    """An order to end a process, as it was seen in etcd: it may have been withdrawn since.
+    """An order to end a process, as it was read from etcd. It may have been withdrawn since.
 
     Args:
         etcd: the client.
-        kv: its key.
+        kv: the order's key and value.
     """
 
     etcd: Etcd
@@ -48,31 +47,32 @@ class OrderedKill:
 
     @property
     def member(self) -> str:
-        """Whose process is to end."""
+        """The member whose process it is."""
         return member_of(self.kv.key)
 
     @property
     def message(self) -> str:
-        """Why."""
+        """The reason."""
         return self.kv.value.decode(errors="replace")
 
     def take(self) -> bool:
-        """Delete it, so that whoever gave it knows that it was taken.
+        """Delete the order, which tells the sender that it was taken.
 
-        False if it stands no longer: whoever gave it was told that nobody took it. True also if etcd does not answer
-        within TAKE_TIMEOUT.
+        Returns False if the order was withdrawn: the sender was told that nobody took it. Returns True also if etcd
+        does not answer within TAKE_TIMEOUT.
         """
         return self._stood(Delete(Span(self.kv.key)))
 
     def claim(self) -> bool:
-        """Write it again, so that whoever gave it cannot withdraw it any more, and hears that it was handed on.
+        """Write the order again. The sender can then no longer withdraw it, and sees that it was forwarded.
 
-        False if it stands no longer. True also if etcd does not answer within TAKE_TIMEOUT.
+        Returns False if the order was withdrawn. Returns True also if etcd does not answer within TAKE_TIMEOUT.
         """
         return self._stood(Put(self.kv.key, self.kv.value, self.kv.lease))
 
     def _stood(self, change: Op) -> bool:
-        """Whether it stood when that was done to it. Each order lies under a lease of its own."""
+        """Make a change unless the order was withdrawn; returns whether it was made. The lease identifies the order:
+        each order has its own."""
         key = self.kv.key
         guards = exists(key), Compare(key, "lease", "=", self.kv.lease)
         try:
@@ -83,11 +83,11 @@ class OrderedKill:
 
 
 Obey: TypeAlias = Callable[[Sequence[OrderedKill]], None]
-"""Sees to all orders that there are, of any members'. It is told of one again whenever there is another change."""
+"""Handles the orders to all members. It is called after each change, with all orders that are in etcd then."""
 
 
 def watch_kills(etcd: Etcd, prefix: str, obey: Obey, failed: Callable[[BaseException], None]) -> Informer:
-    """Call `obey` with every order of the job, on the watch's thread.
+    """Call `obey` with all orders of the job, on the watch's thread.
 
     All orders are watched, because there are hardly any; so a member that changes its lease needs no new watch.
     `failed` is called when the watch fails.
@@ -100,10 +100,10 @@ def watch_kills(etcd: Etcd, prefix: str, obey: Obey, failed: Callable[[BaseExcep
 
 
 def ends_here(is_mine: Callable[[str], bool]) -> Obey:
-    """End this process when that is ordered of a member for which `is_mine` holds.
+    """Make a handler that ends this process when an order names a member for which `is_mine` holds.
 
-    A process that could not run for a while (it was stopped, or C code held the interpreter) sees orders that were
-    withdrawn meanwhile: those it does not obey.
+    A process that could not run for a while, because it was stopped or C code held the interpreter, may see orders that
+    were withdrawn in the meantime. It does not obey those.
     """
 
     def obey(orders: Sequence[OrderedKill]) -> None:
@@ -117,14 +117,15 @@ def ends_here(is_mine: Callable[[str], bool]) -> Obey:
 def order_kill(
     etcd: Etcd, prefix: str, replica_id: str, message: str, deadline: float, also: Sequence[Op] = ()
 ) -> bool:
-    """End the process of the manager that is this replica now, the newest one of that name; and wait until it has taken
-    the order. One that comes later is left alone. What is to be written `also` goes with the order.
+    """End the process of the newest manager with this replica id; wait until it has taken the order. A later one is
+    left alone. The operations in `also` are part of the order's transaction.
 
-    False if the member's lease ended before it took the order: its process may live, and nobody takes the order any
-    more.
+    Returns False if the member's lease ended before it took the order: its process may be alive. The order is then
+    withdrawn.
 
     Raises NotInQuorum if there is no such replica, and EtcdError. Raises TimeoutError after the monotonic `deadline`,
-    when nobody takes the order any more, or when it is not known whether somebody does, as the text then says.
+    with the order withdrawn; or the text says that the order may be taken yet. Raises TimeoutError at once if there is
+    another order to the same member.
     """
     member = _newest(etcd, prefix, replica_id)
     if member is None:
@@ -154,10 +155,10 @@ def _newest(etcd: Etcd, prefix: str, replica_id: str) -> str | None:
 
 
 def _put_order(etcd: Etcd, there: str, order: Put, also: Sequence[Op], timeout: float) -> int | None:
-    """The revision at which the order was written, also by an earlier attempt; None if its member is gone.
+    """Write the order; returns its revision, also if an earlier attempt wrote it, and None if the member is gone.
 
-    It replaces no other order: of two who then see that the key is gone, one might take it that its order was taken
-    when the other one has withdrawn his. Raises TimeoutError if there is another one.
+    Raises TimeoutError if there is another sender's order. It is not replaced: when one sender withdraws an order, the
+    other one would conclude that its own was taken.
     """
     guards = exists(there), absent(order.key)
     put = etcd.txn(guards, [order, *also], [Get(Span(order.key))], timeout=timeout)
@@ -171,23 +172,23 @@ def _put_order(etcd: Etcd, there: str, order: Put, also: Sequence[Op], timeout: 
 
 
 class _Found(Enum):
-    """How an order was found when it was to be withdrawn."""
+    """The state in which a withdrawal found the order."""
 
     STANDING = "nobody has taken it"
-    CLAIMED = "it is being handed on"
+    CLAIMED = "a gateway has forwarded it"
     GONE = "it was taken"
 
 
 @dataclass(frozen=True, slots=True)
 class _GivenOrder:
-    """An order that lies in etcd, for whoever gave it.
+    """An order in etcd, as its sender sees it.
 
     Args:
         etcd: the client.
-        key: the order's.
+        key: the order's key.
         there: the key of the member that is to take it.
-        revision: at which it was written.
-        expires: the monotonic time before which etcd does not delete it by itself.
+        revision: the revision at which it was written.
+        expires: the monotonic time until which its lease lives at least.
     """
 
     etcd: Etcd
@@ -216,7 +217,7 @@ class _GivenOrder:
         return found is _Found.GONE
 
     def _await(self, deadline: float, holds: Callable[[Mirror, Mirror], bool]) -> bool:
-        """Wait until something holds of the keys of the order and of its member; whether it does in time."""
+        """Wait until the mirrors of the order and its member satisfy a condition; returns whether they do in time."""
         over, failures = concurrency.event(), list[BaseException]()
 
         def look(order: Mirror, there: Mirror) -> None:
@@ -234,7 +235,7 @@ class _GivenOrder:
         return is_over
 
     def _withdraw(self) -> _Found:
-        """Delete it if it stands, so that nobody takes it from now on. Raises TimeoutError if etcd does not answer."""
+        """Delete the order unless it was claimed or taken. Raises TimeoutError if etcd does not answer."""
         guard, delete, get = unchanged(self.key, self.revision), Delete(Span(self.key)), Get(Span(self.key))
         try:
             withdrawn = self.etcd.txn([guard], [delete], [get], timeout=TAKE_TIMEOUT)

@@ -177,7 +177,8 @@ class LighthouseClient:
     def kill(self, replica_id: str, message: str, timeout: timedelta = timedelta(seconds=10)) -> None:
         """Make the process of a replica's manager exit with status 1. In torchft, only the dashboard can do that.
 
-        Returns when the manager has received it, or its lease has ended. A successor of the same name is left alone.
+        Returns when the manager has taken the order, or its lease has ended. A later replica of the same name is left
+        alone.
 
         Args:
             replica_id: the replica's name.

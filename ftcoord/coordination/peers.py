@@ -27,8 +27,8 @@ Peer: TypeAlias = tuple[IPv4Address | IPv6Address, int]
 def ended(port: int, peers: Collection[str]) -> frozenset[str]:
     """The peers, named as gRPC names them, that no longer have a connection to this local port.
 
-    Where the system does not tell (it is no Linux, or refuses for the moment), and of what is no address, none. A
-    process that has inherited a connection keeps it open, and so does a proxy.
+    Returns none where the system does not say (outside Linux, or while it cannot read its tables), and leaves out names
+    that are no addresses. A process that has inherited a connection keeps it open, and so does a proxy.
     """
     texts = _tables()
     if not texts:
@@ -39,8 +39,8 @@ def ended(port: int, peers: Collection[str]) -> frozenset[str]:
 
 
 def _tables() -> list[str]:
-    """The text of each table that this system has; none at all if one of them cannot be read (no file descriptor or
-    memory is left): all of its connections would look as if they had ended."""
+    """The text of each table that this system has. Returns nothing if one of them cannot be read, for instance because
+    the process has no file descriptor left: all connections in that table would seem to have ended."""
     texts = []
     try:
         for table in TABLES:

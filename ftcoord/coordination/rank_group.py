@@ -103,9 +103,10 @@ class RankGroup:
         _local[address] = self
 
     def quorum(self, request: RankRequest) -> tuple[WaitingCall[QuorumRecord], GroupAsk | None]:
-        """Take part in the group's next request. For the last rank there is also how to have the quorum asked for.
+        """Take part in the group's next request. For the last rank, also returns the object with which to ask for the
+        quorum.
 
-        Raises NoSuchRank: such a rank would count in place of one that is not there.
+        Raises NoSuchRank: such a rank would count in place of a missing one.
         """
         self._check(request.rank)
         self._metadata[request.rank] = request.metadata
