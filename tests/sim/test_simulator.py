@@ -30,6 +30,7 @@ from ftcoord.core.layout import decided_key, member_key
 from ftcoord.etcd.api import Compare, Event, KeyValue
 from ftcoord.primitives import sentinel
 from ftcoord.primitives.sentinel_orders import Order
+from ftcoord.recipes import election
 from ftcoord.testing import MemoryClient, Scheduler
 
 SEEDS = int(os.environ.get("FTCOORD_SIM_SEEDS", "3"))
@@ -111,7 +112,8 @@ def test_each_fault_can_be_planted(mutant: Mutant) -> None:
 
 
 def test_what_changes_nothing_is_not_planted() -> None:
-    text = Mutant("a text", "ftcoord.recipes.election", "One leader at a time.", "Two leaders at a time.", ("recipes",))
+    first = str(election.__doc__).splitlines()[0]
+    text = Mutant("a text", election.__name__, first, f"{first} Or two.", ("recipes",))
     with pytest.raises(ValueError, match="no function"), planted(text):
         pass
 
