@@ -77,14 +77,14 @@ class GroupKeys:
 
 @dataclass(frozen=True, slots=True)
 class OddKey:
-    """A key among the members that is not counted. `member` is the member's that lives there; empty where none does."""
+    """A key below `members/` that does not count. `member` is the id of its live member; empty for a stranger's key."""
 
     told: Unreadable
     member: str
 
 
 def read_member(kv: KeyValue, parse: Callable[[str, bytes], T]) -> T | OddKey:
-    """What the member says that has this key, as `parse` reads it; it may raise StateError."""
+    """The parsed value of a member's key; an OddKey if it is no member's, or if `parse` raises StateError."""
     if not is_member(kv):
         return OddKey(Unreadable(kv.key, "does not lie under the lease that it is named for, so it is no member's"), "")
     try:
@@ -94,7 +94,7 @@ def read_member(kv: KeyValue, parse: Callable[[str, bytes], T]) -> T | OddKey:
 
 
 def by_kind(found: Iterable[T | OddKey]) -> tuple[list[T], list[OddKey]]:
-    """Those that were read, in their order; and the odd ones: those that are no member's before the others."""
+    """The parsed values, in order; and the odd keys, those of strangers first."""
     read, odd = list[T](), list[OddKey]()
     for one in found:
         if isinstance(one, OddKey):

@@ -1,4 +1,4 @@
-"""What was read of keys, kept for the next look at them."""
+"""Values that are derived from keys, kept for the next read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 class Memo(Generic[T]):
-    """Reads each key once, as long as it does not change. For one thread.
+    """Derives a value from each key, once until the key changes. For one thread.
 
-    The whole of a key counts, not its revision alone: an etcd that lost writes gives revisions to others.
+    Keys are compared as a whole, not by their revisions: an etcd that lost writes assigns revisions again.
 
     Args:
-        read: what to make of a key. Must be pure. What it raises is not kept.
+        read: derives the value of a key. It must be pure. What it raises is not kept.
     """
 
     def __init__(self, read: Callable[[KeyValue], T]) -> None:
@@ -24,8 +24,7 @@ class Memo(Generic[T]):
         self._known: dict[str, tuple[KeyValue, T]] = {}
 
     def of(self, kvs: Iterable[KeyValue]) -> list[T]:
-        """What was made of each, in the order given: the same objects as the last time, where the keys are the same.
-        All other keys are forgotten."""
+        """The values of these keys, in order: the same objects as before for unchanged keys. Others are forgotten."""
         before, known, found = self._known, dict[str, tuple[KeyValue, T]](), list[T]()
         for kv in kvs:
             one = before.get(kv.key)

@@ -51,9 +51,9 @@ class _Replica:
 
 
 class QuorumTeller:
-    """Tells the state of one job's quorums again and again. For one thread.
+    """Derives the state of one job's quorums, again and again. For one thread.
 
-    It depends on the keys alone. But what was made of a key is kept until that key changes.
+    The state depends on the keys alone. What was derived from a key is kept until the key changes.
 
     Args:
         options: the options of the job's address, which etcd does not have.

@@ -57,10 +57,10 @@ class _Member:
 
 
 class RoundsTeller:
-    """Tells the state of one run's rounds again and again. For one thread.
+    """Derives the state of one run's rounds, again and again. For one thread.
 
-    It depends on the keys alone. But what was made of a key is kept until that key changes: a run may have ten thousand
-    nodes, and each change of one is told.
+    The state depends on the keys alone. What was derived from a key is kept until the key changes: a run may have ten
+    thousand nodes, and each change of one of them is shown.
 
     Args:
         options: the nodes' `rdzv_conf`, which etcd does not have.

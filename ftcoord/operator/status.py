@@ -32,10 +32,10 @@ def tell_job(keys: JobKeys, rules: Rules) -> JobStatus:
 
 
 class JobTeller:
-    """Tells the status of one job again and again, but for its leases. For one thread.
+    """Derives the status of one job, without its leases, again and again. For one thread.
 
-    It depends on the keys alone. But what was made of a key is kept until that key changes, so the next status of ten
-    thousand nodes costs little more than what changed.
+    A status depends on the keys alone. What was derived from a key is kept until the key changes, since a job may have
+    ten thousand nodes.
     """
 
     def __init__(self, rules: Rules) -> None:

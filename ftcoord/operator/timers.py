@@ -16,7 +16,7 @@ from ftcoord.operator.told import TimerStatus, Unreadable
 
 
 class TimersTeller:
-    """Tells the timers of one job again and again. What was made of a key is kept until that key changes."""
+    """Derives the timers of one job, again and again. What was derived from a key is kept until the key changes."""
 
     def __init__(self) -> None:
         self._timers = Memo(_read)
