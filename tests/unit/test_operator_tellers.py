@@ -23,6 +23,7 @@ from ftcoord.core.layout import (
     run_prefix,
     timer_key,
 )
+from ftcoord.core.quorum_head import encode_quorum
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord, digest_of
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of, head_of, roll_id
 from ftcoord.core.timer_records import Timer, Worker
@@ -139,7 +140,7 @@ def changes(etcd: Etcd, chance: random.Random) -> Iterator[Callable[[], object]]
 
 
 def write_quorum(etcd: Etcd, record: QuorumRecord) -> None:
-    head, roster = quorum_records.encode_quorum(record)
+    head, roster = encode_quorum(record)
     assert roster is not None
     etcd.put(roster_key(decided_key(QUORUM)), roster)
     etcd.put(decided_key(QUORUM), head)
