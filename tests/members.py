@@ -15,6 +15,7 @@ from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import EtcdError, EtcdUnavailable, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Compare, Etcd, Get, KeyValue, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.policy import View
 from ftcoord.primitives.session import Session
@@ -197,7 +198,7 @@ class Node:
         while True:
             attempt += 1
             try:
-                return self.group.enter(f"{ask}/{attempt}".encode(), CALL_TIMEOUT)
+                return self.group.enter(f"{ask}/{attempt}".encode(), TimeLimit(CALL_TIMEOUT))
             except (EtcdUnavailable, OutcomeUnknown):
                 continue
 

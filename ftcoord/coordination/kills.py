@@ -21,12 +21,14 @@ from ftcoord.core.layout import kill_key, kills_span, member_key, member_of, mem
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import EtcdError, NotInQuorum, StateError
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, Span, absent, exists, unchanged
-from ftcoord.etcd.retry import UNANSWERED, retry_until_answered
+from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry_until_answered
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror
 
 log = logging.getLogger(__name__)
 
+LONGEST_REQUEST: Final = 5.0
+"""Seconds that one request of an order may take."""
 TAKE_TIMEOUT: Final = 1.0
 """Seconds that a manager tries to delete its order before it exits anyway, and that a sender tries to withdraw one."""
 LEASE_MARGIN: Final = 5
@@ -127,12 +129,13 @@ def order_kill(
     with the order withdrawn; or the text says that the order may be taken yet. Raises TimeoutError at once if there is
     another order to the same member.
     """
-    member = _newest(etcd, prefix, replica_id)
+    within = TimeLimit(LONGEST_REQUEST, deadline)
+    member = _newest(etcd, prefix, replica_id, within)
     if member is None:
         raise NotInQuorum(replica_id)
     ttl = math.ceil(max(deadline - concurrency.now(), 0)) + LEASE_MARGIN
     expires = concurrency.now() + ttl
-    lease = etcd.grant(ttl)
+    lease = etcd.grant(ttl, timeout=within.left())
     key, there = kill_key(prefix, member), member_key(prefix, member)
     try:
         put = partial(_put_order, etcd, there, Put(key, message.encode(), lease.id), also)
@@ -145,9 +148,9 @@ def order_kill(
             etcd.revoke(lease.id, timeout=TAKE_TIMEOUT)
 
 
-def _newest(etcd: Etcd, prefix: str, replica_id: str) -> str | None:
+def _newest(etcd: Etcd, prefix: str, replica_id: str, within: TimeLimit) -> str | None:
     """The newest member with that replica id."""
-    for kv in etcd.range(Get(members_span(prefix), order="newest")).kvs:
+    for kv in etcd.range(Get(members_span(prefix), order="newest"), timeout=within.left()).kvs:
         with contextlib.suppress(StateError):  # no member
             if parse_replica(kv.key, kv.value).request.replica_id == replica_id:
                 return member_of(kv.key)

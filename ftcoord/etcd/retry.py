@@ -6,8 +6,10 @@ repeats what, for how long.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
 import tenacity
@@ -30,17 +32,38 @@ FIRST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """How long the requests of one call may take, however many there are.
+
+    Every layer below the call asks it before each request, so a hanging etcd costs the caller no more than it allows.
+
+    Args:
+        each: seconds that one request may take.
+        deadline: the monotonic time at which the call ends.
+    """
+
+    each: float
+    deadline: float = math.inf
+
+    @classmethod
+    def of(cls, seconds: float) -> TimeLimit:
+        """So many seconds from now on, for all requests together."""
+        return cls(seconds, concurrency.now() + seconds)
+
+    def left(self, at_most: float = math.inf) -> float:
+        """Seconds that the next request may take: at most `each` and `at_most`, and `SHORTEST_ATTEMPT` after the
+        deadline."""
+        return min(self.each, at_most, max(self.deadline - concurrency.now(), SHORTEST_ATTEMPT))
+
+
 def retry_until_answered(attempt: Callable[[float], T], deadline: float, cancelled: concurrency.Event) -> T:
     """Call `attempt(seconds it may take)` until etcd answers, the monotonic `deadline` is over or `cancelled` is set.
 
     The attempt must be safe to repeat after OutcomeUnknown. Raises the last attempt's error.
     """
-    deadline = max(deadline, concurrency.now() + SHORTEST_TIMEOUT)
-
-    def once() -> T:
-        return attempt(min(max(deadline - concurrency.now(), SHORTEST_ATTEMPT), ATTEMPT_TIMEOUT))
-
-    return retry(once, UNANSWERED, deadline, cancelled)
+    within = TimeLimit(ATTEMPT_TIMEOUT, max(deadline, concurrency.now() + SHORTEST_TIMEOUT))
+    return retry(lambda: attempt(within.left()), UNANSWERED, within.deadline, cancelled)
 
 
 def retry(

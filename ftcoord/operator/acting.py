@@ -18,6 +18,7 @@ from ftcoord.core.layout import (
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, parse_decided
 from ftcoord.errors import EtcdError, OutcomeUnknown
 from ftcoord.etcd.api import Compare, EtcdCalls, Get, Put
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.operator.naming import NamedMember
 from ftcoord.operator.noting import ordered
 from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
@@ -62,7 +63,7 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
         return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True, by=by)
 
     history_ttl = HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0
-    change_record(etcd, prefix, CLOSED_TTL, history_ttl, end, timeout)
+    change_record(etcd, prefix, CLOSED_TTL, history_ttl, end, TimeLimit(timeout))
     return over
 
 
@@ -90,7 +91,7 @@ def drain_nodes(
         return found
 
     history_ttl = HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0
-    change_record(etcd, prefix, CLOSED_TTL, history_ttl, change, timeout)
+    change_record(etcd, prefix, CLOSED_TTL, history_ttl, change, TimeLimit(timeout))
     return found is not None
 
 

@@ -221,7 +221,9 @@ class ExactlyOnceWriter:
         if self._lease is not None:
             return self._lease
         if self._session is None:
-            self._session = retry_until_answered(lambda left: Session(self._etcd, self._ttl), deadline, self._closed)
+            self._session = retry_until_answered(
+                lambda left: Session(self._etcd, self._ttl, timeout=left), deadline, self._closed
+            )
             if self._closed.is_set():  # meanwhile: `close()` may have seen no session
                 self._session.orphan()
         return self._session.lease_id

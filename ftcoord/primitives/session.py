@@ -39,6 +39,7 @@ class Session(Closing):
             FTCOORD_SENTINEL=0 is set, the lease expires instead.
         was: the ids of members that the owner was under leases that it has lost. Others may know it by one of them, so
             the cause is written under these too.
+        timeout: seconds that the grant may take; the client's default if None.
 
     Raises:
         EtcdError: no lease was granted within the client's default timeout.
@@ -58,13 +59,14 @@ class Session(Closing):
         *,
         deaths: str | None = None,
         was: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> None:
         self._etcd = etcd
         self._owner = OwnerProcess("this session's lease belongs to the parent process")
         self._closed = False  # any thread; becomes True once
         renewer = renewer or Renewer.of_process()
         sent_at = renewer.clock()
-        lease = etcd.grant(ttl)
+        lease = etcd.grant(ttl, timeout=timeout)
         self.ttl = lease.ttl
         with ExitStack() as undo:
             undo.callback(_give_back, etcd, lease.id)  # where no thread can be started

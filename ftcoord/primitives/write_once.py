@@ -14,15 +14,13 @@ from ftcoord import concurrency
 from ftcoord.errors import ClientClosed, EtcdError, EtcdNoSpace, EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Compare, EtcdCalls, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
-from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 
 log = logging.getLogger(__name__)
 
 WRITE_ATTEMPT_TIMEOUT: Final = 1.5
 """Seconds after which an answer counts as lost. A leader that dies loses its proposals, and etcd reports that to the
 client only after 7 s; a new leader is elected after 1.5 s."""
-SHORTEST_WRITE_ATTEMPT: Final = 0.05
-"""The fewest seconds for one attempt: with none, it could not be answered at all."""
 WRITE_ATTEMPT_PART: Final = 0.3
 """The part of a longer `request_timeout` that an attempt gets: a user who knows that etcd is slow sets that. A write
 that etcd is still busy with must not be sent again."""
@@ -87,31 +85,29 @@ def write_once(
     compares = [unchanged(put.key, expected), *guards]
     failure = [*before, Get(Span(put.key)), *reads]
     success = [*before, put, *also, Get(Span(put.key), keys_only=True), *reads]  # what was put is known
-    deadline = concurrency.now() + (write_timeout(etcd) if timeout is None else timeout)
-    longest = write_attempt_timeout(etcd)
+    whole, longest = TimeLimit.of(write_timeout(etcd) if timeout is None else timeout), write_attempt_timeout(etcd)
     lost: list[EtcdError] = []
-
-    def left() -> float:
-        return min(max(deadline - concurrency.now(), SHORTEST_WRITE_ATTEMPT), longest)
 
     def attempt() -> TxnResult:
         try:
-            return etcd.txn(compares, success, failure, timeout=left())
+            return etcd.txn(compares, success, failure, timeout=whole.left(longest))
         except OutcomeUnknown as error:
             log.debug("a write of %s is sent again: %s", put.key, error)
             lost.append(error)
             raise
 
     def read() -> TxnResult:
-        return read_snapshot(lambda get: etcd.range(get, timeout=left()), lambda then: _as_refused(then, failure))
+        return read_snapshot(
+            lambda get: etcd.range(get, timeout=whole.left(longest)), lambda then: _as_refused(then, failure)
+        )
 
     never = concurrency.event()
     try:
         try:
-            result = retry(attempt, UNANSWERED, deadline, never)
+            result = retry(attempt, UNANSWERED, whole.deadline, never)
         except EtcdNoSpace as error:
             lost.append(error)  # it may have written all the same
-            result = retry(read, UNANSWERED, deadline, never)
+            result = retry(read, UNANSWERED, whole.deadline, never)
             kv = result.range(len(before)).one
             if kv is None or kv.value != put.value:
                 raise

@@ -76,7 +76,7 @@ class Barrier(RecipeMember[Generation, Arrival]):
         """Wait until `parties` processes have arrived; returns this one's place among them, 0 to `parties` - 1.
 
         Waits `timeout` seconds; None waits forever. After an error this process has left the barrier, which takes up
-        to 2 s, and the others wait on. It may wait again, except after `close()`.
+        to 0.5 s, and the others wait on. It may wait again, except after `close()`.
 
         Raises:
             TimeoutError: the time is over.

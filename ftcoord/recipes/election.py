@@ -90,7 +90,7 @@ class Election(RecipeMember[Term, Candidacy]):
     def campaign(self, timeout: float | None = None) -> Leadership:
         """Wait until this process leads: `timeout` seconds, or forever if None.
 
-        After an error this process withdraws, which takes up to 2 s, unless another call of it still waits.
+        After an error this process withdraws, which takes up to 0.5 s, unless another call of it still waits.
 
         Raises:
             TimeoutError: the time is over.

@@ -27,6 +27,8 @@ REQUEST_TIMEOUT: Final = 5.0
 """Seconds that one request to etcd may take."""
 LEAVE_TIMEOUT: Final = 2.0
 """Seconds that leaving may take. If etcd is unreachable for longer, the lease expires."""
+GIVE_UP_TIMEOUT: Final = 0.5
+"""The same at the end of a call that failed, whose caller may have waited for all of its timeout."""
 
 
 class RecipeMember(Closing, Generic[R, A]):
@@ -81,7 +83,7 @@ class RecipeMember(Closing, Generic[R, A]):
                 self._calls -= 1
                 leaves = not is_done and not self._calls
             if leaves:
-                self.participant.leave(LEAVE_TIMEOUT)
+                self.participant.leave(GIVE_UP_TIMEOUT)
 
     def _check_process(self) -> None:
         if not self.is_own_process:

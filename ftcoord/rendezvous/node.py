@@ -26,7 +26,7 @@ from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSi
 from ftcoord.core.round_situation import RoundOptions
 from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
-from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.group.incarnations import Left, ParticipantOptions
@@ -209,7 +209,7 @@ class Node:
     def _ask(self, port: int, pace: RoundPace) -> AnyRound | None:
         if not self._numbers.has_looked:
             # Behind all rounds that have left something, though the record that would tell of them may be gone.
-            self._numbers.heard(retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone))
+            self._numbers.heard(self._highest_round(pace))
             self._numbers.has_looked = True
         try:
             look = self.participant.ask(self._new_ask(port), pace)
@@ -231,9 +231,14 @@ class Node:
             self._go_on_or_end(look.record, pace)
         return None
 
-    def _highest_round(self) -> int:
-        self.participant.prepare()  # each time: it raises Left once this node was stopped
-        return self._run.highest_round(self._settings.request_timeout)
+    def _highest_round(self, pace: RoundPace) -> int:
+        within = TimeLimit(self._settings.request_timeout, pace.deadline)
+
+        def once() -> int:
+            self.participant.prepare(pace.deadline)  # each time: it raises Left once this node was stopped
+            return self._run.highest_round(within.left())
+
+        return retry(once, UNANSWERED, pace.deadline, pace.gone)
 
     def _new_ask(self, port: int) -> JoinRequest:
         settings, after, failed = self._settings, self._numbers.highest, self._failed

@@ -14,6 +14,7 @@ from ftcoord.core.layout import decided_key, round_key
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, parse_decided
 from ftcoord.core.round_history import named
 from ftcoord.etcd.api import Delete, EtcdCalls, Get, Op, Put, Span
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 
@@ -88,29 +89,29 @@ def change_record(
     run_ttl: int,
     history_ttl: int,
     change: Callable[[AnyRound], RecordChange | None],
-    timeout: float,
+    within: TimeLimit,
 ) -> None:
     """Replace a run's record by what `change` returns for it, under its lease, or else a new one of `run_ttl` seconds.
 
     `change` gets the present record, and is called again if somebody else changes it meanwhile. If it returns None, the
-    record stays as it is. Raises StateError, and OutcomeUnknown and EtcdUnavailable when etcd is unreachable; each
-    request of an attempt may take `timeout` seconds.
+    record stays as it is. Raises StateError, and OutcomeUnknown and EtcdUnavailable when etcd does not answer in
+    time.
     """
     key, done = decided_key(prefix), False
     history = EventLog(etcd, prefix, history_ttl, uuid.uuid4().hex, keeps=False) if history_ttl else None
     while not done:
-        kv = etcd.range(Get(Span(key)), timeout=timeout).one
+        kv = etcd.range(Get(Span(key)), timeout=within.left()).one
         changed = change(parse_decided(kv.key, kv.value) if kv else NO_ROUND)
         if changed is None:
             return
         expected = kv.mod_revision if kv else 0
-        put = Put(key, changed.value, kv.lease if kv and kv.lease else etcd.grant(run_ttl, timeout=timeout).id)
-        also = changed.also
+        lease = kv.lease if kv and kv.lease else etcd.grant(run_ttl, timeout=within.left()).id
+        put, also = Put(key, changed.value, lease), changed.also
 
         def write(
             more: Sequence[Op], put: Put = put, expected: int = expected, also: Sequence[Op] = also
         ) -> WriteOutcome:
-            return write_once(etcd, put, expected, also=[*also, *more], timeout=timeout)
+            return write_once(etcd, put, expected, also=[*also, *more], timeout=within.left())
 
         if history is None:
             done = write(()).done

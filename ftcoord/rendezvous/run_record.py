@@ -32,6 +32,7 @@ from ftcoord.core.round_situation import RoundCandidate
 from ftcoord.core.strict import LARGEST
 from ftcoord.errors import ClientClosed, EtcdError, StateError
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, RangeResult, Span, exists
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.rendezvous.record_change import RecordChange, change_record, ending
@@ -99,9 +100,10 @@ class RunRecord:
             by: its host.
         """
         settings = self._settings
+        within = TimeLimit.of(settings.close_timeout)
 
         def end(now: AnyRound) -> RecordChange | None:
-            speaks = speaker is None or bool(now.closed) or self._speaks(now, speaker)
+            speaks = speaker is None or bool(now.closed) or self._speaks(now, speaker, within)
             told, ends = reason, list[HistoryEvent]()
             if speaks and not now.closed and failure is not None and speaker is not None:
                 cause, ends = self._ends_with(now, failure_event(now.number, by, speaker.node, failure))
@@ -112,20 +114,18 @@ class RunRecord:
             return ended
 
         try:
-            while not self._is_ended(end):
+            while not self._is_ended(end, within):
                 log.debug("run %r went on while it was to be closed: looking again", settings.run_id)
         except StateError as error:
             raise RendezvousStateError(str(error)) from None
         except EtcdError as error:
             raise RendezvousConnectionError(f"run {settings.run_id!r} could not be closed: {error}") from None
 
-    def _is_ended(self, end: Callable[[AnyRound], RecordChange | None]) -> bool:
+    def _is_ended(self, end: Callable[[AnyRound], RecordChange | None], within: TimeLimit) -> bool:
         """End the run. False if another round was decided meanwhile."""
         settings = self._settings
         try:
-            change_record(
-                self._etcd, settings.prefix, settings.run_ttl, settings.history_ttl, end, settings.close_timeout
-            )
+            change_record(self._etcd, settings.prefix, settings.run_ttl, settings.history_ttl, end, within)
         except _RoundReplaced:
             return False
         return True
@@ -166,7 +166,7 @@ class RunRecord:
         gone = [VacantSeat(now.seats[now.ranks[one]], *known, word=None) for one, known in causes.items()]
         return note_ends({}, now, members, gone)
 
-    def _speaks(self, now: AnyRound, speaker: Speaker) -> bool:
+    def _speaks(self, now: AnyRound, speaker: Speaker, within: TimeLimit) -> bool:
         """Whether a node has a seat in this round, and the others have not gone on without it.
 
         Raises EtcdError, StateError, and _RoundReplaced if the round is no longer the last one.
@@ -177,7 +177,7 @@ class RunRecord:
             return speaker.node in now.nodes
         for at in {now.chunk_of(member) for member in speaker.members}:
             key = roll_key(self._settings.prefix, now.roll, at)
-            found = self._etcd.range(Get(Span(key)), timeout=self._settings.close_timeout).one
+            found = self._etcd.range(Get(Span(key)), timeout=within.left()).one
             if found is not None:
                 if speaker.node in parse_chunk(key, found.value).nodes:
                     return True

@@ -20,6 +20,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import Compacted, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Batch, Etcd, Get, Span
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.retry import TimeLimit
 
 MEMBER = str(Path(members.__file__))
 Join = Callable[..., Node]
@@ -146,7 +147,7 @@ def test_a_member_that_could_not_ask_without_waiting_asks_again(join: Join, clie
         assert changed == 1 or not told
         while not told:
             with contextlib.suppress(EtcdUnavailable, OutcomeUnknown):
-                node.group.enter(value, CALL_TIMEOUT)
+                node.group.enter(value, TimeLimit(CALL_TIMEOUT))
                 told = True
         now = client.get(node.group.key).kvs[0]
         assert (now.value, now.version) == (value, before + 1)
@@ -158,7 +159,7 @@ def test_a_member_whose_key_is_gone_is_told(join: Join, client: EtcdClient) -> N
     client.revoke(node.session.lease_id)
     assert not written(node, b"late")
     with pytest.raises(LeaseLost):
-        node.group.enter(b"late", CALL_TIMEOUT)
+        node.group.enter(b"late", TimeLimit(CALL_TIMEOUT))
 
 
 def test_the_next_oldest_decides_when_the_decider_leaves(join: Join) -> None:
@@ -315,7 +316,7 @@ def test_a_decider_without_a_lease_decides_no_more(client: EtcdClient, join: Joi
     third = join()
     assert third.sees(second, third)["by"] == second.id
     with pytest.raises(LeaseLost, match="join again"):
-        first.group.enter(b"as if nothing had happened", CALL_TIMEOUT)
+        first.group.enter(b"as if nothing had happened", TimeLimit(CALL_TIMEOUT))
     rolls = history(third.rolls[-1]["number"])
     assert rolls[-1]["by"] == second.id
 

@@ -20,11 +20,14 @@ from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Batch, Began, Span, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group import group as group_module
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.policy import View
 from ftcoord.primitives.session import Session
+
+LIMIT = TimeLimit(CALL_TIMEOUT)
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def membership(
     client: EtcdClient, prefix: str, policy: Roll, ttl: int = 2
 ) -> Iterator[tuple[Membership[bytes], threading.Condition]]:
     changed = threading.Condition()
-    member = Membership(client, prefix, policy, parse, changed, ttl=ttl, record_ttl=60, timeout=CALL_TIMEOUT)
+    member = Membership(client, prefix, policy, parse, changed, ttl=ttl, record_ttl=60, within=LIMIT)
     yield member, changed
     member.leave(CALL_TIMEOUT)
 
@@ -79,7 +82,7 @@ def test_a_member_whose_thread_fails_is_told(
 ) -> None:
     """And is no member any more, so that others go on without it."""
     with membership(client, prefix, Broken(prefix)) as (member, changed):
-        member.enter(b"1")
+        member.enter(b"1", LIMIT)
         with changed:
             assert changed.wait_for(lambda: member.lost, DEADLINE)
         assert "its thread failed" in caplog.text
@@ -92,7 +95,7 @@ def test_a_member_whose_thread_fails_is_told(
 def test_a_member_whose_lease_is_gone_hears_of_it_at_once(client: EtcdClient, prefix: str) -> None:
     """Where it finds that out by itself: its lease is due for renewal only after minutes."""
     with membership(client, prefix, Roll(prefix), ttl=1200) as (member, changed):
-        member.enter(b"1")
+        member.enter(b"1", LIMIT)
         client.revoke(member.session.lease_id)
         member.group.check()
         with changed:
@@ -114,9 +117,9 @@ def test_a_member_without_a_thread_is_none(
         with monkeypatch.context() as patch:
             patch.setattr(group._thread, "start", refuse)
             with pytest.raises(RuntimeError):
-                group.enter(b"1", CALL_TIMEOUT)
+                group.enter(b"1", LIMIT)
         assert not group.entered
-        group.enter(b"2", CALL_TIMEOUT)
+        group.enter(b"2", LIMIT)
         assert group.entered
         assert heard.wait(DEADLINE)
         other = node()
@@ -144,7 +147,7 @@ def test_a_decider_decides_however_much_it_hears(client: EtcdClient, prefix: str
 def test_an_unreadable_record_does_not_hide_what_was_decided_before(client: EtcdClient, prefix: str) -> None:
     key = f"{prefix}/decided"
     with membership(client, prefix, Roll(prefix)) as (member, changed):
-        member.enter(b"1")
+        member.enter(b"1", LIMIT)
         with changed:
             assert changed.wait_for(lambda: member.record is not None, DEADLINE)
         record, lease = member.record, member.record_lease

@@ -29,6 +29,7 @@ from ftcoord.etcd.api import (
     Watch,
     WatchItem,
 )
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group import membership
 from ftcoord.primitives.group.checkup import CHECK_AFTER
 from ftcoord.primitives.group.group import Group
@@ -611,7 +612,7 @@ def test_a_lease_that_ends_while_its_group_is_made_is_told(world: World) -> None
             changed,
             ttl=TTL,
             record_ttl=60,
-            timeout=1.0,
+            within=TimeLimit(1.0),
             dies_with_process=False,
             lost=lambda: told.append("lost"),
         )

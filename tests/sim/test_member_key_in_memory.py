@@ -10,6 +10,7 @@ from ftcoord import concurrency
 from ftcoord.core.layout import tail_key
 from ftcoord.errors import LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import KeyValue, Put, Span
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.member_key import MemberKey, MemberLost
 from ftcoord.primitives.session import Session
 from ftcoord.testing import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient
@@ -30,7 +31,7 @@ class Asking:
         self.key = MemberKey(self._client, PREFIX, self._session)
 
     def ask(self, value: bytes) -> None:
-        self.key.put(value, TIMEOUT, ())
+        self.key.put(value, TimeLimit(TIMEOUT), ())
 
     def ask_in_vain(self, value: bytes, fate: Fate = LOST_ANSWER) -> None:
         """Nobody tells it whether that was written."""

@@ -26,6 +26,7 @@ from ftcoord import concurrency
 from ftcoord.core.layout import members_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.checkup import Checkup
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
 from ftcoord.primitives.group.decider import Decider
@@ -146,16 +147,14 @@ class Group:
         """Begin the watch that `enter()` needs, in `timeout` seconds. Raises EtcdError, and may then be repeated."""
         self._record.mirror.begin(timeout)
 
-    def enter(self, value: bytes, timeout: float) -> None:
+    def enter(self, value: bytes, within: TimeLimit) -> None:
         """Join, or change what this member asks for. `value` must be unlike all that it asked before.
-
-        Takes `timeout` seconds for each request.
 
         Raises LeaseLost when the session is over, and EtcdError when etcd cannot be reached; it may then be repeated.
         """
         if not self.entered:
-            self.prepare(timeout)
-        outcome = self._member_key.put(value, timeout, (Get(self._record.mirror.span),))
+            self.prepare(within.left())
+        outcome = self._member_key.put(value, within, (Get(self._record.mirror.span),))
         if outcome.reads:
             try:
                 self._begin(outcome)

@@ -10,6 +10,7 @@ from typing import Final, Generic, TypeVar
 from ftcoord import concurrency
 from ftcoord.errors import EtcdError, FtcoordError, ThreadFailed
 from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.use import Use
 
@@ -112,7 +113,7 @@ class Incarnations(Generic[R, A]):
                 if self.member is not None and not (self._asking or self._options.keeps_lease):
                     self.member.session.rest()  # under the lock: the next call counts itself, then wakes it
 
-    def live(self) -> Membership[R]:
+    def live(self, within: TimeLimit) -> Membership[R]:
         """The incarnation that lives, with its lease kept if somebody asks: a new one if the last is lost.
 
         With `Participant._writing` held. Raises EtcdError, ThreadNotStarted, Left.
@@ -122,8 +123,8 @@ class Incarnations(Generic[R, A]):
         if member is None or member.lost:
             if member is not None:
                 self._note_failure(member)
-                self._give_up(member)
-            member = self._new()
+                self._give_up(member, within)
+            member = self._new(within)
             if not (self._options.keeps_lease or self._asking):
                 member.session.rest()
         elif self._options.keeps_lease or self._asking:
@@ -153,7 +154,7 @@ class Incarnations(Generic[R, A]):
             self._changed.notify_all()
         return member
 
-    def _new(self) -> Membership[R]:
+    def _new(self, within: TimeLimit) -> Membership[R]:
         use, options = self._use, self._options
         with self._changed:
             was = tuple(self.ids[-MOURNED_AS:])
@@ -165,7 +166,7 @@ class Incarnations(Generic[R, A]):
             self._changed,
             ttl=options.lease_ttl,
             record_ttl=options.record_ttl,
-            timeout=options.request_timeout,
+            within=within,
             has_roster=use.has_roster,
             history_ttl=options.history_ttl,
             dies_with_process=options.dies_with_process,
@@ -178,7 +179,7 @@ class Incarnations(Generic[R, A]):
                 self.member = member
                 self.ids.append(member.id)
         if stopped:  # nobody would end this membership
-            self._give_up(member)
+            self._give_up(member, within)
             self.check_stopped()
         return member
 
@@ -188,6 +189,6 @@ class Incarnations(Generic[R, A]):
             if member.failure is not None and self._asking:
                 self._failure = member.failure
 
-    def _give_up(self, member: Membership[R]) -> None:
+    def _give_up(self, member: Membership[R], within: TimeLimit) -> None:
         """A member can be lost while its lease lives on: the others would wait for it, or for what it decides."""
-        member.leave(TAKE_BACK_TIMEOUT)
+        member.leave(within.left(TAKE_BACK_TIMEOUT))

@@ -12,6 +12,7 @@ from ftcoord import concurrency
 from ftcoord.core.layout import member_id, member_key, tail_key
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Put, Span, TxnResult, is_member, unchanged
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.session import Session
 from ftcoord.primitives.write_once import WriteOutcome, write_attempt_timeout, write_once, write_timeout
 
@@ -76,23 +77,25 @@ class MemberKey:
         self.held: HeldAsk | None = None  # the group's turn guards it
         """The value that is to be written soon: with the next decision, or alone."""
 
-    def put(self, value: bytes, timeout: float, first_reads: Sequence[Get]) -> WriteOutcome:
-        """Write a value unlike all earlier ones, with `timeout` seconds for each request.
+    def put(self, value: bytes, within: TimeLimit, first_reads: Sequence[Get]) -> WriteOutcome:
+        """Write a value unlike all earlier ones.
 
         The first time, this member becomes the tail, and the outcome's reads are the tail that it found and then the
         `first_reads`; later there are none. Raises LeaseLost, and EtcdError.
         """
         put = Put(self.key, value, self._session.lease_id)
-        with self._turn(timeout):
+        with self._turn(within):
             joins = self.kv is None
             before, reads = ((Get(Span(self._tail_key)),), first_reads) if joins else ((), ())
             also = (Put(self._tail_key, self.id.encode(), put.lease),) if joins else ()
             expected = self.kv.mod_revision if self.kv else 0
-            outcome = write_once(self._etcd, put, expected, also=also, before=before, reads=reads, timeout=timeout)
+            outcome = write_once(
+                self._etcd, put, expected, also=also, before=before, reads=reads, timeout=within.left()
+            )
             if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
                 # Ours after all: an earlier call's, whose outcome was unknown.
                 found = outcome.kv.mod_revision
-                outcome = write_once(self._etcd, put, found, before=before, reads=reads, timeout=timeout)
+                outcome = write_once(self._etcd, put, found, before=before, reads=reads, timeout=within.left())
             if not outcome.done:
                 raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
             self.kv = outcome.kv
@@ -165,7 +168,7 @@ class MemberKey:
 
         Raises MemberLost when its lease is gone or rests, and EtcdError.
         """
-        with self._turn(write_timeout(self._etcd)):
+        with self._turn(TimeLimit(write_timeout(self._etcd))):
             mine, now = self.kv, self._etcd.range(Get(Span(self.key))).one
             if mine is None:
                 return
@@ -183,9 +186,10 @@ class MemberKey:
                 log.warning("etcd had lost what member %x asked for: it has it again", self._session.lease_id)
 
     @contextmanager
-    def _turn(self, timeout: float) -> Iterator[None]:
+    def _turn(self, within: TimeLimit) -> Iterator[None]:
         # What was put soon ends within an attempt.
-        if not self._writing.acquire(timeout=write_attempt_timeout(self._etcd) + timeout):
+        longest = TimeLimit(write_attempt_timeout(self._etcd) + within.each, within.deadline)
+        if not self._writing.acquire(timeout=longest.left()):
             raise EtcdUnavailable(f"etcd has not answered what was written to {self.key} before")
         try:
             yield

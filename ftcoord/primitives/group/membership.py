@@ -18,6 +18,7 @@ from ftcoord.errors import (
     ThreadNotStarted,
 )
 from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.member_key import MemberLost
 from ftcoord.primitives.group.policy import Policy
@@ -41,7 +42,7 @@ class Membership(Generic[R]):
         changed: notified when `record`, `problem`, `failure` or `lost` may have changed. It guards them.
         ttl: the lease's TTL, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
-        timeout: seconds for each request.
+        within: how long taking the lease and beginning the watch may take.
         has_roster, history_ttl: see `Group`.
         dies_with_process: see `ParticipantOptions`.
         was: the ids of the participant's earlier incarnations; see `Session`.
@@ -61,7 +62,7 @@ class Membership(Generic[R]):
         *,
         ttl: int,
         record_ttl: int,
-        timeout: float,
+        within: TimeLimit,
         has_roster: bool = False,
         history_ttl: int = 0,
         dies_with_process: bool = True,
@@ -76,11 +77,12 @@ class Membership(Generic[R]):
         self.failure: EtcdError | ThreadFailed | None = None
         """The error that ended the group's thread, and this membership with it."""
         self.lost = False
-        self._etcd, self._parse, self._changed, self._timeout = etcd, parse, changed, timeout  # never change
+        self._etcd, self._parse, self._changed = etcd, parse, changed  # never change
         self._on_lost = lost  # never changes
         self._has_group = False  # guarded by _changed
         """Whether changes of the session's state can be acted on."""
-        self.session = Session(etcd, ttl, self._on_state, deaths=prefix if dies_with_process else None, was=was)
+        deaths = prefix if dies_with_process else None
+        self.session = Session(etcd, ttl, self._on_state, deaths=deaths, was=was, timeout=within.left())
         self.group = Group(
             etcd,
             self.session,
@@ -95,9 +97,9 @@ class Membership(Generic[R]):
         self.id = self.group.id
         self._heed_session()
         try:
-            self.group.prepare(timeout)
+            self.group.prepare(within.left())
         except EtcdError:
-            self.leave(timeout)
+            self.leave(within.left())
             raise
 
     @property
@@ -120,20 +122,20 @@ class Membership(Generic[R]):
         """Whether it has a key in the group."""
         return self.group.entered
 
-    def enter(self, value: bytes, timeout: float | None = None) -> None:
+    def enter(self, value: bytes, within: TimeLimit) -> None:
         """Join, or ask for something else.
 
         Raises EtcdError; after LeaseLost, make a new membership. The same applies after ThreadNotStarted: its key is
         withdrawn, since nobody would do a member's work.
         """
         try:
-            self.group.enter(value, timeout or self._timeout)
+            self.group.enter(value, within)
         except LeaseLost:
             self.orphan()
             raise
         except ThreadNotStarted:
             self.orphan()
-            self.leave(self._timeout)
+            self.leave(within.left())
             raise
 
     def complete(self, record: R, completed: R) -> None:

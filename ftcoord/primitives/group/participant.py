@@ -15,7 +15,7 @@ from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.errors import EtcdError, LeaseLost, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
-from ftcoord.etcd.retry import UNANSWERED, retry
+from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT, Incarnations, ParticipantOptions
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.pace import Look, Pace
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 A = TypeVar("A")
 
-SHORTEST_WRITE: Final = 0.05
-"""Seconds that a write may take in any case, however little time is left."""
 KEY_CHECK_INTERVAL: Final = 10.0
 """Seconds between two looks of a member that waits at whether its key is still there."""
 KEY_CHECKS_PER_SECOND: Final = 50
@@ -94,10 +92,12 @@ class Participant(Generic[R, A]):
 
     # -- asking -------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Take a lease, and begin the watch that joining needs. Raises EtcdError, Left."""
-        with self._turn(concurrency.now() + self._options.request_timeout):
-            self._incarnations.live()
+    def prepare(self, deadline: float = math.inf) -> None:
+        """Take a lease, and begin the watch that joining needs, until the monotonic `deadline` at the latest. Raises
+        EtcdError, Left, and TimeoutError when another call does not let go of the member in time.
+        """
+        with self._turn(min(deadline, concurrency.now() + self._options.request_timeout)):
+            self._incarnations.live(self._within(deadline))
 
     def say(self, ask: A, deadline: float, gone: concurrency.Event) -> A:
         """Write what this member asks, joining where that is needed; returns it, stamped.
@@ -108,7 +108,7 @@ class Participant(Generic[R, A]):
         with self._turn(deadline):
             self._said = said = self._use.stamp(ask)
             if not (self._options.batches and self._write_soon(said, deadline)):
-                self._insist(self._write, deadline, gone)
+                self._insist(partial(self._write, self._within(deadline)), deadline, gone)
             return said
 
     def ask(self, ask: A, pace: Pace[R, A]) -> Look[R, A]:
@@ -159,7 +159,7 @@ class Participant(Generic[R, A]):
                 self.leave(timeout)
                 return False
             self._said = self._use.stamp(ask)
-            member.enter(self._use.encode(self._said), timeout)
+            member.enter(self._use.encode(self._said), TimeLimit.of(timeout))
             return True
         except EtcdError as error:
             log.info("what member %s asked was not taken back: %s", member.id, error)
@@ -172,14 +172,16 @@ class Participant(Generic[R, A]):
         is needed, with `first` if it never asked. Raises as `say` does.
         """
 
+        within = self._within(deadline)
+
         def once() -> None:
-            member = self._incarnations.live()
+            member = self._incarnations.live(within)
             if by_writing or not member.entered:
                 self._said = self._use.stamp(first if self._said is None else self._said)
-                member.enter(self._use.encode(self._said))
+                member.enter(self._use.encode(self._said), within)
                 return
             try:
-                member.session.renew(self._options.request_timeout)
+                member.session.renew(within.left())
             except LeaseLost:
                 member.orphan()
                 raise
@@ -262,7 +264,7 @@ class Participant(Generic[R, A]):
     def _say_again(self, pace: Pace[R, A]) -> None:
         """What was said last, since its answer, or its lease, was lost. Of several calls the last one's ask counts."""
         with self._turn(pace.deadline):
-            self._insist(self._write, pace.deadline, pace.gone)
+            self._insist(partial(self._write, self._within(pace.deadline)), pace.deadline, pace.gone)
 
     def _follow(self, ask: A, deadline: float, gone: concurrency.Event) -> A:
         """Write what the outlook tells to. That the lease is lost shows in the next outlook."""
@@ -270,25 +272,29 @@ class Participant(Generic[R, A]):
             self._said = said = self._use.stamp(ask)
             if not (self._options.batches and self._write_soon(said, deadline)):
                 with contextlib.suppress(LeaseLost):
-                    retry(self._write_as_it_is, UNANSWERED, deadline, gone)
+                    retry(partial(self._write_as_it_is, self._within(deadline)), UNANSWERED, deadline, gone)
         return said
+
+    def _within(self, deadline: float) -> TimeLimit:
+        """What the requests of one call may take."""
+        return TimeLimit(self._options.request_timeout, deadline)
 
     def _insist(self, attempt: Callable[[], None], deadline: float, gone: concurrency.Event) -> None:
         retry(attempt, _REPEATED, deadline, gone)
 
-    def _write(self) -> None:
+    def _write(self, within: TimeLimit) -> None:
         assert self._said is not None
-        self._incarnations.live().enter(self._use.encode(self._said))
+        self._incarnations.live(within).enter(self._use.encode(self._said), within)
         with self._changed:
             self._unwritten = False
 
-    def _write_as_it_is(self) -> None:
+    def _write_as_it_is(self, within: TimeLimit) -> None:
         """Through no other lease."""
         member = self.member
         if member is None or member.lost or self._incarnations.stopped:
             raise LeaseLost("the lease of this member is lost")
         assert self._said is not None
-        member.enter(self._use.encode(self._said))
+        member.enter(self._use.encode(self._said), within)
 
     def _write_soon(self, said: A, deadline: float) -> bool:
         """Write without waiting for the outcome, as a member that is there already may: whoever awaits the answer sees
@@ -299,7 +305,7 @@ class Participant(Generic[R, A]):
         with self._changed:
             self._unwritten = False
         member.session.wake()
-        timeout = min(self._options.request_timeout, max(deadline - concurrency.now(), SHORTEST_WRITE))
+        timeout = self._within(deadline).left()
         member.group.enter_soon(self._use.encode(said), timeout, lambda done: self._note_written(member, done))
         return True
 
@@ -368,9 +374,11 @@ class Participant(Generic[R, A]):
             head = then.range(Get(record, keys_only=True)).one
             return None, head is not None and head.mod_revision == revision
 
+        within = self._within(pace.deadline)
+
         def once() -> tuple[KeyValue | None, bool]:
             self._incarnations.check_stopped()
-            return read_snapshot(partial(self._etcd.range, timeout=self._options.request_timeout), look)
+            return read_snapshot(lambda get: self._etcd.range(get, timeout=within.left()), look)
 
         return retry(once, UNANSWERED, pace.deadline, pace.gone)
 

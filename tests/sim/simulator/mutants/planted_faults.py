@@ -165,8 +165,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a new node ignores earlier rounds", "ftcoord.rendezvous.node",
-        "self._numbers.heard(retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone))",
-        "retry(self._highest_round, UNANSWERED, pace.deadline, pace.gone)", ("rounds",),
+        "self._numbers.heard(self._highest_round(pace))",
+        "self._highest_round(pace)", ("rounds",),
         plan=ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
     ),
     Mutant(

@@ -1,0 +1,128 @@
+"""A call ends in the time that its caller gives it, whichever of its requests etcd does not answer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+from worlds import World, simulated
+
+import ftcoord
+from ftcoord import concurrency
+from ftcoord.core.rendezvous_records import AnyRound, encode
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.etcd.api import Put
+from ftcoord.etcd.retry import SHORTEST_TIMEOUT, TimeLimit
+from ftcoord.primitives.exactly_once import ExactlyOnceWriter
+from ftcoord.recipes.member import GIVE_UP_TIMEOUT
+from ftcoord.rendezvous.record_change import RecordChange, change_record
+from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient
+
+TIMEOUT = 0.5
+"""Seconds that callers allow: a fraction of what one request may take."""
+LAST_REQUESTS = 0.35
+"""Seconds that requests may take whose time was over before they began: each has a tenth in any case."""
+REQUESTS = range(4)
+"""How many are answered before etcd hangs: a first call has fewer than these, or ends well."""
+
+
+def hanging_after(world: World, answered: int) -> MemoryClient:
+    """A client of an etcd that hangs after it has answered so many requests of this client's."""
+    left = [answered]
+
+    def fate(_call: Call) -> Fate:
+        if not left[0]:
+            client.cut_off()
+        left[0] -= 1
+        return DELIVERED
+
+    client = world.etcd.client(fate)
+    return client
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """How long a call takes that does not end well."""
+    began = concurrency.now()
+    with pytest.raises((EtcdUnavailable, OutcomeUnknown, TimeoutError)):
+        call()
+    return concurrency.now() - began
+
+
+@pytest.mark.parametrize("answered", REQUESTS)
+def test_a_barrier_is_waited_at_no_longer_than_its_time_out(answered: int) -> None:
+    @simulated
+    def scenario(world: World) -> None:
+        barrier = ftcoord.Barrier("run", "b", 2, etcd=hanging_after(world, answered))
+        assert seconds_of(lambda: barrier.wait(TIMEOUT)) < TIMEOUT + GIVE_UP_TIMEOUT + LAST_REQUESTS
+        barrier.close()
+
+    scenario()
+
+
+@pytest.mark.parametrize("answered", REQUESTS)
+def test_a_candidate_waits_no_longer_than_its_time_out(answered: int) -> None:
+    """Somebody else leads, so it cannot be elected."""
+
+    @simulated
+    def scenario(world: World) -> None:
+        with ftcoord.Election("run", "e", etcd=world.etcd.client()) as leads, leads.campaign(60):
+            election = ftcoord.Election("run", "e", etcd=hanging_after(world, answered))
+            assert seconds_of(lambda: election.campaign(TIMEOUT)) < TIMEOUT + GIVE_UP_TIMEOUT + LAST_REQUESTS
+            election.close()
+
+    scenario()
+
+
+@simulated
+def test_a_call_through_a_new_lease_ends_in_time_too(world: World) -> None:
+    """The lease was lost, and etcd hangs when the next one is wanted."""
+    client = world.etcd.client()
+    barrier = ftcoord.Barrier("run", "b", 1, etcd=client)
+    barrier.wait(60)
+    world.etcd.expire(barrier.participant.lease)
+    client.cut_off()
+    assert seconds_of(lambda: barrier.wait(TIMEOUT)) < TIMEOUT + GIVE_UP_TIMEOUT + LAST_REQUESTS
+    barrier.close()
+
+
+@pytest.mark.parametrize("answered", range(2))
+def test_a_change_of_a_store_takes_no_longer_than_its_deadline(answered: int) -> None:
+    @simulated
+    def scenario(world: World) -> None:
+        client = hanging_after(world, answered)
+        writer = ExactlyOnceWriter(client, "/s/", 60, None, None, concurrency.event())
+        deadline = concurrency.now() + TIMEOUT
+        seconds = seconds_of(lambda: writer.make([Put("/s/key", b"1")], [], None, deadline))
+        assert seconds < SHORTEST_TIMEOUT + LAST_REQUESTS
+        writer.close()
+
+    scenario()
+
+
+@simulated
+def test_a_run_is_closed_in_time_or_not_at_all(world: World) -> None:
+    """Its record is read, a lease is granted, and the record is written: each in time by itself, but not together."""
+
+    def ends(now: AnyRound) -> RecordChange:
+        return RecordChange(encode(now), (), ())
+
+    client = world.etcd.client(lambda _call: Fate(answers=0.8 * TIMEOUT))
+    seconds = seconds_of(lambda: change_record(client, "/run", 60, 0, ends, TimeLimit.of(TIMEOUT)))
+    assert seconds < TIMEOUT + LAST_REQUESTS
+
+
+@simulated
+def test_a_call_without_a_time_out_waits_for_an_etcd_that_comes_back(world: World) -> None:
+    """Each request of it ends in time all the same, and is made again."""
+    client = world.etcd.client()
+    client.cut_off()
+    barrier = ftcoord.Barrier("run", "b", 1, etcd=client)
+    passed: list[int] = []
+    with contextlib.ExitStack() as ends:
+        ends.callback(barrier.close)
+        concurrency.thread(lambda: passed.append(barrier.wait()), "waits").start()
+        world.sleep(60)
+        assert not passed
+        client.reconnect()
+        world.until(lambda: passed == [0], "it has passed")
