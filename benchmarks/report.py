@@ -242,7 +242,8 @@ Median / worst. The event is `kill -9` of an agent, SIGSTOP of all processes of 
 start of the new agent's command, which includes its imports. The benchmark's workers exit within 50 ms of their agent's
 death, because only ftcoord would end them. A child of the worker that exits keeps gloo's connections open, so that its
 peers hang, as with NCCL. c10d's store is hosted by the agent that is killed in the case of rank 0, and by a survivor in
-all other cases.
+all other cases. After the start of the first new worker nearly all time is the import of torch, which all workers do at
+once on the cores of one host: with 6 workers on 2 cores the import alone takes longer than the target of 4 s.
 {measured_with()}
 
 {table(header, rows)}"""
