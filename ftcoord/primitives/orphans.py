@@ -1,4 +1,8 @@
-"""Ends the processes that a dead one has left behind: all that inherited its mark in their environment."""
+"""Ends the processes that a dead one has left behind: all that inherited its mark in their environment.
+
+A program may overwrite the memory that `/proc` shows as its environment, as `setproctitle` does. It is ended if the
+dead process had told of it, as a worker whose mark it had seen, or if its parent is one to end.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,35 @@ import errno
 import os
 import select
 import signal
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ftcoord import concurrency, pidfd
+from ftcoord.primitives.watched_process import kin_of
 
 MARK: Final = "FTCOORD_ORPHAN_OF"
-"""The variable that holds the mark. To let a process live on, start it without: `env -u FTCOORD_ORPHAN_OF ...`."""
+"""The variable that holds the mark. To let a process live on, start it without, and so that it shows the others, also
+if it calls `setproctitle`: `env -u FTCOORD_ORPHAN_OF SPT_NOENV=1 ...`."""
 GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 _LOOK_INTERVAL: Final = 0.5
 """The most seconds between two looks."""
+_WRITTEN_OVER: Final = b"\0\0"
+"""The end of an environment that its program has overwritten: no variable is empty. An empty environment has no memory
+that could be overwritten."""
 _NO_PIDFDS: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 """The errors of `pidfd_open` if the kernel has no pidfds, or forbids them (a seccomp filter)."""
 _NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """The errors of anything that opens a file while this process, or the machine, has too many open."""
+
+
+class ProcessId(NamedTuple):
+    """A pid, and when its process was started: see `watched_process.Kin`."""
+
+    pid: int
+    born: int
 
 
 class Orphans:
@@ -32,10 +48,17 @@ class Orphans:
     A pidfd is opened for each before its mark is read, so a reused pid is never mistaken. Without pidfds the mark is
     read again before each signal. A process whose environment this user may not read is left alone, and so is this
     process.
+
+    Args:
+        mark: of the processes to end.
+        workers: processes that had the mark earlier, and may have overwritten it since.
+        grace: seconds from SIGTERM to SIGKILL.
     """
 
-    def __init__(self, mark: str, grace: float = GRACE) -> None:
+    def __init__(self, mark: str, workers: Iterable[ProcessId] = (), grace: float = GRACE) -> None:
         self._mark, self._deadline = mark, concurrency.now() + grace  # never change
+        self._hidden = {*workers}
+        """Those to end though they show no mark."""
         self._told: dict[int, _Orphan] = {}  # by pid
         self._running: list[_Orphan] = []
         self._were_killed = False
@@ -67,21 +90,43 @@ class Orphans:
 
     def _forget_ended(self) -> None:
         """Their descriptors may be needed for others."""
-        for orphan in [one for one in self._told.values() if not one.runs()]:
-            orphan.close()
-            del self._told[orphan.pid]
+        for pid, orphan in [*self._told.items()]:
+            if not orphan.runs():
+                orphan.close()
+                del self._told[pid]
 
     def _tell_new(self) -> bool:
-        """Send SIGTERM to new ones; False if there were too few descriptors to see all of them."""
+        """Send SIGTERM to new ones; False if there were too few descriptors to see all of them.
+
+        Reads first who started whom: the kernel forgets that when a parent ends.
+        """
+        if not self._mark:
+            return True
         try:
-            for orphan in _marked(self._mark, self._told.keys()) if self._mark else ():
-                self._told[orphan.pid] = orphan
-                orphan.send(signal.SIGTERM)
+            seen = {pid: one for pid in _pids() if (one := _seen(pid, self._mark)) is not None}
+            self._hidden |= _hidden_below(seen, self._hidden)
+            for pid, one in seen.items():
+                if pid not in self._told and (one.shows or ProcessId(pid, one.born) in self._hidden):
+                    self._tell(pid, one)
         except OSError as error:
             if error.errno not in _NO_DESCRIPTORS:
                 raise
             return False
         return True
+
+    def _tell(self, pid: int, seen: _Seen) -> None:
+        """Raises OSError if no descriptor can be opened."""
+        try:
+            orphan = _Orphan(pid, self._mark, seen.born)
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                raise
+            return  # it has ended, or is another user's
+        if orphan.is_it():  # its number was not given to another one before there was a pidfd
+            self._told[pid] = orphan
+            orphan.send(signal.SIGTERM)
+        else:
+            orphan.close()
 
     def wait(self) -> None:
         """Wait until one of them has ended, but not for long: they may have started others meanwhile."""
@@ -100,15 +145,60 @@ def bears(pid: int, mark: str) -> bool:
 def environment_of(pid: int) -> dict[str, str]:
     """The environment that a process was started with; empty once it has ended. Raises OSError if it is gone, or
     another user's."""
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return dict(os.fsdecode(one).partition("=")[::2] for one in variables)
+    return _variables(_memory_of(pid))
+
+
+class _Seen(NamedTuple):
+    """A process that shows the mark, or has overwritten its environment; when it was started, and by which parent."""
+
+    shows: bool
+    born: int
+    parent: int
+
+
+def _seen(pid: int, mark: str) -> _Seen | None:
+    """None for any other process. Raises OSError if no descriptor can be opened."""
+    try:
+        memory = _memory_of(pid)
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTORS:
+            raise
+        return None  # it has ended, or is another user's
+    shows = _variables(memory).get(MARK) == mark
+    if not (shows or memory.endswith(_WRITTEN_OVER)):
+        return None
+    kin = kin_of(pid)
+    return None if kin is None else _Seen(shows, *kin)
+
+
+def _memory_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def _variables(memory: bytes) -> dict[str, str]:
+    return dict(os.fsdecode(one).partition("=")[::2] for one in memory.split(b"\0"))
+
+
+def _pids() -> Iterator[int]:
+    """All but this process."""
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid())
+
+
+def _hidden_below(seen: Mapping[int, _Seen], workers: Set[ProcessId]) -> set[ProcessId]:
+    """Those with an overwritten environment whose parent shows the mark, is a worker, or is one of these."""
+    found = {pid for pid, one in seen.items() if one.shows or ProcessId(pid, one.born) in workers}
+    below = set[ProcessId]()
+    while new := {pid for pid, one in seen.items() if pid not in found and one.parent in found}:
+        found |= new
+        below |= {ProcessId(pid, seen[pid].born) for pid in new}
+    return below
 
 
 class _Orphan:
-    """A process that may have the mark. Raises OSError if it has ended."""
+    """A process that may be one of those to end. Raises OSError if it has ended."""
 
-    def __init__(self, pid: int, mark: str) -> None:
-        self.pid, self._mark = pid, mark
+    def __init__(self, pid: int, mark: str, born: int) -> None:
+        self._pid, self._mark, self._born = pid, mark, born
         try:
             self.pidfd: int | None = pidfd.open_pidfd(pid)
         except OSError as error:
@@ -116,43 +206,23 @@ class _Orphan:
                 raise
             self.pidfd = None
 
-    def bears_it(self) -> bool:
-        try:
-            return bears(self.pid, self._mark)
-        except OSError:  # it has ended, or is another user's
-            return False
+    def is_it(self) -> bool:
+        """Whether it is still the one that was seen, and has become no program that was started without the mark."""
+        seen = _seen(self._pid, self._mark)
+        return seen is not None and seen.born == self._born
 
     def runs(self) -> bool:
         if self.pidfd is None:
-            return self.bears_it()  # who has ended has no environment
+            return self.is_it()  # who has ended has no environment
         return not pidfd.has_ended(self.pidfd)
 
     def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):  # it has ended, or has become another user's
             if self.pidfd is not None:
                 pidfd.send(self.pidfd, number)
-            elif self.bears_it():
-                os.kill(self.pid, number)
+            elif self.is_it():
+                os.kill(self._pid, number)
 
     def close(self) -> None:
         if self.pidfd is not None:
             os.close(self.pidfd)
-
-
-def _marked(mark: str, known: Set[int]) -> Iterator[_Orphan]:
-    """Marked processes that are not known yet. Raises OSError if no descriptor can be opened."""
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or (pid := int(name)) in known or pid == os.getpid():
-            continue
-        try:
-            if not bears(pid, mark):
-                continue
-            orphan = _Orphan(pid, mark)
-        except OSError as error:
-            if error.errno in _NO_DESCRIPTORS:
-                raise
-            continue  # it has ended, or is another user's
-        if orphan.bears_it():  # its number was not given to another one before there was a pidfd
-            yield orphan
-        else:
-            orphan.close()

@@ -19,6 +19,7 @@ import ftcoord
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.fork import OwnerProcess
+from ftcoord.primitives.orphans import ProcessId
 from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
 from ftcoord.primitives.sentinel_pipe import SentinelPipe
 from ftcoord.primitives.watched_process import own_pidfd, own_stack
@@ -52,7 +53,7 @@ class Sentinel:
         self._lock = concurrency.lock("Sentinel._lock")
         self._etcds: dict[EtcdConfig, int] = {}
         self._kept: dict[int, Order] = {}  # the order that told of each lease
-        self._mark = ""
+        self._orphans = Order(orphans="", workers=())
         self._process: _Process | None = None
         self._pause = PAUSES[0]
         self._next_start = -math.inf
@@ -107,14 +108,14 @@ class Sentinel:
                 order = self._kept[lease_id] = {**self._kept[lease_id], "rests": True}
                 self._send(order)
 
-    def end_orphans(self, mark: str) -> None:
+    def end_orphans(self, mark: str, workers: Sequence[ProcessId] = ()) -> None:
         """If this process dies, end all processes with this mark, see `ftcoord.primitives.orphans`; none if it is
-        empty."""
+        empty. Also those `workers` that had the mark and have overwritten it since."""
         if not self._owner.is_current:
             return
         with self._lock:
-            self._mark = mark
-            self._send(Order(orphans=mark))
+            self._orphans = Order(orphans=mark, workers=workers)
+            self._send(self._orphans)
             self._end_if_idle()
 
     def drop(self, lease_id: int) -> None:
@@ -130,7 +131,7 @@ class Sentinel:
     # -- with the lock held -------------------------------------------------------------------------------------
 
     def _end_if_idle(self) -> None:
-        if not self._kept and not self._mark:
+        if not self._kept and not self._orphans["orphans"]:
             self._end()
             self._etcds.clear()
             self._next_start = -math.inf  # it did not fail
@@ -154,7 +155,7 @@ class Sentinel:
         for config, number in self._etcds.items():
             yield Order(etcd=number, config=config_raw(config))
         yield from self._kept.values()
-        yield Order(orphans=self._mark)
+        yield self._orphans
 
     def _end(self) -> None:
         process, self._process = self._process, None

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.pidfd import has_ended as pidfd_has_ended
@@ -26,7 +26,7 @@ _INFO: Final = struct.Struct("=Q52xi")
 """The fields of it: the mask of what is asked for, or was answered, and the exit status."""
 _WITH_EXIT: Final = 1 << 3
 """PIDFD_INFO_EXIT in that mask (Linux 6.15). It is answered once the process has been reaped."""
-_STATE, _FLAGS, _STARTED, _STACK, _ENVIRONMENT, _EXIT_STATUS = 0, 6, 19, 25, 47, 49
+_STATE, _PARENT, _FLAGS, _STARTED, _STACK, _ENVIRONMENT, _EXIT_STATUS = 0, 1, 6, 19, 25, 47, 49
 """Fields of /proc/PID/stat, after the name of the program."""
 _DOES_NOT_RUN: Final = frozenset("TtZXx")
 """States in it: stopped, traced, zombie, dead."""
@@ -190,6 +190,20 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return "a real-time signal"
+
+
+class Kin(NamedTuple):
+    """When a process was started, in the kernel's ticks since boot, and its parent's number. Number and start name one
+    process: a number is given again, but not within a tick."""
+
+    born: int
+    parent: int
+
+
+def kin_of(pid: int) -> Kin | None:
+    """None if it is gone."""
+    fields = _stat(pid)
+    return None if fields is None else Kin(int(fields[_STARTED]), int(fields[_PARENT]))
 
 
 def is_being_started(pid: int) -> bool:

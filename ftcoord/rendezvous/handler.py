@@ -75,6 +75,7 @@ class HandlerResources:
         try:
             failed = functools.partial(self.node.worker_failed, round_)
             self.watch = WorkerWatch(children.mark, failed, _unwatched, lambda pid: self.timers.get(pid, ""))
+            children.note_workers(self.watch.pids)
         except (OSError, ThreadNotStarted) as error:
             log.debug("the workers are not watched: %s", error)
 

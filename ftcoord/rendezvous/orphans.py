@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Iterable, Sequence
 
 from ftcoord import concurrency
-from ftcoord.primitives.orphans import MARK
+from ftcoord.primitives.orphans import MARK, ProcessId
 from ftcoord.primitives.sentinel import Sentinel
+from ftcoord.primitives.watched_process import kin_of
 
 
 class ProcessMark:
@@ -22,6 +24,7 @@ class ProcessMark:
         # Guards all below, and that the environment and the sentinel are told in this order.
         self._lock = concurrency.lock("ProcessMark._lock")
         self._holders = self._enders = 0
+        self._workers: dict[object, Sequence[ProcessId]] = {}  # by who has started them
         self._outer: str | None = None  # of the agent that this process is a worker of
 
     @classmethod
@@ -52,9 +55,24 @@ class ProcessMark:
         """One more, or one fewer, handler wants all marked processes to end with this process."""
         with self._lock:
             before, self._enders = self._enders, self._enders + change
-            sentinel = Sentinel.of_process()
-            if sentinel is not None and bool(before) != bool(self._enders):
-                sentinel.end_orphans(self.text if self._enders else "")
+            if bool(before) != bool(self._enders):
+                self._tell()
+
+    def note_workers(self, starter: object, workers: Sequence[ProcessId]) -> None:
+        """What bears the mark and was started by one of those who `hold` it, in place of what it said before."""
+        with self._lock:
+            before = self._workers.pop(starter, ())
+            if workers:
+                self._workers[starter] = workers
+            if self._enders and workers != before:
+                self._tell()
+
+    def _tell(self) -> None:
+        """With the lock held."""
+        sentinel = Sentinel.of_process()
+        if sentinel is not None:
+            workers = [one for some in self._workers.values() for one in some]
+            sentinel.end_orphans(self.text if self._enders else "", workers)
 
 
 class MarkedChildren:
@@ -75,6 +93,12 @@ class MarkedChildren:
         self._ends = True
         self._process.count_ender(1)
 
+    def note_workers(self, pids: Iterable[int]) -> None:
+        """The workers that bear the mark now, children that nobody has waited for. They may hide it later, and are
+        ended all the same."""
+        born = [(pid, kin_of(pid)) for pid in pids]
+        self._process.note_workers(self, [ProcessId(pid, kin.born) for pid, kin in born if kin is not None])
+
     def close(self) -> None:
         """Processes started from now on carry no mark, unless other handlers need it. Idempotent; does nothing in a
         forked child."""
@@ -82,5 +106,6 @@ class MarkedChildren:
             return
         self._is_open = False
         self._process.let_go()
+        self._process.note_workers(self, ())
         if self._ends:
             self._process.count_ender(-1)

@@ -78,6 +78,11 @@ class WorkerWatch:
                 self._thread.start()
             self._ends = undo.pop_all()
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers."""
+        return [worker.pid for worker in self._workers.values()]
+
     def end(self) -> None:
         """Stop watching. Call it once."""
         self._thread.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import DEADLINE, eventually, freeze
+from jobs import SCRIPTS
 from victims import KILLED, LONG_TTL, PROGRAM, SHORT_TTL, Victim, a_process, runs
 
 import ftcoord
@@ -21,10 +22,10 @@ from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of
-from ftcoord.primitives.orphans import MARK, Orphans
+from ftcoord.primitives.orphans import MARK, Orphans, ProcessId
 from ftcoord.primitives.sentinel import Sentinel
 from ftcoord.primitives.sentinel_orders import config_from, config_raw
-from ftcoord.primitives.watched_process import WatchedProcess, fate_of, own_pidfd
+from ftcoord.primitives.watched_process import WatchedProcess, fate_of, kin_of, own_pidfd
 
 
 @pytest.fixture
@@ -271,6 +272,64 @@ def test_orphans_are_ended_and_nobody_else(monkeypatch: pytest.MonkeyPatch, pidf
         assert [process.wait(DEADLINE) for process in dies[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
         dies[2].wait(DEADLINE)
         assert [process.poll() for process in lives] == [None] * 3
+
+
+@pytest.mark.parametrize("pidfds", ["there", "refused"])
+def test_orphans_that_have_written_over_their_environment_are_ended_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, pidfds: str
+) -> None:
+    """A worker that was named, and what a marked one has forked. Not one that nobody named, nor what it has forked; and
+    no other program that a named one has become."""
+    if pidfds == "refused":
+        monkeypatch.setattr(os, "pidfd_open", refused)
+    script = str(SCRIPTS / "hiding.py")
+    with ExitStack() as ends:
+
+        def start(mark: str, *arguments: str) -> tuple[subprocess.Popen[str], int]:
+            """A process, and the number that it tells."""
+            process = subprocess.Popen(
+                [sys.executable, script, *arguments],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, MARK: mark},
+                start_new_session=True,
+            )
+            assert process.stdout is not None
+            told = int(process.stdout.readline())
+            ends.callback(process.stdout.close)
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+            return process, told
+
+        named, (parent, forked) = start("mark-1"), start("mark-1", "child")
+        unnamed, (stranger, strangers) = start("mark-2"), start("mark-2", "child")
+        another, _ = start("mark-1", "exec")
+        ends.callback(stop, strangers)
+        workers = [worker(process.pid) for process in (named[0], another)]
+        wrongly = [worker(unnamed[0].pid)._replace(born=1)]  # its number was given to another one
+        another.send_signal(signal.SIGUSR1)
+        eventually(lambda: b"elsewhere" in environment(another.pid), "it is another program")
+        with Orphans("mark-1", [*workers, *wrongly], grace=60) as orphans:
+            while orphans.look():
+                orphans.wait()
+        assert [process.wait(DEADLINE) for process in (named[0], parent)] == [-signal.SIGTERM] * 2
+        eventually(lambda: not runs(forked), "what a marked one has forked has ended")
+        assert [process.poll() for process in (unnamed[0], stranger, another)] == [None] * 3
+        assert runs(strangers), "what a stranger has forked"
+
+
+def worker(pid: int) -> ProcessId:
+    kin = kin_of(pid)
+    assert kin is not None
+    return ProcessId(pid, kin.born)
+
+
+def environment(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_nobody_is_left_with_a_mark_that_nobody_has() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from helpers import eventually
 from jobs import Job
 from test_torchrun import decided
+from victims import runs
 
 from ftcoord.demo.agents import descendants
 from ftcoord.embedded.server import EtcdServer
@@ -19,9 +20,10 @@ from ftcoord.primitives.sentinel import PROGRAM
 
 
 def run_of_one(folder: Path, endpoint: str, **conf: object) -> Job:
-    """A run with one agent and one worker, which does not end by SIGTERM."""
+    """A run with one agent and one worker, which does not end by SIGTERM, and hides its environment at SIGUSR1."""
     folder.mkdir()
-    return Job(folder, endpoint, "1", "idle.py", conf={"lease_ttl": 600, **conf}, env={"STUBBORN": "a"})
+    env = {"STUBBORN": "a", "TITLED": "a"}
+    return Job(folder, endpoint, "1", "idle.py", conf={"lease_ttl": 600, **conf}, env=env)
 
 
 def worker_of(job: Job) -> int:
@@ -56,6 +58,12 @@ def watched(pid: int) -> int:
     return count
 
 
+def kill(pidfd: int) -> None:
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
+
+
 def kill_agent(job: Job) -> None:
     """With -9, alone: it leaves its worker behind."""
     job.agents["a"].signal(signal.SIGKILL)
@@ -77,6 +85,32 @@ def test_the_worker_of_an_agent_that_is_killed_ends_and_that_of_another_run_live
         assert other in lives.processes("a"), lives.story()
         lives.finish("a")
         assert [event.pid for event in lives.events("finished")] == [other]
+
+
+def test_a_worker_that_has_written_over_its_environment_ends_too_and_no_other_runs(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    """As `setproctitle` does: its mark is not to be seen any longer."""
+    endpoint = etcd.get_endpoint()
+    with ExitStack() as ends:
+        dies, lives = (
+            ends.enter_context(run_of_one(tmp_path / name, endpoint)) for name in ("titled-dies", "titled-lives")
+        )
+        workers = []
+        for job in (dies, lives):
+            job.start("a")
+            pid = worker_of(job)
+            workers.append(pid)
+            ends.callback(kill, os.pidfd_open(pid))  # the job would not find it
+            sentinel_of(job)
+            eventually(lambda job=job: watched(job.agents["a"].pid) == 1, "the agent watches its worker")
+            os.kill(pid, signal.SIGUSR1)
+            eventually(lambda pid=pid: Path(f"/proc/{pid}/environ").read_bytes().endswith(b"\0\0"), "it is hidden")
+        orphan, other = workers
+        kill_agent(dies)
+        eventually(lambda: not runs(orphan), lambda: f"its worker {orphan} ends\n{dies.story()}")
+        assert runs(other), lives.story()
+        lives.finish("a")
 
 
 def test_workers_are_left_alone_where_that_is_wanted(etcd: EtcdServer, tmp_path: Path) -> None:

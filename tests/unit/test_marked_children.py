@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 
 import pytest
 from helpers import in_fork
 
-from ftcoord.primitives.orphans import MARK
+from ftcoord.primitives.orphans import MARK, ProcessId
 from ftcoord.primitives.sentinel import Sentinel
+from ftcoord.primitives.watched_process import kin_of
 from ftcoord.rendezvous.orphans import MarkedChildren
 
 
 class Told:
-    """Stands in for the sentinel: which mark it would look for."""
+    """Stands in for the sentinel: which mark it would look for, and which workers."""
 
     mark = ""
+    workers: Sequence[ProcessId] = ()
 
-    def end_orphans(self, mark: str) -> None:
-        self.mark = mark
+    def end_orphans(self, mark: str, workers: Sequence[ProcessId] = ()) -> None:
+        self.mark, self.workers = mark, workers
 
 
 @pytest.fixture
@@ -114,3 +117,38 @@ def test_what_a_user_has_put_there_meanwhile_stays(sentinel: Told, monkeypatch: 
     assert os.environ[MARK] == "mine"
     assert sentinel.mark == ""
     monkeypatch.delenv(MARK)
+
+
+def test_workers_are_named_to_the_sentinel_until_their_handler_is_closed(sentinel: Told) -> None:
+    """Those of one round in place of those of the last one; who is gone is left out."""
+    first, second = ending(), ending()
+    mine, parent = os.getpid(), os.getppid()
+    first.note_workers([mine])
+    second.note_workers([parent])
+    assert [worker.pid for worker in sentinel.workers] == [mine, parent]
+    assert all(worker.born == born_of(worker.pid) for worker in sentinel.workers)
+    first.note_workers([parent, gone()])
+    assert [worker.pid for worker in sentinel.workers] == [parent, parent]
+    second.close()
+    assert [worker.pid for worker in sentinel.workers] == [parent]
+    first.close()
+    assert not sentinel.workers
+
+
+def test_workers_that_are_to_be_left_alone_are_not_named(sentinel: Told) -> None:
+    leaves = MarkedChildren()
+    leaves.note_workers([os.getpid()])
+    assert not sentinel.workers
+    leaves.close()
+
+
+def born_of(pid: int) -> int:
+    kin = kin_of(pid)
+    assert kin is not None
+    return kin.born
+
+
+def gone() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        return process.pid

@@ -28,8 +28,8 @@ class Machine:
     def listdir(self, _directory: str) -> list[str]:
         return ["self", *map(str, sorted(self.running))]
 
-    def bears(self, pid: int, mark: str) -> bool:
-        return pid in self.running and mark == MARK
+    def seen(self, pid: int, mark: str) -> orphans._Seen | None:
+        return orphans._Seen(mark == MARK, born=pid, parent=1) if pid in self.running else None
 
     def open_pidfd(self, pid: int) -> int:
         if len(self.open) >= self._room:
@@ -54,7 +54,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Callable[[], Non
     def play() -> None:
         with ExitStack() as ends:
             patch = ends.enter_context(monkeypatch.context())
-            patch.setattr(orphans, "bears", machine.bears)
+            patch.setattr(orphans, "_seen", machine.seen)
             patch.setattr(os, "listdir", machine.listdir)
             patch.setattr(os, "close", machine.close)
             for name in ("open_pidfd", "send", "has_ended"):
