@@ -340,18 +340,28 @@ def close(now: AnyRound, reason: str, outcome: str, *, speaks: bool) -> Round | 
 
 
 def drain(now: AnyRound, leavers: Sequence[JoinRequest], reason: str) -> Round | RoundHead | None:
-    """The record that has nodes leave; None if the run is over, if it has all of them leave already, or if etcd has
-    lost the record of the round that they work in: nobody would hear of it by an older one.
+    """The record that has nodes leave; None if `why_not_drained` gives a reason.
 
     Args:
         leavers: what the members of these nodes ask.
         reason: what their round is recalled for.
     """
-    more = [node for node in dict.fromkeys(ask.node for ask in leavers) if node not in now.drained]
-    if now.closed or not more or now == NO_ROUND or any(ask.seated > now.number for ask in leavers):
+    if why_not_drained(now, leavers):
         return None
+    more = [node for node in dict.fromkeys(ask.node for ask in leavers) if node not in now.drained]
     recalled = now.recalled or (reason if any(_may_have_seat(now, ask) for ask in leavers) else "")
     return replace(now, drained=(*now.drained, *more), recalled=recalled)
+
+
+def why_not_drained(now: AnyRound, leavers: Sequence[JoinRequest]) -> str:
+    """Why nodes cannot be drained, or need not be; empty if they can. Takes what the members of these nodes ask."""
+    if any(ask.seated > now.number for ask in leavers):  # nobody would learn of it from an older record
+        return "etcd has lost the record of its round: stop its agent, or evict it"
+    if now == NO_ROUND:
+        return "the run has had no round yet: stop its agent, or evict it"
+    if now.closed:
+        return f"the run is over: {now.closed}"
+    return "it is to leave already" if all(ask.node in now.drained for ask in leavers) else ""
 
 
 def _may_have_seat(now: AnyRound, ask: JoinRequest) -> bool:

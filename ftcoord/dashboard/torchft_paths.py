@@ -90,7 +90,7 @@ class _Calls:
             done = await to_thread.run_sync(killer.act, order, sender_of(request))
         except (FtcoordError, ValueError) as error:
             return PlainTextResponse(f"Something went wrong: {reason_of(error)}\n", status_of(error))
-        return PlainTextResponse("".join(f"{line}\n" for line in done.did))
+        return PlainTextResponse("".join(f"{line}\n" for line in done.did or done.left), 200 if done.did else 409)
 
     def _refused(self, request: Request) -> Response | None:
         if self._paths.killer is None:

@@ -15,6 +15,7 @@ from ftcoord.core.layout import (
     decided_key,
     events_span,
 )
+from ftcoord.core.rendezvous import why_not_drained
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, parse_decided
 from ftcoord.errors import EtcdError, OutcomeUnknown
 from ftcoord.etcd.api import Compare, EtcdCalls, Get, Put
@@ -69,9 +70,9 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
 
 def drain_nodes(
     etcd: EtcdCalls, prefix: str, leavers: Callable[[], Sequence[JoinRequest]], reason: str, by: str, timeout: float
-) -> bool:
-    """Have nodes leave a run, within `timeout` seconds for each request. Returns whether that was new to the run, and
-    the run has a record.
+) -> str:
+    """Have nodes leave a run, within `timeout` seconds for each request. Returns why they were not drained; empty if they
+    were.
 
     They and the others learn of it at once, with the record.
 
@@ -83,16 +84,16 @@ def drain_nodes(
 
     Raises StateError if the record is not ftcoord's, EtcdError, and what `leavers` raises.
     """
-    found: RecordChange | None = None
+    why = ""
 
     def change(now: AnyRound) -> RecordChange | None:
-        nonlocal found
-        found = draining(now, leavers(), reason, by=by)
-        return found
+        nonlocal why
+        why = why_not_drained(now, asks := leavers())
+        return draining(now, asks, reason, by=by)
 
     history_ttl = HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0
     change_record(etcd, prefix, CLOSED_TTL, history_ttl, change, TimeLimit(timeout))
-    return found is not None
+    return why
 
 
 def _keeps_history(etcd: EtcdCalls, prefix: str, timeout: float) -> bool:

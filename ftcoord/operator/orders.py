@@ -105,11 +105,9 @@ def drain(
         node = f"{asks[0].node} on {asks[0].host}"
         return asks
 
-    if drain_nodes(etcd, run_prefix(key_prefix, job), leavers, reason, by, timeout):
-        return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
-    return Done(
-        FORMAT, job, (), (f"{node} is to leave already, or the run is over, or etcd has lost the record of its round",)
-    )
+    if why := drain_nodes(etcd, run_prefix(key_prefix, job), leavers, reason, by, timeout):
+        return Done(FORMAT, job, (), (f"{node}: {why}",))
+    return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
 
 
 def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:

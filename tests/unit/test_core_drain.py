@@ -11,7 +11,7 @@ from ftcoord.core.bystanders import TELL_AFTER, Bystanders
 from ftcoord.core.forming import DRAINED_KEPT
 from ftcoord.core.invariants import InvariantBroken, check_round
 from ftcoord.core.outlook import Next, Standing
-from ftcoord.core.rendezvous import call_back, decide, drain, outlook
+from ftcoord.core.rendezvous import call_back, decide, drain, outlook, why_not_drained
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead, Seat, head_of
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Wait
@@ -148,6 +148,21 @@ def test_twice_is_once_and_an_earlier_recall_stays() -> None:
     now = drained(a_round("ABC", recalled="hostA left"), ask("B", seated=1))
     assert now.recalled == "hostA left"
     assert drain(now, [ask("B", seated=1)], WHY) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "seated", "why"),
+    [
+        (NO_ROUND, 0, "no round yet"),
+        (NO_ROUND, 7, "etcd has lost the record"),
+        (replace(a_round("ABC"), closed="by hand", outcome="closed"), 1, "the run is over: by hand"),
+        (replace(a_round("ABC"), drained=("B",)), 1, "it is to leave already"),
+    ],
+)
+def test_whoever_cannot_be_drained_is_told_why(now: Round, seated: int, why: str) -> None:
+    asks = [ask("B", seated=seated)]
+    assert why in why_not_drained(now, asks)
+    assert drain(now, asks, WHY) is None
 
 
 @pytest.mark.parametrize(

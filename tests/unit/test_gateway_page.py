@@ -30,6 +30,7 @@ from ftcoord.dashboard.torchft_paths import TorchftPaths
 from ftcoord.etcd.api import Get, Put
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.status import Rules, tell_job
+from ftcoord.operator.told import FORMAT, Done
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
 RUN = run_prefix("/f", "a/b")
@@ -193,6 +194,14 @@ def test_this_sites_own_page_and_programs_may(gateway: GatewaySite) -> None:
     gateway.serves(allow_kill=True, token="")
     own = {"origin": "http://127.0.0.1:1", "sec_fetch_site": "same-origin"}
     assert [gateway.kill("east", **own).status, gateway.kill("west/1").status] == [200, 200]
+
+
+def test_a_kill_that_was_not_taken_is_no_success(gateway: GatewaySite, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = "the lease of 'east' ended before it took the order"
+    monkeypatch.setattr(PageActor, "act", lambda *_: Done(FORMAT, "a/b", (), (left,)))
+    gateway.serves(allow_kill=True, token="")
+    answer = gateway.kill()
+    assert (answer.status, answer.body.decode()) == (409, f"{left}\n")
 
 
 def test_a_kill_that_etcd_does_not_take_says_so(gateway: GatewaySite) -> None:

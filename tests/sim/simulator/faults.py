@@ -168,7 +168,7 @@ class Faults:
         leaver = draw.choice(asks)
         with contextlib.suppress(ftcoord_errors.EtcdNoSpace, ftcoord_errors.StateError):
             leavers = [one for one in asks if one.node == leaver.node]
-            if drain_nodes(self._world.observer, RUN, lambda: leavers, "was drained", "somebody", CALL_TIMEOUT):
+            if not drain_nodes(self._world.observer, RUN, lambda: leavers, "was drained", "somebody", CALL_TIMEOUT):
                 return f"{leaver.host} is drained"
         return ""
 
