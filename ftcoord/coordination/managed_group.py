@@ -85,7 +85,8 @@ class ManagedGroup:
                 ends.callback(self._replica.leave, LEAVE_TIMEOUT)
                 self._join(job, connect_timeout)
                 ends.callback(watch_kills(etcd, job.prefix, ends_here(self._replica.was), self._fail).close)
-                self._start_beats(heartbeat_interval if job.heartbeat_timeout < LEASE_FLOOR else None, ends)
+                interval = heartbeat_interval if job.heartbeat_timeout < LEASE_FLOOR else None
+                self._start_beats(interval, job.heartbeat_timeout, ends)
                 self.address = f"http://{_in_url(identity.hostname)}:{listener.getsockname()[1]}"
                 ranks = RankGroup(identity.replica_id, identity.world_size, self._ask, bool(job.allow_kill))
                 ends.callback(RankPort(listener, ranks, self._fail).close)
@@ -126,8 +127,8 @@ class ManagedGroup:
 
     # -- the thread of the beats ------------------------------------------------------------------------------------
 
-    def _start_beats(self, interval: float | None, ends: ExitStack) -> None:
-        thread = concurrency.thread(self._run_beats, "ftcoord-beats", interval)
+    def _start_beats(self, interval: float | None, timeout: float, ends: ExitStack) -> None:
+        thread = concurrency.thread(self._run_beats, "ftcoord-beats", interval, timeout)
 
         def end() -> None:
             self._closed.set()
@@ -138,32 +139,38 @@ class ManagedGroup:
         thread.start()
         ends.callback(end)
 
-    def _run_beats(self, interval: float | None) -> None:
+    def _run_beats(self, interval: float | None, timeout: float) -> None:
         try:
-            self._stay(interval)
+            self._stay(interval, timeout)
         finally:
             error = sys.exc_info()[1]
             if error is not None:
                 self._fail(error)
 
-    def _stay(self, interval: float | None) -> None:
+    def _stay(self, interval: float | None, timeout: float) -> None:
         """Beat, if beats are judged. Rejoin under a new lease when the last one is lost, even if no rank asks.
 
         Returns when the group is closed.
+
+        Args:
+            interval: seconds between two beats; None if beats are not judged.
+            timeout: seconds that one beat may take. It must not be the interval: etcd may take longer for a write than
+                the 0.1 s of torchft's default, and a beat that is never answered says nothing.
         """
-        timeout, pause = (REJOIN_TIMEOUT, REJOIN_PAUSE) if interval is None else (interval, min(interval, REJOIN_PAUSE))
+        pause = REJOIN_PAUSE if interval is None else min(interval, REJOIN_PAUSE)
+        retry_pause = REJOIN_TIMEOUT if interval is None else interval
         while not self._closed.is_set():
             self._replica.await_loss(interval)
             if self._closed.is_set():
                 return
             comes_back = not self._replica.joined
             try:
-                self._replica.beat(concurrency.now() + timeout)
+                self._replica.beat(concurrency.now() + (REJOIN_TIMEOUT if comes_back else timeout))
                 if comes_back:
                     self._closed.wait(pause)
             except (TimeoutError, ServerError, EtcdError) as error:
                 log.info("a heartbeat was not sent: %s", error)
-                self._closed.wait(timeout)
+                self._closed.wait(retry_pause)
 
     def _fail(self, error: BaseException) -> None:
         """A thread of this group has failed: leave the job, so that nobody waits for this group.

@@ -253,13 +253,13 @@ class _WaitingBeats:
     def __init__(
         self, participant: Participant[QuorumRecord, ReplicaRecord], heartbeat_timeout: float, request: QuorumRequest
     ) -> None:
-        self._participant, self._request = participant, request
+        self._participant, self._request, self._timeout = participant, request, heartbeat_timeout
         self._interval = heartbeat_timeout * (BEAT_FRACTION if heartbeat_timeout < LEASE_FLOOR else 1)
         self.at = concurrency.now() + self._interval
         """The monotonic time of the next beat."""
 
     def tick(self, deadline: float) -> None:
-        """Write the request again, if it is time. Ends at the next beat's time, or the deadline."""
+        """Write the request again, if it is time. Ends at the deadline, and after a heartbeat timeout."""
         now = concurrency.now()
         if now < self.at:
             return
@@ -267,7 +267,7 @@ class _WaitingBeats:
         # Not in time: another call writes, which is a beat, or etcd is away, and then nobody is judged. If the lease is
         # lost the outlook says so, and the call joins again in its own time, which is longer than a beat's.
         with contextlib.suppress(TimeoutError, EtcdUnavailable, OutcomeUnknown, LeaseLost):
-            self._participant.touch(idle(self._request), min(self.at, deadline), by_writing=True)
+            self._participant.touch(idle(self._request), min(now + self._timeout, deadline), by_writing=True)
 
 
 @contextlib.contextmanager

@@ -71,8 +71,8 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
 def drain_nodes(
     etcd: EtcdCalls, prefix: str, leavers: Callable[[], Sequence[JoinRequest]], reason: str, by: str, timeout: float
 ) -> str:
-    """Have nodes leave a run, within `timeout` seconds for each request. Returns why they were not drained, or "" if they
-    were.
+    """Have nodes leave a run, within `timeout` seconds for each request. Returns why they were not drained: empty if
+    they were.
 
     They and the others learn of it at once, with the record.
 

@@ -32,9 +32,10 @@ from ftcoord.errors import (
     RoundOver,
 )
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, exists
-from ftcoord.etcd.retry import retry_until_answered
+from ftcoord.etcd.retry import SHORTEST_TIMEOUT, TimeLimit, retry_until_answered
 from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.session import Session
+from ftcoord.primitives.write_once import write_timeout
 
 SPENT: Final = b"spent"
 """The value of a count that no attempt may use."""
@@ -221,8 +222,10 @@ class ExactlyOnceWriter:
         if self._lease is not None:
             return self._lease
         if self._session is None:
+            within = TimeLimit(write_timeout(self._etcd), max(deadline, concurrency.now() + SHORTEST_TIMEOUT))
+            # Not in the short attempts of a change: each grant that etcd answers too late leaves a lease of hours.
             self._session = retry_until_answered(
-                lambda left: Session(self._etcd, self._ttl, timeout=left), deadline, self._closed
+                lambda _: Session(self._etcd, self._ttl, timeout=within.left()), deadline, self._closed
             )
             if self._closed.is_set():  # meanwhile: `close()` may have seen no session
                 self._session.orphan()

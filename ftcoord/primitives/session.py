@@ -42,7 +42,7 @@ class Session(Closing):
         timeout: seconds that the grant may take; the client's default if None.
 
     Raises:
-        EtcdError: no lease was granted within the client's default timeout.
+        EtcdError: no lease was granted within `timeout`.
         ThreadNotStarted: no thread can be started to renew the lease, which was then revoked.
         ForkedProcessError: the client belongs to a parent process.
 

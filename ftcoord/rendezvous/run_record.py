@@ -74,10 +74,10 @@ class RunRecord:
         self._etcd, self._settings = etcd, settings
         self._key = decided_key(settings.prefix)
 
-    def read(self) -> AnyRound | None:
-        """The last decided round; None if there is none."""
+    def read(self, timeout: float | None = None) -> AnyRound | None:
+        """The last decided round; None if there is none. `timeout` in seconds, the client's if None."""
         try:
-            kv = self._etcd.range(Get(Span(self._key))).one
+            kv = self._etcd.range(Get(Span(self._key)), timeout=timeout).one
             return parse_decided(kv.key, kv.value) if kv else None
         except StateError as error:
             raise RendezvousStateError(str(error)) from None
@@ -101,12 +101,14 @@ class RunRecord:
         """
         settings = self._settings
         within = TimeLimit.of(settings.close_timeout)
+        # What is read only for a text leaves half of the time to the write that ends the run.
+        for_text = TimeLimit(HISTORY_TIMEOUT, concurrency.now() + settings.close_timeout / 2)
 
         def end(now: AnyRound) -> RecordChange | None:
             speaks = speaker is None or bool(now.closed) or self._speaks(now, speaker, within)
             told, ends = reason, list[HistoryEvent]()
             if speaks and not now.closed and failure is not None and speaker is not None:
-                cause, ends = self._ends_with(now, failure_event(now.number, by, speaker.node, failure))
+                cause, ends = self._ends_with(now, failure_event(now.number, by, speaker.node, failure), for_text)
                 told = f"{reason}; first cause: {cause}"
             ended = ending(settings.prefix, now, told, outcome, speaks=speaks, by=by, ends=ends)
             if ended is None:
@@ -130,36 +132,36 @@ class RunRecord:
             return False
         return True
 
-    def _ends_with(self, now: AnyRound, mine: HistoryEvent) -> tuple[str, list[HistoryEvent]]:
+    def _ends_with(self, now: AnyRound, mine: HistoryEvent, within: TimeLimit) -> tuple[str, list[HistoryEvent]]:
         """The first cause among all known ends of parts in this round and this node's own; and those ends that the
         history does not have yet."""
-        told, said = self._told_ends(now.number), self._said_ends(now)
+        told, said = self._told_ends(now.number, within), self._said_ends(now, within)
         key = mine.kind, mine.node
         before = told.get(key) or said.get(key)
         known = {**said, **told, key: replace(mine, noted=before.noted if before else LARGEST)}
         fresh = {**said, key: replace(mine, noted=before.noted if before else 0)}
         return told_ends([*known.values()]), [end for one, end in fresh.items() if one not in told]
 
-    def _told_ends(self, number: int) -> Ends:
+    def _told_ends(self, number: int, within: TimeLimit) -> Ends:
         """How parts in this round ended, by the history; empty if it cannot be read."""
         try:
-            found = self._etcd.range(Get(events_span(self._settings.prefix)), timeout=HISTORY_TIMEOUT)
+            found = self._etcd.range(Get(events_span(self._settings.prefix)), timeout=within.left())
         except EtcdError as error:
             log.debug("the history cannot be read: %s", error)
             return {}
         past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found.kvs)
         return {(end.kind, end.node): end for end in ends_in(last_life(past), number)}
 
-    def _said_ends(self, now: AnyRound) -> Ends:
+    def _said_ends(self, now: AnyRound, within: TimeLimit) -> Ends:
         """The same, as the members and their sentinels wrote it themselves: the decider, which would write it into the
         history, may have been lost with its host. In a large round only the decider knows the seats."""
         if not isinstance(now, Round):
             return {}
         prefix = self._settings.prefix
         try:
-            found = self._etcd.range(Get(members_span(prefix), limit=MOST_HEARD), timeout=HISTORY_TIMEOUT)
+            found = self._etcd.range(Get(members_span(prefix), limit=MOST_HEARD), timeout=within.left())
             members = [RoundCandidate(member_of(kv.key), ask, 0.0, kv.mod_revision) for kv, ask in _asks_in(found)]
-            causes = causes_known(self._etcd, prefix, vacant(now, members), timeout=HISTORY_TIMEOUT)
+            causes = causes_known(self._etcd, prefix, vacant(now, members), timeout=within.left())
         except EtcdError as error:
             log.debug("what the members say cannot be read: %s", error)
             return {}
@@ -181,7 +183,7 @@ class RunRecord:
             if found is not None:
                 if speaker.node in parse_chunk(key, found.value).nodes:
                     return True
-            elif self.read() == now:
+            elif self.read(within.left()) == now:
                 raise StateError(key, f"is gone, though {self._key} names it: delete that, so that all decide anew")
             else:
                 raise _RoundReplaced

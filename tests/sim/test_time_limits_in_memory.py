@@ -13,7 +13,7 @@ from ftcoord import concurrency
 from ftcoord.core.rendezvous_records import AnyRound, encode
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Put
-from ftcoord.etcd.retry import SHORTEST_TIMEOUT, TimeLimit
+from ftcoord.etcd.retry import ATTEMPT_TIMEOUT, SHORTEST_TIMEOUT, TimeLimit
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.recipes.member import GIVE_UP_TIMEOUT
 from ftcoord.rendezvous.record_change import RecordChange, change_record
@@ -98,6 +98,18 @@ def test_a_change_of_a_store_takes_no_longer_than_its_deadline(answered: int) ->
         writer.close()
 
     scenario()
+
+
+@simulated
+def test_a_store_gets_its_lease_though_etcd_takes_longer_for_it_than_for_a_change(world: World) -> None:
+    """And one only: each that was granted too late would live for its hour."""
+    client = world.etcd.client(
+        lambda call: Fate(answers=1.2 * ATTEMPT_TIMEOUT) if call.method == "grant" else DELIVERED
+    )
+    writer = ExactlyOnceWriter(client, "/s/", 3600, None, None, concurrency.event())
+    assert writer.make([Put("/s/key", b"1")], [], None, concurrency.now() + 60).done
+    assert len(world.etcd.leases) == 1
+    writer.close()
 
 
 @simulated

@@ -21,6 +21,7 @@ from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.pace import Look, Pace
 from ftcoord.primitives.group.succession import Judged
 from ftcoord.primitives.group.use import Use
+from ftcoord.primitives.write_once import write_attempt_timeout
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,8 @@ class Participant(Generic[R, A]):
 
         A member that is not known to have joined is left instead: if its join was made and not answered, its key asks.
 
-        Never raises for an etcd that is away for `timeout` seconds. Whether it is known to be written.
+        Takes `timeout` seconds, and as long as a write that is under way. Does not raise if etcd is away. Whether it is
+        known to be written.
         """
         member = self.member
         if member is None or member.lost or not self._writing.acquire(timeout=timeout):
@@ -159,7 +161,9 @@ class Participant(Generic[R, A]):
                 self.leave(timeout)
                 return False
             self._said = self._use.stamp(ask)
-            member.enter(self._use.encode(self._said), TimeLimit.of(timeout))
+            # A write that is under way comes first: without this one behind it, it would ask for nobody.
+            longest = concurrency.now() + write_attempt_timeout(self._etcd) + timeout
+            member.enter(self._use.encode(self._said), TimeLimit(timeout, longest))
             return True
         except EtcdError as error:
             log.info("what member %s asked was not taken back: %s", member.id, error)
@@ -374,13 +378,15 @@ class Participant(Generic[R, A]):
             head = then.range(Get(record, keys_only=True)).one
             return None, head is not None and head.mod_revision == revision
 
-        within = self._within(pace.deadline)
+        # A node of a round is not out of time while the others count on it, and all of them read at this moment.
+        deadline = max(pace.deadline, concurrency.now() + self._options.request_timeout)
+        within = self._within(deadline)
 
         def once() -> tuple[KeyValue | None, bool]:
             self._incarnations.check_stopped()
             return read_snapshot(lambda get: self._etcd.range(get, timeout=within.left()), look)
 
-        return retry(once, UNANSWERED, pace.deadline, pace.gone)
+        return retry(once, UNANSWERED, deadline, pace.gone)
 
     def _outlook(self, member: Membership[R], asked: A) -> Outlook[A]:
         outlook = self._use.outlook(member.record, self._incarnations.ids, asked)
