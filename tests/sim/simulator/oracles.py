@@ -159,8 +159,8 @@ class QuorumOracle:
         self._views: list[dict[str, Member]] = [{}]
         self._lost_views: list[dict[str, Member]] = []
         """What the members were since the last decision, in an etcd that was restored since."""
-        self._restored_from: tuple[QuorumRecord | None, list[dict[str, Member]]] = None, []
-        """The record of that etcd, and such views, until the restored one's record is known."""
+        self._restored_from: list[dict[str, Member]] = []
+        """Such views, until the restored etcd's record is known."""
         self.last: QuorumRecord | None = None
         self._last = Last(frozenset(), frozenset(), {}, -1e9)
         self._by_number: dict[int, QuorumRecord] = {}
@@ -210,10 +210,11 @@ class QuorumOracle:
             return
         old, views, self._views = self.last, self._views, self._views[-1:]
         before, self.last = self._last, new
-        # A decision may be on its way while etcd is restored, or its decider may not have heard of that yet. It is done
-        # where the restored record is the one that it replaces, and may rest on the members as they were before.
-        (was, lost), self._restored_from = self._restored_from, (None, [])
-        lost_views, self._lost_views = self._lost_views, lost if was == new else []
+        # A decision may be on its way while etcd is restored, or its decider may know the restored record, from a guard
+        # that failed, before its watch has brought it the restored members. So the first decision after the restore may
+        # rest on the members as they were before.
+        lost, self._restored_from = self._restored_from, []
+        lost_views, self._lost_views = self._lost_views, lost
         answered = {one.member: one.asked for one in (*new.idle, *new.seats)}
         names_now = frozenset(one.request.replica_id for one in new.seats)
         which = (new.number, new.id, new.created, new.by)
@@ -280,7 +281,7 @@ class QuorumOracle:
         self._garbled = True
 
     def restored(self, events: Iterable[Event], now: float) -> None:
-        self._restored_from = self.last, [*self._views, *self._lost_views]
+        self._restored_from = [*self._views, *self._lost_views]
         self._members, self._views, self.last, self._garbled = {}, [{}], None, True
         # Who is not back yet may know a number that its decider does not: it must not hear another one by it.
         self._by_number, self._by_id = {}, {}
