@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -86,27 +87,34 @@ class Children:
 
     def __init__(self) -> None:
         self.forks = self.failed = 0
-        self._ends: dict[int, float] = {}
+        self._ends: dict[int, tuple[float, int]] = {}
+        """When each counts as hung, and its pidfd."""
 
     def fork(self, how: Callable[[], None]) -> None:
         pid = os.fork()
         if pid == 0:
             how()
         self.forks += 1
-        self._ends[pid] = time.monotonic() + HANG
+        self._ends[pid] = time.monotonic() + HANG, os.pidfd_open(pid)
         while self._reap() >= AT_ONCE:
-            time.sleep(0.001)
+            self._await_one()
 
     def wait(self) -> None:
         while self._reap():
-            time.sleep(0.01)
+            self._await_one()
+
+    def _await_one(self) -> None:
+        """Until one has ended, or counts as hung."""
+        hangs_at = min(end for end, _ in self._ends.values())
+        select.select([pidfd for _, pidfd in self._ends.values()], [], [], max(hangs_at - time.monotonic(), 0))
 
     def _reap(self) -> int:
-        for pid, end in list(self._ends.items()):
+        for pid, (end, pidfd) in list(self._ends.items()):
             if time.monotonic() > end:
                 os.kill(pid, signal.SIGKILL)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
+                os.close(pidfd)
                 del self._ends[pid]
                 self.failed += status != 0
         return len(self._ends)

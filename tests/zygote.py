@@ -5,6 +5,7 @@ The agents among them have a zygote of their own, which forks their workers: the
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import gc
 import io
@@ -52,13 +53,14 @@ class Forks:
         return int(answer)
 
 
-class Forked:
+class Forked(abc.ABC):
     """What a Popen does in the place of fork and exec; `more` is what subprocess says from Python 3.10 on."""
 
     pid: int
 
+    @abc.abstractmethod
     def fork(self, order: dict[str, Any], streams: list[int]) -> int:
-        raise NotImplementedError
+        """Start a program with these standard streams; its pid."""
 
     def _execute_child(self, args: Any, _executable: Any, *more: Any) -> None:
         _preexec, _close, _pass, cwd, env, _startup, _flags, _shell, *pipes = more[:14]

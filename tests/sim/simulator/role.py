@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,7 @@ RESTART_PAUSE: Final = 0.5
 """Seconds after which a process that was refused begins again."""
 
 
-class Role:
+class Role(abc.ABC):
     """What one process does, until it is told to leave.
 
     Args:
@@ -27,17 +28,17 @@ class Role:
     def __init__(self, world: World, draw: random.Random) -> None:
         self.world, self.draw = world, draw
 
+    @abc.abstractmethod
     def live(self, process: Process) -> None:
         """All of its life. Gives up all that it has before it returns."""
-        raise NotImplementedError
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> None:  # noqa: B027  (most roles never wait without a limit)
         """End a wait without limit: the process is told to leave."""
 
     @classmethod
+    @abc.abstractmethod
     def missing(cls, world: World, since: float) -> str:
         """What is still to come of all processes of this role, after faults have stopped; empty if nothing is."""
-        raise NotImplementedError
 
 
 class Hold:
