@@ -189,6 +189,11 @@ class Node(Role):
         self.handler: handlers.EtcdRendezvousHandler
         self.process: Process
 
+    @classmethod
+    def missing(cls, world: World, since: float) -> str:
+        """Nothing: a failing job is awaited until all of its nodes have ended."""
+        return ""
+
     def live(self, process: Process) -> None:
         self.process = process
         handler = self.handler = handlers.EtcdRendezvousHandler(self._settings, Hold(process.client))  # type: ignore[arg-type]
