@@ -49,13 +49,17 @@ class Found:
         return self.name
 
 
-def uses() -> Iterator[Found]:
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and any(USE.match(ast.unparse(base)) for base in node.bases):
-                kind = getattr(importlib.import_module(module), node.name)
-                if not inspect.isabstract(kind):  # else it is the base of others
-                    yield Found(node.name, module, *typing.get_args(kind.__orig_bases__[0]))
+@cache  # two modules of tests ask while they are collected, in each of pytest's workers
+def uses() -> tuple[Found, ...]:
+    return tuple(found for module, path in MODULES.items() for found in uses_in(module, text(str(path))))
+
+
+def uses_in(module: str, source: str) -> Iterator[Found]:
+    for node in ast.parse(source).body if USE.search(source) else ():
+        if isinstance(node, ast.ClassDef) and any(USE.match(ast.unparse(base)) for base in node.bases):
+            kind = getattr(importlib.import_module(module), node.name)
+            if not inspect.isabstract(kind):  # else it is the base of others
+                yield Found(node.name, module, *typing.get_args(kind.__orig_bases__[0]))
 
 
 def text(path: str) -> str:
@@ -220,7 +224,7 @@ def policy_of(use: Found) -> str:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-@pytest.mark.parametrize("use", list(uses()), ids=str)
+@pytest.mark.parametrize("use", uses(), ids=str)
 def test_no_step_is_forgotten(use: Found, step: Callable[[Found], str]) -> None:
     assert not step(use), f"{use.module}.{use.name}: {step(use)}. docs/extending.md has the steps"
 
