@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
+from ftcoord.config import lease_seconds
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import Etcd
@@ -28,8 +29,8 @@ class Session(Closing):
 
     Args:
         etcd: the etcd client.
-        ttl: the TTL to ask for, in whole seconds. `Session.ttl` is what etcd granted: at least 2 s on default settings.
-            ftcoord does not check it; etcd refuses more than 9,000,000,000 s (RequestRefused).
+        ttl: the TTL to ask for, in whole seconds from 1 to 86400. `Session.ttl` is what etcd granted: at least 2 s on
+            default settings.
         listener: called with each new state, on the keep-alive thread: see `state`. It must not block. If it raises,
             the session is LOST.
         renewer: renews the lease; None stands for the one of this process.
@@ -42,6 +43,7 @@ class Session(Closing):
         timeout: seconds that the grant may take; the client's default if None.
 
     Raises:
+        ConfigError: `ttl` is no such number; nothing was sent.
         EtcdError: no lease was granted within `timeout`.
         ThreadNotStarted: no thread can be started to renew the lease, which was then revoked.
         ForkedProcessError: the client belongs to a parent process.
@@ -61,6 +63,7 @@ class Session(Closing):
         was: Sequence[str] = (),
         timeout: float | None = None,
     ) -> None:
+        ttl = lease_seconds("ttl", ttl)
         self._etcd = etcd
         self._owner = OwnerProcess("this session's lease belongs to the parent process")
         self._closed = False  # any thread; becomes True once

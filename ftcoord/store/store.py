@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 from torch.distributed import DistStoreError, Store
 
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig
+from ftcoord.config import EtcdConfig, lease_seconds
 from ftcoord.core.layout import (
     DEFAULT_STORE_PREFIX,
     store_counts_span,
@@ -79,9 +79,12 @@ class EtcdStore(Store):
             variables.
         prefix: the prefix of all keys, ``/ftcoord/v1/@store/`` by default; end it with a slash.
         timeout: how long operations wait (default 300 s), also through an outage of etcd.
-        ttl: seconds that the keys written here outlive this store. Their lease is renewed as long as the store is open.
+        ttl: whole seconds, from 1 to 86400, that the keys written here outlive this store; etcd grants at least 2 s on
+            default settings. Their lease is renewed as long as the store is open.
         lease: attach all keys to this lease instead, and never renew it.
         fence: a key. Once it is gone, every change raises RoundOverError, and so does waiting for a missing key.
+
+    Raises ConfigError (a ValueError) for a bad `ttl`, before any socket is opened.
 
     Keys are str; values are str or bytes, and are returned as bytes. etcd limits a key and its value to 1.5 MiB
     together, on default settings. A change is made at most once, and exactly once if the call returns. `multi_set` of
@@ -123,6 +126,7 @@ class EtcdStore(Store):
         fence: str | None = None,
     ) -> None:
         super().__init__()
+        ttl = lease_seconds("ttl", ttl)
         own = None if hasattr(etcd, "txn") else EtcdClient(cast(EtcdConfig, etcd))
         # Never change. `_changes` and `_waiting` have locks of their own.
         self._etcd: Etcd = cast(Etcd, etcd) if own is None else own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,13 +13,22 @@ from unittest import mock
 import pytest
 from members import Door
 from torch.distributed import DistNetworkError, DistStoreError
-from worlds import TTL, World, insist, simulated
+from worlds import TTL, World, insist, play, simulated
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import store_values_span
 from ftcoord.core.lease import TRUST_FOR, SessionState
-from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, RoundOver
+from ftcoord.errors import (
+    ConfigError,
+    EtcdError,
+    EtcdNoSpace,
+    EtcdUnavailable,
+    LeaseLost,
+    OutcomeUnknown,
+    RequestRefused,
+    RoundOver,
+)
 from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, Span, TxnResult, Watch, absent
 from ftcoord.heartbeat import Heartbeat, watch_heartbeats
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
@@ -42,6 +52,30 @@ def wild(seed: int) -> Callable[[Call], Fate]:
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
+
+
+BAD_TTLS = (0, -1, 86_401, 1e300, 2.5, math.inf, math.nan, True, None, "soon")
+
+
+@pytest.mark.parametrize("ttl", BAD_TTLS)
+def test_a_session_asks_etcd_for_no_lease_that_makes_no_sense(ttl: Any) -> None:
+    """etcd would grant 2 s where 0 is asked for by mistake, or decades."""
+
+    def scenario(world: World) -> None:
+        with pytest.raises(ConfigError, match=r"^ttl=.* is not valid: give a whole number from 1 to 86400 \(seconds\)"):
+            Session(world.etcd.client(), ttl)
+        assert not world.etcd.leases
+
+    play(scenario, 0)
+
+
+@pytest.mark.parametrize("ttl", BAD_TTLS)
+def test_a_store_refuses_such_a_ttl_before_it_has_a_client(ttl: Any) -> None:
+    """And not with its first change. Its endpoints are refused where there is nothing else to refuse."""
+    with pytest.raises(ConfigError, match=r"^ttl="):
+        EtcdStore("no endpoint", ttl=ttl)
+    with pytest.raises(ConfigError, match=r"^endpoints="):
+        EtcdStore("no endpoint", ttl=60)
 
 
 @simulated
