@@ -1,7 +1,8 @@
 """Ends the processes that a dead one has left behind: all that inherited its mark in their environment.
 
-A program may overwrite the memory that `/proc` shows as its environment, as `setproctitle` does. It is ended if the
-dead process had told of it, as a worker whose mark it had seen, or if its parent is one to end.
+A program may overwrite the memory that `/proc` shows as its environment, as `setproctitle` does. And a process that is
+forked from another one, and starts no program, shows the environment of that one. Both are ended if the dead process
+had told of them, as its workers, or if their parent is one to end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import errno
 import os
 import select
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -35,10 +36,17 @@ _NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class ProcessId(NamedTuple):
-    """A pid, and when its process was started: see `watched_process.Kin`."""
+    """A pid, when its process was started, and where the stack of its program begins: see `watched_process.Kin`."""
 
     pid: int
     born: int
+    stack: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """None if there is no such process."""
+        kin = kin_of(pid)
+        return None if kin is None else cls(pid, kin.born, kin.stack)
 
 
 class Orphans:
@@ -51,14 +59,14 @@ class Orphans:
 
     Args:
         mark: of the processes to end.
-        workers: processes that had the mark earlier, and may have overwritten it since.
+        workers: processes to end though they may not show the mark, unless they have become other programs since.
         grace: seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(self, mark: str, workers: Iterable[ProcessId] = (), grace: float = GRACE) -> None:
         self._mark, self._deadline = mark, concurrency.now() + grace  # never change
-        self._hidden = {*workers}
-        """Those to end though they show no mark."""
+        self._known = {(one.pid, one.born): one.stack for one in workers}
+        """Those to end though they may not show the mark, with the stack of each."""
         self._told: dict[int, _Orphan] = {}  # by pid
         self._running: list[_Orphan] = []
         self._were_killed = False
@@ -104,9 +112,10 @@ class Orphans:
             return True
         try:
             seen = {pid: one for pid in _pids() if (one := _seen(pid, self._mark)) is not None}
-            self._hidden |= _hidden_below(seen, self._hidden)
-            for pid, one in seen.items():
-                if pid not in self._told and (one.shows or ProcessId(pid, one.born) in self._hidden):
+            for pid in _to_end(seen, self._known):
+                one = seen[pid]
+                self._known[pid, one.born] = one.stack
+                if pid not in self._told:
                     self._tell(pid, one)
         except OSError as error:
             if error.errno not in _NO_DESCRIPTORS:
@@ -117,7 +126,7 @@ class Orphans:
     def _tell(self, pid: int, seen: _Seen) -> None:
         """Raises OSError if no descriptor can be opened."""
         try:
-            orphan = _Orphan(pid, self._mark, seen.born)
+            orphan = _Orphan(pid, self._mark, seen)
         except OSError as error:
             if error.errno in _NO_DESCRIPTORS:
                 raise
@@ -149,26 +158,32 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 class _Seen(NamedTuple):
-    """A process that shows the mark, or has overwritten its environment; when it was started, and by which parent."""
+    """A process: whether it shows the mark, or hides its environment; when it was started, and by which parent; and the
+    stack of its program."""
 
     shows: bool
+    hides: bool
     born: int
     parent: int
+    stack: int
+
+    def may_be(self, stack: int | None) -> bool:
+        """Whether it may still run the program that had this stack; None for no program."""
+        return stack is not None and (self.hides or (self.stack == stack and stack != 0))
 
 
 def _seen(pid: int, mark: str) -> _Seen | None:
-    """None for any other process. Raises OSError if no descriptor can be opened."""
+    """None if it has ended, or is another user's. Raises OSError if no descriptor can be opened."""
     try:
         memory = _memory_of(pid)
     except OSError as error:
         if error.errno in _NO_DESCRIPTORS:
             raise
         return None  # it has ended, or is another user's
-    shows = _variables(memory).get(MARK) == mark
-    if not (shows or memory.endswith(_WRITTEN_OVER)):
-        return None
     kin = kin_of(pid)
-    return None if kin is None else _Seen(shows, *kin)
+    if kin is None:
+        return None
+    return _Seen(_variables(memory).get(MARK) == mark, memory.endswith(_WRITTEN_OVER), *kin)
 
 
 def _memory_of(pid: int) -> bytes:
@@ -184,21 +199,22 @@ def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid())
 
 
-def _hidden_below(seen: Mapping[int, _Seen], workers: Set[ProcessId]) -> set[ProcessId]:
-    """Those with an overwritten environment whose parent shows the mark, is a worker, or is one of these."""
-    found = {pid for pid, one in seen.items() if one.shows or ProcessId(pid, one.born) in workers}
-    below = set[ProcessId]()
-    while new := {pid for pid, one in seen.items() if pid not in found and one.parent in found}:
+def _to_end(seen: Mapping[int, _Seen], known: Mapping[tuple[int, int], int]) -> set[int]:
+    """Those that show the mark or are known, and what they have forked that starts no program or hides its
+    environment."""
+    found = {pid for pid, one in seen.items() if one.shows or one.may_be(known.get((pid, one.born)))}
+    left = {pid: one for pid, one in seen.items() if pid not in found}
+    while new := {pid for pid, one in left.items() if one.parent in found and one.may_be(seen[one.parent].stack)}:
         found |= new
-        below |= {ProcessId(pid, seen[pid].born) for pid in new}
-    return below
+        left = {pid: one for pid, one in left.items() if pid not in new}
+    return found
 
 
 class _Orphan:
     """A process that may be one of those to end. Raises OSError if it has ended."""
 
-    def __init__(self, pid: int, mark: str, born: int) -> None:
-        self._pid, self._mark, self._born = pid, mark, born
+    def __init__(self, pid: int, mark: str, seen: _Seen) -> None:
+        self._pid, self._mark, self._seen = pid, mark, seen
         try:
             self.pidfd: int | None = pidfd.open_pidfd(pid)
         except OSError as error:
@@ -208,8 +224,8 @@ class _Orphan:
 
     def is_it(self) -> bool:
         """Whether it is still the one that was seen, and has become no program that was started without the mark."""
-        seen = _seen(self._pid, self._mark)
-        return seen is not None and seen.born == self._born
+        now = _seen(self._pid, self._mark)
+        return now is not None and now.born == self._seen.born and (now.shows or now.may_be(self._seen.stack))
 
     def runs(self) -> bool:
         if self.pidfd is None:

@@ -110,7 +110,7 @@ class Sentinel:
 
     def end_orphans(self, mark: str, workers: Sequence[ProcessId] = ()) -> None:
         """If this process dies, end all processes with this mark, see `ftcoord.primitives.orphans`; none if it is
-        empty. Also those `workers` that had the mark and have overwritten it since."""
+        empty. Also these `workers`, though they may not show it."""
         if not self._owner.is_current:
             return
         with self._lock:

@@ -22,7 +22,7 @@ class Order(TypedDict, total=False):
         stack: where the stack of the process's program begins. Not on the command line, which everybody may read.
         drop: a lease that no longer needs the sentinel.
         orphans, workers: the mark of the processes to end if this one dies, empty for none; and the known ones of them,
-            each with its pid and its start, see `ftcoord.primitives.orphans`.
+            each as the fields of a `ProcessId`, see `ftcoord.primitives.orphans`.
     """
 
     etcd: int

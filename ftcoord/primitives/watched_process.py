@@ -193,17 +193,41 @@ def _name(number: int) -> str:
 
 
 class Kin(NamedTuple):
-    """When a process was started, in the kernel's ticks since boot, and its parent's number. Number and start name one
-    process: a number is given again, but not within a tick."""
+    """When a process was started, in the kernel's ticks since boot; its parent's number; and where the stack of its
+    program begins, 0 if that is unknown.
+
+    Number and start name one process: a number is given again, but not within a tick. A process that is forked keeps
+    its parent's stack until it becomes another program, which gets its stack at a random address.
+    """
 
     born: int
     parent: int
+    stack: int
 
 
 def kin_of(pid: int) -> Kin | None:
     """None if it is gone."""
     fields = _stat(pid)
-    return None if fields is None else Kin(int(fields[_STARTED]), int(fields[_PARENT]))
+    return None if fields is None else Kin(int(fields[_STARTED]), int(fields[_PARENT]), _stack_in(fields))
+
+
+def children_of_thread() -> list[int]:
+    """The children that this thread has started. Linux lists children by thread, and a process may have hundreds of
+    threads. Raises OSError if the kernel has no such list."""
+    return _children_in(Path(_PROC, "thread-self"))
+
+
+def children_of_process() -> list[int]:
+    """Those of all threads; none if the kernel has no such lists. Raises OSError without /proc."""
+    found = list[int]()
+    for thread in Path(_PROC, "self", "task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found += _children_in(thread)
+    return found
+
+
+def _children_in(thread: Path) -> list[int]:
+    return [*map(int, (thread / "children").read_text(encoding="ascii").split())]
 
 
 def is_being_started(pid: int) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from contextlib import suppress
 
 from ftcoord import concurrency
 from ftcoord.primitives.orphans import MARK, ProcessId
 from ftcoord.primitives.sentinel import Sentinel
-from ftcoord.primitives.watched_process import kin_of
+from ftcoord.primitives.watched_process import children_of_process, children_of_thread, own_stack
 
 
 class ProcessMark:
@@ -59,7 +60,7 @@ class ProcessMark:
                 self._tell()
 
     def note_workers(self, starter: object, workers: Sequence[ProcessId]) -> None:
-        """What bears the mark and was started by one of those who `hold` it, in place of what it said before."""
+        """The workers that one of those who `hold` the mark has started, in place of what it said before."""
         with self._lock:
             before = self._workers.pop(starter, ())
             if workers:
@@ -84,6 +85,8 @@ class MarkedChildren:
 
     def __init__(self) -> None:
         self._process, self._pid = ProcessMark.of_process(), os.getpid()
+        self._strangers = _children_before()
+        """Children that are no workers: they were there before."""
         self._is_open, self._ends = True, False
         self.mark = self._process.text
         self._process.hold()
@@ -94,10 +97,12 @@ class MarkedChildren:
         self._process.count_ender(1)
 
     def note_workers(self, pids: Iterable[int]) -> None:
-        """The workers that bear the mark now, children that nobody has waited for. They may hide it later, and are
-        ended all the same."""
-        born = [(pid, kin_of(pid)) for pid in pids]
-        self._process.note_workers(self, [ProcessId(pid, kin.born) for pid, kin in born if kin is not None])
+        """Have the sentinel end these workers even if they hide the mark that they bear now, and the children that this
+        thread has forked since this was opened, which cannot show it. For the thread that starts the workers, while
+        nobody has waited for any of them. Raises OSError if the kernel does not list children."""
+        mine = own_stack()
+        forked = [one for one in _ids(children_of_thread()) if one.stack == mine != 0 and one not in self._strangers]
+        self._process.note_workers(self, list(dict.fromkeys([*_ids(pids), *forked])))
 
     def close(self) -> None:
         """Processes started from now on carry no mark, unless other handlers need it. Idempotent; does nothing in a
@@ -109,3 +114,15 @@ class MarkedChildren:
         self._process.note_workers(self, ())
         if self._ends:
             self._process.count_ender(-1)
+
+
+def _children_before() -> Set[ProcessId]:
+    """The children of this process; none without /proc."""
+    with suppress(OSError):
+        return {*_ids(children_of_process())}
+    return frozenset()
+
+
+def _ids(pids: Iterable[int]) -> list[ProcessId]:
+    """Of those that are still there."""
+    return [one for pid in pids if (one := ProcessId.of(pid)) is not None]

@@ -13,7 +13,6 @@ import select
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
@@ -22,7 +21,13 @@ from ftcoord.core.event_records import WorkerFailure
 from ftcoord.pidfd import P_PIDFD, open_pidfd
 from ftcoord.primitives.orphans import bears
 from ftcoord.primitives.step_thread import StepThread
-from ftcoord.primitives.watched_process import RECENT, is_being_started, oom_kills, status_after_wait
+from ftcoord.primitives.watched_process import (
+    RECENT,
+    children_of_thread,
+    is_being_started,
+    oom_kills,
+    status_after_wait,
+)
 from ftcoord.rendezvous.signals import handled_signals
 from ftcoord.rendezvous.worker_failures import WorkerProcess
 
@@ -166,12 +171,9 @@ def _agents_own() -> set[int]:
 
 
 def _workers(mark: str) -> Iterator[tuple[int, WorkerProcess]]:
-    """The marked children that this thread started, by their pidfds.
-
-    The agent starts its workers on the thread that calls the rendezvous. Linux lists children by thread, and a process
-    may have hundreds of threads.
-    """
-    for pid in map(int, Path("/proc/thread-self/children").read_text(encoding="ascii").split()):
+    """The marked children that this thread started, by their pidfds: the agent starts its workers on the thread that
+    calls the rendezvous."""
+    for pid in children_of_thread():
         _await_start(pid)
         with suppress(OSError):  # it has ended
             if bears(pid, mark):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.orphans import MARK, Orphans, ProcessId
 from ftcoord.primitives.sentinel import Sentinel
 from ftcoord.primitives.sentinel_orders import config_from, config_raw
-from ftcoord.primitives.watched_process import WatchedProcess, fate_of, kin_of, own_pidfd
+from ftcoord.primitives.watched_process import WatchedProcess, fate_of, own_pidfd
 
 
 @pytest.fixture
@@ -318,10 +318,35 @@ def test_orphans_that_have_written_over_their_environment_are_ended_and_nobody_e
         assert runs(strangers), "what a stranger has forked"
 
 
+def test_a_worker_that_was_forked_is_ended_with_what_it_forked_and_nobody_else() -> None:
+    """It shows what the dead process was started with, which has no mark. So does another child of that one."""
+    with ExitStack() as ends:
+        agent = subprocess.Popen(
+            [sys.executable, str(SCRIPTS / "forking.py")], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert agent.stdout is not None
+        ends.callback(agent.communicate)
+        ends.callback(agent.kill)
+        pids = [int(one) for one in agent.stdout.readline().split()]
+        for pid in pids:
+            ends.callback(stop, pid)
+        forked, below, program, other = pids
+        eventually(lambda: b"sleep" in Path(f"/proc/{program}/cmdline").read_bytes(), "it is another program")
+        named = [worker(forked), worker(program)._replace(stack=worker(forked).stack)]  # as before it became one
+        agent.kill()
+        agent.wait(DEADLINE)
+        with Orphans("mark-1", named, grace=60) as orphans:
+            while orphans.look():
+                orphans.wait()
+        eventually(lambda: not (runs(forked) or runs(below)), "the worker has ended, and what it has forked")
+        assert runs(program)
+        assert runs(other)
+
+
 def worker(pid: int) -> ProcessId:
-    kin = kin_of(pid)
-    assert kin is not None
-    return ProcessId(pid, kin.born)
+    found = ProcessId.of(pid)
+    assert found is not None
+    return found
 
 
 def environment(pid: int) -> bytes:
@@ -329,7 +354,8 @@ def environment(pid: int) -> bytes:
 
 
 def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_nobody_is_left_with_a_mark_that_nobody_has() -> None:

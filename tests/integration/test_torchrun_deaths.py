@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import warm
 from helpers import eventually
-from jobs import Job
+from jobs import SCRIPTS, Job
 from test_torchrun import decided
 from victims import runs
 
@@ -111,6 +113,21 @@ def test_a_worker_that_has_written_over_its_environment_ends_too_and_no_other_ru
         eventually(lambda: not runs(orphan), lambda: f"its worker {orphan} ends\n{dies.story()}")
         assert runs(other), lives.story()
         lives.finish("a")
+
+
+def test_a_worker_that_the_agent_has_forked_ends_too(etcd: EtcdServer, tmp_path: Path) -> None:
+    """`start_method=fork`: it shows the agent's own environment, which has no mark."""
+    agent = warm.Popen([sys.executable, str(SCRIPTS / "forked_worker.py"), etcd.get_endpoint(), str(tmp_path)])
+    with ExitStack() as ends:
+        ends.callback(agent.communicate)
+        ends.callback(agent.kill)
+        eventually(lambda: (tmp_path / "noted").exists(), "the agent has told of its worker")
+        (worker,) = (int(file.name.partition("-")[2]) for file in tmp_path.glob("worker-*"))
+        ends.callback(kill, os.pidfd_open(worker))
+        eventually(lambda: any(PROGRAM in command(pid) for pid in descendants(agent.pid)), "it has a sentinel")
+        agent.kill()
+        agent.wait()
+        eventually(lambda: not runs(worker), "its worker ends")
 
 
 def test_workers_are_left_alone_where_that_is_wanted(etcd: EtcdServer, tmp_path: Path) -> None:

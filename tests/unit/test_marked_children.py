@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 from helpers import in_fork
@@ -140,6 +142,32 @@ def test_workers_that_are_to_be_left_alone_are_not_named(sentinel: Told) -> None
     leaves.note_workers([os.getpid()])
     assert not sentinel.workers
     leaves.close()
+
+
+def test_children_that_are_forked_are_named_and_not_those_that_were_there_before(sentinel: Told) -> None:
+    """They cannot show the mark. A program that was started without it is no worker either."""
+    with forked():
+        children = ending()
+        with forked() as since, subprocess.Popen(["sleep", "600"], env={}) as program:
+            children.note_workers([])
+            assert [worker.pid for worker in sentinel.workers] == [since]
+            program.kill()
+        children.note_workers([])
+        assert not sentinel.workers
+        children.close()
+
+
+@contextmanager
+def forked() -> Iterator[int]:
+    """The number of a child that waits, and is no other program."""
+    pid = os.fork()
+    if not pid:
+        signal.pause()
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def born_of(pid: int) -> int:

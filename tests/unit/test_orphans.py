@@ -29,7 +29,7 @@ class Machine:
         return ["self", *map(str, sorted(self.running))]
 
     def seen(self, pid: int, mark: str) -> orphans._Seen | None:
-        return orphans._Seen(mark == MARK, born=pid, parent=1) if pid in self.running else None
+        return orphans._Seen(mark == MARK, hides=False, born=pid, parent=1, stack=pid) if pid in self.running else None
 
     def open_pidfd(self, pid: int) -> int:
         if len(self.open) >= self._room:
