@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import cast
 
+import pytest
 from worlds import World, simulated
 
 from ftcoord import concurrency
@@ -12,11 +13,14 @@ from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.managed_group import REJOIN_PAUSE, ManagedGroup
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
-from ftcoord.core.quorum_records import QuorumRequest
+from ftcoord.core.quorum_records import QuorumRequest, parse_replica
 from ftcoord.etcd.api import Get
-from ftcoord.testing import Fate
+from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT
+from ftcoord.testing import DELIVERED, Call, Fate
 
 JOB = parse_address("etcd://memory:1/job?heartbeat_timeout_ms=1000&min_replicas=2")
+UNBEATEN = parse_address("etcd://memory:1/job?min_replicas=2")
+"""A job whose replicas live as long as their leases do."""
 SLOW = Fate(arrives=0.35, answers=0.35)
 """It takes longer than the pause between beats, and less than a beat may take."""
 
@@ -77,6 +81,35 @@ def test_beats_are_written_though_etcd_takes_longer_than_their_interval(world: W
     group._closed.set()
     replica.leave(10)
     thread.join(60)
+
+
+@simulated
+def test_nobody_asks_for_a_rank_that_has_gone_though_its_request_is_still_under_way(world: World) -> None:
+    """It arrives later than a withdrawal alone may take."""
+    client, late = world.etcd.client(), list[Call]()
+    replica = Replica(client, UNBEATEN, "a", keeps_lease=True, dies_with_process=False)
+    replica.beat(concurrency.now() + 60)
+    gone = concurrency.event()
+
+    def delay_first(call: Call) -> Fate:
+        if call.writes and not late:
+            late.append(call)
+            return Fate(arrives=2 * TAKE_BACK_TIMEOUT)
+        return DELIVERED
+
+    def go() -> None:
+        world.until(lambda: late, "the request is under way")
+        gone.set()
+        replica.nudge()
+
+    client.fate = delay_first
+    concurrency.thread(go, "goes away").start()
+    with pytest.raises(TimeoutError):
+        replica.ask(QuorumRequest("a", "http://a:1", "a:2", 0, 1, False, "", 0, ()), concurrency.now() + 30, gone)
+    world.sleep(5)
+    ((key, value),) = world.keys(members_span(UNBEATEN.prefix).start).items()
+    assert parse_replica(key, value).asked == 0
+    replica.leave(10)
 
 
 @simulated

@@ -590,6 +590,20 @@ def test_a_member_that_reads_late_finds_its_roll_gone_and_joins_the_next_round(w
     check_rounds([*others, reader])
 
 
+@simulated
+def test_a_member_that_reads_its_seat_when_its_time_is_nearly_over_takes_it(world: World) -> None:
+    """The others count on it by then, and all of them read at this moment."""
+    waits = 10.0
+    client = world.etcd.client(lambda call: Fate(answers=0.5) if reads_chunk(call) else DELIVERED)
+    first = Agent(world, "first", client, (2, 2), IN_TWOS, join_timeout=waits)
+    world.sleep(waits - 0.2)
+    other = Agent(world, "other", world.etcd.client(), (2, 2), IN_TWOS)
+    work_together(world, [first, other])
+    assert first.ended is None
+    end(world, [first, other])
+    check_rounds([first, other])
+
+
 class Settler:
     """Decides as an older member might: another round in place of the present one."""
 
