@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -24,6 +24,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.errors import (
     ClientClosed,
+    EtcdError,
     EtcdNoSpace,
     EtcdUnavailable,
     LeaseLost,
@@ -224,12 +225,21 @@ class ExactlyOnceWriter:
         if self._session is None:
             within = TimeLimit(write_timeout(self._etcd), max(deadline, concurrency.now() + SHORTEST_TIMEOUT))
             # Not in the short attempts of a change: each grant that etcd answers too late leaves a lease of hours.
-            self._session = retry_until_answered(
+            session = retry_until_answered(
                 lambda _: Session(self._etcd, self._ttl, timeout=within.left()), deadline, self._closed
             )
-            if self._closed.is_set():  # meanwhile: `close()` may have seen no session
-                self._session.orphan()
+            self._session = self._one_of(session, within)
         return self._session.lease_id
+
+    def _one_of(self, session: Session, within: TimeLimit) -> Session:
+        """The new session; or that of a change in a signal handler, which was granted one meanwhile and has keys."""
+        if (earlier := self._session) is not None:
+            with suppress(EtcdError):  # it expires by itself
+                session.close(within.left())
+            return earlier
+        if self._closed.is_set():  # meanwhile: `close()` may have seen no session
+            session.orphan()
+        return session
 
     def _lease_is_gone(self, error: LeaseLost) -> None:
         if self._session is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import random
 from collections.abc import Callable
@@ -310,6 +311,25 @@ def test_what_etcd_has_no_space_for_and_writes_all_the_same_is_written(world: Wo
     with pytest.raises(EtcdNoSpace):
         write_once(world.observer, Put("/other", b"1"), 0)
     assert world.observer.get("/other").one is None
+
+
+@simulated
+def test_a_signal_handlers_change_outlives_the_grant_that_it_broke_into(world: World) -> None:
+    """Both find no lease, so each is granted one."""
+    grants = 0
+
+    def fate(call: Call) -> Fate:
+        nonlocal grants
+        if call.method == "grant" and (grants := grants + 1) == 1:
+            store.set("nested", b"")
+        return DELIVERED
+
+    store = EtcdStore(world.etcd.client(fate), "/s/", timedelta(seconds=5))
+    store.set("outer", b"")
+    gc.collect()
+    assert store.check(["nested", "outer"])
+    world.until(lambda: len(world.etcd.leases) == 1, "the other lease is given up")
+    store.close()
 
 
 @simulated
