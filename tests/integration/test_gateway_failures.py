@@ -34,6 +34,7 @@ def test_calls_time_out_while_etcd_is_gone_and_are_answered_when_it_is_back(
     with Gateway(job) as gateway:
         waits = quorum(natives, gateway, "waits", timeout=10.0)
         eventually(lambda: asked(job) == 1, "it asks")
+        beat(natives, gateway, "waits").result(DEADLINE)  # the gateway, too, knows by now that it has joined
         fragile.kill()
         late = [quorum(natives, gateway, "late", timeout=2.0), beat(natives, gateway, "new", timeout=2.0)]
         beat(natives, gateway, "waits").result(DEADLINE)  # a member that beats needs nothing of etcd
