@@ -1,7 +1,8 @@
 """Ends a manager's process through etcd, by an order to a member of the job.
 
 The member's manager takes the order, or the gateway that represents it, by deleting its key. The order is attached to a
-lease of its sender.
+lease of its sender. So is its mark, which the same transaction writes and nobody takes: it shows a sender that got no
+answer whether the order was written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.coordination.rank_group import end_process
-from ftcoord.core.layout import kill_key, kills_span, member_key, member_of, members_span
+from ftcoord.core.layout import kill_key, kill_mark_key, kills_span, member_key, member_of, members_span
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import EtcdError, NotInQuorum, StateError
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, Span, absent, exists, unchanged
@@ -138,7 +139,8 @@ def order_kill(
     lease = etcd.grant(ttl, timeout=within.left())
     key, there = kill_key(prefix, member), member_key(prefix, member)
     try:
-        put = partial(_put_order, etcd, there, Put(key, message.encode(), lease.id), also)
+        mark = kill_mark_key(prefix, lease.id)
+        put = partial(_put_order, etcd, there, Put(key, message.encode(), lease.id), mark, also)
         revision = retry_until_answered(put, deadline, concurrency.event())
         return revision is not None and _GivenOrder(etcd, key, there, revision, expires).await_taken(deadline)
     except UNANSWERED as error:
@@ -157,21 +159,23 @@ def _newest(etcd: Etcd, prefix: str, replica_id: str, within: TimeLimit) -> str 
     return None
 
 
-def _put_order(etcd: Etcd, there: str, order: Put, also: Sequence[Op], timeout: float) -> int | None:
-    """Write the order; returns its revision, also if an earlier attempt wrote it, and None if the member is gone.
+def _put_order(etcd: Etcd, there: str, order: Put, mark: str, also: Sequence[Op], timeout: float) -> int | None:
+    """Write the order, once; returns its revision, also if an earlier attempt wrote it and it was taken since. Returns
+    None if the member was gone before.
 
     Raises TimeoutError if there is another sender's order. It is not replaced: when one sender withdraws an order, the
     other one would conclude that its own was taken.
     """
-    guards = exists(there), absent(order.key)
-    put = etcd.txn(guards, [order, *also], [Get(Span(order.key))], timeout=timeout)
+    guards = absent(mark), exists(there), absent(order.key)
+    ops, look = [order, Put(mark, b"", order.lease), *also], [Get(Span(mark)), Get(Span(order.key))]
+    put = etcd.txn(guards, ops, look, timeout=timeout)
     if put.succeeded:
         return put.revision
-    if (found := put.range(0).one) is None:
-        return None
-    if found.lease != order.lease:
+    if (marked := put.range(0).one) is not None:
+        return marked.create_revision
+    if put.range(1).one is not None:
         raise TimeoutError("another order to end it is under way: see what becomes of that, and order again")
-    return found.create_revision
+    return None
 
 
 class _Found(Enum):
@@ -202,10 +206,10 @@ class _GivenOrder:
 
     def await_taken(self, deadline: float) -> bool:
         """Whether it was taken; False if the member's lease ended before that. See `order_kill` for what it raises."""
-        is_over = self._await(deadline, lambda order, there: order.one is None or there.one is None)
+        is_over = self._await(deadline, lambda order, there: self._is_gone(order.one) or there.one is None)
         found = self._withdraw()  # the truth: of the two watches one may be ahead of the other
         if found is _Found.CLAIMED and is_over:
-            self._await(deadline, lambda order, _there: order.one is None)
+            self._await(deadline, lambda order, _there: self._is_gone(order.one))
             found = self._withdraw()
         if found is _Found.CLAIMED:
             raise TimeoutError(
@@ -246,4 +250,9 @@ class _GivenOrder:
             raise TimeoutError(f"the order may be taken yet: it could not be withdrawn: {error}") from None
         if withdrawn.succeeded:
             return _Found.STANDING
-        return _Found.GONE if withdrawn.range(0).one is None else _Found.CLAIMED
+        return _Found.GONE if self._is_gone(withdrawn.range(0).one) else _Found.CLAIMED
+
+    def _is_gone(self, there: KeyValue | None) -> bool:
+        """Whether the order is gone, by what its key has now: that may be another sender's order. A claim keeps the
+        revision at which the key was created."""
+        return there is None or there.create_revision != self.revision

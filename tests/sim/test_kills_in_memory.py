@@ -11,8 +11,9 @@ from worlds import World, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.kills import LEASE_MARGIN, OrderedKill, order_kill, watch_kills
-from ftcoord.core.layout import kill_key
+from ftcoord.core.layout import kill_key, member_id
 from ftcoord.errors import NotInQuorum
+from ftcoord.etcd.api import Delete, Span
 from ftcoord.operator.orders import NothingThere, kill_replica
 from ftcoord.testing import DELIVERED, LOST_ANSWER, Call, Fate, MemoryClient
 
@@ -27,6 +28,12 @@ def soon(call: Callable[[], object]) -> None:
 
 def kill(client: MemoryClient, name: str = "a") -> bool:
     return order_kill(client, PREFIX, name, "why", concurrency.now() + WAIT)
+
+
+def loses_the_first_answer(arrives: float) -> Callable[[Call], Fate]:
+    """The answer to the first transaction is lost. The second one, which repeats it, is under way for so long."""
+    fates = iter([LOST_ANSWER, Fate(arrives=arrives)])
+    return lambda call: next(fates, DELIVERED) if call.method == "txn" else DELIVERED
 
 
 @simulated
@@ -143,6 +150,54 @@ def test_an_order_whose_answer_was_lost_is_given_once(world: World) -> None:
         kill(client)
     assert len(seen) == 1
     assert not world.keys(f"{PREFIX}/kill/")
+
+
+@simulated
+def test_an_order_that_was_taken_before_it_was_repeated_is_not_given_again(world: World) -> None:
+    """Its member ends with it, as a manager of ours does, or lives on for a while, as a gateway's replica does."""
+    giver = world.etcd.client(loses_the_first_answer(arrives=0.5))
+    lease, ended = join(world.observer, "a"), list[str]()
+
+    def obey(orders: Sequence[OrderedKill]) -> None:
+        for order in orders:
+            if order.take():
+                ended.append(order.message)
+                if world.seed % 2:
+                    world.observer.revoke(lease)
+
+    with watch_kills(world.observer, PREFIX, obey, world.scheduler.fail):
+        assert kill(giver)
+        world.sleep(2 * WAIT)
+    assert ended == ["why"]
+    assert not world.keys(f"{PREFIX}/kill/")
+    assert not world.keys(f"{PREFIX}/ordered/")
+
+
+@simulated
+def test_anothers_order_is_not_taken_for_ones_own(world: World) -> None:
+    """One's own was taken before, and its member is still there."""
+    giver = world.etcd.client(loses_the_first_answer(arrives=0.5))
+    order = kill_key(PREFIX, member_id(join(world.observer, "a")))
+    told: list[bool] = []
+    soon(lambda: told.append(kill(giver)))
+    world.until(lambda: world.keys(order), "it is ordered")
+    world.observer.txn((), [Delete(Span(order))])
+    world.observer.put(order, b"another's", world.observer.grant(60).id)
+    world.until(lambda: told, "the first one is told", WAIT - 1)
+    assert told == [True]
+
+
+@simulated
+def test_the_mark_of_an_order_goes_with_its_lease(world: World) -> None:
+    """Its giver dies before it could revoke that."""
+    client = world.etcd.client()
+    join(client, "a")
+    soon(lambda: (world.sleep(1), client.cut_off()))
+    with pytest.raises(TimeoutError, match="may be taken yet"):
+        kill(client)
+    assert world.keys(f"{PREFIX}/ordered/")
+    world.sleep(WAIT + LEASE_MARGIN + 1)
+    assert not world.keys(f"{PREFIX}/ordered/")
 
 
 @simulated
