@@ -168,7 +168,11 @@ class QuorumPolicy:
         if isinstance(verdict, Publish):
             self._seen.tries(verdict.record)
             told = signed(self._events(view, previous, verdict.record), me, int(created * 1000))
-            return replace(self._encoded(verdict, view, roster), events=told)
+            published = replace(self._encoded(verdict, view, roster), events=told)
+            if previous is not None and previous.seated.keys() != verdict.record.seated.keys():
+                self._follow(view, previous, me)  # or nobody tells how members ended whose replicas are back
+                published = replace(published, nothing_follows=False)
+            return published
         late, look_at = self._late_ends(view, previous, me, now)
         times = [at for at in (verdict.until, next_death, look_at) if at is not None]
         return Wait(verdict.reason, min(times, default=None), verdict.rule, signed(late, me, int(created * 1000)))
@@ -176,24 +180,32 @@ class QuorumPolicy:
     def _late_ends(
         self, view: View, previous: QuorumRecord | None, me: str, now: float
     ) -> tuple[list[HistoryEvent], float | None]:
-        """The events for the history while nothing is decided, and when to look again. Only the oldest member writes
-        them: those that stand by see the same."""
-        if previous is None or not view.members or member_of(view.members[0].key) != me:
+        """The events for the history while nothing is decided, and when to look again."""
+        present = self._follow(view, previous, me) if previous is not None else None
+        if present is None:
             return [], None
-        present = {known.candidate.member for known in self._known.values()}
-        present.update(map(member_of, self._members.unreadable))
-        if self._late.begins and (before := self._seen.before) is not None:
-            # Others may have decided without the decider before this one, while its lease lived.
-            known = present.union(map(member_of, view.departed))
-            self._late.follow(before, known)
-            self._late.follow(previous, known)
-        self._late.follow(previous, present)
         about = self._late.asks_for(present, now)
         if not about:
             return [], self._late.due
         names = {known.candidate.request.replica_id for known in self._known.values()}
         ends = self._late.ends(present, names, self._causes_of(about), self._words_of(view, about), now)
         return ends, self._late.due
+
+    def _follow(self, view: View, previous: QuorumRecord, me: str) -> set[str] | None:
+        """Follow the members of the last quorum; returns the members that are present. Only the oldest member does, and
+        writes how they ended, since those that stand by see the same; None for all others."""
+        if not view.members or member_of(view.members[0].key) != me:
+            return None
+        present = {known.candidate.member for known in self._known.values()}
+        present.update(map(member_of, self._members.unreadable))
+        if self._late.begins and (before := self._seen.before) is not None:
+            # Others may have decided without the decider before this one, while its lease lived. What became of members
+            # that were gone before, the decider before this one has told.
+            known = present.union(map(member_of, view.departed))
+            self._late.follow(replace(before, seats=tuple(one for one in before.seats if one.member in known)), known)
+            self._late.follow(previous, known)
+        self._late.follow(previous, present)
+        return present
 
     def _events(self, view: View, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
         """The events for the history of a decision: none, at the cost of no request, in a step of the same replicas."""

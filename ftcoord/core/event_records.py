@@ -38,6 +38,7 @@ EventKind: TypeAlias = Literal[
     "silent",
     "ordered",
 ]
+EndId: TypeAlias = tuple[str, int, str, str]
 _KINDS: Final = frozenset(get_args(EventKind))
 
 
@@ -97,6 +98,8 @@ class HistoryEvent:
         wall_ms: when, on the writer's clock, in milliseconds since 1970. For people: no order depends on it, except
             that of ends which one writer saw.
         since_ms: for `lost`: the time after which it happened, on the same clock; 0 if unknown.
+        member: for the end of a replica's part in a quorum: the member that it was. So its second death is not taken
+            for the first, told again. Empty for all other events.
     """
 
     kind: str
@@ -109,6 +112,14 @@ class HistoryEvent:
     by: str = ""
     wall_ms: int = 0
     since_ms: int = 0
+    member: str = ""
+
+    @property
+    def end_id(self) -> EndId:
+        """What is the same in all reports of one end: its kind, round or quorum, node and member. A member dies once,
+        whatever the last quorum was that its reporter knew of."""
+        number = -1 if self.member and self.kind == "died" else self.number
+        return self.kind, number, self.node, self.member
 
     @property
     def is_end(self) -> bool:
@@ -184,7 +195,7 @@ def read_history(kvs: Iterable[tuple[str, bytes, int]]) -> list[PastEvent]:
             event = parse_event(key, value)
         except StateError:
             continue
-        what = (event.kind, event.number, event.node) if event.is_end else event
+        what = event.end_id if event.is_end else event
         if what in told:
             continue
         if _begins_again(event, highest):

@@ -12,10 +12,12 @@ class Loss:
     """A lost member.
 
     Args:
+        member: its id.
         replica_id: its name.
         cause: one line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; empty if no cause is known.
     """
 
+    member: str
     replica_id: str
     cause: str
 
@@ -49,7 +51,7 @@ class Losses:
         """Note that a member is gone; returns the loss, if it is already certain."""
         replica_id = self._there.pop(member)
         if cause:
-            return Loss(replica_id, cause)
+            return Loss(member, replica_id, cause)
         self._waited_for[member] = (replica_id, now + self._timeout)
         return None
 
@@ -66,5 +68,5 @@ class Losses:
             now: monotonic seconds.
         """
         replicas = {member: self._waited_for.pop(member)[0] for member in self.over(now)}
-        lost = [Loss(one, causes.get(member, "")) for member, one in replicas.items() if one not in names]
+        lost = [Loss(member, one, causes.get(member, "")) for member, one in replicas.items() if one not in names]
         return lost, [one for one in replicas.values() if one in names]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.event_records import EndId, HistoryEvent
 from ftcoord.core.losses import Losses
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat
 from ftcoord.core.round_history import MOST_ENDS, counted, named
@@ -22,7 +22,9 @@ class LateEnds:
 
     A death or a departure is reported at once. A replica that is gone without a cause is reported as lost if no member
     has its name after `timeout` seconds. Replicas that the last quorum went on without, although their leases lived,
-    are followed too: their hosts may be lost. Each end is reported once.
+    are followed too: their hosts may be lost. So is the former member of a replica that the last quorum has under
+    another one: if it died or left, that is reported also when the replica was back before anybody noticed. Each end is
+    reported once.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -31,9 +33,11 @@ class LateEnds:
         self._names: dict[str, str] = {}
         """The replicas' names, by member id."""
         self._numbers: dict[str, int] = {}
-        """The id of the last quorum in which each had a seat, by name."""
+        """The id of the last quorum in which each had a seat, by member id."""
+        self._replaced: set[str] = set()
+        """Those of them whose replicas have had a seat under another member since."""
         self._losses = Losses({}, timeout)
-        self._told: set[tuple[int, str, str]] = set()
+        self._told: set[EndId] = set()
 
     @property
     def due(self) -> float | None:
@@ -57,12 +61,14 @@ class LateEnds:
         seats = {seat.member: _name(seat) for seat in quorum.seats}
         if before is not None and before.id == quorum.id and seats.keys() <= self._names.keys():
             return
-        absent = {one: name for one, name in self._names.items() if one in present and name not in quorum.names}
+        unnoticed = {one: self._names[one] for one in self._losses.gone(())}
+        # What became of a replica that is gone, and has no seat any more, was written with that decision.
+        absent = {one: name for one, name in unnoticed.items() if one in present or name in quorum.names}
+        self._replaced = {one for one, name in absent.items() if one in self._replaced or name in quorum.names}
         self._names = absent | seats
-        self._numbers = {name: self._numbers[name] for name in absent.values()}
-        self._numbers |= dict.fromkeys(seats.values(), quorum.id)
+        self._numbers = {one: self._numbers[one] for one in absent} | dict.fromkeys(seats, quorum.id)
         self._losses = Losses(self._names, self._timeout)
-        self._told = {one for one in self._told if one[0] in self._numbers.values()}
+        self._told = {one for one in self._told if one[-1] in self._names}
 
     def asks_for(self, present: Collection[str], now: float) -> list[str]:
         """The members whose causes and words `ends` needs, by id."""
@@ -89,19 +95,20 @@ class LateEnds:
             known, word = causes.get(member), words.get(member)
             loss = self._losses.note(member, known[0] if known else word or "", now)
             if loss is not None:
-                found.append(_end(self._numbers[loss.replica_id], loss.replica_id, known, word))
-        over = {self._names[member]: member for member in self._losses.over(now)}
+                found.append(_end(self._numbers[member], member, loss.replica_id, known, word))
         lost, _ = self._losses.judge(names, {member: known[0] for member, known in causes.items()}, now)
         found += [
-            _end(self._numbers[one.replica_id], one.replica_id, causes.get(over[one.replica_id]), None) for one in lost
+            _end(self._numbers[one.member], one.member, one.replica_id, causes.get(one.member), None)
+            for one in lost
+            if one.cause or one.member not in self._replaced  # else it came back, and may be gone again by now
         ]
         told = self.untold(found)[:MOST_ENDS]
-        self._told |= {(end.number, end.kind, end.node) for end in told}
+        self._told |= {end.end_id for end in told}
         return told
 
     def untold(self, events: Sequence[HistoryEvent]) -> list[HistoryEvent]:
         """The events that `ends` has not returned yet."""
-        return [one for one in events if (one.number, one.kind, one.node) not in self._told]
+        return [one for one in events if one.end_id not in self._told]
 
 
 def quorum_events(
@@ -124,9 +131,9 @@ def quorum_events(
     gone = lost_seats(previous, new)
     ended = previous.id if previous else 0
     ends = [
-        _silence(ended, _name(seat))
+        _silence(ended, seat)
         if seat.member in silent and seat.member not in causes
-        else _end(ended, _name(seat), causes.get(seat.member), words.get(seat.member))
+        else _end(ended, seat.member, _name(seat), causes.get(seat.member), words.get(seat.member))
         for seat in gone[:MOST_ENDS]
     ]
     return [*ends, HistoryEvent("quorum", new.id, reason=_reason(previous, new, [_name(seat) for seat in gone]))]
@@ -137,17 +144,18 @@ def signed(events: Sequence[HistoryEvent], by: str, wall_ms: int) -> list[Histor
     return [replace(one, by=by, wall_ms=wall_ms) for one in events]
 
 
-def _end(number: int, name: str, known: tuple[str, int] | None, word: str | None) -> HistoryEvent:
+def _end(number: int, member: str, name: str, known: tuple[str, int] | None, word: str | None) -> HistoryEvent:
     if known is not None:
-        return HistoryEvent("died", number, name, name, f"{name}: {known[0]}", noted=known[1])
+        return HistoryEvent("died", number, name, name, f"{name}: {known[0]}", noted=known[1], member=member)
     if word is not None:
-        return HistoryEvent("left", number, name, name, f"{name} left ({word})")
+        return HistoryEvent("left", number, name, name, f"{name} left ({word})", member=member)
     # A decider that has only just taken over has not seen whether it said that it leaves.
-    return HistoryEvent("lost", number, name, name, f"{name} is gone (its lease ended, or it left)")
+    return HistoryEvent("lost", number, name, name, f"{name} is gone (its lease ended, or it left)", member=member)
 
 
-def _silence(number: int, name: str) -> HistoryEvent:
-    return HistoryEvent("lost", number, name, name, f"{name} is silent (no heartbeat came in time)")
+def _silence(number: int, seat: QuorumSeat) -> HistoryEvent:
+    name = _name(seat)
+    return HistoryEvent("lost", number, name, name, f"{name} is silent (no heartbeat came in time)", member=seat.member)
 
 
 def _reason(previous: QuorumRecord | None, new: QuorumRecord, gone: Sequence[str]) -> str:

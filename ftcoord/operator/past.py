@@ -183,7 +183,7 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
     last = next((one for one in reversed(past) if one.event.is_end), None)
     if last is None:
         return Explanation(FORMAT, status.job, status.healthy, "", None, 0, "", now, "")
-    number, ends = last.event.number, ends_in(past, last.event.number)
+    number, ends = last.event.number, _of_last_members(ends_in(past, last.event.number))
     first = _best_known(in_causal_order(ends)[0], ends)
     successor = next((one.event for one in past if one.event.kind == "quorum" and one.revision >= last.revision), None)
     lost = f"The others lost the step that they were in, at most. {_healing(quorum)}"
@@ -202,10 +202,17 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
     )
 
 
+def _of_last_members(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
+    """The ends without those of replicas that came back since, under the same quorum id, and ended again."""
+    last = {end.node: end.member for end in ends}
+    return [end for end in ends if end.member == last[end.node]]
+
+
 def _best_known(first: HistoryEvent, ends: Sequence[HistoryEvent]) -> HistoryEvent:
     """The others may have gone on without a replica long before anybody knew what had become of it."""
     ranks = {"died": 0, "lost": 1}
-    return min((end for end in ends if end.node == first.node), key=lambda end: ranks.get(end.kind, len(ranks)))
+    same = [end for end in ends if (end.node, end.member) == (first.node, first.member)]
+    return min(same, key=lambda end: ranks.get(end.kind, len(ranks)))
 
 
 def _healing(quorum: QuorumStatus | None) -> str:
@@ -275,5 +282,4 @@ def _head(reason: str) -> str:
 
 
 def _revision_of(past: Sequence[PastEvent], event: HistoryEvent) -> int:
-    what = event.kind, event.number, event.node
-    return next(one.revision for one in past if (one.event.kind, one.event.number, one.event.node) == what)
+    return next(one.revision for one in past if one.event.end_id == event.end_id)

@@ -541,6 +541,31 @@ def test_a_replica_that_is_back_under_another_lease_is_not_told_as_lost(world: W
         assert [past.event.kind for past in history(world, PAIR.prefix)] == ["quorum"]
 
 
+@simulated
+def test_each_death_of_a_replica_is_told_though_the_quorum_keeps_its_id(world: World) -> None:
+    """Each time it is back under its name, and the replicas are the same."""
+    with ExitStack() as stack:
+        one = stack.enter_context(replica_of(world.etcd.client(), PAIR, "a"))
+        for life in range(3):
+            client = world.etcd.client()
+            other = stack.enter_context(replica_of(client, PAIR, "b"))
+            join = in_background(lambda other=other: until_both(other))
+            until_both(one)
+            join()
+            if life < 2:
+                client.cut_off()
+                death = encode(Death(f"killed in life {life}", 0))
+                world.observer.put(death_key(PAIR.prefix, member_id(other.lease)), death)
+                world.etcd.expire(other.lease)
+        told = lambda: [past.event for past in history(world, PAIR.prefix)]  # noqa: E731
+        world.until(lambda: len(told()) == 3, "all of it is told")
+        assert [(one.kind, one.number) for one in told()] == [("quorum", 1), ("died", 1), ("died", 1)]
+        assert [one.reason for one in told()[1:]] == ["b: killed in life 0", "b: killed in life 1"]
+        why = explain(tell_job(read_job(world.observer, KEY_PREFIX, PAIR.name), Rules()), (), events_of(world, PAIR))
+        assert why.first is not None
+        assert why.first.reason == "b: killed in life 1"
+
+
 # -- an etcd that takes no history -----------------------------------------------------------------------------
 
 

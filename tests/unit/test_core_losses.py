@@ -23,7 +23,7 @@ def test_nobody_is_gone_that_is_there_and_strangers_do_not_count(losses: Losses)
 
 def test_the_dead_are_lost_at_once_and_once(losses: Losses) -> None:
     assert losses.gone({"1", "3"}) == ["2"]
-    assert losses.note("2", "killed", 10.0) == Loss("b", "killed")
+    assert losses.note("2", "killed", 10.0) == Loss("2", "b", "killed")
     assert losses.gone({"1", "3"}) == []
     assert losses.due == inf
     assert losses.judge(set(), {}, 100.0) == ([], [])
@@ -33,7 +33,7 @@ def test_who_is_gone_without_a_word_is_lost_if_it_does_not_come_back_in_time(los
     assert [losses.note(member, "", at) for member, at in (("1", 10.0), ("2", 11.0), ("3", 12.0))] == [None] * 3
     assert losses.gone(set()) == []
     assert losses.due == 10.0 + TIMEOUT
-    assert losses.judge({"b"}, {"1": "it was killed"}, 11.0 + TIMEOUT) == ([Loss("a", "it was killed")], ["b"])
+    assert losses.judge({"b"}, {"1": "it was killed"}, 11.0 + TIMEOUT) == ([Loss("1", "a", "it was killed")], ["b"])
     assert losses.due == 12.0 + TIMEOUT
-    assert losses.judge({"b"}, {}, 12.0 + TIMEOUT) == ([Loss("c", "")], [])
+    assert losses.judge({"b"}, {}, 12.0 + TIMEOUT) == ([Loss("3", "c", "")], [])
     assert losses.due == inf

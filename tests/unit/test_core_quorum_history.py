@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ftcoord.core.event_records import HistoryEvent
+from dataclasses import replace
+
+from ftcoord.core.event_records import HistoryEvent, encode, read_history
 from ftcoord.core.quorum_history import LateEnds, quorum_events
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
 
@@ -13,6 +15,12 @@ def quorum(id_: int, *names: str, incarnation: int = 1) -> QuorumRecord:
     """The member of each is its name and a number."""
     requests = [QuorumRequest(name, "", "", 0, 1, False, "", 0, ()) for name in names]
     seats = tuple(QuorumSeat(f"{one.replica_id}{incarnation}", 1, one) for one in requests)
+    return QuorumRecord(id_, id_, seats, (), 0.0, "me")
+
+
+def seated(id_: int, *members: str) -> QuorumRecord:
+    """Each member's replica is called by its first letter."""
+    seats = tuple(QuorumSeat(one, 1, QuorumRequest(one[0], "", "", 0, 1, False, "", 0, ())) for one in members)
     return QuorumRecord(id_, id_, seats, (), 0.0, "me")
 
 
@@ -70,7 +78,43 @@ def test_the_lease_of_who_came_back_under_another_one_ends_unseen() -> None:
     late, there = LateEnds(TIMEOUT), {"a1", "b1", "a2", "b2"}
     late.follow(quorum(3, "a", "b"), there)
     late.follow(quorum(4, "a", "b", incarnation=2), there)
-    assert late.asks_for({"a2", "b2"}, 1.0) == []
+    assert late.asks_for(there, 1.0) == []
+    assert late.asks_for({"a2", "b2"}, 1.0) == ["a1", "b1"]
+    assert late.ends({"a2", "b2"}, {"a", "b"}, {}, {}, 1.0) == []
+    assert late.ends({"a2", "b2"}, {"a", "b"}, {}, {}, 1.0 + TIMEOUT) == []
+    assert late.asks_for({"a2", "b2"}, 1.0 + TIMEOUT) == []
+
+
+def test_who_died_is_told_though_it_was_back_before_anybody_noticed() -> None:
+    late = LateEnds(TIMEOUT)
+    late.follow(seated(3, "a1", "b1", "c1", "d1"), {"a1", "b1", "c1", "d1"})
+    late.follow(seated(3, "a1", "b2", "c2", "d2"), {"a1", "b2", "c2", "d1", "d2"})
+    assert late.asks_for({"a1", "b2", "c2", "d1", "d2"}, 1.0) == ["b1", "c1"]
+    ends = late.ends({"a1", "b2", "c2", "d1", "d2"}, {*"abcd"}, {"b1": ("killed", 7)}, {"c1": "it left"}, 1.0)
+    assert said(ends) == [("died", 3, "b"), ("left", 3, "c")]
+    late.follow(seated(4, "a1", "b2", "c2", "d2", "e1"), {"a1", "b2", "c2", "d1", "d2", "e1"})
+    late_one = late.ends({"a1", "b2", "c2", "d2", "e1"}, {*"abcde"}, {"d1": ("killed", 9)}, {}, 2.0)
+    assert said(late_one) == [("died", 3, "d")]
+
+
+def test_a_lease_that_ends_after_its_replica_was_back_is_no_loss_though_that_is_gone_again() -> None:
+    late = LateEnds(TIMEOUT)
+    late.follow(seated(3, "a1", "b1"), {"a1", "b1"})
+    late.follow(seated(3, "a1", "b2"), {"a1", "b1", "b2"})
+    assert said(late.ends({"a1"}, {"a"}, {"b2": ("killed", 9)}, {}, 1.0)) == [("died", 3, "b")]
+    assert late.ends({"a1"}, {"a"}, {}, {}, 1.0 + TIMEOUT) == []
+
+
+def test_a_replica_that_dies_twice_within_one_quorum_id_is_told_twice() -> None:
+    """But what two deciders say of one death counts once."""
+    late, ends = LateEnds(TIMEOUT), list[HistoryEvent]()
+    for life in ("b1", "b2"):
+        late.follow(seated(3, "a1", life), {"a1", life})
+        ends += late.ends({"a1"}, {"a"}, {life: ("killed", 7)}, {}, 1.0)
+    assert [(one.kind, one.number, one.member) for one in ends] == [("died", 3, "b1"), ("died", 3, "b2")]
+    again = replace(ends[1], number=2, by="another decider")
+    past = read_history((str(at), encode(one), at) for at, one in enumerate([*ends, again]))
+    assert [one.event for one in past] == ends
 
 
 def test_a_successor_tells_of_the_decider_before_it_without_which_another_one_decided() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+
+import pytest
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import layout
@@ -75,3 +78,37 @@ def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> 
     second = policy.decide(replace(later, seen=seen), "a", 5.8)
     assert isinstance(second, Publish)
     assert [(one.kind, one.node, one.by) for one in second.events] == [("lost", "b", "a"), ("quorum", "", "a")]
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_a_replica_that_died_and_is_back_in_the_same_decision_is_told_after_it(takes_over: bool) -> None:
+    """The decision, in which a step is waiting, neither reads nor writes more for it."""
+    asked: list[str] = []
+
+    def causes(members: Iterable[str]) -> dict[str, tuple[str, int]]:
+        asked.extend(members)
+        return {"b1": ("b was killed", 7)}
+
+    def decider() -> QuorumPolicy:
+        return QuorumPolicy(PREFIX, QuorumOptions(2, 60.0), 60.0, dict, HighestSeen(), causes)
+
+    policy = decider()
+    first = policy.decide(view(a1=replica("a", 1), b1=replica("b", 1)), "a1", 0.0)
+    assert isinstance(first, Publish)
+    key, roster = layout.decided_key(PREFIX), first.puts[0][1]
+    back = replace(
+        view(a1=replica("a", 2, after=1, heard=1), b2=replica("b", 1)),
+        decided=KeyValue(key, first.record, 9, 9, 1, 1),
+        roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
+    )
+    policy = decider() if takes_over else policy
+    second = policy.decide(back, "a1", 1.0)
+    assert isinstance(second, Publish)
+    assert quorum_of(second, roster).id == 1
+    assert (second.events, asked, second.nothing_follows) == ([], [], False)
+    puts = dict(second.puts)
+    decided = KeyValue(key, second.record, 9, 12, 2, 1)
+    kept = KeyValue(layout.roster_key(key), puts.get(layout.roster_key(key), roster), 9, 12, 2, 1)
+    after = policy.decide(replace(back, decided=decided, roster=kept), "a1", 1.0)
+    assert isinstance(after, Wait)
+    assert [(one.kind, one.number, one.node, one.member) for one in after.events] == [("died", 1, "b", "b1")]

@@ -77,7 +77,7 @@ V_ROUNDS_AND_QUORUMS: Final = 3
 OTHERS: Final = {
     Beat: "name data left",
     Death: "cause wall_ms",
-    HistoryEvent: "kind number who node reason failures noted by wall_ms since_ms",
+    HistoryEvent: "kind number who node reason failures noted by wall_ms since_ms member",
     Candidacy: "name after nonce",
     Term: "number member name by",
     Arrival: "party parties after known nonce",
