@@ -116,10 +116,14 @@ class HistoryEvent:
 
     @property
     def end_id(self) -> EndId:
-        """What is the same in all reports of one end: its kind, round or quorum, node and member. A member dies once,
-        whatever the last quorum was that its reporter knew of."""
-        number = -1 if self.member and self.kind == "died" else self.number
-        return self.kind, number, self.node, self.member
+        """What is the same in all reports of one end: its kind, round or quorum, node and member.
+
+        A replica's death is known by the revision at which its cause was written: whatever the last quorum was that the
+        reporter knew of, and though a process that lost a lease was two members, each with that cause.
+        """
+        if self.kind == "died" and self.member:
+            return self.kind, self.noted, self.node, ""
+        return self.kind, self.number, self.node, self.member
 
     @property
     def is_end(self) -> bool:

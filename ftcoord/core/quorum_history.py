@@ -37,7 +37,8 @@ class LateEnds:
         self._replaced: set[str] = set()
         """Those of them whose replicas have had a seat under another member since."""
         self._losses = Losses({}, timeout)
-        self._told: set[EndId] = set()
+        self._told: dict[EndId, str] = {}
+        """The ends that were reported, and their members."""
 
     @property
     def due(self) -> float | None:
@@ -59,16 +60,22 @@ class LateEnds:
             return
         before, self._quorum = self._quorum, quorum
         seats = {seat.member: _name(seat) for seat in quorum.seats}
-        if before is not None and before.id == quorum.id and seats.keys() <= self._names.keys():
-            return
+        if before is None or before.id != quorum.id or not seats.keys() <= self._names.keys():
+            self._follow_anew(quorum, seats, present)
+        self._replaced = {  # two processes of one name may take a seat in turn
+            one
+            for one, name in self._names.items()
+            if one not in seats and (one in self._replaced or name in quorum.names)
+        }
+
+    def _follow_anew(self, quorum: QuorumRecord, seats: Mapping[str, str], present: Collection[str]) -> None:
         unnoticed = {one: self._names[one] for one in self._losses.gone(())}
         # What became of a replica that is gone, and has no seat any more, was written with that decision.
         absent = {one: name for one, name in unnoticed.items() if one in present or name in quorum.names}
-        self._replaced = {one for one, name in absent.items() if one in self._replaced or name in quorum.names}
-        self._names = absent | seats
+        self._names = absent | dict(seats)
         self._numbers = {one: self._numbers[one] for one in absent} | dict.fromkeys(seats, quorum.id)
         self._losses = Losses(self._names, self._timeout)
-        self._told = {one for one in self._told if one[-1] in self._names}
+        self._told = {end: member for end, member in self._told.items() if member in self._names}
 
     def asks_for(self, present: Collection[str], now: float) -> list[str]:
         """The members whose causes and words `ends` needs, by id."""
@@ -102,9 +109,11 @@ class LateEnds:
             for one in lost
             if one.cause or one.member not in self._replaced  # else it came back, and may be gone again by now
         ]
-        told = self.untold(found)[:MOST_ENDS]
-        self._told |= {end.end_id for end in told}
-        return told
+        told = dict[EndId, HistoryEvent]()
+        for end in self.untold(found)[:MOST_ENDS]:
+            told.setdefault(end.end_id, end)
+        self._told |= {id_: end.member for id_, end in told.items()}
+        return list(told.values())
 
     def untold(self, events: Sequence[HistoryEvent]) -> list[HistoryEvent]:
         """The events that `ends` has not returned yet."""

@@ -42,7 +42,7 @@ def causes_of(etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: 
 
 
 class KnownCause(NamedTuple):
-    """Why a process died, and etcd's revision at which the cause was written."""
+    """Why a process died, and etcd's revision at which the cause was first written."""
 
     cause: str
     revision: int
@@ -58,7 +58,7 @@ def causes_known(
     first, last = min(wanted), max(wanted)
     span = Span(first) if first == last else Span(first, stop=f"{last}\0")
     found = read_snapshot(partial(etcd.range, timeout=timeout), lambda then: then.pages(span))
-    causes = {wanted[kv.key]: KnownCause(_cause(kv), kv.mod_revision) for kv in found if kv.key in wanted}
+    causes = {wanted[kv.key]: KnownCause(_cause(kv), kv.create_revision) for kv in found if kv.key in wanted}
     return {member: known for member, known in causes.items() if known.cause}
 
 

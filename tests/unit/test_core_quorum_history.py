@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ftcoord.core.event_records import HistoryEvent, encode, read_history
 from ftcoord.core.quorum_history import LateEnds, quorum_events
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
@@ -108,13 +110,38 @@ def test_a_lease_that_ends_after_its_replica_was_back_is_no_loss_though_that_is_
 def test_a_replica_that_dies_twice_within_one_quorum_id_is_told_twice() -> None:
     """But what two deciders say of one death counts once."""
     late, ends = LateEnds(TIMEOUT), list[HistoryEvent]()
-    for life in ("b1", "b2"):
+    for life, revision in (("b1", 7), ("b2", 9)):
         late.follow(seated(3, "a1", life), {"a1", life})
-        ends += late.ends({"a1"}, {"a"}, {life: ("killed", 7)}, {}, 1.0)
+        ends += late.ends({"a1"}, {"a"}, {life: ("killed", revision)}, {}, 1.0)
     assert [(one.kind, one.number, one.member) for one in ends] == [("died", 3, "b1"), ("died", 3, "b2")]
     again = replace(ends[1], number=2, by="another decider")
     past = read_history((str(at), encode(one), at) for at, one in enumerate([*ends, again]))
     assert [one.event for one in past] == ends
+
+
+@pytest.mark.parametrize("others_go_on", [False, True])
+def test_the_death_of_who_had_lost_a_lease_is_told_once(others_go_on: bool) -> None:
+    """Its sentinel writes the cause for both of its members, in one transaction."""
+    late, cause = LateEnds(TIMEOUT), ("killed", 7)
+    late.follow(seated(3, "a1", "b1"), {"a1", "b1"})
+    late.follow(seated(3, "a1", "b2"), {"a1", "b1", "b2"} if others_go_on else {"a1", "b2"})
+    if others_go_on:  # the lease that was lost ends last
+        written = quorum_events(seated(3, "a1", "b2"), seated(4, "a1"), {"b2": cause}, {})[:1]
+        late.follow(seated(4, "a1"), {"a1", "b1"})
+    else:
+        assert late.ends({"a1", "b2"}, {"a", "b"}, {}, {}, 0.0) == []
+        written = late.ends({"a1"}, {"a"}, {"b2": cause}, {}, 1.0)
+    written += late.ends({"a1"}, {"a"}, {"b1": cause}, {}, TIMEOUT)
+    past = read_history((str(at), encode(one), at) for at, one in enumerate(written))
+    assert [(one.event.kind, one.event.member) for one in past] == [("died", "b2")]
+
+
+def test_the_loss_of_who_got_its_seat_back_from_another_process_of_its_name_is_told() -> None:
+    late = LateEnds(TIMEOUT)
+    for member in ("b1", "b2", "b1"):
+        late.follow(seated(3, "a1", member), {"a1", "b1", "b2"})
+    assert late.ends({"a1"}, {"a"}, {}, {}, 1.0) == []
+    assert said(late.ends({"a1"}, {"a"}, {}, {}, 1.0 + TIMEOUT)) == [("lost", 3, "b")]
 
 
 def test_a_successor_tells_of_the_decider_before_it_without_which_another_one_decided() -> None:
