@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Final
 
 from simulator.found import FOUND
@@ -11,16 +12,21 @@ OPTIONS: Final = {"join_timeout": 1.0, "min_replicas": 1.0}
 
 TIMES: Final = (3.0, 9.1, 15.2, 21.3, 27.4, 33.5)
 
-ROSTERS_ARE_DELETED: Final = Plan(
-    0,
-    "quorums",
-    {"trainer": 3},
-    tuple(PlannedFault(at, "delete_key", draw) for at, draw in zip(TIMES, (0, 5, 11, 17, 19, 23), strict=True)),
-    Network(delay=0.3),
-    38.0,
-    options=OPTIONS,
+_DRAWS: Final = random.Random(0)
+ROSTERS_ARE_DELETED: Final = tuple(
+    Plan(
+        0,
+        "quorums",
+        {"trainer": 3},
+        tuple(PlannedFault(at, "delete_key", _DRAWS.randrange(30)) for at in TIMES),
+        Network(delay=0.4),
+        38.0,
+        options=OPTIONS,
+    )
+    for _ in range(60)
 )
-"""Somebody deletes a quorum's roster, and a decision is on its way that does not write it anew."""
+"""Somebody deletes a quorum's roster, and a decision is on its way that does not write it anew. Which key a draw means
+depends on all keys that are there, so one plan would bring this only until a key is added; each third of these does."""
 CUT_OFF_WHILE_ETCD_IS_WIPED: Final = Plan(
     0,
     "restores",

@@ -40,7 +40,7 @@ MUTANTS: Final = (
     Mutant(
         "a quorum's roster is written without its guard", "ftcoord.primitives.group.decided_record",
         "return [unchanged(self._roster_key, self._roster.mod_revision if self._roster else 0)]", "return []",
-        ("quorums",), plan=ROSTERS_ARE_DELETED,
+        ("quorums",), plans=ROSTERS_ARE_DELETED,
     ),
     Mutant(
         "a roster that is deleted is not put back", "ftcoord.primitives.group.decided_record",
@@ -70,7 +70,7 @@ MUTANTS: Final = (
     Mutant(
         "no member asks whether a watch has missed the last change", "ftcoord.primitives.mirror",
         "if {kv.key: kv.mod_revision for kv in now.kvs} != {key: kv.mod_revision for key, kv in self.kvs.items()}:",
-        "if False:", ALL, plan=THE_LAST_DECISION_IS_MISSED,
+        "if False:", ALL, plans=(THE_LAST_DECISION_IS_MISSED,),
     ),
     Mutant(
         "one watch event is dropped after a read", "ftcoord.primitives.mirror",
@@ -79,7 +79,7 @@ MUTANTS: Final = (
     Mutant(
         "a copy is not doubted when its watch began again", "ftcoord.primitives.mirror",
         "if self._began is not None and item is not self._began:", "if False:", ("restores", "lost quorums"),
-        plan=CUT_OFF_WHILE_ETCD_IS_RESTORED,
+        plans=(CUT_OFF_WHILE_ETCD_IS_RESTORED,),
     ),
     Mutant(
         "a member's key that is gone is not put back", "ftcoord.primitives.group.group",
@@ -108,7 +108,7 @@ MUTANTS: Final = (
         "a watch that goes on drops the first event", "ftcoord.testing.backend",
         "missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)",
         "missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)[1:]", ALL,
-        plan=A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,
+        plans=(A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,),
     ),
     # -- leases -------------------------------------------------------------------------------------------------------
     Mutant(
@@ -157,7 +157,7 @@ MUTANTS: Final = (
     Mutant(
         "nodes of an earlier round do not learn of a round that etcd lost", "ftcoord.core.rendezvous",
         "wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]",
-        "wanting = [*poll.asking]", RESTORES, plan=CUT_OFF_WHILE_ETCD_IS_WIPED,
+        "wanting = [*poll.asking]", RESTORES, plans=(CUT_OFF_WHILE_ETCD_IS_WIPED,),
     ),
     Mutant(
         "a new round forgets who is drained", "ftcoord.core.forming",
@@ -167,7 +167,7 @@ MUTANTS: Final = (
         "a new node ignores earlier rounds", "ftcoord.rendezvous.node",
         "self._numbers.heard(self._highest_round(pace))",
         "self._highest_round(pace)", ("rounds",),
-        plan=ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
+        plans=(ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,),
     ),
     Mutant(
         "the last round's store stays open", "ftcoord.rendezvous.policy",

@@ -24,7 +24,7 @@ class Mutant:
             many lines.
         profiles: those whose seeds are tried.
         raises: the names of the errors that it is seen by where no oracle speaks: nothing else counts.
-        plan: a history that brings what it needs, which is tried before all seeds.
+        plans: histories that bring what it needs, which are tried before all seeds.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Mutant:
     planted: str
     profiles: tuple[str, ...]
     raises: tuple[str, ...] = ()
-    plan: Plan | None = None
+    plans: tuple[Plan, ...] = ()
 
     def is_seen_in(self, report: Report) -> bool:
         """Whether that history fails by an oracle, or by an error that this mutant is said to raise."""
@@ -99,14 +99,14 @@ class AlreadyFails(ValueError):
 
 
 def caught_by(mutant: Mutant, seeds: range = range(10_000)) -> Report | None:
-    """The first history in which an oracle sees it, of its own plan and these seeds; None if none does.
+    """The first history in which an oracle sees it, of its own plans and these seeds; None if none does.
 
     Raises AlreadyFails where the same history fails without it, and ValueError if it cannot be planted.
     """
     report = None
     drawn = (plan_of(seed, mutant.profiles[seed % len(mutant.profiles)]) for seed in seeds)
     with planted(mutant):
-        for plan in drawn if mutant.plan is None else itertools.chain((mutant.plan,), drawn):
+        for plan in itertools.chain(mutant.plans, drawn):
             report = play(plan)
             if mutant.is_seen_in(report):
                 break

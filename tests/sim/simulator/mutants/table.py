@@ -18,7 +18,7 @@ def line(mutant: Mutant, report: Report | None, seeds: int) -> str:
     module = mutant.module.removeprefix("ftcoord.")
     if report is None:
         return f"| {mutant.name} | `{module}` | {', '.join(mutant.profiles)} | below {seeds} | {NOT_SEEN} |"
-    seed = "its own plan" if report.plan == mutant.plan else report.plan.seed
+    seed = "its own plan" if report.plan in mutant.plans else report.plan.seed
     return f"| {mutant.name} | `{module}` | {report.plan.profile} | {seed} | {report.oracle} |"
 
 
