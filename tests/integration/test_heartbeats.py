@@ -62,9 +62,9 @@ def keys_of(client: EtcdClient, run: str) -> Sequence[KeyValue]:
 
 def test_one_comes_changes_and_leaves(etcd: EtcdServer, prefix: str) -> None:
     endpoint = etcd.get_endpoint()
-    with ftcoord.Heartbeat(prefix, "early", 5, etcd=endpoint), watching(prefix, endpoint) as events:
+    with ftcoord.Heartbeat(prefix, "early", 30, etcd=endpoint), watching(prefix, endpoint) as events:
         assert events.next() == HeartbeatEvent("joined", "early")
-        with ftcoord.Heartbeat(prefix, "a/ä", 5, {"x": [1, None]}, etcd=endpoint) as heartbeat:
+        with ftcoord.Heartbeat(prefix, "a/ä", 30, {"x": [1, None]}, etcd=endpoint) as heartbeat:
             assert events.next() == HeartbeatEvent("joined", "a/ä", {"x": [1, None]})
             heartbeat.update("more")
             assert events.next() == HeartbeatEvent("updated", "a/ä", "more")
@@ -77,8 +77,9 @@ def test_one_that_is_killed_expires_and_its_successor_speaks_for_it(
 ) -> None:
     endpoint = etcd.get_endpoint()
     code = "import ftcoord, sys\nwith ftcoord.Heartbeat(*sys.argv[1:3], 10, 1, etcd=sys.argv[3]): sys.stdin.read()"
+    alone = {"FTCOORD_SENTINEL": "0"}  # who stands beside one for long enough would say that it died
     with watching(prefix, endpoint) as events:
-        with python("-c", code, prefix, "a", endpoint), python("-c", code, prefix, "b", endpoint):
+        with python("-c", code, prefix, "a", endpoint, env=alone), python("-c", code, prefix, "b", endpoint, env=alone):
             assert {events.next().name, events.next().name} == {"a", "b"}
         with ftcoord.Heartbeat(prefix, "a", 10, 2, etcd=endpoint):
             assert events.next() == HeartbeatEvent("updated", "a", 2)
@@ -100,7 +101,7 @@ def test_an_outage_loses_nobody(fragile: EtcdServer) -> None:
 
 def test_a_heartbeat_that_etcd_lost_comes_back(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
     endpoint = etcd.get_endpoint()
-    with ftcoord.Heartbeat(prefix, "a", 2, 1, etcd=endpoint), watching(prefix, endpoint) as events:
+    with ftcoord.Heartbeat(prefix, "a", 6, 1, etcd=endpoint), watching(prefix, endpoint) as events:
         assert events.next() == HeartbeatEvent("joined", "a", 1)
         for _ in range(2):
             client.revoke(keys_of(client, prefix)[0].lease)
