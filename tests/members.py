@@ -21,7 +21,8 @@ from ftcoord.primitives.group.policy import View
 from ftcoord.primitives.session import Session
 
 CALL_TIMEOUT = 5.0
-RECORD_TTL = 4
+RECORD_TTL = 60
+"""Seconds; longer than a crowded machine keeps a decider from renewing it."""
 
 
 class Roll:
@@ -230,7 +231,8 @@ class Node:
 
 
 if __name__ == "__main__":
-    own = Node(EtcdClient(EtcdConfig.load(sys.argv[1])), sys.argv[2], ttl=6)  # it may be killed
+    endpoint, prefix, *record_ttl = sys.argv[1:]
+    own = Node(EtcdClient(EtcdConfig.load(endpoint)), prefix, "", 6, *map(int, record_ttl))  # it may be killed
     print(own.id, flush=True)
     sys.stdin.read()
     own.leave()

@@ -68,7 +68,7 @@ def parse(key: str, value: bytes, roster: bytes | None) -> bytes:
 
 @contextlib.contextmanager
 def membership(
-    client: EtcdClient, prefix: str, policy: Roll, ttl: int = 2
+    client: EtcdClient, prefix: str, policy: Roll, ttl: int = 60
 ) -> Iterator[tuple[Membership[bytes], threading.Condition]]:
     changed = threading.Condition()
     member = Membership(client, prefix, policy, parse, changed, ttl=ttl, record_ttl=60, within=LIMIT)
@@ -81,7 +81,7 @@ def test_a_member_whose_thread_fails_is_told(
     client: EtcdClient, prefix: str, node: Callable[..., Node], caplog: pytest.LogCaptureFixture
 ) -> None:
     """And is no member any more, so that others go on without it."""
-    with membership(client, prefix, Broken(prefix)) as (member, changed):
+    with membership(client, prefix, Broken(prefix), ttl=2) as (member, changed):
         member.enter(b"1", LIMIT)
         with changed:
             assert changed.wait_for(lambda: member.lost, DEADLINE)
