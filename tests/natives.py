@@ -14,6 +14,9 @@ from typing import Any
 
 CHILD = Path(__file__).with_name("native_child.py")
 DEADLINE = 90.0
+TIMED_OUT = r"status: Cancelled, message.*Timeout expired|status: DeadlineExceeded"
+"""What a native call raises when its time is over. The second is gRPC's own text: on a busy machine ftcoord's answer, a
+tenth of a second before the deadline, comes too late."""
 
 
 class Natives:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from cutting import Cutter
 from helpers import DEADLINE, eventually, freeze, python
-from natives import Natives
+from natives import TIMED_OUT, Natives
 
 from benchmarks.metrics import Load
 from ftcoord import EtcdServer
@@ -179,24 +179,25 @@ def test_what_a_replica_sends_all_are_told(natives: Natives, gateway: Gateway) -
     assert abs(told[0]["created"] - time.time()) < 3600
 
 
-def test_a_call_whose_time_is_over_says_so_and_does_not_ask_any_more(
-    natives: Natives, gateway: Gateway, job: str
-) -> None:
-    call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1.0)
-    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
-        call.result(DEADLINE)
-    eventually(lambda: members(job) and not asked(job), "the request is taken back")
+def test_a_call_whose_time_is_over_says_so_and_does_not_ask_any_more(natives: Natives, etcd: EtcdServer) -> None:
+    job = job_of(etcd, heartbeat_timeout_ms=60_000)
+    with Gateway(job) as gateway:
+        natives.do("beat", lighthouse=gateway.address(), name="x").result(DEADLINE)
+        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1.0)
+        with pytest.raises(TimeoutError, match=TIMED_OUT):
+            call.result(DEADLINE)
+        eventually(lambda: members(job) and not asked(job), "the request is taken back")
 
 
 def test_the_gateway_itself_says_so_too(natives: Natives, etcd: EtcdServer) -> None:
     job = job_of(etcd, heartbeat_timeout_ms=60_000)
     with Gateway(job) as gateway:
-        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=5.0)
-        eventually(lambda: asked(job) == 1, "it asks")
+        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=10.0)
+        eventually(lambda: asked(job) == 1 or call.done(), "it asks")
         freeze(natives.pid)  # its own clock does not see the time-out first
         eventually(lambda: not asked(job), "its time is over")
         os.kill(natives.pid, signal.SIGCONT)
-        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        with pytest.raises(TimeoutError, match=TIMED_OUT):
             call.result(DEADLINE)
 
 
@@ -231,7 +232,6 @@ def test_one_that_beats_is_waited_for_until_it_is_silent(natives: Natives, etcd:
     with Gateway(job) as gateway:
         last_beat = time.monotonic()
         natives.do("beat", lighthouse=gateway.address(), name="silent").result(DEADLINE)
-        assert members(job) == 1
         told = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=DEADLINE).result(DEADLINE)
         assert time.monotonic() - last_beat > 3.9
         assert [one["replica_id"] for one in told["members"]] == ["x"]
@@ -388,7 +388,7 @@ def test_without_etcd_calls_wait_and_time_out(natives: Natives, fragile: EtcdSer
     fragile.stop()
     with Gateway(job) as gateway:
         call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1.0)
-        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        with pytest.raises(TimeoutError, match=TIMED_OUT):
             call.result(DEADLINE)
         began = time.monotonic()
     assert time.monotonic() - began < DEADLINE, "it ends all the same"
@@ -403,7 +403,7 @@ def test_with_a_hanging_etcd_calls_time_out(natives: Natives, fragile: EtcdServe
         freeze(natives.pid)
         threading.Event().wait(2.5)
         os.kill(natives.pid, signal.SIGCONT)
-        with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
+        with pytest.raises(TimeoutError, match=TIMED_OUT):
             call.result(DEADLINE)
         fragile.resume()
         eventually(lambda: not asked(job), "the request is taken back")
@@ -436,8 +436,8 @@ def test_the_command_serves_until_it_is_told_to_end(natives: Natives, job: str, 
     with process(job) as gateway:
         natives.manage(gateway.address, "a", "b")
         natives.ask("a", "b")
-        waiting: Future[Any] = natives.do("quorum", name="a", step=1, timeout=5)
-        eventually(lambda: asked(job) == 3, "a asks")
+        waiting: Future[Any] = natives.do("quorum", name="a", step=1, timeout=10)
+        eventually(lambda: asked(job) == 3 or waiting.done(), "a asks")
         began = time.monotonic()
         code, errors = gateway.end(number)
         assert code == 0
