@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from ftcoord.embedded.ports import LOOPBACK, ReservedPort
 from ftcoord.etcd.api import Batch, Began, Event, WatchItem
 
 DEADLINE = 90.0
@@ -96,6 +97,16 @@ def open_files() -> set[tuple[str, str]]:
         with contextlib.suppress(FileNotFoundError):  # that of this list
             found.add((number, os.readlink(f"/proc/self/fd/{number}")))
     return found
+
+
+_own_ports: list[ReservedPort] = []
+
+
+def own_port() -> int:
+    """A port that nobody else is given while these tests run, also while its server is down. A server that sets
+    SO_REUSEADDR, as Python's and etcd do, may listen there."""
+    _own_ports.append(ReservedPort(LOOPBACK))
+    return _own_ports[-1].number
 
 
 def pem(kind: str) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
 import pytest
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE, eventually, own_port
 from rdzv_nodes import spawn
 from replicas import ReplicaProcess, replica_processes
 
@@ -29,17 +28,12 @@ WAIT = threading.Event().wait
 GONE = r'status: Unknown, message: "transport error"'
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
-
-
 class Group:
     """A replica group: its manager and rank 0 in the process `zero`, rank 1 in `one`."""
 
     def __init__(self, zero: ReplicaProcess, one: ReplicaProcess) -> None:
         self.zero, self.one = zero, one
-        self.bind = f"[::]:{free_port()}"
+        self.bind = f"[::]:{own_port()}"
         self.address = zero.manage("a", world_size=2, bind=self.bind)
 
     def train(self, step: int) -> int:
@@ -171,7 +165,7 @@ def test_nobody_takes_a_kill_for_one_that_is_no_manager(etcd: EtcdServer, prefix
     lighthouse = LighthouseClient(job, LONG)
     lighthouse.heartbeat("a")
     with pytest.raises(TimeoutError, match="was not taken"):
-        lighthouse.kill("a", "now", SHORT)
+        lighthouse.kill("a", "now", timedelta(seconds=3))  # and not for want of time to order it
     with etcd.get_client() as client:
         assert not client.range(Get(members_span(f"{parse_address(job).prefix}/kill"))).kvs
     lighthouse.close()
@@ -269,7 +263,7 @@ def test_what_the_manager_before_was_told_does_not_count(group: Group) -> None:
 
 def test_a_manager_is_looked_for_until_it_is_there(etcd: EtcdServer, prefix: str) -> None:
     job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1"
-    port = free_port()
+    port = own_port()
     with replica_processes(job, 1) as (zero,):
         looking = spawn(partial(ManagerClient, f"http://localhost:{port}", LONG))
         zero.manage("a", bind=f"[::]:{port}")

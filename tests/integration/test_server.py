@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from helpers import DEADLINE, eventually, freeze
+from helpers import DEADLINE, eventually, freeze, own_port
 
 import ftcoord
 from ftcoord.embedded.binary import find_etcd
@@ -129,7 +129,7 @@ def test_nobody_gets_the_port_of_a_killed_server(server: EtcdServer) -> None:
     with socket.socket() as thief, pytest.raises(OSError, match="in use"):
         thief.bind(("127.0.0.1", server.get_port()))
     server.restart()
-    assert server.healthy()
+    assert server.healthy(DEADLINE)
 
 
 def test_given_data_dir_is_kept(tmp_path: Path, scratch: Path) -> None:
@@ -144,13 +144,11 @@ def test_given_data_dir_is_kept(tmp_path: Path, scratch: Path) -> None:
 
 
 def test_given_port_log_and_host(tmp_path: Path) -> None:
-    with listening_socket() as listener:
-        port = listener.getsockname()[1]
-    log = tmp_path / "server.log"
+    port, log = own_port(), tmp_path / "server.log"
     with EtcdServer(port=port, host="localhost", log_path=log) as server:
         assert server.get_port() == port
         assert server.get_endpoint() == f"localhost:{port}"
-        assert server.healthy()
+        assert server.healthy(DEADLINE)
     assert log.read_text()
 
 
@@ -162,7 +160,7 @@ def test_out_of_space_is_still_started(scratch: Path) -> None:
             "etcd refuses a write",
         )
         server.restart()
-        assert server.healthy()
+        assert server.healthy(DEADLINE)
 
 
 def test_log_goes_to_the_stderr_that_start_was_given(tmp_path: Path, scratch: Path) -> None:
@@ -180,7 +178,7 @@ def test_log_goes_to_the_stderr_that_start_was_given(tmp_path: Path, scratch: Pa
 def test_etcd_variables_of_the_environment_do_not_reach_it(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETCD_LISTEN_METRICS_URLS", "nonsense")
     with EtcdServer() as server:
-        assert server.healthy()
+        assert server.healthy(DEADLINE)
 
 
 def test_pause_hangs_it_and_resume_lets_it_go_on(server: EtcdServer) -> None:
@@ -236,7 +234,7 @@ def test_calls_that_need_a_started_server_say_so() -> None:
 def test_starting_twice_is_an_error(server: EtcdServer) -> None:
     with pytest.raises(ServerError, match="started already"):
         server.start()
-    assert server.healthy()
+    assert server.healthy(DEADLINE)
 
 
 def test_a_given_port_that_is_taken_is_named(scratch: Path) -> None:
@@ -465,11 +463,11 @@ if child == 0:
     server.stop()
     sys.exit(0)  # runs the exit handlers that it inherited
 os.waitpid(child, 0)
-sys.exit(0 if server.healthy() else 1)
+sys.exit(0 if server.healthy(timeout=60) else 1)
 """
     )
     assert process.wait(DEADLINE) == 0
-    assert not alive(etcd)
+    eventually(lambda: not alive(etcd), "it ends with its parent")
 
 
 def test_a_forked_child_may_not_steer_it(server: EtcdServer) -> None:
@@ -484,7 +482,7 @@ def test_a_forked_child_may_not_steer_it(server: EtcdServer) -> None:
         server.stop()
         os._exit(refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
-    assert server.healthy()
+    assert server.healthy(DEADLINE)
 
 
 def test_a_stopped_parent_does_not_matter(parent: Parent) -> None:
@@ -497,7 +495,7 @@ def test_a_stopped_parent_does_not_matter(parent: Parent) -> None:
         process.send_signal(signal.SIGCONT)
     process.communicate()
     assert process.returncode == 0
-    assert not alive(etcd)
+    eventually(lambda: not alive(etcd), "it ends with its parent")
 
 
 def test_it_survives_the_thread_that_started_it(scratch: Path) -> None:
@@ -506,7 +504,7 @@ def test_it_survives_the_thread_that_started_it(scratch: Path) -> None:
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        assert server.healthy()
+        assert server.healthy(DEADLINE)
     server.stop()
 
 
@@ -531,7 +529,7 @@ def test_etcd_ends_with_a_killed_supervisor(server: EtcdServer, scratch: Path) -
     server.stop()
     assert list(scratch.iterdir()) == []
     server.start()
-    assert server.healthy()
+    assert server.healthy(DEADLINE)
 
 
 def test_an_answer_that_nobody_read_is_skipped(server: EtcdServer) -> None:
