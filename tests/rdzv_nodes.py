@@ -274,6 +274,10 @@ class NodeProcess:
         self._process.kill()
         self._process.wait()
 
+    def die(self) -> None:
+        """SIGKILL, and be there for its sentinel, which reads how it ended: unlike `kill`, this does not reap it."""
+        self._process.kill()
+
     def pause(self) -> None:
         """Stop it with SIGSTOP, until `resume()`."""
         freeze(self._process.pid)

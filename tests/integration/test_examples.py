@@ -14,8 +14,8 @@ from pathlib import Path
 import warm
 from helpers import DEADLINE, eventually
 from jobs import Job
+from victims import sentinels_of
 
-from ftcoord.demo.agents import descendants
 from ftcoord.embedded.server import EtcdServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -71,10 +71,6 @@ def test_a_finished_training_says_so_when_it_is_started_again(etcd: EtcdServer, 
             assert [step for _, step, _ in progress(job, "a")] == ([] if number else [50, 100, 150, 200])
 
 
-def has_sentinel(pid: int) -> bool:
-    return any(b"sentinel_main" in Path(f"/proc/{child}/cmdline").read_bytes() for child in descendants(pid))
-
-
 def test_a_worker_hears_of_what_its_peer_died(etcd: EtcdServer, tmp_path: Path) -> None:
     env = {**os.environ, "FTCOORD_ENDPOINTS": etcd.get_endpoint(), "JOB": tmp_path.name, "WORLD_SIZE": "2"}
     with ExitStack() as ends:
@@ -99,7 +95,7 @@ def test_a_worker_hears_of_what_its_peer_died(etcd: EtcdServer, tmp_path: Path) 
             lambda: all(f"rank {rank} of 2 trains" in said(rank) for rank in range(2)),
             lambda: f"both train\n{said(0)}\n{said(1)}",
         )
-        eventually(lambda: has_sentinel(victim.pid), "the victim has its sentinel")
+        eventually(lambda: sentinels_of(victim.pid), "the victim has its sentinel")
         victim.kill()
         assert survivor.wait(DEADLINE) == 1, said(0)
     death = f"{os.uname().nodename} (pid {victim.pid}) was killed by signal 9 (SIGKILL)"

@@ -126,7 +126,7 @@ def test_all_tell_the_same_story_of_a_node_that_was_killed(
         victim, *others = nodes
         eventually(lambda: sentinels_of(victim.pid), "a sentinel stands beside it")
         host = f"{socket.gethostname()} (pid {victim.pid})"
-        victim.kill()
+        victim.die()
         for node in others:
             eventually(lambda node=node: node.ask("waiting"), "it is called back")  # type: ignore[misc]
 
