@@ -26,6 +26,8 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc import batching
 from ftcoord.etcd.rpc.transport import Transport
 
+LONG = {"timeout": DEADLINE}
+
 
 class Line:
     """Between a client and etcd: counts the requests that write, holds them up, and loses them or their answers."""
@@ -87,7 +89,7 @@ def own(etcd: EtcdServer, line: Line) -> Iterator[EtcdClient]:
 
 
 def submit(
-    client: EtcdClient, key: str, *guards: Compare, value: bytes = b"", lease: int = 0, timeout: float = 5
+    client: EtcdClient, key: str, *guards: Compare, value: bytes = b"", lease: int = 0, timeout: float = DEADLINE
 ) -> Told:
     told = Told()
     client.submit(guards, [Put(key, value, lease)], told, timeout=timeout)
@@ -98,7 +100,7 @@ def crowd(line: Line, client: EtcdClient, prefix: str, count: int) -> list[Told]
     """So many at once: the first is on its way while the others are made."""
     line.free.clear()
     first = Told()
-    leader = threading.Thread(target=client.submit, args=((), [Put(f"{prefix}/0", b"")], first), kwargs={"timeout": 5})
+    leader = threading.Thread(target=client.submit, args=((), [Put(f"{prefix}/0", b"")], first), kwargs=LONG)
     sent = len(line.sizes)
     leader.start()
     eventually(lambda: len(line.sizes) > sent, "the first is on its way")
@@ -110,7 +112,7 @@ def crowd(line: Line, client: EtcdClient, prefix: str, count: int) -> list[Told]
 
 def test_one_alone_is_told_before_submit_returns(own: EtcdClient, prefix: str, line: Line) -> None:
     told = Told()
-    own.submit((), [Put(prefix, b"x")], told, timeout=5)
+    own.submit((), [Put(prefix, b"x")], told, timeout=DEADLINE)
     assert told.written.revision == own.get(prefix).kvs[0].mod_revision
     assert line.sizes == [1]
 
@@ -223,7 +225,7 @@ def test_who_does_not_come_is_not_waited_for_long(own: EtcdClient, prefix: str, 
 def _is_quick(client: EtcdClient, key: str, told: Told) -> bool:
     """Whether a transaction is made on this thread. One after the other: the client is told of its end after we are."""
     told.results.clear()
-    client.submit((), [Put(key, b"")], told, timeout=5)
+    client.submit((), [Put(key, b"")], told, timeout=DEADLINE)
     quick = bool(told.results)
     return told.written.succeeded and quick
 
@@ -253,7 +255,7 @@ def test_an_interrupt_of_whoever_sends_is_told_to_all(own: EtcdClient, prefix: s
     line.after = interrupt
     told = Told()
     with pytest.raises(KeyboardInterrupt):
-        own.submit((), [Put(prefix, b"")], told, timeout=5)
+        own.submit((), [Put(prefix, b"")], told, timeout=DEADLINE)
     assert isinstance(told.result, OutcomeUnknown)
     for one in crowd(line, own, prefix, 5):
         assert one.written
@@ -269,7 +271,7 @@ def test_a_fault_of_whoever_is_told_costs_nobody_else_theirs(own: EtcdClient, pr
     leader.start()
     eventually(lambda: line.sizes, "the first is on its way")
     before = submit(own, f"{prefix}/before")
-    own.submit((), [Put(f"{prefix}/fault", b"")], fault, timeout=5)
+    own.submit((), [Put(f"{prefix}/fault", b"")], fault, timeout=DEADLINE)
     behind = submit(own, f"{prefix}/behind")
     line.free.set()
     leader.join()
@@ -280,11 +282,12 @@ def test_a_fault_of_whoever_is_told_costs_nobody_else_theirs(own: EtcdClient, pr
 
 
 def test_a_closed_client_tells_so_and_its_thread_ends(own: EtcdClient, prefix: str, line: Line) -> None:
+    before = set(threading.enumerate())  # those of other tests may end at any time
     for one in crowd(line, own, prefix, 5):
         assert one.written
     own.close()
     assert isinstance(submit(own, prefix).result, ClientClosed)
-    assert not any(thread.name == "ftcoord-writes" for thread in threading.enumerate())
+    assert not {thread for thread in threading.enumerate() if thread.name == "ftcoord-writes"} - before
 
 
 def test_a_forked_child_is_refused(own: EtcdClient, prefix: str, line: Line) -> None:
@@ -313,7 +316,7 @@ def test_many_at_once_are_each_done_once_and_told_once(own: EtcdClient, prefix: 
                 results(result)
                 ended.set()
 
-            own.submit([Compare(key, "version", "=", made)], [Put(key, b"")], done, timeout=5)
+            own.submit([Compare(key, "version", "=", made)], [Put(key, b"")], done, timeout=DEADLINE)
             if not ended.wait(DEADLINE):
                 problems.append(f"{key} was not told")
                 return
