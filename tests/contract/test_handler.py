@@ -106,7 +106,7 @@ def test_a_round_takes_no_more_than_max_nodes(make_nodes: MakeNodes) -> None:
 
 
 def test_join_timeout(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    nodes = make_nodes(2, 2, join_timeout=0.5)
+    nodes = make_nodes(2, 2, join_timeout=2)
     lonely = nodes.one()
     with pytest.raises(RendezvousTimeoutError, match="join_timeout"):
         lonely.join().result(DEADLINE)
@@ -117,7 +117,7 @@ def test_join_timeout(make_nodes: MakeNodes, client: EtcdClient) -> None:
 
 def test_a_node_that_timed_out_may_try_again(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, 2)
-    impatient = nodes.one(join_timeout=0.5)
+    impatient = nodes.one(join_timeout=2)
     with pytest.raises(RendezvousTimeoutError):
         impatient.join().result(DEADLINE)
     node = impatient.handler._node
@@ -146,13 +146,13 @@ def test_a_late_node_is_signalled_and_admitted(make_nodes: MakeNodes) -> None:
 
 def test_redundancy_list(make_nodes: MakeNodes) -> None:
     """Spares beyond max are not signalled, wait longer than the join time-out, and replace who is lost."""
-    run = make_nodes(2, 2, join_timeout=0.5)
+    run = make_nodes(2, 2, join_timeout=3)
     first, second = run.add(2, join_timeout=DEADLINE)
     join_all([first, second])
     spare, other = run.add(2, join_timeout=DEADLINE)
     waiting = {spare: waits(spare), other: waits(other)}
     impatient = waits(run.one())
-    threading.Event().wait(1)
+    threading.Event().wait(3.5)
     assert not any(join.done() for join in (impatient, *waiting.values()))
     assert not any(node.signalled() for node in (first, second))
     second.fail()

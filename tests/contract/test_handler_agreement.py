@@ -357,12 +357,13 @@ def test_a_failed_run_is_started_again_under_its_id(make_nodes: MakeNodes) -> No
 def test_a_failed_run_may_be_started_again_with_other_limits_while_a_node_of_it_is_still_ending(
     make_nodes: MakeNodes,
 ) -> None:
-    run = make_nodes(2, 2, run_id="other limits again", lease_ttl=2)
+    ttl = 5
+    run = make_nodes(2, 2, run_id="other limits again", lease_ttl=ttl)
     failed, slow = run.add(2)
     join_all([failed, slow])
     failed.end_with(FAILURE)
-    join = waits(make_nodes(1, 1, run_id="other limits again", lease_ttl=2).one())
-    threading.Event().wait(4)  # longer than it takes to be refused
+    join = waits(make_nodes(1, 1, run_id="other limits again", lease_ttl=ttl).one())
+    threading.Event().wait(2 * ttl)  # longer than it takes to be refused
     assert not join.done()
     slow.fail()
     assert join.result(DEADLINE).round == 2
@@ -458,7 +459,7 @@ def test_a_decider_that_leaves_says_why(make_nodes: MakeNodes, client: EtcdClien
 def test_why_a_round_ended_is_known_as_far_as_it_can_be(
     make_nodes: MakeNodes, client: EtcdClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = make_nodes(1, 3, lease_ttl=2)
+    run = make_nodes(1, 3, lease_ttl=5)
     nodes = run.add(3)
     join_all(nodes)
     nodes[2].fail()

@@ -290,7 +290,7 @@ def test_a_write_is_resolved_as_soon_as_etcd_answers_again(unfriendly: Any) -> N
     read = {"response_range": {"kvs": [{"key": b"/key", "value": b"1"}], "count": 1}}
     done = messages.message("TxnResponse")(succeeded=True, responses=[{"response_put": {}}, read]).SerializeToString()
     answers["Txn"] = lambda context: answer(context) if next(attempts) < 4 else done
-    assert write_once(client, Put("/key", b"1"), 0, timeout=5).done
+    assert write_once(client, Put("/key", b"1"), 0, timeout=DEADLINE).done
     assert calls == ["Txn"] * 4
     assert max(begun) < 2 * WRITE_ATTEMPT_TIMEOUT
 
@@ -513,7 +513,7 @@ from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.session import Session
 client = EtcdClient(EtcdConfig.load(sys.argv[1]))
-session = Session(client, 3)
+session = Session(client, 60)
 client.put("/key", b"", session.lease_id)
 watch = client.watch(Span("/key"), 1, lambda item: None)
 children = []
@@ -670,7 +670,7 @@ clients = [EtcdClient(EtcdConfig.load(sys.argv[1])) for _ in range(5)]
 for client in clients:
     began = threading.Event()
     client.watch(Span("/key"), 0, lambda item: began.set())
-    client.renew(client.grant(5).id)
+    client.renew(client.grant(60).id)
     began.wait()
 """
 
@@ -686,7 +686,7 @@ def test_no_thread_is_left_behind(etcd: EtcdServer, prefix: str) -> None:
     before = set(threading.enumerate())
     with etcd.get_client() as client:
         client.watch(Span(prefix), 1, lambda item: None)
-        client.renew(client.grant(5).id)
+        client.renew(client.grant(60).id)
     eventually(lambda: set(threading.enumerate()) <= before, what="the end of its threads")
 
 

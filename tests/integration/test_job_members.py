@@ -413,6 +413,7 @@ def lines(call: Callable[[], object]) -> str:
 def test_errors_are_one_line_that_says_all(fragile: EtcdServer) -> None:
     address = f"etcd://{fragile.get_endpoint()}/job?min_replicas=2"
     client = LighthouseClient(address, LONG)
+    client.heartbeat("a", LONG)  # joins, which may take longer than a call has
     assert "no quorum was decided in time" in lines(lambda: client.quorum("a", SHORT))
     assert "http://host:port" in lines(lambda: ManagerClient(address, SHORT))
     assert "its manager is up" in lines(lambda: ManagerClient("http://127.0.0.1:1", SHORT))

@@ -143,7 +143,7 @@ def test_the_interface_of_torchelastic(etcd: EtcdServer) -> None:
     assert one.num_nodes_waiting() == 0
     assert not one.is_closed()
     one.set_closed()
-    late, lonely = handler("torchelastic", 1), handler("lonely", 2, join_timeout=0.5)
+    late, lonely = handler("torchelastic", 1), handler("lonely", 2, join_timeout=2)
     with pytest.raises(RendezvousClosedException):
         late.next_rendezvous()
     with pytest.raises(RendezvousTimeoutException):

@@ -279,7 +279,7 @@ def test_a_decider_that_is_behind_calls_nobody_dead(
     etcd: EtcdServer, client: EtcdClient, job: Job, threads: ThreadPoolExecutor
 ) -> None:
     """It hears of two requests, long after they were made, and of the beats of the others only later."""
-    job = replace(job, heartbeat_timeout_ms=1_000)
+    job = replace(job, heartbeat_timeout_ms=2_500)
     until = time.monotonic() + DEADLINE
     with Late(EtcdConfig.load(etcd.get_endpoint())) as late, ExitStack() as stack:
         group = {name: Replica(late if name == "a" else client, job, name, keeps_lease=True) for name in "abcd"}

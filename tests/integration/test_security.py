@@ -138,7 +138,7 @@ def test_mutual_tls(secure: SecureServer, authority: Authority, node: Issued, pr
     seen = Seen()
     with connect(url(secure), ca_cert=authority.cert, cert=node.cert, key=node.key) as client:
         client.watch(Span(prefix), client.get(prefix).revision + 1, seen)
-        with Session(client, 5) as session:
+        with Session(client, 60) as session:
             client.put(prefix, b"1", session.lease_id)
             assert seen.events(1)[0].kv.value == b"1"
 
@@ -292,7 +292,7 @@ def test_a_file_that_went_missing_is_named_before_any_connection(
 def test_tls_and_a_restart(authority: Authority, node: Issued) -> None:
     seen = Seen()
     tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
-    with SecureServer(authority) as server, connect(url(server), **tls) as client, Session(client, 10) as session:
+    with SecureServer(authority) as server, connect(url(server), **tls) as client, Session(client, 60) as session:
         client.put("/key", b"1", session.lease_id)
         client.watch(Span("/key"), 1, seen)
         server.kill()
@@ -307,7 +307,7 @@ def test_certificates_are_rotated_under_a_running_client(tmp_path: Path) -> None
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     node, seen = old.issue("node"), Seen()
     tls = {"ca_cert": old.cert, "cert": node.cert, "key": node.key}
-    with SecureServer(old) as server, connect(url(server), **tls) as client, Session(client, 10) as session:
+    with SecureServer(old) as server, connect(url(server), **tls) as client, Session(client, 60) as session:
         client.put("/key", b"1", session.lease_id)
         client.watch(Span("/key"), 1, seen)
         server.kill()
@@ -388,7 +388,7 @@ def outlive_a_token() -> None:
 
 def test_a_user_may_do_what_the_role_says(guarded_for_all: EtcdServer) -> None:
     seen = Seen()
-    with trainer(guarded_for_all) as client, Session(client, 5) as session:
+    with trainer(guarded_for_all) as client, Session(client, 60) as session:
         client.put("/job/key", b"", session.lease_id)
         client.watch(Span("/job/", is_prefix=True), 1, seen)
         seen.events(1)
@@ -492,8 +492,8 @@ def test_users_write_together_also_when_their_token_has_run_out(guarded: EtcdSer
                 outlive_a_token()
 
 
-def test_many_threads_log_in_once(guarded: EtcdServer) -> None:
-    with trainer(guarded) as client:
+def test_many_threads_log_in_once(guarded_for_all: EtcdServer) -> None:
+    with trainer(guarded_for_all) as client:
         logins: queue.SimpleQueue[str] = queue.SimpleQueue()
         transport: Any = client._transport
         log_in = transport._log_in
@@ -513,7 +513,7 @@ def test_many_threads_log_in_once(guarded: EtcdServer) -> None:
 
 def test_a_user_where_authentication_is_off_and_then_switched_on() -> None:
     seen = Seen()
-    with EtcdServer() as server, trainer(server) as client, Session(client, 10) as session:
+    with EtcdServer() as server, trainer(server) as client, Session(client, 60) as session:
         client.put("/job/key", b"1", session.lease_id)
         client.watch(Span("/job/key"), 1, seen)
         seen.events(1)

@@ -321,8 +321,11 @@ def attempt(write: Callable[[], Any]) -> Any:
         return None
 
 
-def test_a_quiet_stream_is_asked_and_kept(client: EtcdClient, prefix: str, fast: None) -> None:
+def test_a_quiet_stream_is_asked_and_kept(
+    client: EtcdClient, prefix: str, fast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where nothing was written since the watch began: newer servers do not answer progress requests then."""
+    monkeypatch.setattr(watch_module, "PROBE_TIMEOUT", DEADLINE)  # an etcd that is slow to answer is not what is meant
     seen = Seen()
     watch_from_now(client, Span(prefix), seen)
     stream = eventually(lambda: client._watches._stream, what="a stream")
