@@ -231,7 +231,7 @@ def test_only_the_decider_watches_the_members(client: EtcdClient, join: Join, pr
     for door, other in zip(doors, ahead, strict=True):  # whoever sees them all may still look for the one before it
         eventually(
             lambda door=door, other=other: set(door.watched) == {Span(f"{prefix}/decided"), other},
-            lambda door=door: f"not {door.watched}",
+            "each watches the one before it",
         )
     counted = [len(door.events) for door in doors]
     known = len(nodes[1].rolls)
