@@ -38,6 +38,7 @@ from ftcoord.coordination.gateway_sessions import GatewaySessions
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.ranks import VoteCounter
 from ftcoord.coordination.replica import Replica
+from ftcoord.core import takeover
 from ftcoord.core.layout import kill_key
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.embedded.server import EtcdServer
@@ -314,8 +315,11 @@ def test_a_rank_that_asks_twice_is_answered_twice(job: Job) -> None:
 # -- etcd that forgets ------------------------------------------------------------------------------------------
 
 
-def test_an_id_is_not_given_again_though_etcd_lost_its_quorum(job: Job) -> None:
-    """The decider heard of it, and is not in the next one; those that are know nothing."""
+def test_an_id_is_not_given_again_though_etcd_lost_its_quorum(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decider heard of it, and is not in the next one; those that are know nothing, so they must not decide for it
+    where it is slow."""
+    for name in ("FIRST_LOOK_DELAY", "LONGEST_LOOK_DELAY"):
+        monkeypatch.setattr(takeover, name, DEADLINE)
     old, fresh = job.lighthouse(), job.lighthouse()
     assert together(partial(old.quorum, "x", LONG)) == (1, ["x"])
     before = job.keys("decided").values()
