@@ -33,9 +33,7 @@ def threads() -> set[threading.Thread]:
 def nothing_is_left() -> Iterator[None]:
     """No thread, hence no connection and no lease that is kept."""
     before = threads()
-    gc.freeze()  # what was there before: each of the collections here would look through all of torch
     yield
-    gc.unfreeze()
     gc.collect()
     eventually(lambda: not threads() - before, lambda: f"the end of {threads() - before}")
 
