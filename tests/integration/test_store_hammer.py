@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import warm
 from helpers import DEADLINE, eventually
 from jobs import SCRIPTS
 
@@ -19,7 +20,7 @@ PROCESSES = "abc"
 def test_no_change_is_lost_or_made_twice(fragile: EtcdServer) -> None:
     store = EtcdStore(fragile.get_endpoint(), "/hammer/", timedelta(seconds=DEADLINE))
     command = [sys.executable, str(SCRIPTS / "hammer.py"), fragile.get_endpoint()]
-    running = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in PROCESSES]
+    running = [warm.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in PROCESSES]
     try:
         for _ in range(3):
             before = store.add("sum", 0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import warm
 from monitored import DOCS, dashboard, named_in, rules
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -88,7 +87,8 @@ def test_prometheus_is_loaded_by_nobody_who_did_not_ask() -> None:
         "sys.exit('prometheus_client' in sys.modules)"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOORD_METRICS")}
-    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
+    done = warm.run("-c", code, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
