@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 # Else hundreds of processes would each compile all of ftcoord, and each of pytest's workers all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
+# The files with tests of a mark, but for tests/cluster, which has a run of its own: to collect all 5,900 tests for a dozen
+# takes each process ten seconds.
+marked = $$(grep -rlw --include='test_*.py' --exclude-dir=cluster 'mark.$(1)' tests)
+
 .PHONY: demo demo-torchft test test-browser test-cluster pictures sim sim-shrink sim-mutants soak etcd-image lint benchmark
 .PHONY: docs clean
 
@@ -18,15 +22,15 @@ demo-torchft: $(VENV)/.torchft
 # All but what needs containers or a newer etcd (`make test-cluster` runs that), and without a chromium all but what needs
 # a browser (`make test-browser`).
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -n 6 --dist worksteal -m 'not alone and not browser'
+	$(BIN)/python -m pytest -q -n 6 --dist worksteal -m 'not alone and not browser' --ignore tests/cluster
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not docker' --ignore tests/cluster/test_upgrade.py tests/cluster
-	$(BIN)/python -m pytest -q -m 'alone and not docker' --ignore tests/cluster
+	$(BIN)/python -m pytest -q -m 'alone and not docker' $(call marked,alone)
 	@if [ -n "$$FTCOORD_TEST_CHROMIUM" ] || command -v chromium >/dev/null; then $(MAKE) test-browser; else \
 		echo "LEFT OUT: the tests of the page in a browser. Install chromium, and run: make test-browser"; fi
 
 # The page of `ftcoord dashboard` in a real browser: chromium, or what FTCOORD_TEST_CHROMIUM names.
 test-browser: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m browser tests/integration
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m browser $(call marked,browser)
 
 # The pictures in docs/dashboard.md.
 pictures: $(VENV)/.ready
