@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import crashes
@@ -24,6 +24,28 @@ from ftcoord.primitives.sentinel import Sentinel
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it for us
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Each of xdist's workers begins with another file of a folder. In a fresh clone pytest rewrites the assertions of
+    all files and compiles them, which takes 8 s: side by side all workers would do that with each file; so they find
+    what another one has compiled."""
+    report = yield
+    worker, files = getattr(collector.config, "workerinput", None), report.result
+    if worker and files and all(isinstance(file, pytest.Module) for file in files):
+        first = int(worker["workerid"].removeprefix("gw")) * len(files) // worker["workercount"]
+        report.result = files[first:] + files[:first]
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The workers' files in one order again, which xdist wants."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.nodeid.partition("::")[0])
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests, torch and what it brings are there until the end: the collector need not look at them each
     time, which takes it a tenth of a second."""
@@ -36,7 +58,7 @@ def frozen() -> Iterator[None]:
     """What was there when the tests began stays out of the collector's sight: once one test had called `gc.unfreeze()`,
     each `gc.collect()` of all later ones took a third of a second instead of a millisecond."""
     yield
-    assert gc.get_freeze_count(), "a test has called gc.unfreeze(), which undoes more than its own gc.freeze()"
+    assert gc.get_freeze_count(), "a test calls gc.unfreeze(), which undoes this freeze too: take the call out"
 
 
 @pytest.fixture(scope="session", autouse=True)
