@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import queue
 import signal
@@ -21,6 +22,11 @@ from ftcoord.etcd.api import Batch, Began, Event, WatchItem
 
 DEADLINE = 90.0
 """Seconds; for a machine that is busy with other things. Nothing that works comes near it."""
+
+NEEDS_TORCHFT = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None, reason="torchft has no wheel for this Python"
+)
+"""For tests whose processes load torchft. `pytest.importorskip` would load it into the process of the tests, too."""
 
 T = TypeVar("T")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from helpers import eventually
+from helpers import NEEDS_TORCHFT, eventually
 
 from ftcoord.coordination import Gateway
 from ftcoord.embedded.server import EtcdServer
@@ -26,10 +25,7 @@ runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 PATIENCE = 240.0
 """Seconds: a busy machine takes long to import torch several times."""
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft has no wheel for this Python"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [NEEDS_TORCHFT, pytest.mark.timeout(900)]
 
 
 class Trainer:

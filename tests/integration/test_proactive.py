@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import warm
-from helpers import eventually
+from helpers import NEEDS_TORCHFT, eventually
 
 import ftcoord
 from ftcoord.embedded.server import EtcdServer
 
-pytest.importorskip("torchft", reason="torchft has no wheel for this Python")
+pytestmark = NEEDS_TORCHFT
 
 SOURCE = str(Path(str(ftcoord.__file__)).parent.parent)
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "stepping.py"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import warm
+from helpers import NEEDS_TORCHFT
 
 import ftcoord
 from ftcoord.core.layout import KEY_PREFIX, decided_key, quorum_prefix, roster_key
@@ -21,8 +22,8 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 
-pytest.importorskip("torchft", reason="torchft has no wheel for this Python")
 logs_service_pb2: Any = pytest.importorskip("opentelemetry.proto.collector.logs.v1.logs_service_pb2")
+pytestmark = NEEDS_TORCHFT
 
 SCRIPT = Path(__file__).parent / "scripts" / "steps.py"
 PATIENCE = 180.0

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import warm
+from helpers import NEEDS_TORCHFT
 
 import ftcoord
 from ftcoord.embedded.server import EtcdServer
 
-pytest.importorskip("torchft", reason="torchft has no wheel for this Python")
-pytestmark = pytest.mark.alone  # torchft's replicas miss a quorum when they are 100 ms late, and some tests then fail
+pytestmark = [
+    NEEDS_TORCHFT,
+    pytest.mark.alone,  # torchft's replicas miss a quorum when they are 100 ms late, and some tests then fail
+]
 
 LIMIT = 900.0
 """Seconds for one module, on a machine that is busy with other things."""
