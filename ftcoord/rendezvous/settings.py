@@ -159,7 +159,7 @@ class RendezvousSettings:
     last_call_timeout: float = 30.0
     close_timeout: float = 30.0
     settle_timeout: float = 1.0
-    lease_ttl: int = 10
+    lease_ttl: int = 5
     run_ttl: int = 3600
     history_ttl: int = HISTORY_TTL
     on_member_loss: Literal["restart", "ignore"] = "restart"

@@ -55,7 +55,7 @@ def test_defaults() -> None:
         last_call_timeout=30.0,
         close_timeout=30.0,
         settle_timeout=1.0,
-        lease_ttl=10,
+        lease_ttl=5,
         run_ttl=3600,
         on_member_loss="restart",
         orphans="end",
