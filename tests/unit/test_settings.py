@@ -177,7 +177,7 @@ REFUSED: list[tuple[str, object]] = [
     ("lease_ttl", "1"),
     ("lease_ttl", 3601),
     ("lease_ttl", [10]),
-    ("run_ttl", 40),
+    ("run_ttl", 20),
     ("keep_alive_max_attempt", 1001),
     ("keep_alive_max_attempt", 900),
     *(("key_prefix", value) for value in ("", " ", "/", "//", "a", "a/b", "/a//b", "//a", "/a\nb", "/a\0", 5, b"/a")),
@@ -271,10 +271,10 @@ def test_fewer_at_most_than_at_least() -> None:
 
 
 def test_a_lease_needs_a_longer_run() -> None:
-    assert parse({"run_ttl": 41}).run_ttl == 41
+    assert parse({"run_ttl": 21}).run_ttl == 21
     with pytest.raises(ConfigError, match=r"^run_ttl=3600 .*4 x lease_ttl, 4000"):
         parse({"lease_ttl": 1000})
-    with pytest.raises(ConfigError, match=r"^run_ttl=1 .*4 x lease_ttl, 40"):
+    with pytest.raises(ConfigError, match=r"^run_ttl=1 .*4 x lease_ttl, 20"):
         parse({"run_ttl": "1"})
 
 
