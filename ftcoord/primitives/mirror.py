@@ -61,6 +61,7 @@ class Mirror:
         self._stands = False  # whether etcd has confirmed the watch
         self._began: Began | None = None  # the last confirmation: another one means an interruption
         self._doubted = False  # the copy was in sync, and etcd may have lost what it says
+        self._watch_doubted = False  # and this watch may still deliver what etcd has lost
 
     @property
     def one(self) -> KeyValue | None:
@@ -73,7 +74,10 @@ class Mirror:
         if self._watch is None:
             self._start(0)
         elif self._stands and self._doubted and self._is_history():
-            self.synced, self._doubted = True, False
+            self.synced, self._doubted, self._watch_doubted = True, False, False
+        elif self._stands and self._watch_doubted:
+            self.close()
+            self._start(0)
         elif self._stands:
             self.adopt(self._etcd.range(Get(self.span)))
 
@@ -108,7 +112,7 @@ class Mirror:
         been made after the watch was established."""
         self.kvs = {kv.key: kv for kv in read.kvs}
         self.revision = read.revision
-        self.synced, self._doubted = True, False
+        self.synced, self._doubted, self._watch_doubted = True, False, False
         if not self._stands:
             self.close()
             self._start(read.revision + 1)
@@ -159,8 +163,13 @@ class Mirror:
         return all(event.kv.mod_revision <= self._known_at(event.kv.key) for event in item.events)
 
     def doubt(self) -> None:
-        """Something contradicts this copy: have the next `sync()` check whether etcd ever had its values."""
-        self.synced, self._doubted = False, self.synced or self._doubted
+        """A transaction contradicts this copy: have the next `sync()` check whether etcd ever had its values.
+
+        If it did, the watch goes on, and no change is lost. If not, the copy is read anew under another watch: this one
+        may still deliver what etcd has lost.
+        """
+        self._doubt()
+        self._watch_doubted = self._doubted
 
     def compare(self) -> None:
         """Ask etcd whether the copy is up to date, and `forget()` it if not. Reads no values. Raises EtcdError."""
@@ -170,11 +179,11 @@ class Mirror:
 
     def forget(self) -> None:
         """Have the next `sync()` read all keys again: the watch may have missed changes."""
-        self.synced = self._doubted = False
+        self.synced = self._doubted = self._watch_doubted = False
 
     def close(self) -> None:
         """Stop watching; idempotent."""
-        self.synced = self._stands = self._doubted = False
+        self.synced = self._stands = self._doubted = self._watch_doubted = False
         self._source = self._began = None
         if self._watch is not None:
             self._watch.cancel()
@@ -194,8 +203,11 @@ class Mirror:
         """The watch is established. If it was before, etcd may have lost what this copy has, and may have made as many
         new revisions since: so the copy is doubted."""
         if self._began is not None and item is not self._began:
-            self.doubt()
+            self._doubt()
         self._began, self._stands = item, True
+
+    def _doubt(self) -> None:
+        self.synced, self._doubted = False, self.synced or self._doubted
 
     def _is_history(self) -> bool:
         """Whether etcd has the values of this copy, at its revision. If so, the watch brings everything that came

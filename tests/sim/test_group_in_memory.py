@@ -429,6 +429,74 @@ def host_that_looks(world: World) -> tuple[Host, Looker]:
     return world.host(door=door), doors[0]
 
 
+class Behind(Looker):
+    """Once it `is_behind`, what it watched before that tells it nothing more. What it watches from then on does."""
+
+    def __init__(self, real: Etcd, interrupt: Callable[[], object]) -> None:
+        super().__init__(real)
+        self.is_behind = False
+        self._interrupt = interrupt
+
+    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
+        begun_behind = self.is_behind
+
+        def hear(item: WatchItem) -> None:
+            if self.is_behind == begun_behind:
+                deliver(item)
+
+        watch = super().watch(span, start_revision, hear, **how)
+        if begun_behind:
+            self._interrupt()
+        return watch
+
+
+@simulated
+def test_who_learns_of_a_restore_from_a_guard_that_failed_reads_the_members_anew(world: World) -> None:
+    """Its watches tell it later, and no revision shows it: others have written as much since. The watch that it begins
+    for that may break, too."""
+    doors: list[Behind] = []
+
+    def door(client: Etcd) -> Etcd:
+        doors.append(Behind(client, world.etcd.change_leader if world.seed % 2 else lambda: None))
+        return doors[-1]
+
+    first = world.host(door=door, ttl=600)
+    world.agree(first)
+    backup = world.etcd.snapshot()
+    lost = [world.host()]
+    world.agree(first, *lost)
+
+    def restore() -> None:
+        if not doors[0].is_behind:
+            doors[0].is_behind, last = True, world.etcd.revision
+            world.etcd.rewind(backup)
+            while world.observer.put("/elsewhere", b"").revision < last:
+                pass
+            world.decide(60)
+
+    doors[0].before_it_decides = restore
+    lost.append(world.host())
+    world.until(lambda: first.node.rolls[-1]["number"] == 60, "it has learned what is decided")
+    world.sleep(1)
+    assert first.node.rolls[-1]["number"] == 60, "the members are those of the record"
+    assert world.agree(first, world.host())["number"] == 61
+
+
+@simulated
+def test_who_was_only_overtaken_goes_on_watching_the_members(world: World) -> None:
+    """Another watch would not bring the last word of a member that has left meanwhile."""
+    first, door = host_that_looks(world)
+    world.agree(first)
+
+    def overtake() -> None:
+        door.before_it_decides = lambda: None
+        world.decide(50)
+
+    door.before_it_decides = overtake
+    assert world.agree(first, world.host())["number"] == 51
+    assert door.begun.count(members_span(PREFIX)) == 1
+
+
 @simulated
 def test_a_look_ends_when_another_ones_record_comes(world: World) -> None:
     """Whoever hears of it late also sees late what followed, so it would decide by what is over."""

@@ -94,10 +94,12 @@ class Decider:
                 self._record.note(verdict.events, (exists(self._member_key.key),))
             self._last.rest(basis, verdict.until)
             return self._succession.rest(verdict.until)
-        before = self._record.known
+        before, stood = self._record.known, self._record.mirror.one
         if not self._publish(verdict):
             if self._record.known != before:
                 self._succession.was_overtaken()
+            if self._record.mirror.one != stood:  # it may be that of a restored etcd, whose members are others
+                self._members.doubt()
             return concurrency.now() + STEP_RETRY_PAUSE
         self._succession.has_decided()
         if not (verdict.nothing_follows and self._record.mirror.synced):

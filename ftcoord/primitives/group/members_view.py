@@ -72,6 +72,15 @@ class MembersView:
         if self.mirror is not None:
             self.mirror.forget()
 
+    def doubt(self) -> None:
+        """Have the next `sync()` check whether etcd's history has this copy: etcd may have been restored from a backup.
+
+        If it has, the present watch goes on, so no member's last word is missed. If not, all members are watched and
+        read anew.
+        """
+        if self.mirror is not None:
+            self.mirror.doubt()
+
     def sync(self) -> None:
         """Make one step towards a true copy. Raises EtcdError, and may then be called again."""
         assert self.mirror is not None
