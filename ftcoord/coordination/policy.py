@@ -156,8 +156,7 @@ class QuorumPolicy:
         previous, roster = self._read_decided(view)
         self._note(view, previous.profiles if previous else {})
         alive, silent, next_death = self._judge(view, now)
-        # As long as the record is there its revision tells what was decided. Later nobody can: numbers may be left out.
-        highest = self._seen.perhaps if view.vanished else self._seen.highest
+        highest = self._highest(view)
         created = self._wall_clock()
         unreadable = len(self._members.unreadable)
         situation = QuorumSituation(alive, previous, view.decided_at, silent, highest, created, me, unreadable)
@@ -176,6 +175,18 @@ class QuorumPolicy:
         late, look_at = self._late_ends(view, previous, me, now)
         times = [at for at in (verdict.until, next_death, look_at) if at is not None]
         return Wait(verdict.reason, min(times, default=None), verdict.rule, signed(late, me, int(created * 1000)))
+
+    def _highest(self, view: View) -> Highest:
+        """The highest values that may have been given. As long as the record is there its revision tells what was
+        decided.
+
+        If it was deleted, others may have decided what is not known here, and each decision had a revision of its own,
+        before the one at which the record was missing. So what is counted from there was never given.
+        """
+        highest = self._seen.perhaps if view.vanished else self._seen.highest
+        if view.missing_at and highest != NOTHING_HEARD:  # else this is the job's first quorum, as far as anybody knows
+            return highest.and_(view.missing_at, view.missing_at)
+        return highest
 
     def _late_ends(
         self, view: View, previous: QuorumRecord | None, me: str, now: float

@@ -41,6 +41,7 @@ from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
+from ftcoord.rendezvous.fences import highest_round
 from ftcoord.rendezvous.rolls import RollReplaced, Rolls
 
 LEASE_GRACE: Final = 5.0
@@ -115,6 +116,19 @@ class _LastRecord:
         """The highest round seen: an etcd that lost its last writes may show an older record."""
         self._state: tuple[object, ...] = ()
         self._since: tuple[float, int] = 0.0, 0
+        self._tried: tuple[KeyValue | None, ...] = ()
+        """The record that a new round was to replace; empty if the last decision was another one."""
+
+    def tries(self, view: View, decision: Publish[bytes]) -> None:
+        """Remember what is about to be decided: etcd may refuse it."""
+        self._tried = (view.decided,) if decision.absent else ()
+
+    def look_for_lost(self, view: View, look: Callable[[], int]) -> None:
+        """If a new round did not replace the record, take the highest round that has a fence for one whose record was
+        lost. Raises what `look` raises."""
+        if self._tried == (view.decided,):
+            self.highest = max(self.highest, look())
+            self._tried = ()
 
     def of(self, view: View) -> AnyRound | None:
         """Raises StateError when the record cannot be read by this version."""
@@ -139,7 +153,8 @@ class RendezvousPolicy:
     Args:
         prefix: the run's prefix.
         options: its user's settings.
-        etcd: for reading the roll of a round that another member decided, and why members are gone.
+        etcd: for reading the roll of a round that another member decided, why members are gone, and the fences of
+            rounds when a new round was refused.
         rolls: when a roll is stored beside its head.
         wall_clock: for people.
     """
@@ -168,9 +183,10 @@ class RendezvousPolicy:
         self._guard = InvariantGuard()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
-        """Raises StateError when the decided record cannot be read by this version, EtcdError when its roll cannot be
-        read."""
+        """Raises StateError when the decided record cannot be read by this version, EtcdError when its roll, or the
+        fences after a refusal, cannot be read."""
         record = self._last.of(view)
+        self._last.look_for_lost(view, lambda: highest_round(self._etcd, self._prefix))
         since = self._last.since(record, view)
         try:
             previous = self._rolls.of(record, view) if isinstance(record, RoundHead) else record
@@ -189,6 +205,7 @@ class RendezvousPolicy:
         )
         if isinstance(published, Wait):
             return published
+        self._last.tries(view, published)
         return replace(published, events=self._events(situation, verdict, published.record, view, me))
 
     def _with_news(self, verdict: Wait, situation: RoundSituation, view: View, me: str, now: float) -> Wait:
@@ -296,7 +313,8 @@ class RendezvousPolicy:
     def _publish(
         self, decision: Publish[Round], previous: Round | None, head: RoundHead | None, me: str, *, again: bool
     ) -> Publish[bytes]:
-        """A new round opens its empty store, and closes earlier ones, in the same transaction.
+        """A new round opens its empty store, and closes earlier ones, in the same transaction. Its number is given
+        once: if another decider gave it, and the record was deleted, that round's fence is there.
 
         The previous round is that of the record; if the record was lost, the number before this one. Keys in the new
         round's store are left from a run that was forgotten since. All rolls but the new one are deleted, including
@@ -316,5 +334,6 @@ class RendezvousPolicy:
             decision.rule,
             puts=((round_key(self._prefix, number), b""),),
             deletes=[*fences, *stores, *self._rolls.old(decision.record, me)],
+            absent=(round_key(self._prefix, number),) if decision.record.size else (),
             beside=beside,
         )

@@ -21,9 +21,7 @@ from ftcoord.core.layout import (
     member_key,
     member_of,
     members_span,
-    number_of,
     roll_key,
-    rounds_span,
 )
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
 from ftcoord.core.round_history import Ends, VacantSeat, failure_event, named, note_ends
@@ -35,6 +33,7 @@ from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, RangeResult, Span, ex
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.event_log import EventLog
+from ftcoord.rendezvous.fences import highest_round
 from ftcoord.rendezvous.record_change import RecordChange, change_record, ending
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -243,9 +242,7 @@ class RunRecord:
 
     def highest_round(self, timeout: float) -> int:
         """The highest round that has left a key in etcd, even if the record was deleted. Raises EtcdError."""
-        span = rounds_span(self._settings.prefix)
-        found = self._etcd.range(Get(span, keys_only=True), timeout=timeout)
-        return max((number_of(kv.key) for kv in found.kvs), default=0)
+        return highest_round(self._etcd, self._settings.prefix, timeout)
 
 
 def _asks_in(found: RangeResult) -> Iterator[tuple[KeyValue, JoinRequest]]:

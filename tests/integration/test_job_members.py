@@ -348,7 +348,9 @@ def test_who_lost_its_lease_knows_what_it_heard_though_etcd_forgot_all(job: Job)
         job.client.revoke(kv.lease)
     assert all("/events/" in key for key in job.keys("")), "all but the history is gone"
     listener.heartbeat("b")
-    assert together(partial(listener.quorum, "b", LONG)) == (4, ["b"])
+    last, names = together(partial(listener.quorum, "b", LONG))
+    assert last > 3, "whatever was decided meanwhile and deleted unheard has no higher id than etcd's revision"
+    assert names == ["b"]
 
 
 # -- observers --------------------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from worlds import World, long_simulated, simulated
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.layout import members_span
+from ftcoord.core.layout import decided_key, decided_span, members_span
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.errors import ClientClosed, EtcdError
-from ftcoord.etcd.api import Get
-from ftcoord.testing import DELIVERED, Fate, MemoryClient, flaky
+from ftcoord.etcd.api import Get, Put
+from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient, flaky
+from ftcoord.testing.keyspace import Transaction
 
 JOB = Job("etcd", "", "job", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
 LEASE_TTL = 5
@@ -197,6 +198,38 @@ def test_quorums_go_on_from_the_highest_number_when_etcd_was_wiped(world: World)
     train_together(world, group)
     end(world, group)
     check_quorums(group)
+
+
+@simulated
+def test_the_number_of_a_quorum_that_was_deleted_is_not_given_again(world: World) -> None:
+    """Only its decider is told of it, and late: another replica has decided by then, and never heard of it."""
+    group = trainers(world, 1)
+    train_together(world, group)
+    group.append(Trainer(world, "other", world.etcd.client()))
+    train_together(world, group)
+    decider, other = group
+    late: list[Call] = []
+
+    def fate(call: Call) -> Fate:
+        if late or not _decides(call):
+            return DELIVERED
+        late.append(call)
+        other.client.cut_off()
+        return Fate(answers=1.0)
+
+    decider.client.fate = fate
+    world.until(lambda: late, "it decides")
+    world.sleep(0.01)
+    world.observer.delete(decided_span(JOB.prefix))
+    other.client.reconnect()
+    train_together(world, group)
+    end(world, group)
+    check_quorums(group)
+
+
+def _decides(call: Call) -> bool:
+    asked, key = call.asked, decided_key(JOB.prefix)
+    return isinstance(asked, Transaction) and any(isinstance(op, Put) and op.key == key for op in asked.success)
 
 
 @simulated

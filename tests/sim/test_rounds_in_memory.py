@@ -18,7 +18,17 @@ from worlds import World, long_simulated, simulated
 
 from ftcoord import concurrency
 from ftcoord.core.death_records import Death, encode
-from ftcoord.core.layout import Span, death_key, decided_key, member_id, member_of, members_span, roll_span, rolls_span
+from ftcoord.core.layout import (
+    Span,
+    death_key,
+    decided_key,
+    member_id,
+    member_of,
+    members_span,
+    roll_span,
+    rolls_span,
+    round_key,
+)
 from ftcoord.core.rendezvous_records import ROLLS, RollSizes, RoundHead, parse_decided
 from ftcoord.core.round_situation import RETURN_FACTOR
 from ftcoord.etcd.api import Delete, Get, Put
@@ -481,6 +491,26 @@ def test_a_number_is_not_given_again_that_nodes_took_their_seats_in_before_etcd_
     world.etcd.expire(dead.lease())
     assert work_together(world, others, number)[0].number > number + 1
     end(world, others)
+    check_rounds(group)
+
+
+@simulated
+def test_the_number_of_a_round_whose_record_was_deleted_is_not_given_again(world: World) -> None:
+    """It was decided after all of these had looked for what earlier rounds left, so only its fence tells of it."""
+    first = Agent(world, "first", world.etcd.client(), (2, 2))
+    span = members_span(PREFIX)
+    world.until(lambda: world.observer.range(Get(span)).kvs, "it has joined, and waits")
+    planted: list[Call] = []
+
+    def fate(call: Call) -> Fate:
+        if not planted and _puts_below(call, span):
+            planted.append(call)
+            world.observer.put(round_key(PREFIX, 1), b"")
+        return DELIVERED
+
+    group = [first, Agent(world, "second", world.etcd.client(fate), (2, 2))]
+    assert work_together(world, group)[0].number == 2
+    end(world, group)
     check_rounds(group)
 
 

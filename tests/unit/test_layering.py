@@ -81,9 +81,9 @@ FLOORS = (
     "recipes.election",
     "recipes",
     (
-        "rendezvous.bootstrap rendezvous.logs rendezvous.orphans rendezvous.record_change rendezvous.rolls "
-        "rendezvous.seat rendezvous.settings rendezvous.signals rendezvous.timers rendezvous.torchelastic "
-        "rendezvous.worker_failures"
+        "rendezvous.bootstrap rendezvous.fences rendezvous.logs rendezvous.orphans rendezvous.record_change "
+        "rendezvous.rolls rendezvous.seat rendezvous.settings rendezvous.signals rendezvous.timers "
+        "rendezvous.torchelastic rendezvous.worker_failures"
     ),
     "rendezvous.policy",
     "rendezvous.run_record rendezvous.url rendezvous.use rendezvous.workers",

@@ -55,6 +55,27 @@ def test_what_a_decider_may_have_decided_is_not_given_again_once_its_record_is_d
     assert (third.number, third.id) == (3, 3)
 
 
+def test_numbers_are_counted_from_etcds_revision_when_the_record_was_deleted() -> None:
+    """Each that was ever given had a revision of its own, before that."""
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    known = replace(view(a=replica("a", 1, after=7, heard=50)), missing_at=1000)
+    quorum = quorum_of(policy.decide(known, "a", 0.0))
+    assert (quorum.number, quorum.id) == (1001, 1001)
+
+
+def test_numbers_are_not_lower_than_those_known_where_etcd_has_fewer_revisions() -> None:
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    known = replace(view(a=replica("a", 1, after=7, heard=50)), missing_at=10)
+    quorum = quorum_of(policy.decide(known, "a", 0.0))
+    assert (quorum.number, quorum.id) == (51, 11)
+
+
+def test_a_jobs_first_quorum_has_the_number_one() -> None:
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    quorum = quorum_of(policy.decide(replace(view(a=replica("a", 1)), missing_at=1000), "a", 0.0))
+    assert (quorum.number, quorum.id) == (1, 1)
+
+
 def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
     policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
     asking = replica("b", 1)

@@ -9,8 +9,8 @@ import pytest
 
 from ftcoord.core.death_records import Death
 from ftcoord.core.death_records import encode as encode_death
-from ftcoord.core.layout import death_key, decided_key, member_id, member_key
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode
+from ftcoord.core.layout import death_key, decided_key, member_id, member_key, round_key
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode, parse_decided
 from ftcoord.core.round_situation import MOMENT, RoundOptions
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.etcd.api import KeyValue
@@ -82,6 +82,21 @@ def test_a_seat_that_is_held_in_another_round_is_vacant(policy: RendezvousPolicy
     verdict = policy.decide(seen({**others, 5: (replace(holding("A"), seated=2), 0.0)}), member_id(2), 0.0)
     assert isinstance(verdict, Publish)
     assert "a was killed" in verdict.reason
+
+
+def test_a_number_that_has_a_fence_is_not_given(policy: RendezvousPolicy, client: MemoryClient) -> None:
+    """Another decider gave it, and the record was deleted. The decider looks only when etcd has refused its round."""
+    asking = {1 + at: (replace(seated(name), after=3), 0.0) for at, name in enumerate(NAMES)}
+    recalled = seen(asking, replace(ROUND, recalled="A came back"))
+
+    def decided() -> tuple[int, tuple[str, ...]]:
+        verdict = policy.decide(recalled, member_id(2), 1.0)
+        assert isinstance(verdict, Publish)
+        return parse_decided("", verdict.record).number, tuple(verdict.absent)
+
+    client.put(round_key(PREFIX, 6), b"")
+    assert decided() == (4, (round_key(PREFIX, 4),))
+    assert decided() == (7, (round_key(PREFIX, 7),))
 
 
 def test_another_node_that_is_drained_starts_no_time_out_anew(policy: RendezvousPolicy) -> None:

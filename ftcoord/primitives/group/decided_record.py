@@ -85,6 +85,11 @@ class DecidedRecord:
         """Whether a record was decided, but its key is gone from etcd."""
         return self.known is not None and self.mirror.one is None
 
+    @property
+    def missing_at(self) -> int:
+        """Etcd's revision at which it had no record, as far as is known; 0 while it has one."""
+        return self.mirror.revision if self.mirror.one is None else 0
+
     def check_readable(self) -> None:
         """Raises StateError while the key holds a value that nobody may replace."""
         if self._unreadable is not None:
@@ -124,7 +129,7 @@ class DecidedRecord:
         puts = [Put(key, value, lease) for key, value in decision.puts]
         puts += self._roster_put_back(puts, lease)
         record = Put(self.mirror.span.start, decision.record, lease)
-        guards = [*own.guards, *self._roster_guards()]
+        guards = [*own.guards, *self._roster_guards(), *(unchanged(key, 0) for key in decision.absent)]
         also: list[Op] = [*own.puts, *puts, *(Delete(span) for span in decision.deletes)]
         beside = [Put(key, value, lease) for key, value in decision.beside]
         history = self._history.writes(decision.events, self.mirror.revision) if self._history else []

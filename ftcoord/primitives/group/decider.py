@@ -131,6 +131,7 @@ class Decider:
             record.known_roster,
             members.departed,
             members.revision,
+            record.missing_at,
         )
 
     def _publish(self, decision: Publish[bytes]) -> bool:

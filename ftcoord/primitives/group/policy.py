@@ -25,6 +25,7 @@ class View:
         roster: the roster of the record, in a use that has one.
         departed: the last values, by key, of members that were seen alive and are gone; of a limited number.
         revision: etcd's revision up to which all members were seen.
+        missing_at: etcd's revision at which it had no decided record; 0 while it has one.
     """
 
     members: tuple[KeyValue, ...]
@@ -37,6 +38,7 @@ class View:
     roster: KeyValue | None = None
     departed: Mapping[str, KeyValue] = field(default_factory=dict)
     revision: int = 0
+    missing_at: int = 0
 
 
 class Policy(Protocol):

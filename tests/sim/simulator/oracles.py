@@ -169,7 +169,7 @@ class QuorumOracle:
         self._asked_since: dict[tuple[str, int], float] = {}
         self._decided_at: dict[object, float] = {}
         self._profiles: set[str] = set()
-        self._garbled = False
+        self._garbled = self._was_restored = False
 
     def member(self, event: Event, now: float) -> None:
         """A member has written its record, or is gone."""
@@ -250,7 +250,8 @@ class QuorumOracle:
 
     def _is_forgotten(self, old: QuorumRecord, new: QuorumRecord, views: Sequence[Mapping[str, Member]]) -> bool:
         """Whether nobody can know of the last quorum, whose record somebody has deleted: not who decided, nor a member
-        that was there when it did."""
+        that was there when it did; nor how high etcd's revision was, because they know of no quorum at all, or etcd was
+        restored."""
         knows = [
             *(min(max((one.knows[part] for one in view.values()), default=0) for view in views) for part in (0, 1))
         ]
@@ -258,7 +259,7 @@ class QuorumOracle:
         number, id_ = (max(pair) for pair in zip(knows, own, strict=True))
         require("S2 quorums only grow", new.number > number, f"{new.number}, and the members know {number}")
         require("S2 ids only grow", new.id >= id_, f"id {new.id}, and the members know {id_}")
-        if number >= old.number:
+        if number >= old.number or (number > 0 and not self._was_restored):
             return False
         # Who was told of it is dead, or out of the job: others may hear of another one by its number.
         self._by_number = {one: what for one, what in self._by_number.items() if one < new.number}
@@ -283,6 +284,7 @@ class QuorumOracle:
     def restored(self, events: Iterable[Event], now: float) -> None:
         self._restored_from = [*self._views, *self._lost_views]
         self._members, self._views, self.last, self._garbled = {}, [{}], None, True
+        self._was_restored = True
         # Who is not back yet may know a number that its decider does not: it must not hear another one by it.
         self._by_number, self._by_id = {}, {}
         for event in events:
