@@ -315,6 +315,11 @@ def test_a_rank_that_asks_twice_is_answered_twice(job: Job) -> None:
 # -- etcd that forgets ------------------------------------------------------------------------------------------
 
 
+def written(job: Job) -> list[bytes]:
+    """What is decided."""
+    return [kv.value for kv in job.keys("decided").values()]
+
+
 def test_an_id_is_not_given_again_though_etcd_lost_its_quorum(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decider heard of it, and is not in the next one; those that are know nothing, so they must not decide for it
     where it is slow."""
@@ -328,6 +333,7 @@ def test_an_id_is_not_given_again_though_etcd_lost_its_quorum(job: Job, monkeypa
     assert together(partial(old.quorum, "x", LONG), other.result) == (2, ["x", "y"])
     old.leave("y")
     job.client.txn((), [Put(kv.key, kv.value, kv.lease) for kv in before])
+    eventually(lambda: written(job) != [kv.value for kv in before], "x, whose last quorum is lost, is answered again")
     last, names = together(partial(fresh.quorum, "v", LONG), partial(fresh.quorum, "w", LONG))
     assert last > 2
     assert names == ["v", "w"]
