@@ -19,10 +19,11 @@ from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
 from ftcoord.etcd.api import Etcd, Get
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import log_change, named
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_known, causes_of
-from ftcoord.primitives.group.incarnations import Left, ParticipantOptions
+from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
 from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken
 from ftcoord.primitives.group.participant import Participant
 
@@ -148,11 +149,13 @@ class Replica:
     def leave(self, timeout: float) -> None:
         """Leave at once, and say so. Idempotent; takes at most `timeout` seconds, and does not raise, if etcd is
         unreachable."""
+        within = TimeLimit.of(timeout)
         self._participant.stop()
         if self._participant.joined:
             word = replace(idle(nothing_of(self.replica_id)), leaving=LEFT)
-            self._participant.withdraw(word, min(timeout, WORD_TIMEOUT), for_all=True)
-        self._participant.leave(timeout)
+            until = within.deadline - TAKE_BACK_TIMEOUT  # then its lease is given up, which counts for more
+            self._participant.withdraw(word, min(timeout, WORD_TIMEOUT), for_all=True, until=until)
+        self._participant.leave(within.left())
 
     def orphan(self) -> None:
         """Stop taking part, without revoking: for the others it is alive until its lease expires. Idempotent."""

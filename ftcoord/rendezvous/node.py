@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,9 +30,10 @@ from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
-from ftcoord.primitives.group.incarnations import Left, ParticipantOptions
+from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
 from ftcoord.primitives.group.pace import Look
 from ftcoord.primitives.group.participant import Participant
+from ftcoord.primitives.write_once import write_attempt_timeout
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
 from ftcoord.rendezvous.run_record import RunRecord, Speaker
 from ftcoord.rendezvous.seat import SeatHolder
@@ -120,6 +122,8 @@ class Node:
         self._holder = SeatHolder(self.participant, settings.request_timeout)
         self._run = RunRecord(etcd, settings)
         self._numbers = _Numbers()
+        self._leave_timeout = write_attempt_timeout(etcd) + TAKE_BACK_TIMEOUT
+        """Seconds to leave after a call that failed, whose caller may have waited for all of its time."""
         self.begin()
 
     def begin(self) -> None:
@@ -159,7 +163,8 @@ class Node:
                     if isinstance(error, RendezvousStateError)
                     else "drained"
                     if self.is_drained
-                    else type(error).__name__
+                    else type(error).__name__,
+                    self._leave_timeout,
                 )
             raise
 
@@ -167,21 +172,31 @@ class Node:
         """Make the waiting thread end with RendezvousClosedError. For any thread."""
         self.participant.stop()
 
-    def leave(self, why: str) -> None:
-        """Stop asking, so that nobody counts on this node, and write why. Does not raise if etcd is unreachable."""
+    def leave(self, why: str, timeout: float = math.inf) -> None:
+        """Stop asking, so that nobody counts on this node, and write why.
+
+        Does not raise if etcd is unreachable, and then takes at most `timeout` seconds, or one request's.
+        """
         self._holder.end()
+        within = TimeLimit.of(min(timeout, self._settings.close_timeout, self._settings.request_timeout))
+        # The rest is for the lease: while that lives the others wait, whatever they are told.
+        words = TimeLimit(LOOK_TIMEOUT, within.deadline - TAKE_BACK_TIMEOUT)
         member = self.participant.member
         lives = member if member is not None and member.entered and not member.lost else None
         # Of the seat that it holds, if it holds one: the others know it by that.
-        ask = self._hold(self.round) if self.round is not None else self._new_ask(0)
-        if lives is not None and self.participant.withdraw(replace(ask, leaving=why), LOOK_TIMEOUT, for_all=True):
-            self._await_farewell()
+        ask = replace(self._hold(self.round) if self.round is not None else self._new_ask(0), leaving=why)
+        if lives is not None and self.participant.withdraw(ask, words.each, for_all=True, until=words.deadline):
+            self._await_farewell(words)
             if lives.record is not None:
-                mine, failed = self.round, self.failure if self.round is not None else None
-                if mine is not None and failed is not None and is_same_round(lives.record, mine):
-                    self._run.note_failure(lives.record, self.host, self.id, failed)
-                self._run.note_silent(lives.record, self.host, lives.id)
-        self.participant.leave(min(self._settings.close_timeout, self._settings.request_timeout))
+                self._note_end(lives.record, lives.id, words)
+        self.participant.leave(within.left())
+
+    def _note_end(self, now: AnyRound, member: str, within: TimeLimit) -> None:
+        """Add to the history of a run that is over what only this node, or only the last one that leaves, can tell."""
+        mine, failed = self.round, self.failure if self.round is not None else None
+        if mine is not None and failed is not None and is_same_round(now, mine):
+            self._run.note_failure(now, self.host, self.id, failed, within)
+        self._run.note_silent(now, self.host, member, within)
 
     def waiting(self) -> tuple[int, str]:
         """How many nodes wait for this one to come back to the rendezvous, and why. Costs no request; for any thread.
@@ -221,7 +236,7 @@ class Node:
         # etcd may forget what was heard, and the round in which this node has taken its seat
         self._numbers.heard(look.ask.seated, look.record.number if look.record is not None else 0)
         if look.standing is Standing.LOST:
-            return self._ready_after_all(look)
+            return self._ready_after_all(look, pace)
         if look.standing is Standing.DRAINED:
             self.is_drained = True
             run = self._settings.run_id
@@ -295,16 +310,18 @@ class Node:
         self._holder.allow()
         return round_
 
-    def _ready_after_all(self, look: Look[AnyRound, JoinRequest]) -> AnyRound | None:
+    def _ready_after_all(self, look: Look[AnyRound, JoinRequest], pace: RoundPace) -> AnyRound | None:
         """For a node that lost its lease: its round, if that has become ready. By then the others have started it, and
-        wait until this node starts too. It is recalled right afterwards."""
+        wait until this node starts too: so it has time for that though its own is over. The round is recalled right
+        afterwards."""
         known, member = look.record, self.participant.member
         if known is None or member is None or not known.ready or known.rank_of(member.id) is None:
             return None
         if known.number <= look.ask.after:
             return None
+        deadline = max(pace.deadline, concurrency.now() + LOOK_TIMEOUT)
         try:
-            now = self._run.read()
+            now = self._run.read(TimeLimit(self._settings.request_timeout, deadline).left())
         except RendezvousConnectionError as error:
             log.debug("whether a round still stands cannot be told: %s", error)
             return None
@@ -340,7 +357,7 @@ class Node:
         log_change(log, text, run=settings.run_id, round=number, reason=reason, host=self.host)
         raise SystemExit(0)
 
-    def _await_farewell(self) -> None:
+    def _await_farewell(self, within: TimeLimit) -> None:
         """Wait until another member has read why this one leaves; or its own thread, if it is the decider or takes
         over."""
 
@@ -357,11 +374,11 @@ class Node:
         if self._settings.on_member_loss != "restart":  # nobody does anything about it
             return
         with self._changed:
-            if self._changed.wait_for(heard, FAREWELL_TIMEOUT):
+            if self._changed.wait_for(heard, within.left(FAREWELL_TIMEOUT)):
                 return
         self.participant.take_over(lambda until: None)  # the decider may be dead, and its successor would find no word
         with self._changed:
-            self._changed.wait_for(heard, FAREWELL_TIMEOUT)
+            self._changed.wait_for(heard, within.left(FAREWELL_TIMEOUT))
 
     @contextlib.contextmanager
     def _as_torch_errors(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
 from ftcoord.core.seating import SAY_AGAIN, seating_time, unhurried
 from ftcoord.core.takeover import rare_slot
 from ftcoord.errors import EtcdError
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import SHOWN, log_change, named
 from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken, signals_at
 from ftcoord.primitives.group.participant import Participant
@@ -33,6 +34,8 @@ LINE_INTERVAL: Final = 30.0
 """Seconds between two such lines of a node; longer in a large run."""
 LOOK_TIMEOUT: Final = 2.0
 """Seconds that a read of the other nodes may take. Nothing depends on it."""
+LAST_LOOK_TIMEOUT: Final = 1.0
+"""The same when the node's own time is over, and it is still to leave."""
 OLDEST: Final = 4
 """Members that look early before there is any round, whatever its size will be."""
 CROWD: Final = 4
@@ -102,7 +105,7 @@ class RoundPace:
         if look.standing is Standing.REFUSED:
             assert look.record is not None
             self._tolerated, self._check_at = look.record, min(self._check_at, now + LIMITS_INTERVAL)
-            self.limits.judge(look.record, look.ask, LOOK_TIMEOUT)
+            self.limits.judge(look.record, look.ask, self._look_timeout)
             return
         if now >= self.deadline:
             raise RendezvousTimeoutError(self._why_no_round())
@@ -114,7 +117,7 @@ class RoundPace:
         if now >= self._line_at + self._turn:
             self._line_at = now - self._turn + max(LINE_INTERVAL, self.crowd / LINES_PER_SECOND)
             if look.standing is Standing.PENDING and log.isEnabledFor(logging.INFO):  # else nobody reads who is there
-                run, there = self._settings.run_id, self._attendance()
+                run, there = self._settings.run_id, self._attendance(self._look_timeout)
                 log_change(log, f"run {run!r}: waiting for a round: {there}", run=run, reason=there, host=self._host)
 
     def _log_spare(self, full: AnyRound) -> None:
@@ -168,16 +171,21 @@ class RoundPace:
         return now + SAY_AGAIN * unhurried(self._seats(record), now - self._seated[1])
 
     def _why_no_round(self) -> str:
-        settings = self._settings
+        settings, there = self._settings, self._attendance(LAST_LOOK_TIMEOUT)
         return (
             f"no round of run {settings.run_id!r} with a seat for {self._host} came about within"
-            f" {settings.join_timeout:g} s (join_timeout): {self._attendance()}; start the missing nodes with the same"
-            f" --rdzv-id and --rdzv-endpoint"
+            f" {settings.join_timeout:g} s (join_timeout): {there}; start the missing nodes with the same --rdzv-id and"
+            " --rdzv-endpoint"
         )
 
-    def _attendance(self) -> str:
+    @property
+    def _look_timeout(self) -> float:
+        """Seconds that a read of the other nodes may take while this one waits."""
+        return TimeLimit(LOOK_TIMEOUT, self.deadline).left()
+
+    def _attendance(self, timeout: float) -> str:
         try:
-            asks, count = self._run.members(SHOWN, LOOK_TIMEOUT)
+            asks, count = self._run.members(SHOWN, timeout)
         except EtcdError as error:
             return f"cannot tell who is there: {error}"
         before = self._participant.record

@@ -97,8 +97,9 @@ def change_record(
     record stays as it is. Raises StateError, and OutcomeUnknown and EtcdUnavailable when etcd does not answer in
     time.
     """
-    key, done = decided_key(prefix), False
-    history = EventLog(etcd, prefix, history_ttl, uuid.uuid4().hex, keeps=False) if history_ttl else None
+    key, done, now = decided_key(prefix), False, concurrency.now()
+    half = now + (within.deadline - now) / 2  # the other half is for the record
+    history = EventLog(etcd, prefix, history_ttl, uuid.uuid4().hex, keeps=False, until=half) if history_ttl else None
     while not done:
         kv = etcd.range(Get(Span(key)), timeout=within.left()).one
         changed = change(parse_decided(kv.key, kv.value) if kv else NO_ROUND)

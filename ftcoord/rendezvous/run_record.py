@@ -198,7 +198,7 @@ class RunRecord:
         found = self._etcd.range(Get(span, limit=limit), timeout=timeout)
         return [ask for _, ask in _asks_in(found)], found.count
 
-    def note_failure(self, now: AnyRound, host: str, node: str, failure: WorkerFailure) -> None:
+    def note_failure(self, now: AnyRound, host: str, node: str, failure: WorkerFailure, within: TimeLimit) -> None:
         """For a run that ended because an unknown peer was lost: note that a worker of this node had failed on its own,
         which showed later.
 
@@ -206,9 +206,9 @@ class RunRecord:
         """
         mine = failure_event(now.number, host, node, failure)
         if UNKNOWN_PEER in now.closed and not is_consequence(mine):
-            self._note(replace(mine, by=host), ())
+            self._note(replace(mine, by=host), (), within)
 
-    def note_silent(self, now: AnyRound, host: str, member: str) -> None:
+    def note_silent(self, now: AnyRound, host: str, member: str, within: TimeLimit) -> None:
         """For a run that ended because an unknown peer was lost: note which members of its last round have reported
         nothing when this member, the last one to check, leaves.
 
@@ -218,7 +218,7 @@ class RunRecord:
         if UNKNOWN_PEER not in now.closed or not settings.history_ttl:
             return
         try:
-            asks, count = self.members(MOST_SILENT + 1, HISTORY_TIMEOUT)
+            asks, count = self.members(MOST_SILENT + 1, within.left(HISTORY_TIMEOUT))
         except EtcdError as error:
             log.debug("who has said nothing cannot be told: %s", error)
             return
@@ -229,14 +229,16 @@ class RunRecord:
         who = (silent[0].host, silent[0].node) if len(silent) == 1 else ("", "")
         reason = f"{names} had said nothing when {host} left"
         event = HistoryEvent("silent", now.number, *who, reason, by=member)
-        self._note(event, [exists(member_key(settings.prefix, member))])
+        self._note(event, [exists(member_key(settings.prefix, member))], within)
 
-    def _note(self, event: HistoryEvent, guards: Sequence[Compare]) -> None:
+    def _note(self, event: HistoryEvent, guards: Sequence[Compare], within: TimeLimit) -> None:
         """Add to the history an event that no decision carries, if the guards hold."""
         settings = self._settings
         if not settings.history_ttl:
             return
-        history = EventLog(self._etcd, settings.prefix, settings.history_ttl, uuid.uuid4().hex, keeps=False)
+        history = EventLog(
+            self._etcd, settings.prefix, settings.history_ttl, uuid.uuid4().hex, keeps=False, until=within.deadline
+        )
         with suppress(ClientClosed):
             history.add([replace(event, wall_ms=int(concurrency.wall() * 1000))], guards, 0)
 

@@ -154,9 +154,9 @@ def test_a_node_that_loses_its_lease_as_its_round_becomes_ready_starts_it(make_n
     node, member = nodes[0].handler._node, nodes[0].member()
     look = Look(Standing.LOST, member.record, replace(node._new_ask(0), after=0, seated=1))
     member.orphan()
-    assert node._ready_after_all(look) == node.round
+    assert node._ready_after_all(look, node.pace) == node.round
     nodes[1].handler.set_closed()
-    assert node._ready_after_all(look) is None
+    assert node._ready_after_all(look, node.pace) is None
 
 
 def test_who_has_lost_its_lease_takes_no_seat(make_nodes: MakeNodes, client: EtcdClient) -> None:

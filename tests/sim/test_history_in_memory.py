@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -50,7 +51,7 @@ from ftcoord.primitives.group.event_log import OFF, EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 from ftcoord.rendezvous.policy import LEASE_GRACE
 from ftcoord.rendezvous.run_record import RunRecord
-from ftcoord.testing import MemoryClient, MemoryEtcd
+from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient, MemoryEtcd
 
 DECISIONS: Final = {"round", "started", "recalled", "limits", "closed"}
 OUT_OF_MEMORY: Final = WorkerFailure(7, 1, 0, -1, 9, "was killed by signal 9 (SIGKILL)")
@@ -231,6 +232,29 @@ def test_a_run_that_ends_since_an_unknown_peer_was_lost_says_so_and_who_it_may_b
     likely = "node0 had said nothing when node2 left, the last that looked: it is likely that this one was lost."
     assert found.happened.endswith(likely)
     assert found.do.startswith("See which host of that round")
+
+
+@simulated
+def test_a_run_is_closed_in_time_though_nobody_can_tell_how_its_parts_ended(world: World) -> None:
+    """What is read for a text, and what is written into the history, leaves half of the time to the record."""
+    group = agents(world, 2, (2, 2))
+    work_together(world, group)
+    agent = group[0]
+    texts = events_span(PREFIX), members_span(PREFIX)
+
+    def slow(call: Call) -> Fate:
+        hangs = isinstance(call.asked, Get) and call.asked.span in texts
+        return Fate(arrives=math.inf) if hangs else Fate(answers=0.2 * agent.settings.close_timeout)
+
+    agent.client.fate = slow
+    assert agent.node is not None
+    run = RunRecord(agent.client, agent.settings)
+    run.close("it failed", FAILED, agent.node.speaker, EXITED, agent.name)
+    agent.client.fate = lambda _call: DELIVERED
+    record = run.read()
+    assert record is not None
+    assert record.closed.startswith("it failed; first cause: ")
+    end(world, group)
 
 
 @simulated

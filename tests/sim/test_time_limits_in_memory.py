@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 
 import pytest
-from worlds import World, simulated
+from members import Door
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+from worlds import World, play, simulated
 
 import ftcoord
 from ftcoord import concurrency
+from ftcoord.coordination.address import parse_address
+from ftcoord.coordination.replica import Replica
 from ftcoord.core.rendezvous_records import AnyRound, encode
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd.api import Put
+from ftcoord.etcd.api import Etcd, Put
 from ftcoord.etcd.retry import ATTEMPT_TIMEOUT, SHORTEST_TIMEOUT, TimeLimit
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
+from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT
+from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT
 from ftcoord.recipes.member import GIVE_UP_TIMEOUT
+from ftcoord.rendezvous.node import Node
+from ftcoord.rendezvous.pace import LAST_LOOK_TIMEOUT
 from ftcoord.rendezvous.record_change import RecordChange, change_record
+from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient
 
 TIMEOUT = 0.5
@@ -110,6 +120,68 @@ def test_a_store_gets_its_lease_though_etcd_takes_longer_for_it_than_for_a_chang
     assert writer.make([Put("/s/key", b"1")], [], None, concurrency.now() + 60).done
     assert len(world.etcd.leases) == 1
     writer.close()
+
+
+@pytest.mark.parametrize("answered", range(12))
+def test_a_node_that_gets_no_round_in_time_leaves_soon_after(answered: int) -> None:
+    """It still looks who is there, takes back what it asked, and gives up its lease."""
+
+    def scenario(world: World) -> None:
+        settings = RendezvousSettings("etcd-v3", "run", 2, 2, None, None, join_timeout=4.0)
+        node = Node(hanging_after(world, answered), settings, "host", "host")
+        began = concurrency.now()
+        with pytest.raises(RendezvousError):
+            node.ask(1)
+        seconds = concurrency.now() - began
+        leaving = WRITE_ATTEMPT_TIMEOUT + TAKE_BACK_TIMEOUT
+        assert seconds < settings.join_timeout + LAST_LOOK_TIMEOUT + leaving + LAST_REQUESTS
+
+    play(scenario, answered)
+
+
+class NotesRevocations(Door):
+    """How long each may take."""
+
+    def __init__(self, real: Etcd) -> None:
+        super().__init__(real)
+        self.seconds: list[float | None] = []
+
+    def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
+        self.seconds.append(timeout)
+        self.real.revoke(lease_id, timeout=timeout)
+
+
+def test_a_node_whose_word_is_not_taken_keeps_time_to_give_up_its_lease() -> None:
+    """A lease that lives on holds up the others, and why it leaves does not."""
+
+    def scenario(world: World) -> None:
+        client = world.etcd.client()
+        door = NotesRevocations(client)
+        settings = RendezvousSettings("etcd-v3", "run", 2, 2, None, None, join_timeout=4.0)
+        node = Node(door, settings, "host", "host")
+
+        def no_word() -> None:
+            world.until(lambda: node.participant.joined, "it has joined")
+            client.fate = lambda call: Fate(arrives=math.inf) if call.method == "txn" else DELIVERED
+
+        concurrency.thread(no_word, "no word").start()
+        with pytest.raises(RendezvousTimeoutError):
+            node.ask(1)
+        assert door.seconds == [pytest.approx(TAKE_BACK_TIMEOUT, abs=0.1)]
+
+    play(scenario, 0)
+
+
+@simulated
+def test_a_replica_leaves_in_the_time_that_it_was_given(world: World) -> None:
+    """It says that it leaves, and gives up its lease."""
+    client = world.etcd.client()
+    replica = Replica(client, parse_address("etcd://memory:1/job"), "a", keeps_lease=True, dies_with_process=False)
+    replica.beat(concurrency.now() + 60)
+    client.cut_off()
+    began = concurrency.now()
+    replica.leave(2.0)
+    assert concurrency.now() - began < 2.0 + LAST_REQUESTS
 
 
 @simulated

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.event_records import KEPT_EVENTS, HistoryEvent, encode
 from ftcoord.core.layout import Span, event_key, event_revision, events_span
-from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
+from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Op, Put
-from ftcoord.etcd.retry import UNANSWERED
+from ftcoord.etcd.retry import UNANSWERED, TimeLimit
 from ftcoord.primitives.group.history_lease import CALL_TIMEOUT, HistoryLease
 from ftcoord.primitives.write_once import WriteOutcome
 
@@ -40,10 +41,15 @@ class EventLog:
         ttl: seconds that the history outlives its last decider.
         writer: a unique name, such as a member id.
         keeps: whether to keep the lease alive until `drop()`, as a decider does.
+        until: the monotonic time after which requests for the history alone are not waited for: for a writer that has
+            little time, and adds its events once.
     """
 
-    def __init__(self, etcd: EtcdCalls, prefix: str, ttl: int, writer: str, *, keeps: bool = True) -> None:
+    def __init__(
+        self, etcd: EtcdCalls, prefix: str, ttl: int, writer: str, *, keeps: bool = True, until: float = math.inf
+    ) -> None:
         self._etcd, self._prefix, self._writer = etcd, prefix, writer  # never change
+        self._within = TimeLimit(CALL_TIMEOUT, until)  # never changes
         self._lease = HistoryLease(etcd, ttl, keeps=keeps)
         self._counts = itertools.count()
         self._keys: list[str] = []
@@ -109,7 +115,7 @@ class EventLog:
         """
         ops = self.writes(events, revision)
         try:
-            if ops and self._etcd.txn(guards, ops, timeout=CALL_TIMEOUT).succeeded:
+            if ops and self._etcd.txn(guards, ops, timeout=self._within.left()).succeeded:
                 self._note_written(ops)
         except ClientClosed:
             raise
@@ -161,15 +167,17 @@ class EventLog:
         if self._unseen >= LOOK_AGAIN:
             newest = self._look()
             if not self._lease.id and newest is not None and newest.lease:
-                self._lease.adopt(newest.lease)
+                self._lease.adopt(newest.lease, self._within.left())
         if not self._lease.id:
+            if self._within.left() < CALL_TIMEOUT:  # one that is granted too late lives for days
+                raise EtcdUnavailable("too little time was left for the lease of the history")
             self._lease.grant()
         return self._lease.id
 
     def _look(self) -> KeyValue | None:
         """Read the existing events; returns the newest."""
         get = Get(events_span(self._prefix), limit=2 * KEPT_EVENTS, keys_only=True, order="newest")
-        found = self._etcd.range(get, timeout=CALL_TIMEOUT)
+        found = self._etcd.range(get, timeout=self._within.left())
         self._keys = sorted(kv.key for kv in found.kvs if event_revision(kv.key) is not None)
         self._unseen = 0
         return found.kvs[0] if found.kvs else None

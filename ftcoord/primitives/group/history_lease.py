@@ -41,11 +41,11 @@ class HistoryLease:
         """Whether it was kept alive, and no longer is."""
         return self._kept is not None and not self._kept.kept
 
-    def adopt(self, lease: int) -> None:
+    def adopt(self, lease: int, timeout: float) -> None:
         """Continue with the lease that others have used, if its TTL is long enough. Raises EtcdError."""
         now = concurrency.now()
         try:
-            ttl = self._etcd.renew(lease, timeout=CALL_TIMEOUT)
+            ttl = self._etcd.renew(lease, timeout=timeout)
         except LeaseLost:
             return
         if ttl >= self._ttl:

@@ -143,27 +143,29 @@ class Participant(Generic[R, A]):
         through a new one has not been given what the old one was. Raises as `say` does."""
         self._follow(ask, pace.deadline, pace.gone)
 
-    def withdraw(self, ask: A, timeout: float = TAKE_BACK_TIMEOUT, *, for_all: bool = False) -> bool:
+    def withdraw(
+        self, ask: A, timeout: float = TAKE_BACK_TIMEOUT, *, for_all: bool = False, until: float = math.inf
+    ) -> bool:
         """Write `ask`, which asks for nothing: unless another call still asks, or `for_all` of them.
 
         A member that is not known to have joined is left instead: if its join was made and not answered, its key asks.
 
-        Takes `timeout` seconds, and as long as a write that is under way. Does not raise if etcd is away. Whether it is
-        known to be written.
+        Takes `timeout` seconds, and as long as a write that is under way, but not beyond the monotonic time `until`.
+        Does not raise if etcd is away. Whether it is known to be written.
         """
-        member = self.member
-        if member is None or member.lost or not self._writing.acquire(timeout=timeout):
+        member, within = self.member, TimeLimit(timeout, until)
+        if member is None or member.lost or not self._writing.acquire(timeout=within.left()):
             return False
         try:
             if self._incarnations.are_asking and not for_all:
                 return False
             if not member.entered:
-                self.leave(timeout)
+                self.leave(within.left())
                 return False
             self._said = self._use.stamp(ask)
             # A write that is under way comes first: without this one behind it, it would ask for nobody.
             longest = concurrency.now() + write_attempt_timeout(self._etcd) + timeout
-            member.enter(self._use.encode(self._said), TimeLimit(timeout, longest))
+            member.enter(self._use.encode(self._said), TimeLimit(timeout, min(longest, until)))
             return True
         except EtcdError as error:
             log.info("what member %s asked was not taken back: %s", member.id, error)
