@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -232,6 +233,14 @@ def threads() -> frozenset[str]:
     return frozenset(
         f"{thread.name} {thread.ident}" for thread in threading.enumerate() if thread.name.startswith("ftcoord-")
     )
+
+
+def stacks() -> str:
+    """Where each of these threads is: one that stays is stuck somewhere."""
+    frames = sys._current_frames()
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("ftcoord-")]
+    where = {thread.name: frames[thread.ident] for thread in ours if thread.ident in frames}
+    return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in where.items())
 
 
 def children() -> frozenset[int]:

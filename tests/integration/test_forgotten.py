@@ -115,7 +115,7 @@ def no_collector() -> Iterator[None]:
 
 
 def nothing(now: Callable[[], Left]) -> None:
-    eventually(lambda: not now(), lambda: f"the end of {now()}")
+    eventually(lambda: not now(), lambda: f"the end of {now()}\n{forgettable.stacks()}")
 
 
 def test_every_public_class_is_in_the_table() -> None:
