@@ -6,8 +6,9 @@ also after its decider died or decided otherwise, and more than once, since answ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final, NamedTuple
 
 import exploring
@@ -42,9 +43,15 @@ IN_TWOS: Final = RollSizes(inline=0, chunk=2)
 NAMES: Final = ("a", "b", "c", "d")
 
 
+@cache
 def round_with(number: int, first: str, size: int = 3, away: int = 0) -> Round:
     seats = tuple(Seat(f"{first}{n}", f"node {first}{n}", "h") for n in range(size))
     return Round(number, seats, "here", 1, tuple(Away(f"{first}away{n}", 1) for n in range(away)), 1, size)
+
+
+ABSENT, PRESENT, EARLIER = 0, 1, -1
+"""Revisions of the record, as far as they matter: an absent record has 0, and each write gives it one that it never had
+before."""
 
 
 class Attempt(NamedTuple):
@@ -57,14 +64,29 @@ class Attempt(NamedTuple):
 
 
 class State(NamedTuple):
-    """What is in etcd: the record, the revision that it was written at (0: it is absent), and the chunks of rolls."""
+    """What is in etcd: the record, and the chunks of rolls. And what is under way, in no order that matters."""
 
-    revision: int = 1
-    at: int = 0
     head: RoundHead | None = None
     keys: frozenset[tuple[str, bytes]] = frozenset()
     attempts: tuple[Attempt, ...] = ()
     begun: int = 0
+
+    @property
+    def at(self) -> int:
+        """The record's revision."""
+        return ABSENT if self.head is None else PRESENT
+
+    def trying(self, attempts: Iterable[Attempt]) -> State:
+        return self._replace(attempts=tuple(sorted(attempts, key=_order)))
+
+    def with_record(self, head: RoundHead | None) -> State:
+        """With another one, or the same one written anew: nobody has decided on that yet."""
+        stale = (one._replace(base=EARLIER) if one.base == PRESENT else one for one in self.attempts)
+        return self._replace(head=head).trying(stale)
+
+
+def _order(attempt: Attempt) -> tuple[str, int, int, str, int]:
+    return attempt.decider, attempt.base, attempt.round.number, attempt.round.seats[0].member, attempt.written
 
 
 @dataclass(frozen=True)
@@ -83,39 +105,38 @@ class Rolls:
 
     def events(self, state: State) -> Iterator[tuple[str, State]]:
         if state.begun < 3:
-            for decider in ("x", "y"):
+            for decider in "xy" if state.begun else "x":  # whoever decides first may be called x
                 for first in "ab":
                     decided = round_with((state.head.number if state.head else 0) + 1, first)
                     attempt = Attempt(decider, state.at, decided)
                     if attempt not in state.attempts:
-                        after = state._replace(attempts=(*state.attempts, attempt), begun=state.begun + 1)
-                        yield f"{decider} decides for {first}", after
+                        after = state.trying((*state.attempts, attempt))
+                        yield f"{decider} decides for {first}", after._replace(begun=state.begun + 1)
         for attempt in state.attempts:
             who = f"{attempt.decider} ({attempt.round.seats[0].member})"
             yield f"{who} writes a chunk", self._write(state, attempt, goes_on=True)
             yield f"{who} writes a chunk, and hears nothing of it", self._write(state, attempt, goes_on=False)
             if attempt.written == self._chunks(attempt) or not self.last:
                 yield f"{who} writes the head", self._publish(state, attempt)
-        if state.head is not None and state.at:
-            yield "somebody recalls it", state._replace(revision=state.revision + 1, at=state.revision + 1)
-            yield "somebody deletes the record", state._replace(revision=state.revision + 1, at=0, head=None)
+        if state.head is not None:
+            yield "somebody recalls it", state.with_record(state.head)
+            yield "somebody deletes the record", state.with_record(None)
 
     def _chunks(self, attempt: Attempt) -> int:
         return IN_TWOS.chunks_for(attempt.round)
 
     def _name(self, attempt: Attempt) -> str:
-        return roll_id(attempt.round, self._chunks(attempt), attempt.decider) if self.named else "one"
+        return named(attempt.round, self._chunks(attempt), attempt.decider) if self.named else "one"
 
     def _write(self, state: State, attempt: Attempt, *, goes_on: bool) -> State:
         at = attempt.written
         if at == self._chunks(attempt) or (self.guarded and attempt.base != state.at):
             return state
         key = roll_key(PREFIX, self._name(attempt), at)
-        value = encode(chunks_of(attempt.round, self._chunks(attempt))[at])
+        value = encoded(attempt.round, self._chunks(attempt))[at]
         keys = frozenset({*((k, v) for k, v in state.keys if k != key), (key, value)})
         after = attempt._replace(written=at + 1) if goes_on else attempt
-        attempts = tuple(after if one is attempt else one for one in state.attempts)
-        return state._replace(keys=keys, attempts=attempts)
+        return state._replace(keys=keys).trying(after if one is attempt else one for one in state.attempts)
 
     def _publish(self, state: State, attempt: Attempt) -> State:
         name = self._name(attempt)
@@ -125,7 +146,22 @@ class Rolls:
         spans = layout.other_rolls(PREFIX, name)
         kept = frozenset((key, value) for key, value in state.keys if not any(key in span for span in spans))
         head = head_of(attempt.round, name, self._chunks(attempt), attempt.decider)
-        return State(state.revision + 1, state.revision + 1, head, kept, state.attempts, state.begun)
+        return state._replace(keys=kept).with_record(head)
+
+
+@cache
+def named(round_: Round, chunks: int, decider: str) -> str:
+    return roll_id(round_, chunks, decider)
+
+
+@cache
+def encoded(round_: Round, chunks: int) -> list[bytes]:
+    return [encode(one) for one in chunks_of(round_, chunks)]
+
+
+@cache
+def read_of(head: RoundHead, roll: tuple[tuple[str, bytes], ...]) -> Round:
+    return round_of("roll", head, [parse_chunk(key, value) for key, value in roll])
 
 
 def check(state: State) -> None:
@@ -137,7 +173,7 @@ def check(state: State) -> None:
     keys = [roll_key(PREFIX, head.roll, at) for at in range(head.chunks)]
     require("S1 a head has all of its roll", all(key in there for key in keys))
     try:
-        read = round_of("roll", head, [parse_chunk(key, there[key]) for key in keys])
+        read = read_of(head, tuple((key, there[key]) for key in keys))
     except StateError:
         raise InvariantBroken("S1 a roll is one of somebody") from None
     decided = [one.round for one in state.attempts if one.decider == head.by]
@@ -145,7 +181,7 @@ def check(state: State) -> None:
 
 
 def test_who_reads_a_head_finds_all_of_its_roll() -> None:
-    assert exploring.explore(State(), Rolls().events, check, 9) > 10_000
+    assert exploring.explore(State(), Rolls().events, check, 9) > 4_000
 
 
 @pytest.mark.parametrize(
