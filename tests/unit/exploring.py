@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any, Final, TypeVar
@@ -56,24 +55,47 @@ def explore(
 
     Raises InvariantBroken, which says which events led there; there is no shorter way.
     """
-    parents: dict[S, tuple[str, S] | None] = {start: None}
-    shapes = {shape(start)}
-    work = deque([(start, 0)])
-    while work:
-        state, far = work.popleft()
-        try:
-            check(state)
-            following = list(events(state)) if far < depth else []
-        except InvariantBroken as broken:
-            raise InvariantBroken(f"{broken}, after: {' | '.join(_path(state, parents))}") from None
-        for event, after in following:
-            step = (event, state)
-            if parents.setdefault(after, step) is not step:  # hashed once: that costs as much as what follows
-                continue
-            if (form := shape(after)) not in shapes:
+    return explore_from([(start, depth)], events, check, shape)
+
+
+def explore_from(
+    starts: Sequence[tuple[S, int]],
+    events: Events[S],
+    check: Callable[[S], None],
+    shape: Callable[[S], Hashable] = lambda state: state,
+) -> int:
+    """As `explore`, from several starts, each with its depth. What several lead to is checked and followed once: first
+    those states from which most events are still to be tried, so that no later one would lead any further."""
+    parents: dict[S, tuple[str, S] | None] = {}
+    shapes, layer = set[Hashable](), list[S]()
+    for left in range(max(depth for _, depth in starts), -1, -1):
+        for start in (start for start, depth in starts if depth == left and start not in parents):
+            parents[start] = None
+            if (form := shape(start)) not in shapes:
                 shapes.add(form)
-                work.append((after, far + 1))
+                layer.append(start)
+        following: list[S] = []
+        for state in layer:
+            for event, after in _checked(state, events if left else None, check, parents):
+                step = (event, state)
+                if parents.setdefault(after, step) is not step:  # hashed once: that costs as much as what follows
+                    continue
+                if (form := shape(after)) not in shapes:
+                    shapes.add(form)
+                    following.append(after)
+        layer = following
     return len(shapes)
+
+
+def _checked(
+    state: S, events: Events[S] | None, check: Callable[[S], None], parents: dict[S, tuple[str, S] | None]
+) -> list[tuple[str, S]]:
+    """What may happen next."""
+    try:
+        check(state)
+        return list(events(state)) if events else []
+    except InvariantBroken as broken:
+        raise InvariantBroken(f"{broken}, after: {' | '.join(_path(state, parents))}") from None
 
 
 def nameless(state: Hashable, initials: str) -> Hashable:

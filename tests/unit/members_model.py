@@ -8,11 +8,12 @@ may hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import exploring
+from counted_times import as_at_any_time, with_idle_times
 from exploring import replace
 from model import LAST_CALL, RETURN, TICK, Decide, quick
 
@@ -36,7 +37,7 @@ from ftcoord.core.rendezvous_records import (
     roll_id,
 )
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
-from ftcoord.core.verdict import Publish
+from ftcoord.core.verdict import Publish, Verdict
 
 RoundOutlook = Callable[[AnyRound | None, str, JoinRequest], Outlook[JoinRequest]]
 MOST_ACTS: Final = 12
@@ -109,7 +110,10 @@ class MemberWorld:
     longest: float = LAST_CALL + RETURN
     met: set[Standing] = field(default_factory=set)
     _calm: set[State] = field(default_factory=set)
-    _heard: dict[tuple[Round, RollChunk | None, int], HeardRound] = field(default_factory=dict)
+    _verdicts: dict[RoundSituation, Verdict] = field(default_factory=dict)
+    _heard: dict[Round, dict[tuple[RollChunk | None, int], HeardRound]] = field(default_factory=dict)
+    _last_told: Round | None = None
+    _heard_of_last: dict[tuple[RollChunk | None, int], HeardRound] = field(default_factory=dict)
 
     def walk(self, *events: str) -> State:
         """Where these events lead, one after the other."""
@@ -119,9 +123,17 @@ class MemberWorld:
         """Every order of events up to this depth: the number of states. InvariantBroken says which events led there."""
         return exploring.explore(start, self._events, self._check_calm, depth)
 
+    def explore_from(self, starts: Sequence[tuple[State, int]]) -> int:
+        """As `explore`, from several states at once, each with its depth."""
+        return exploring.explore_from(starts, self._events, self._check_calm)
+
     # -- what can happen ----------------------------------------------------------------------------------------
 
     def _events(self, state: State) -> Iterator[Step]:
+        for name, after in self._all_events(state):
+            yield name, _timed(after)
+
+    def _all_events(self, state: State) -> Iterator[Step]:
         yield "a tick", self._tick(state, TICK)
         if (after := self._decided(state)) is not None:
             yield "decided", after
@@ -239,11 +251,13 @@ class MemberWorld:
 
     def _told_all(self, record: Round, chunk: RollChunk | None, at: int) -> HeardRound:
         """What went through etcd is known by what was written: to write and to read it takes long."""
-        if (known := self._heard.get((record, chunk, at))) is None:
+        if record is not self._last_told:  # to find a record among all takes as long as what is asked of it
+            self._last_told, self._heard_of_last = record, self._heard.setdefault(record, {})
+        if (known := self._heard_of_last.get((chunk, at))) is None:
             chunks = self._chunks(record)
             head = parse_decided("decided", encode(head_of(record, roll_id(record, chunks, "d"), chunks, "")))
             assert isinstance(head, RoundHead)
-            known = self._heard[record, chunk, at] = HeardRound.of(head, chunk, at)
+            known = self._heard_of_last[chunk, at] = HeardRound.of(head, chunk, at)
         return known
 
     def _is_news(self, mind: Mind, state: State) -> bool:
@@ -288,11 +302,20 @@ class MemberWorld:
     def _decided(self, state: State) -> State | None:
         if not state.view.members:
             return None
-        verdict = self.decide(state.view, self.options, 0.0)
-        if not isinstance(verdict, Publish):
-            return None
-        check_round(state.view, verdict.record)
-        return written(state, verdict.record)
+        verdict = self._verdict(state.view)
+        return written(state, verdict.record) if isinstance(verdict, Publish) else None
+
+    def _verdict(self, view: RoundSituation) -> Verdict:
+        """That of one situation is computed once: many states differ only in what the members know."""
+        if (known := self._verdicts.get(view)) is None:
+            known = self._verdicts[view] = as_at_any_time(self._judged, view, -RETURN)
+        return known
+
+    def _judged(self, view: RoundSituation) -> Verdict:
+        verdict = self.decide(view, self.options, 0.0)
+        if isinstance(verdict, Publish):
+            check_round(view, verdict.record)
+        return verdict
 
     # -- time, and what becomes of all when nothing more happens --------------------------------------------------
 
@@ -326,7 +349,7 @@ class MemberWorld:
         for mind in state.minds:
             if mind.hangs:
                 state = changed(state, next(one for one in state.minds if one.node == mind.node), hangs=False)
-        path, elapsed = [], 0.0
+        state, path, elapsed = _timed(state), list[State](), 0.0
         while state not in self._calm:
             require("L1 it comes to an end", len(path) < 60)
             path.append(state)
@@ -335,13 +358,13 @@ class MemberWorld:
                 self._check_end(state)
                 break
             elapsed += following[0]
-            state = following[1]
+            state = _timed(following[1])
         require("L1 within the last call", elapsed <= self.longest)
         self._calm.update(path)
 
     def _next_calm(self, state: State) -> tuple[float, State] | None:
         settled = self._settled(state)
-        if settled != state:
+        if settled is not state:
             return 0.0, settled
         for mind in state.minds:
             over = mind.at_work is not None and call_back(mind.heard, mind.at_work)[0] > 0
@@ -349,8 +372,10 @@ class MemberWorld:
                 return 0.0, self._come_back(state, mind)
         if (after := self._decided(state)) is not None:
             return 0.0, after
-        verdict = self.decide(state.view, self.options, 0.0)
-        if not state.view.members or isinstance(verdict, Publish) or verdict.until is None:
+        if not state.view.members:
+            return None
+        verdict = self._verdict(state.view)
+        if isinstance(verdict, Publish) or verdict.until is None:
             return None
         return TICK, self._tick(state, TICK)
 
@@ -369,6 +394,12 @@ class MemberWorld:
         require("L1 nobody is left out", len(at_work) == min(self.limits[1], len(counted)))
         left = {self._look(mind).standing for mind in state.minds if mind.at_work is None}
         require("L2 a surplus member is a spare", left <= {Standing.SPARE})
+
+
+def _timed(state: State) -> State:
+    """The one that is explored of those that differ only in times that count for nothing."""
+    view = with_idle_times(state.view)
+    return state if view is state.view else state._replace(view=view)
 
 
 def new_name(state: State, node: str, old: Mind | None = None) -> str:

@@ -8,11 +8,13 @@ later round is the same state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple
 
 import exploring
+from counted_times import as_at_any_time, with_idle_times
 from exploring import replace
 
 from ftcoord.core import rendezvous
@@ -150,6 +152,7 @@ class World:
         guarded: whether that guard is there.
         vanishing: whether the record may vanish from etcd.
         hanging: whether to ask of every state also what becomes of the others when one participant never comes back.
+        all_times: whether to tell states apart that differ only in times that count for nothing.
     """
 
     limits: tuple[int, int]
@@ -159,7 +162,10 @@ class World:
     guarded: bool = True
     vanishing: bool = False
     hanging: bool = True
+    all_times: bool = False
     decide: Decide = rendezvous.decide
+    _records: dict[Round, Round] = field(default_factory=dict)
+    _verdicts: dict[tuple[RoundSituation, frozenset[str]], Verdict] = field(default_factory=dict)
     _calm: dict[tuple[State, str | None], tuple[float, State]] = field(default_factory=dict)
 
     def walk(self, *events: str) -> State:
@@ -168,9 +174,24 @@ class World:
 
     def explore(self, depth: int, start: State = START) -> int:
         """Every order of events up to this depth: the number of states. InvariantBroken says which events led there."""
-        return exploring.explore(start, self._events, self._check_liveness, depth, nameless)
+        return self.explore_from([(start, depth)])
+
+    def explore_from(self, starts: Sequence[tuple[State, int]]) -> int:
+        """As `explore`, from several states at once, each with its depth."""
+        return exploring.explore_from(starts, self._events, self._check_liveness, nameless)
 
     def _events(self, state: State) -> Iterator[Step]:
+        for name, after in self._all_events(state):
+            yield name, self._timed(after)
+
+    def _timed(self, state: State) -> State:
+        """A decision on its way was made on times that count then: until it has arrived, none is dropped."""
+        if self.all_times or state.pending:
+            return state
+        view = with_idle_times(state.view, blind=state.blind)
+        return state if view is state.view else state._replace(view=view)
+
+    def _all_events(self, state: State) -> Iterator[Step]:
         view = state.view
         yield "a tick", _canonical(_pass(state, TICK))
         yield "the decider changes", _canonical(_restart_timers(state))
@@ -268,8 +289,17 @@ class World:
         return self._written(state, verdict.record) if isinstance(verdict, Publish) else None
 
     def _verdict(self, state: State) -> Verdict:
-        verdict = self.decide(state.view, self.options, 0.0)
-        check(state.view, state.running, self.limits, verdict)
+        """That of one situation is computed once: it is asked for by the state's events, and by all that end in it."""
+        key = (state.view, state.running)
+        if (known := self._verdicts.get(key)) is None:
+            judge = partial(self._judged, state.running)
+            known = judge(state.view) if state.pending else as_at_any_time(judge, state.view, -RETURN)
+            self._verdicts[key] = known
+        return known
+
+    def _judged(self, running: frozenset[str], view: RoundSituation) -> Verdict:
+        verdict = self.decide(view, self.options, 0.0)
+        check(view, running, self.limits, verdict)
         return verdict
 
     def _written(self, state: State, record: Round) -> State:
@@ -278,6 +308,7 @@ class World:
         seated = {m.id for m in view.members if record.rank_of(m.id) is not None and m.ask.after < record.number}
         took = state.running if old and old.number == record.number else state.running | seated
         plain = replace(record, recalled=record.recalled and "recalled", waiting=0, before="")
+        plain = self._records.setdefault(plain, plain)  # one object for one record computes once who sits where
         pending = tuple(p._replace(fresh=False) for p in state.pending if not self.guarded)
         view = replace(view, previous=plain, previous_at=0.0, vanished=False)
         return _canonical(State(view, took, frozenset(), pending))
@@ -307,7 +338,7 @@ class World:
 
         That is so when all participants come back that are called, and for the others when one of them hangs.
         """
-        calm = state._replace(pending=())
+        calm = self._timed(state._replace(pending=()))
         for hung in (None, *(sorted(state.running) if self.hanging else ())):
             try:
                 self._check_end(*self._calmed(calm, hung), hung)
@@ -335,7 +366,7 @@ class World:
                 known = (0.0, state)
                 break
             path.append((state, following[0]))
-            state = following[1]
+            state = self._timed(following[1])
         elapsed, end = known
         for before, took in reversed(path):
             elapsed += took
