@@ -20,7 +20,7 @@ from ftcoord.core.invariants import check_quorum, require
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
-from ftcoord.core.verdict import Publish, Wait
+from ftcoord.core.verdict import Publish, Verdict, Wait
 
 QuorumOutlook = Callable[[QuorumRecord | None, Sequence[str], str, int, QuorumRequest | None], Outlook[int]]
 TICK: Final = 1.0
@@ -85,6 +85,7 @@ class QuorumWorld:
     options: QuorumOptions = field(default_factory=lambda: QuorumOptions(1, TICK))
     outlook: QuorumOutlook = quorum.outlook
     met: set[Standing] = field(default_factory=set)
+    _verdicts: dict[tuple[object, ...], Verdict[QuorumRecord]] = field(default_factory=dict)
     _calm: set[State] = field(default_factory=set)
 
     def walk(self, *events: str) -> State:
@@ -98,6 +99,10 @@ class QuorumWorld:
     # -- what can happen ----------------------------------------------------------------------------------------
 
     def _events(self, state: State) -> Iterator[Step]:
+        for name, after in self._all_events(state):
+            yield name, _timed(after)
+
+    def _all_events(self, state: State) -> Iterator[Step]:
         yield "a tick", _passed(state)
         if (after := self._decided(state)) is not None:
             yield "decided", after
@@ -175,27 +180,39 @@ class QuorumWorld:
         # A seat of an earlier member may leave the request of the present one open.
         return answered if mind.ids[-1] in heard.answered else _said(answered, mind, 0)
 
-    def _situation(self, state: State) -> QuorumSituation:
+    def _verdict(self, state: State) -> Verdict[QuorumRecord]:
+        """That of one situation is computed once: many states differ only in what the members know.
+
+        Times that count for nothing make no difference, be they as new as they can be or as old.
+        """
+        key = (state.members, state.record, state.record_at)
+        if (known := self._verdicts.get(key)) is None:
+            known = self._verdicts[key] = self._judged(state)
+            other = _timed(state, 0.0)
+            require("no rule looks at a time that counts for nothing", known == self._judged(other))
+        return known
+
+    def _judged(self, state: State) -> Verdict[QuorumRecord]:
         record = state.record
         members = [
             one if one.is_whole or record is None else replace(one, is_whole=record.has_profile_of(one.request))
             for one in state.members
         ]
-        return QuorumSituation(members, record, state.record_at)
+        situation = QuorumSituation(members, record, state.record_at)
+        verdict = quorum.decide(situation, self.options, 0.0)
+        if isinstance(verdict, Publish):
+            check_quorum(situation, self.options, verdict.record)
+        return verdict
 
     def _decided(self, state: State) -> State | None:
-        situation = self._situation(state)
-        verdict = quorum.decide(situation, self.options, 0.0)
-        if not isinstance(verdict, Publish):
-            return None
-        check_quorum(situation, self.options, verdict.record)
-        return state._replace(record=verdict.record, record_at=0.0)
+        verdict = self._verdict(state)
+        return state._replace(record=verdict.record, record_at=0.0) if isinstance(verdict, Publish) else None
 
     # -- what becomes of all when nothing more happens ------------------------------------------------------------
 
     def _check_calm(self, state: State) -> None:
         """L1: when nothing more fails and all go on asking, all are answered, also processes of one replica id."""
-        path: list[State] = []
+        path, state = list[State](), _timed(state)
         asks = Counter({mind.name: 0 for mind in state.minds})
         while state not in self._calm:
             require("L1 it comes to an end", len(path) < 90)
@@ -204,7 +221,7 @@ class QuorumWorld:
             if following is None:
                 self._check_end(state)
                 break
-            state = following
+            state = _timed(following)
         # Of the later states it is not known what becomes of them with nobody having asked before.
         self._calm.update(path[:1])
 
@@ -218,7 +235,7 @@ class QuorumWorld:
                 return _wrote_again(state, mind)
         if (after := self._decided(state)) is not None:
             return after
-        verdict = quorum.decide(self._situation(state), self.options, 0.0)
+        verdict = self._verdict(state)
         if isinstance(verdict, Wait) and verdict.until is not None:
             return _passed(state)
         someone_waits = any(mind.waits for mind in state.minds)
@@ -232,6 +249,21 @@ class QuorumWorld:
         names = {mind.name[0] for mind in state.minds}
         waiting = any(mind.waits for mind in state.minds)
         require("L1 nobody waits for ever", not waiting or len(names) < self.options.min_replicas)
+
+
+def _timed(state: State, idle: float = OLDEST) -> State:
+    """The one that is explored of those that differ only in times that count for nothing, which are this one then.
+
+    `joined` counts while the member has a request open, and is set by each request. When the record came counts while
+    somebody has one open: who asks later joins later than that, and a quorum waits for the later of both.
+    """
+    answered = state.record.answered if state.record else {}
+    opens = [one.asked > answered.get(one.member, 0) for one in state.members]
+    members = tuple(
+        one if is_open or one.joined == idle else replace(one, joined=idle)
+        for one, is_open in zip(state.members, opens, strict=True)
+    )
+    return state._replace(members=members, record_at=state.record_at if any(opens) else idle)
 
 
 def _known(mind: Mind) -> int:
