@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from ftcoord.errors import ThreadNotStarted
 
@@ -111,6 +111,49 @@ class _PythonThread(threading.Thread):
             raise ThreadNotStarted(self.name, error) from None
 
 
+class _PythonQueue(Generic[T]):
+    """As `queue.SimpleQueue`, except that `get` ends when its timeout does.
+
+    That of Python 3.11 may wait for the next `put` instead: if its thread is not scheduled, or runs a signal handler,
+    until the timeout is over, a negative time is left, which stands for "no limit".
+
+    A finalizer or a signal handler may call `put` in the middle of any call here: all that changes something is one
+    call into C.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._nothing_new = threading.Lock()  # released by `put`, so that one of those who wait looks again
+        self._nothing_new.acquire()
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._wake_one()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> T:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            with suppress(IndexError):
+                item = self._items.popleft()
+                if self._items:  # two were put, and the lock was released only once: somebody else may wait
+                    self._wake_one()
+                return item
+            if not block or not self._nothing_new.acquire(timeout=_lock_timeout(deadline - time.monotonic())):
+                raise Empty
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def _wake_one(self) -> None:
+        if self._nothing_new.locked():
+            with suppress(RuntimeError):  # another thread has just released it
+                self._nothing_new.release()
+
+
+def _lock_timeout(left: float) -> float:
+    return -1 if left > LONGEST_WAIT else max(left, 0)
+
+
 class Python:
     """Python's own threads and clocks."""
 
@@ -139,7 +182,7 @@ class Python:
         return threading.Event()
 
     def queue(self) -> Queue[Any]:
-        return queue.SimpleQueue()
+        return _PythonQueue()
 
     def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread:
         return _PythonThread(target=target, args=args, name=name, daemon=True)
