@@ -114,16 +114,16 @@ class _PythonThread(threading.Thread):
 class _PythonQueue(Generic[T]):
     """As `queue.SimpleQueue`, except that `get` ends when its timeout does.
 
-    That of Python 3.11 may wait for the next `put` instead: if its thread is not scheduled, or runs a signal handler,
-    until the timeout is over, a negative time is left, which stands for "no limit".
+    Python 3.11's may wait for the next `put` instead: if the timeout runs out while the thread is not scheduled, or
+    runs a signal handler, the time that is left is negative, and that stands for "no limit".
 
-    A finalizer or a signal handler may call `put` in the middle of any call here: all that changes something is one
-    call into C.
+    A finalizer or a signal handler may call `put` in the middle of any call here: each step that changes something is
+    one call into C. If a signal handler raises in the middle of a `put`, those who wait may sleep until the next one.
     """
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        self._nothing_new = threading.Lock()  # released by `put`, so that one of those who wait looks again
+        self._nothing_new = threading.Lock()  # nearly always held; released to have one of those who wait look again
         self._nothing_new.acquire()
 
     def put(self, item: T) -> None:
@@ -135,7 +135,7 @@ class _PythonQueue(Generic[T]):
         while True:
             with suppress(IndexError):
                 item = self._items.popleft()
-                if self._items:  # two were put, and the lock was released only once: somebody else may wait
+                if self._items:  # several were put, and the lock may have been released only once: others may wait
                     self._wake_one()
                 return item
             if not block or not self._nothing_new.acquire(timeout=_lock_timeout(deadline - time.monotonic())):
