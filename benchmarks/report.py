@@ -236,14 +236,15 @@ def failover(measured: Sequence[Recoveries]) -> str:
     return f"""## Agents lost and added
 
 Written by `python -m benchmarks.deaths --write docs/benchmarks.md`. torchrun agents with `--nnodes=2:3`, gloo workers,
-default settings. Seconds from the event until the survivors received the recall from etcd, until the first worker of
-the new round was started, and until all workers of the new round had done an all_reduce, which includes their imports.
-Median / worst. The event is `kill -9` of an agent, SIGSTOP of all processes of a host, the exit of a worker, or the
-start of the new agent's command, which includes its imports. The benchmark's workers exit within 50 ms of their agent's
-death, because only ftcoord would end them. A child of the worker that exits keeps gloo's connections open, so that its
-peers hang, as with NCCL. c10d's store is hosted by the agent that is killed in the case of rank 0, and by a survivor in
-all other cases. After the start of the first new worker nearly all time is the import of torch, which all workers do at
-once on the cores of one host: with 6 workers on 2 cores the import alone takes longer than the target of 4 s.
+default settings (`lease_ttl` {TTL} s). Seconds from the event until the survivors received the recall from etcd, until
+the first worker of the new round was started, and until all workers of the new round had done an all_reduce, which
+includes their imports. Median / worst. The event is `kill -9` of an agent, SIGSTOP of all processes of a host, the exit
+of a worker, or the start of the new agent's command, which includes its imports. The benchmark's workers exit within 50
+ms of their agent's death, because only ftcoord would end them. A child of the worker that exits keeps gloo's
+connections open, so that its peers hang, as with NCCL. c10d's store is hosted by the agent that is killed in the case
+of rank 0, and by a survivor in all other cases. After the start of the first new worker nearly all time is the import
+of torch, which all workers do at once on the cores of one host: with 6 workers on 2 cores the import alone takes longer
+than the target of 4 s.
 {measured_with()}
 
 {table(header, rows)}"""

@@ -127,8 +127,10 @@ class _PythonQueue(Generic[T]):
         self._nothing_new.acquire()
 
     def put(self, item: T) -> None:
-        self._items.append(item)
-        self._wake_one()
+        try:
+            self._items.append(item)
+        finally:  # also where a signal handler raises in between: nobody else would wake who waits for it
+            self._wake_one()
 
     def get(self, block: bool = True, timeout: float | None = None) -> T:
         deadline = math.inf if timeout is None else time.monotonic() + timeout

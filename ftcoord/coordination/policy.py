@@ -18,6 +18,7 @@ from ftcoord.core.quorum_records import Profile, QuorumRecord, QuorumRequest, Re
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import KeyValue
+from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKeys
 from ftcoord.primitives.group.policy import View
@@ -191,7 +192,7 @@ class QuorumPolicy:
     def _late_ends(
         self, view: View, previous: QuorumRecord | None, me: str, now: float
     ) -> tuple[list[HistoryEvent], float | None]:
-        """The events for the history while nothing is decided, and when to look again."""
+        """The events for the history while nothing is decided, and when to look again. Raises UNANSWERED."""
         present = self._follow(view, previous, me) if previous is not None else None
         if present is None:
             return [], None
@@ -199,7 +200,13 @@ class QuorumPolicy:
         if not about:
             return [], self._late.due
         names = {known.candidate.request.replica_id for known in self._known.values()}
-        ends = self._late.ends(present, names, self._causes_of(about), self._words_of(view, about), now)
+        try:
+            causes = self._causes(about)
+        except UNANSWERED:  # ask again: nobody asks later about a member whose replica is back
+            raise
+        except EtcdError as error:
+            causes = _no_causes(error)
+        ends = self._late.ends(present, names, causes, self._words_of(view, about), now)
         return ends, self._late.due
 
     def _follow(self, view: View, previous: QuorumRecord, me: str) -> set[str] | None:
@@ -230,9 +237,8 @@ class QuorumPolicy:
     def _causes_of(self, gone: Sequence[str]) -> Mapping[str, tuple[str, int]]:
         try:
             return self._causes(gone) if gone else {}
-        except EtcdError as error:  # nothing is decided by it
-            log.debug("why members are gone cannot be told: %s", error)
-            return {}
+        except EtcdError as error:  # nothing is decided by it, and a step may be waiting
+            return _no_causes(error)
 
     def _words_of(self, view: View, gone: Iterable[str]) -> dict[str, str]:
         return {member: word for member in gone if (word := self._word_of(view, member)) is not None}
@@ -316,3 +322,8 @@ def _candidate(
 ) -> QuorumCandidate:
     member = member_of(kv.key)
     return QuorumCandidate.of(member, record, profiles, since, kv.create_revision, asked_at, kv.mod_revision)
+
+
+def _no_causes(error: EtcdError) -> Mapping[str, tuple[str, int]]:
+    log.debug("why members are gone cannot be told: %s", error)
+    return {}

@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 
 MEMBERS_LOOKED_AT: Final = 100
 """How many members a node with other limits checks for one that has the run's limits."""
-LEASES_OUTLIVED: Final = 1.5
-"""How many lease TTLs must pass before a member that is still there is certain to be alive."""
+LEASES_OUTLIVED: Final = 2.0
+"""How many lease TTLs must pass before a member that is still there is certain to be alive: etcd may grant more than it
+was asked for, as 8 s for 5 where its election timeout is 5 s."""
 
 
 class OtherLimits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +13,7 @@ from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode
 from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import View
 
@@ -101,6 +102,24 @@ def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> 
     assert [(one.kind, one.node, one.by) for one in second.events] == [("lost", "b", "a"), ("quorum", "", "a")]
 
 
+def b_is_back(causes: Callable[[Iterable[str]], dict[str, tuple[str, int]]]) -> tuple[QuorumPolicy, View]:
+    """A decider, and what it sees after it has decided for a replica that died and is back at once."""
+    policy = QuorumPolicy(PREFIX, QuorumOptions(2, 60.0), 60.0, dict, HighestSeen(), causes)
+    first = policy.decide(view(a1=replica("a", 1), b1=replica("b", 1)), "a1", 0.0)
+    assert isinstance(first, Publish)
+    key, roster = layout.decided_key(PREFIX), first.puts[0][1]
+    back = replace(
+        view(a1=replica("a", 2, after=1, heard=1), b2=replica("b", 1)),
+        decided=KeyValue(key, first.record, 9, 9, 1, 1),
+        roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
+    )
+    second = policy.decide(back, "a1", 1.0)
+    assert isinstance(second, Publish)
+    kept = dict(second.puts).get(layout.roster_key(key), roster)
+    decided = KeyValue(key, second.record, 9, 12, 2, 1)
+    return policy, replace(back, decided=decided, roster=KeyValue(layout.roster_key(key), kept, 9, 12, 2, 1))
+
+
 @pytest.mark.parametrize("takes_over", [False, True])
 def test_a_replica_that_died_and_is_back_in_the_same_decision_is_told_after_it(takes_over: bool) -> None:
     """The decision, in which a step is waiting, neither reads nor writes more for it."""
@@ -133,3 +152,34 @@ def test_a_replica_that_died_and_is_back_in_the_same_decision_is_told_after_it(t
     after = policy.decide(replace(back, decided=decided, roster=kept), "a1", 1.0)
     assert isinstance(after, Wait)
     assert [(one.kind, one.number, one.node, one.member) for one in after.events] == [("died", 1, "b", "b1")]
+
+
+def test_a_death_whose_cause_etcd_does_not_tell_now_is_asked_for_again() -> None:
+    """The replica is back, so nobody would ask later."""
+    answers: list[dict[str, tuple[str, int]] | EtcdError] = [
+        EtcdUnavailable("no answer"),
+        {"b1": ("b was killed", 7)},
+    ]
+
+    def causes(members: Iterable[str]) -> dict[str, tuple[str, int]]:
+        answer = answers.pop(0)
+        if isinstance(answer, EtcdError):
+            raise answer
+        return answer
+
+    policy, back = b_is_back(causes)
+    with pytest.raises(EtcdUnavailable):
+        policy.decide(back, "a1", 1.0)
+    after = policy.decide(back, "a1", 1.0)
+    assert isinstance(after, Wait)
+    assert [(one.kind, one.number, one.node, one.member) for one in after.events] == [("died", 1, "b", "b1")]
+
+
+def test_a_death_whose_cause_etcd_refuses_to_tell_stops_no_quorum() -> None:
+    def refused(members: Iterable[str]) -> dict[str, tuple[str, int]]:
+        raise EtcdAuthError("permission denied")
+
+    policy, back = b_is_back(refused)
+    after = policy.decide(back, "a1", 1.0)
+    assert isinstance(after, Wait)
+    assert not after.events
