@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeAlias
 
 import pytest
 
@@ -102,22 +103,29 @@ def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> 
     assert [(one.kind, one.node, one.by) for one in second.events] == [("lost", "b", "a"), ("quorum", "", "a")]
 
 
-def b_is_back(causes: Callable[[Iterable[str]], dict[str, tuple[str, int]]]) -> tuple[QuorumPolicy, View]:
-    """A decider, and what it sees after it has decided for a replica that died and is back at once."""
-    policy = QuorumPolicy(PREFIX, QuorumOptions(2, 60.0), 60.0, dict, HighestSeen(), causes)
-    first = policy.decide(view(a1=replica("a", 1), b1=replica("b", 1)), "a1", 0.0)
-    assert isinstance(first, Publish)
-    key, roster = layout.decided_key(PREFIX), first.puts[0][1]
-    back = replace(
-        view(a1=replica("a", 2, after=1, heard=1), b2=replica("b", 1)),
-        decided=KeyValue(key, first.record, 9, 9, 1, 1),
-        roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
+Causes: TypeAlias = Callable[[Iterable[str]], dict[str, tuple[str, int]]]
+
+
+def decider(causes: Causes) -> QuorumPolicy:
+    return QuorumPolicy(PREFIX, QuorumOptions(2, 60.0), 60.0, dict, HighestSeen(), causes)
+
+
+def with_record(seen: View, decision: Verdict[bytes], at: int, version: int) -> View:
+    """What a decider sees next."""
+    assert isinstance(decision, Publish)
+    key = layout.decided_key(PREFIX)
+    roster = dict(decision.puts).get(layout.roster_key(key), seen.roster.value if seen.roster else b"")
+    return replace(
+        seen,
+        decided=KeyValue(key, decision.record, 9, at, version, 1),
+        roster=KeyValue(layout.roster_key(key), roster, 9, at, version, 1),
     )
-    second = policy.decide(back, "a1", 1.0)
-    assert isinstance(second, Publish)
-    kept = dict(second.puts).get(layout.roster_key(key), roster)
-    decided = KeyValue(key, second.record, 9, 12, 2, 1)
-    return policy, replace(back, decided=decided, roster=KeyValue(layout.roster_key(key), kept, 9, 12, 2, 1))
+
+
+def b_is_back(policy: QuorumPolicy) -> View:
+    """What it sees after its first quorum: one of two replicas has died, and is back at once."""
+    first = policy.decide(view(a1=replica("a", 1), b1=replica("b", 1)), "a1", 0.0)
+    return with_record(view(a1=replica("a", 2, after=1, heard=1), b2=replica("b", 1)), first, 9, 1)
 
 
 @pytest.mark.parametrize("takes_over", [False, True])
@@ -129,27 +137,15 @@ def test_a_replica_that_died_and_is_back_in_the_same_decision_is_told_after_it(t
         asked.extend(members)
         return {"b1": ("b was killed", 7)}
 
-    def decider() -> QuorumPolicy:
-        return QuorumPolicy(PREFIX, QuorumOptions(2, 60.0), 60.0, dict, HighestSeen(), causes)
-
-    policy = decider()
-    first = policy.decide(view(a1=replica("a", 1), b1=replica("b", 1)), "a1", 0.0)
-    assert isinstance(first, Publish)
-    key, roster = layout.decided_key(PREFIX), first.puts[0][1]
-    back = replace(
-        view(a1=replica("a", 2, after=1, heard=1), b2=replica("b", 1)),
-        decided=KeyValue(key, first.record, 9, 9, 1, 1),
-        roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
-    )
-    policy = decider() if takes_over else policy
+    policy = decider(causes)
+    back = b_is_back(policy)
+    policy = decider(causes) if takes_over else policy
     second = policy.decide(back, "a1", 1.0)
     assert isinstance(second, Publish)
-    assert quorum_of(second, roster).id == 1
+    assert back.roster is not None
+    assert quorum_of(second, back.roster.value).id == 1
     assert (second.events, asked, second.nothing_follows) == ([], [], False)
-    puts = dict(second.puts)
-    decided = KeyValue(key, second.record, 9, 12, 2, 1)
-    kept = KeyValue(layout.roster_key(key), puts.get(layout.roster_key(key), roster), 9, 12, 2, 1)
-    after = policy.decide(replace(back, decided=decided, roster=kept), "a1", 1.0)
+    after = policy.decide(with_record(back, second, 12, 2), "a1", 1.0)
     assert isinstance(after, Wait)
     assert [(one.kind, one.number, one.node, one.member) for one in after.events] == [("died", 1, "b", "b1")]
 
@@ -167,7 +163,9 @@ def test_a_death_whose_cause_etcd_does_not_tell_now_is_asked_for_again() -> None
             raise answer
         return answer
 
-    policy, back = b_is_back(causes)
+    policy = decider(causes)
+    back = b_is_back(policy)
+    back = with_record(back, policy.decide(back, "a1", 1.0), 12, 2)
     with pytest.raises(EtcdUnavailable):
         policy.decide(back, "a1", 1.0)
     after = policy.decide(back, "a1", 1.0)
@@ -179,7 +177,9 @@ def test_a_death_whose_cause_etcd_refuses_to_tell_stops_no_quorum() -> None:
     def refused(members: Iterable[str]) -> dict[str, tuple[str, int]]:
         raise EtcdAuthError("permission denied")
 
-    policy, back = b_is_back(refused)
+    policy = decider(refused)
+    back = b_is_back(policy)
+    back = with_record(back, policy.decide(back, "a1", 1.0), 12, 2)
     after = policy.decide(back, "a1", 1.0)
     assert isinstance(after, Wait)
     assert not after.events
