@@ -57,13 +57,21 @@ class Watching:
     def __init__(self, client: EtcdClient) -> None:
         self.versions: dict[str, int] = {}
         self.missed = 0
+        self._noted = threading.Condition()  # guards both
         client.watch(Span("/forks/", is_prefix=True), 1, self._note)
 
     def _note(self, item: WatchItem) -> None:
-        for event in item.events if isinstance(item, Batch) else ():
-            before = self.versions.get(event.kv.key, 0)
-            self.missed += event.kv.version - before - 1
-            self.versions[event.kv.key] = event.kv.version
+        with self._noted:
+            for event in item.events if isinstance(item, Batch) else ():
+                before = self.versions.get(event.kv.key, 0)
+                self.missed += event.kv.version - before - 1
+                self.versions[event.kv.key] = event.kv.version
+            self._noted.notify()
+
+    def await_all(self, versions: dict[str, int], timeout: float) -> None:
+        """Until it has heard of these versions, or the time is over."""
+        with self._noted:
+            self._noted.wait_for(lambda: self.versions == versions, timeout)
 
 
 def sleep_and_go() -> None:
@@ -145,9 +153,7 @@ def fork_all_the_time(endpoint: str, minutes: float) -> None:
     done.set()
     thread.join()
     told = {kv.key: kv.version for kv in client.range(Get(Span("/forks/", is_prefix=True))).kvs}
-    until = time.monotonic() + LATE
-    while watching.versions != told and time.monotonic() < until:
-        time.sleep(0.1)
+    watching.await_all(told, LATE)
     last = sum(version - watching.versions.get(key, 0) for key, version in told.items())
     client.close()
     figures = [watching.missed + last, sum(told.values()), children.forks, children.failed, len(failures)]
