@@ -65,7 +65,7 @@ class ReplicaProcess:
         return str(self._order("metadata", manager=manager, rank=rank).result(DEADLINE))
 
     def guarded(self) -> int:
-        """Wait until a sentinel stands beside it; the sentinel's pid."""
+        """Wait until a sentinel stands beside it and knows its leases; the sentinel's pid."""
         return int(self._order("guarded", timeout=DEADLINE).result(DEADLINE))
 
     @property

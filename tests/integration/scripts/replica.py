@@ -53,14 +53,15 @@ class Process:
         return self._rank(manager, rank).should_commit(rank, step, yes, timedelta(seconds=timeout))
 
     def guarded(self, timeout: float) -> int:
-        """Wait until a sentinel stands beside this process; its pid."""
+        """Wait until a sentinel stands beside this process and has read its orders; its pid. One that has just been
+        started may need longer than a short lease lives before it can write a cause."""
         sentinel, tick, deadline = Sentinel.of_process(), threading.Event(), time.monotonic() + timeout
         assert sentinel is not None
-        while not (pid := sentinel.pid):
+        while (process := sentinel._process) is None or process._pipe._unread():
             if time.monotonic() > deadline:
                 raise TimeoutError("no sentinel")
             tick.wait(0.02)
-        return pid
+        return process.pid
 
     def metadata(self, manager: str, rank: int) -> str:
         return self._rank(manager, 0)._checkpoint_metadata(rank, CONNECT)
