@@ -91,7 +91,7 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
     """What to do now. Depends on nothing but its arguments."""
     previous = situation.previous
     if previous is not None and situation.vanished:
-        return _recall(previous, "its record vanished from etcd", 0)
+        return _recall_vanished(previous, situation)
     if previous is not None and previous.closed and not may_reopen(previous, options.restart):
         return Wait("the run is closed", rule=CLOSED_RUN)
     limits = limits_of(situation)
@@ -220,6 +220,15 @@ def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
     return Publish(recalled, f"round {previous.number} recalled: {reason}", RECALL)
 
 
+def _recall_vanished(previous: Round, situation: RoundSituation) -> Publish[Round]:
+    """R3. If there was a later round than the last one that is known, that one is over."""
+    number = max([situation.highest, *(member.ask.seated for member in situation.members)])
+    why = "its record vanished from etcd"
+    if number <= previous.number:
+        return _recall(previous, why, 0)
+    return _recall_unknown(number, why, 0, limits_of(situation), previous)
+
+
 def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
     """R9. None as long as nobody needs another round than this one, whose record etcd has lost.
 
@@ -242,8 +251,12 @@ def _recall_lost(number: int, wanting: Iterable[RoundCandidate], poll: RoundPoll
     """Nobody knows the seats of this round, but those that hold one know its number."""
     hosts = _names(member.ask.host for member in wanting)
     reason = f"{hosts} needs another round, and etcd has lost the record of round {number}"
-    drained = (poll.situation.previous or NO_ROUND).drained
-    record = Round(number, (), "", 0, (), *poll.limits, recalled=reason, waiting=len(poll.asking), drained=drained)
+    previous = poll.situation.previous or NO_ROUND
+    return _recall_unknown(number, reason, len(poll.asking), poll.limits, previous)
+
+
+def _recall_unknown(number: int, reason: str, waiting: int, limits: tuple[int, int], previous: Round) -> Publish[Round]:
+    record = Round(number, (), "", 0, (), *limits, recalled=reason, waiting=waiting, drained=previous.drained)
     return Publish(record, f"round {number} recalled: {reason}", REATTACHING)
 
 

@@ -24,7 +24,7 @@ class Publish(Generic[R]):
         rule: the rule of `decide`'s module that it follows.
         puts: keys to write in the same transaction, and their values.
         deletes: keys to delete in the same transaction.
-        absent: keys that must not be there: etcd refuses the decision if one is.
+        no_newer: spans, each with a revision of etcd: etcd refuses the decision if a key of the span was created later.
         beside: keys that the record refers to, and their values. It does not matter when they are written, because they
             mean something only through the record. Their keys must be unlike all that another decider, or another
             decision of the same one, ever wrote, or hold the same value. They are written with the record if they fit
@@ -38,7 +38,7 @@ class Publish(Generic[R]):
     rule: str = ""
     puts: Sequence[tuple[str, bytes]] = ()
     deletes: Sequence[Span] = ()
-    absent: Sequence[str] = ()
+    no_newer: Sequence[tuple[Span, int]] = ()
     beside: Sequence[tuple[str, bytes]] = ()
     nothing_follows: bool = False
     events: Sequence[HistoryEvent] = ()

@@ -126,6 +126,11 @@ def unchanged(key: str, mod_revision: int) -> Compare:
     return Compare(key, "mod", "=", mod_revision)
 
 
+def none_newer(span: Span, revision: int) -> Compare:
+    """Guard: no key of the span was created after `revision`."""
+    return Compare(span.start, "create", "<", revision + 1, span.end)
+
+
 def check_writes(success: Sequence[Op], failure: Sequence[Op]) -> None:
     """Raises RequestRefused for a transaction that only reads: it could crash etcd, see `etcd/reading.py`."""
     ops = (*success, *failure)

@@ -19,6 +19,7 @@ from ftcoord.core.layout import (
     member_of,
     round_key,
     round_store_prefix,
+    rounds_span,
 )
 from ftcoord.core.rendezvous import decide
 from ftcoord.core.rendezvous_records import (
@@ -117,18 +118,27 @@ class _LastRecord:
         self._state: tuple[object, ...] = ()
         self._since: tuple[float, int] = 0.0, 0
         self._tried: tuple[KeyValue | None, ...] = ()
-        """The record that a new round was to replace; empty if the last decision was another one."""
+        """The record that a decision was to replace which fences may forbid; empty if the last one was another."""
+        self._looked_for: tuple[KeyValue | None, ...] = ()
+        """The record that was missing when this looked for fences; empty since there is one."""
+        self.missing_at = 0
+        """Etcd's revision at which it had no record, and up to which all fences are known; 0 while there is one."""
 
     def tries(self, view: View, decision: Publish[bytes]) -> None:
         """Remember what is about to be decided: etcd may refuse it."""
-        self._tried = (view.decided,) if decision.absent else ()
+        self._tried = (view.decided,) if decision.no_newer else ()
 
-    def look_for_lost(self, view: View, look: Callable[[], int]) -> None:
-        """If a new round did not replace the record, take the highest round that has a fence for one whose record was
-        lost. Raises what `look` raises."""
-        if self._tried == (view.decided,):
-            self.highest = max(self.highest, look())
-            self._tried = ()
+    def look_for_lost(self, view: View, look: Callable[[], tuple[int, int]]) -> None:
+        """If etcd has no record, or has refused to replace it, take the highest round that has a fence for one whose
+        record was lost. Raises what `look` raises."""
+        if not view.missing_at:
+            self._looked_for, self.missing_at = (), 0
+        is_missed = bool(view.missing_at) and self._looked_for != (view.decided,)
+        if is_missed or self._tried == (view.decided,):
+            number, revision = look()
+            self.highest, self._tried = max(self.highest, number), ()
+            if view.missing_at:
+                self._looked_for, self.missing_at = (view.decided,), revision
 
     def of(self, view: View) -> AnyRound | None:
         """Raises StateError when the record cannot be read by this version."""
@@ -316,24 +326,31 @@ class RendezvousPolicy:
         """A new round opens its empty store, and closes earlier ones, in the same transaction. Its number is given
         once: if another decider gave it, and the record was deleted, that round's fence is there.
 
+        If there is no record, no fence may have come since this decider looked: others may have decided meanwhile, and
+        somebody has deleted that. A decision that comes late would else take it for the same absence.
+
         The previous round is that of the record; if the record was lost, the number before this one. Keys in the new
         round's store are left from a run that was forgotten since. All rolls but the new one are deleted, including
         those of deciders that were too late. If the record vanished and is written `again`, so is its roll.
         """
         number, last = decision.record.number, previous.number if previous else 0
+        missing_at = self._last.missing_at
+        no_newer = [(rounds_span(self._prefix), missing_at)] if missing_at else []
         if number == last:
             value, beside = self._rolls.said_again(decision.record, head, me, again)
-            return Publish(value, decision.reason, decision.rule, beside=beside)
+            return Publish(value, decision.reason, decision.rule, no_newer=no_newer, beside=beside)
         value, beside = self._rolls.new(decision.record, me)
         over = sorted({last, number - 1} - {0})
         fences = [Span(round_key(self._prefix, before)) for before in over]
         stores = [Span(round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
+        if decision.record.size:
+            no_newer = [*no_newer, (Span(round_key(self._prefix, number)), 0)]
         return Publish(
             value,
             decision.reason,
             decision.rule,
             puts=((round_key(self._prefix, number), b""),),
             deletes=[*fences, *stores, *self._rolls.old(decision.record, me)],
-            absent=(round_key(self._prefix, number),) if decision.record.size else (),
+            no_newer=no_newer,
             beside=beside,
         )

@@ -244,7 +244,8 @@ class RunRecord:
 
     def highest_round(self, timeout: float) -> int:
         """The highest round that has left a key in etcd, even if the record was deleted. Raises EtcdError."""
-        return highest_round(self._etcd, self._settings.prefix, timeout)
+        number, _ = highest_round(self._etcd, self._settings.prefix, timeout)
+        return number
 
 
 def _asks_in(found: RangeResult) -> Iterator[tuple[KeyValue, JoinRequest]]:

@@ -681,11 +681,23 @@ def test_of_a_round_whose_record_is_lost_it_is_only_said_that_it_is_recalled(cas
     record = another_number(case)
     if record is None or not record.recalled:
         return
-    asks = [member.ask for member in case.situation.members]
-    assert record.number == max(ask.seated for ask in asks)
+    situation = case.situation
+    asks = [member.ask for member in situation.members]
+    assert record.number == max([*(ask.seated for ask in asks), situation.highest if situation.vanished else 0])
     assert (record.seats, record.ready, record.away, record.closed) == ((), False, (), "")
     needed = any(ask.after >= ask.seated or ask.seated < record.number for ask in asks)
-    assert needed, "somebody asks for another round, or works in an earlier one"
+    assert needed or situation.vanished, "somebody asks for another round, or works in an earlier one"
+
+
+def test_the_last_round_is_recalled_whose_record_vanished_though_its_decider_knows_an_earlier_one() -> None:
+    """It was stopped meanwhile. Those that run in the last one heed no record of an earlier one."""
+    before = a_round("A B C")
+    behind = asks("A", 0, seated=1)
+    for members, highest in (([behind, asks("B", 1, seated=2)], 1), ([behind], 2)):
+        verdict = decide(RoundSituation(members, 0.0, before, 0.0, vanished=True, highest=highest), RoundOptions(), 0.0)
+        assert isinstance(verdict, Publish)
+        assert (verdict.record.number, verdict.record.seats) == (2, ())
+        assert verdict.record.recalled == "its record vanished from etcd"
 
 
 def test_who_works_in_a_round_before_the_one_that_etcd_lost_has_that_recalled() -> None:

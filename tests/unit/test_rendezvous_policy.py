@@ -9,7 +9,7 @@ import pytest
 
 from ftcoord.core.death_records import Death
 from ftcoord.core.death_records import encode as encode_death
-from ftcoord.core.layout import death_key, decided_key, member_id, member_key, round_key
+from ftcoord.core.layout import Span, death_key, decided_key, member_id, member_key, round_key
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode, parse_decided
 from ftcoord.core.round_situation import MOMENT, RoundOptions
 from ftcoord.core.verdict import Publish, Wait
@@ -89,14 +89,14 @@ def test_a_number_that_has_a_fence_is_not_given(policy: RendezvousPolicy, client
     asking = {1 + at: (replace(seated(name), after=3), 0.0) for at, name in enumerate(NAMES)}
     recalled = seen(asking, replace(ROUND, recalled="A came back"))
 
-    def decided() -> tuple[int, tuple[str, ...]]:
+    def decided() -> tuple[int, tuple[tuple[Span, int], ...]]:
         verdict = policy.decide(recalled, member_id(2), 1.0)
         assert isinstance(verdict, Publish)
-        return parse_decided("", verdict.record).number, tuple(verdict.absent)
+        return parse_decided("", verdict.record).number, tuple(verdict.no_newer)
 
     client.put(round_key(PREFIX, 6), b"")
-    assert decided() == (4, (round_key(PREFIX, 4),))
-    assert decided() == (7, (round_key(PREFIX, 7),))
+    assert decided() == (4, ((Span(round_key(PREFIX, 4)), 0),))
+    assert decided() == (7, ((Span(round_key(PREFIX, 7)), 0),))
 
 
 def test_another_node_that_is_drained_starts_no_time_out_anew(policy: RendezvousPolicy) -> None:

@@ -11,7 +11,7 @@ from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import Span, decided_key, decided_span, roster_key
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, TxnResult, exists, unchanged
+from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, TxnResult, exists, none_newer, unchanged
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.beside import batches, fits
 from ftcoord.primitives.group.event_log import EventLog
@@ -129,7 +129,7 @@ class DecidedRecord:
         puts = [Put(key, value, lease) for key, value in decision.puts]
         puts += self._roster_put_back(puts, lease)
         record = Put(self.mirror.span.start, decision.record, lease)
-        guards = [*own.guards, *self._roster_guards(), *(unchanged(key, 0) for key in decision.absent)]
+        guards = [*own.guards, *self._roster_guards(), *(none_newer(*one) for one in decision.no_newer)]
         also: list[Op] = [*own.puts, *puts, *(Delete(span) for span in decision.deletes)]
         beside = [Put(key, value, lease) for key, value in decision.beside]
         history = self._history.writes(decision.events, self.mirror.revision) if self._history else []

@@ -8,7 +8,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError
-from ftcoord.etcd.api import KeyValue, exists
+from ftcoord.etcd.api import Compare, KeyValue, exists, unchanged
 from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
 from ftcoord.primitives.group.member_key import HeldAsk, MemberKey
 from ftcoord.primitives.group.members_view import MembersView
@@ -83,7 +83,7 @@ class Decider:
         if self._last.holds(basis):
             return self._succession.rest(self._last.until)
         in_order = self._members.in_order()
-        if not self._members.has(self._member_key.key):
+        if self._members.get(self._member_key.key) is None:
             self._member_key.doubted = True  # the next step puts it back, if it is gone
             return concurrency.now() + STEP_RETRY_PAUSE
         verdict = self._policy.decide(self._view(in_order), self._member_key.id, concurrency.now())
@@ -137,12 +137,20 @@ class Decider:
     def _publish(self, decision: Publish[bytes]) -> bool:
         held, self._member_key.held = self._member_key.held, None
         if held is None:
-            own = OwnWrite((exists(self._member_key.key),))  # who lost its membership decides nothing
-            done = self._record.publish(decision, own)
+            done = self._record.publish(decision, OwnWrite((self._still_member(),)))
         else:
             done = self._publish_with(decision, held)
         self.say(f"{'decided' if done else 'somebody else decided before'}: {_with_rule(decision)}")
         return done
+
+    def _still_member(self) -> Compare:
+        """A guard: this is a member, and still the one that decides so.
+
+        After others have decided, the record may be as it was: somebody deletes it, or restores etcd from a backup.
+        A decision that was sent before, and comes late, must not count then.
+        """
+        mine, seen = self._member_key.kv, self._members.get(self._member_key.key)  # either may be behind the other
+        return unchanged(self._member_key.key, max(kv.mod_revision for kv in (mine, seen) if kv is not None))
 
     def _publish_with(self, decision: Publish[bytes], held: HeldAsk) -> bool:
         """In one transaction: what this member asks, and the decision that answers it. Only if no other member wrote

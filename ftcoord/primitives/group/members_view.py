@@ -114,9 +114,9 @@ class MembersView:
             self._is_in_order = True
         return tuple(self._members.values())
 
-    def has(self, key: str) -> bool:
-        """Whether this is a member's key."""
-        return key in self._members
+    def get(self, key: str) -> KeyValue | None:
+        """The member with this key, if there is one."""
+        return self._members.get(key)
 
     def seen(self) -> dict[str, float]:
         """For each key, when its present value was first seen."""
