@@ -8,7 +8,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError
-from ftcoord.etcd.api import Compare, KeyValue, exists, unchanged
+from ftcoord.etcd.api import KeyValue, exists, unchanged
 from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
 from ftcoord.primitives.group.member_key import HeldAsk, MemberKey
 from ftcoord.primitives.group.members_view import MembersView
@@ -83,7 +83,8 @@ class Decider:
         if self._last.holds(basis):
             return self._succession.rest(self._last.until)
         in_order = self._members.in_order()
-        if self._members.get(self._member_key.key) is None:
+        mine = self._members.get(self._member_key.key)
+        if mine is None:
             self._member_key.doubted = True  # the next step puts it back, if it is gone
             return concurrency.now() + STEP_RETRY_PAUSE
         verdict = self._policy.decide(self._view(in_order), self._member_key.id, concurrency.now())
@@ -95,7 +96,7 @@ class Decider:
             self._last.rest(basis, verdict.until)
             return self._succession.rest(verdict.until)
         before, stood = self._record.known, self._record.mirror.one
-        if not self._publish(verdict):
+        if not self._publish(verdict, mine):
             if self._record.known != before:
                 self._succession.was_overtaken()
             if self._record.mirror.one != stood:  # it may be that of a restored etcd, whose members are others
@@ -134,23 +135,19 @@ class Decider:
             record.missing_at,
         )
 
-    def _publish(self, decision: Publish[bytes]) -> bool:
+    def _publish(self, decision: Publish[bytes], mine: KeyValue) -> bool:
+        """`mine` is this member's key as the decision knows it, and must still be so.
+
+        Who lost its membership decides nothing. And after others have decided, the record may be as it was: somebody
+        deletes it, or restores etcd from a backup. A decision that was sent before must not count then.
+        """
         held, self._member_key.held = self._member_key.held, None
         if held is None:
-            done = self._record.publish(decision, OwnWrite((self._still_member(),)))
+            done = self._record.publish(decision, OwnWrite((unchanged(mine.key, mine.mod_revision),)))
         else:
             done = self._publish_with(decision, held)
         self.say(f"{'decided' if done else 'somebody else decided before'}: {_with_rule(decision)}")
         return done
-
-    def _still_member(self) -> Compare:
-        """A guard: this is a member, and still the one that decides so.
-
-        After others have decided, the record may be as it was: somebody deletes it, or restores etcd from a backup.
-        A decision that was sent before, and comes late, must not count then.
-        """
-        mine, seen = self._member_key.kv, self._members.get(self._member_key.key)  # either may be behind the other
-        return unchanged(self._member_key.key, max(kv.mod_revision for kv in (mine, seen) if kv is not None))
 
     def _publish_with(self, decision: Publish[bytes], held: HeldAsk) -> bool:
         """In one transaction: what this member asks, and the decision that answers it. Only if no other member wrote
