@@ -89,10 +89,12 @@ class JudgedGroup(ManagedGroup):
 
     def _ask(self, requests: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         self._process.check(self._role.asks, {rank: int(one.metadata) for rank, one in requests.items()}, last)
+        world = self._process.world
+        world.oracles.quorums.asks(self._process.name, world.scheduler.time)
         told = super()._ask(requests, last)
-        self._role.told_at = self._process.world.scheduler.time
+        self._role.told_at = world.scheduler.time
         self._process.note("#", f"step {last.step} with quorum {told.number}, id {told.id}: {sorted(told.names)}")
-        self._process.check(self._process.world.oracles.quorums.told, self._role.name, told)
+        self._process.check(world.oracles.quorums.told, self._role.name, told)
         return told
 
 

@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from ftcoord.coordination.address import Job
 from ftcoord.core import store_history
@@ -144,6 +144,14 @@ class RoundOracle:
         require("S1 ranks are 0 to n-1", 0 <= now.rank < now.size, f"{process}: {now}")
 
 
+_Which: TypeAlias = "tuple[int, int, float, str]"
+
+
+def _which(quorum: QuorumRecord) -> _Which:
+    """What tells a quorum from all others, also from one of another history of etcd."""
+    return quorum.number, quorum.id, quorum.created, quorum.by
+
+
 class QuorumOracle:
     """torchft's rules, S2 and S5 of the quorums.
 
@@ -167,7 +175,11 @@ class QuorumOracle:
         self._by_id: dict[int, frozenset[str]] = {}
         self._told: dict[str, QuorumRecord] = {}
         self._asked_since: dict[tuple[str, int], float] = {}
-        self._decided_at: dict[object, float] = {}
+        self._decided_at: dict[_Which, float] = {}
+        self._lost: frozenset[_Which] = frozenset()
+        """The quorums that were decided before etcd was restored."""
+        self._asks_since: dict[str, float] = {}
+        """Since when a process has asked: etcd may hear of that much later."""
         self._profiles: set[str] = set()
         self._garbled = self._was_restored = False
 
@@ -217,7 +229,7 @@ class QuorumOracle:
         lost_views, self._lost_views = self._lost_views, lost
         answered = {one.member: one.asked for one in (*new.idle, *new.seats)}
         names_now = frozenset(one.request.replica_id for one in new.seats)
-        which = (new.number, new.id, new.created, new.by)
+        which = _which(new)
         is_known = which in self._decided_at  # judged before: its request arrives again, and etcd has lost the first
         at = self._decided_at.setdefault(which, now)
         self._last = Last(names_now, frozenset(new.profiles), answered, at)
@@ -230,6 +242,7 @@ class QuorumOracle:
         self._learn(self._owner(new.by), new)
         wait = self._job.join_timeout_ms / 1000 / FASTEST - 0.01
         own = {id_: self._members[id_][0] for id_ in with_ if id_ in self._members}
+        its_ask = self._asks_since.get(self._owner(new.by), now)
         # Who decides may have read a request when an earlier quorum had its profile.
         lasts = [before]
         if self._profiles != before.profiles:
@@ -240,6 +253,8 @@ class QuorumOracle:
             """Of the newest view first, for mostly it is the one."""
             for view in reversed((*views, *lost_views)):
                 for seen, last in itertools.product((view | own, view) if own else (view,), lasts):
+                    if (decider := seen.get(new.by)) is not None:  # it counts from when it asked itself
+                        seen = {**seen, new.by: replace(decider, since=min(decider.since, its_ask))}
                     yield may_decide([*seen.values()], last, self._job.min_replicas, wait, now)
 
         def problem() -> str:
@@ -285,10 +300,15 @@ class QuorumOracle:
         self._restored_from = [*self._views, *self._lost_views]
         self._members, self._views, self.last, self._garbled = {}, [{}], None, True
         self._was_restored = True
-        # Who is not back yet may know a number that its decider does not: it must not hear another one by it.
-        self._by_number, self._by_id = {}, {}
+        # Who is not back yet, or is just being told, may know a number that its decider does not: it must not hear
+        # another one by it.
+        self._by_number, self._by_id, self._lost = {}, {}, frozenset(self._decided_at)
         for event in events:
             self.member(event, now)
+
+    def asks(self, process: str, now: float) -> None:
+        """A replica begins to ask for a quorum."""
+        self._asks_since[process] = now
 
     def left(self, process: str) -> None:
         """Its replica has left the job: what comes next in this process is another one, and knows nothing."""
@@ -306,6 +326,8 @@ class QuorumOracle:
             require("S2 an id is of one membership", known, f"{process}: {quorum.id} is {sorted(quorum.names)} now")
         self._told[process] = quorum
         self._learn(process, quorum)
+        if _which(quorum) in self._lost:
+            return
         same = self._by_number.setdefault(quorum.number, quorum)
         require("S1 one quorum a number", same == quorum, f"two quorums have the number {quorum.number}")
         names = self._by_id.setdefault(quorum.id, quorum.names)

@@ -172,6 +172,7 @@ class Trainer(Role):
             request = QuorumRequest(
                 name, f"{process.name}:1", f"{process.name}:2", step, 1, shrinks, data, failures, ()
             )
+            self.world.oracles.quorums.asks(process.name, self.world.scheduler.time)
             try:
                 self.told = replica.ask(request, concurrency.now() + self.draw.choice((3.0, 20.0)))
             except TimeoutError:
