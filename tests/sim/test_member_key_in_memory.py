@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from members import CALL_TIMEOUT
 from worlds import PREFIX, TTL, World, simulated
@@ -11,7 +13,7 @@ from ftcoord.core.layout import tail_key
 from ftcoord.errors import LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import KeyValue, Put, Span
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.primitives.group.member_key import MemberKey, MemberLost
+from ftcoord.primitives.group.member_key import HeldAsk, MemberKey, MemberLost
 from ftcoord.primitives.session import Session
 from ftcoord.testing import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient
 from ftcoord.testing.keyspace import Transaction
@@ -26,6 +28,7 @@ class Asking:
     def __init__(self, world: World) -> None:
         self._world = world
         self._fate = DELIVERED
+        self._overtakes: Callable[[], object] | None = None
         self._client: MemoryClient = world.etcd.client(self._of)
         self._session = Session(self._client, TTL)
         self.key = MemberKey(self._client, PREFIX, self._session)
@@ -33,12 +36,21 @@ class Asking:
     def ask(self, value: bytes) -> None:
         self.key.put(value, TimeLimit(TIMEOUT), ())
 
-    def ask_in_vain(self, value: bytes, fate: Fate = LOST_ANSWER) -> None:
+    def ask_in_vain(self, value: bytes, fate: Fate = LOST_ANSWER, how: str = "ask") -> None:
         """Nobody tells it whether that was written."""
         self._fate = fate
-        with pytest.raises(OutcomeUnknown):
-            self.ask(value)
+        if how == "soon":
+            told: list[bool] = []
+            self.key.put_soon(value, TIMEOUT, told.append)
+            self._world.until(lambda: told == [False], "it is told that it may have failed")
+        else:
+            with pytest.raises(OutcomeUnknown):
+                self.ask(value) if how == "ask" else self._ask_with_a_decision(value)
         self._fate = DELIVERED
+
+    def overtaken_by(self, somebody: Callable[[], object]) -> None:
+        """Somebody does this right before its next write reaches etcd."""
+        self._overtakes = somebody
 
     def is_refused(self, value: bytes) -> None:
         with pytest.raises(LeaseLost, match="somebody else wrote it: join again"):
@@ -55,9 +67,19 @@ class Asking:
     def leave(self) -> None:
         self._session.close()
 
+    def _ask_with_a_decision(self, value: bytes) -> None:
+        assert self.key.kv is not None
+        held = HeldAsk(value, TIMEOUT, lambda _: None, concurrency.now(), self.key.kv.mod_revision)
+        self.key.put_with(held, lambda mine, put, _: self._client.txn([mine], [put]).succeeded)
+
     def _of(self, call: Call) -> Fate:
         puts = call.asked.success if isinstance(call.asked, Transaction) else ()
-        return self._fate if any(isinstance(op, Put) and op.key == self.key.key for op in puts) else DELIVERED
+        if not any(isinstance(op, Put) and op.key == self.key.key for op in puts):
+            return DELIVERED
+        overtakes, self._overtakes = self._overtakes, None
+        if overtakes is not None:
+            overtakes()
+        return self._fate
 
 
 def joined(world: World) -> Asking:
@@ -206,3 +228,72 @@ def test_a_key_that_etcd_lost_is_put_back_and_said(caplog: pytest.LogCaptureFixt
         member.leave()
 
     scenario()
+
+
+@simulated
+def test_a_backups_earlier_ask_is_not_taken_for_a_later_one(world: World) -> None:
+    """Its revision is the higher one: it was written before a first restore, and what followed that is few writes."""
+    member = joined(world)
+    backup = world.etcd.snapshot()
+    for _ in range(20):
+        world.observer.put("/elsewhere", b"")
+    member.ask(b"second")
+    later_backup = world.etcd.snapshot()
+    world.etcd.rewind(backup)
+    member.ask(b"third")
+    world.etcd.rewind(later_backup)
+    stored = member.stored()
+    assert stored is not None
+    assert member.key.kv is not None
+    assert (stored.value, stored.mod_revision > member.key.kv.mod_revision) == (b"second", True)
+    member.key.restore()
+    holds(member, b"third", 3)
+    member.leave()
+
+
+@simulated
+def test_a_backup_of_what_a_member_asks_now_is_not_written_again(world: World) -> None:
+    """Its revision is another one all the same, and the next ask goes on from that."""
+    member = joined(world)
+    backup = world.etcd.snapshot()
+    member.ask(b"second")
+    later_backup = world.etcd.snapshot()
+    world.etcd.rewind(backup)
+    world.observer.put("/elsewhere", b"")
+    member.key.restore()
+    holds(member, b"second", 2)
+    world.etcd.rewind(later_backup)
+    member.key.restore()
+    assert world.etcd.revision == later_backup.keys.revision
+    holds(member, b"second", 2)
+    member.ask(b"third")
+    holds(member, b"third", 3)
+    member.leave()
+
+
+@pytest.mark.parametrize("how", ["ask", "soon", "with a decision"])
+def test_an_ask_whose_answer_was_lost_is_not_taken_back(how: str) -> None:
+    """Whoever looks at the key finds the later ask there, and leaves it."""
+
+    @simulated
+    def scenario(world: World) -> None:
+        member = joined(world)
+        member.ask_in_vain(b"second", how=how)
+        member.key.restore()
+        holds(member, b"second", 2)
+        member.leave()
+
+    scenario()
+
+
+@simulated
+def test_what_somebody_writes_while_a_key_is_put_back_is_not_taken_for_its_own(world: World) -> None:
+    member = joined(world)
+    world.observer.delete(Span(member.key.key))
+    member.overtaken_by(lambda: world.observer.put(member.key.key, b"a stranger's"))
+    member.key.restore()
+    assert member.key.kv is not None
+    assert member.key.kv.value == b"first"
+    member.key.restore()
+    holds(member, b"first", 2)
+    member.leave()

@@ -72,6 +72,8 @@ class MemberKey:
         it."""
         self.kv: KeyValue | None = None  # guarded by _writing; read anywhere
         """Its value, as far as is known; None before the member joined."""
+        self._sent = b""  # guarded by _writing
+        """The value that was sent last. etcd may have it, though its answer was lost."""
         self.doubted = False  # the group's turn guards it
         """Whether etcd may have lost it: `restore` then checks."""
         self.held: HeldAsk | None = None  # the group's turn guards it
@@ -85,6 +87,7 @@ class MemberKey:
         """
         put = Put(self.key, value, self._session.lease_id)
         with self._turn(within):
+            self._sent = value
             joins = self.kv is None
             before, reads = ((Get(Span(self._tail_key)),), first_reads) if joins else ((), ())
             also = (Put(self._tail_key, self.id.encode(), put.lease),) if joins else ()
@@ -118,6 +121,7 @@ class MemberKey:
             self._writing.release()
             done(False)
             return
+        self._sent = value
 
         def written(result: TxnResult | EtcdError) -> None:
             is_written = False
@@ -146,6 +150,7 @@ class MemberKey:
             assert mine is not None
             if mine.mod_revision != held.over:
                 return False
+            self._sent = held.value
 
             def wrote(revision: int) -> None:
                 self.kv = mine._replace(value=held.value, mod_revision=revision, version=mine.version + 1)
@@ -162,8 +167,10 @@ class MemberKey:
             self.put_soon(held.value, held.timeout, held.done, held.over)
 
     def restore(self) -> None:
-        """Put the key back if etcd has lost it: in an outage, or because somebody deleted it.
+        """Put the key back if etcd has lost it: in an outage, because somebody deleted it, or because etcd was restored
+        from a backup, which may have an earlier value of it.
 
+        Values tell that, and revisions do not: the backup's may be higher than what was written after another restore.
         A resting member asks for nothing, so its key is not put back, and its membership is over.
 
         Raises MemberLost when its lease is gone or rests, and EtcdError.
@@ -172,16 +179,18 @@ class MemberKey:
             mine, now = self.kv, self._etcd.range(Get(Span(self.key))).one
             if mine is None:
                 return
-            if now is not None and is_member(now) and now.mod_revision > mine.mod_revision:
-                self.kv = now  # ours, though its answer was lost
-            elif now is None or now.mod_revision != mine.mod_revision:
-                if self._session.rests:
-                    raise MemberLost(f"the key {self.key} is gone, and its member rests")
-                put = Put(self.key, mine.value, self._session.lease_id)
-                try:
-                    self.kv = write_once(self._etcd, put, now.mod_revision if now else 0).kv or mine
-                except LeaseLost as error:  # the key went with it, as it should
-                    raise MemberLost(str(error)) from None
+            if now is not None and is_member(now) and now.value in (mine.value, self._sent):
+                self.kv = now
+                return
+            if self._session.rests:
+                raise MemberLost(f"the key {self.key} is gone, and its member rests")
+            put = Put(self.key, mine.value, self._session.lease_id)
+            try:
+                outcome = write_once(self._etcd, put, now.mod_revision if now else 0)
+            except LeaseLost as error:  # the key went with it, as it should
+                raise MemberLost(str(error)) from None
+            if outcome.done:  # else somebody wrote it meanwhile, and the next check finds that
+                self.kv = outcome.kv
                 # Only now: most keys that are gone are those of members that leave just then.
                 log.warning("etcd had lost what member %x asked for: it has it again", self._session.lease_id)
 

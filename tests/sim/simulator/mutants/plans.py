@@ -92,3 +92,6 @@ A_PEER_DIES_WHILE_ANSWERS_ARE_LOST: Final = Plan(
 )
 """A node hears of the only decision of that time when its watch goes on."""
 THE_LAST_DECISION_IS_MISSED: Final = FOUND["a recall that an agent's watch missed, and that no other decision followed"]
+RESTORED_BEFORE_AND_AFTER_ALL_ASK: Final = FOUND[
+    "what a node asked between two restores, where the second backup has an older ask at a higher revision"
+]

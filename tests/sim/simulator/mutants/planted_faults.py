@@ -9,6 +9,7 @@ from simulator.mutants.plans import (
     ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
     CUT_OFF_WHILE_ETCD_IS_RESTORED,
     CUT_OFF_WHILE_ETCD_IS_WIPED,
+    RESTORED_BEFORE_AND_AFTER_ALL_ASK,
     ROSTERS_ARE_DELETED,
     THE_LAST_DECISION_IS_MISSED,
 )
@@ -84,6 +85,11 @@ MUTANTS: Final = (
     Mutant(
         "a member's key that is gone is not put back", "ftcoord.primitives.group.group",
         "self._member_key.restore()", "pass", ("rounds",),
+    ),
+    Mutant(
+        "a backup's value of a member's key counts as a later one", "ftcoord.primitives.group.member_key",
+        "now.value in (mine.value, self._sent)", "now.mod_revision >= mine.mod_revision", RESTORES,
+        plans=(RESTORED_BEFORE_AND_AFTER_ALL_ASK,),
     ),
     Mutant(
         "the oldest member does not know that it is", "ftcoord.primitives.group.succession",
