@@ -425,9 +425,15 @@ class ElectionOracle:
 
 
 class BarrierOracle:
-    """As many pass together as were agreed, each once."""
+    """As many pass together as were agreed, each once.
 
-    def __init__(self) -> None:
+    Args:
+        is_killed: whether a process was killed, by its name.
+    """
+
+    def __init__(self, is_killed: Callable[[str], bool]) -> None:
+        self._is_killed = is_killed
+        self._has_vanished = False
         self.record: Generation | None = None
         self._passed: dict[tuple[int, int], str] = {}
         self._last: dict[str, int] = {}
@@ -447,8 +453,16 @@ class BarrierOracle:
     def passed(self, process: str, number: int, index: int) -> None:
         require("a party passes once", number > self._last.get(process, 0), f"{process}: generation {number}")
         self._last[process] = number
-        other = self._passed.setdefault((number, index), process)
-        require("S1 one place for each", other == process, f"{process} and {other} in generation {number}: {index}")
+        other = self._passed.get((number, index), process)
+        # The operator has deleted the record, and who knew of that generation is dead: its number may be given again.
+        is_forgotten = self._has_vanished and self._is_killed(other)
+        is_alone = other == process or is_forgotten
+        require("S1 one place for each", is_alone, f"{process} and {other} in generation {number}: {index}")
+        self._passed[number, index] = process
+
+    def vanished(self) -> None:
+        """The operator has deleted the record."""
+        self._has_vanished = True
 
 
 @dataclass
@@ -460,13 +474,15 @@ class Oracles:
     """The name of the process that a member belongs to, by the member's id."""
     is_dead: Callable[[str], bool]
     """Whether that process was killed, by the member's id."""
+    is_killed: Callable[[str], bool]
+    """Whether a process was killed, by its name."""
     nnodes: tuple[int, int]
     """The fewest and the most nodes of a round."""
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.rounds, self.quorums = RoundOracle(self.nnodes), QuorumOracle(self.job, self.owner)
-        self.election, self.barrier = ElectionOracle(self.owner), BarrierOracle()
+        self.election, self.barrier = ElectionOracle(self.owner), BarrierOracle(self.is_killed)
         self.was_restored = False
         self.operations: list[Operation] = []
         self.timers = TimersHeld()
@@ -483,11 +499,11 @@ class Oracles:
         self._candidates = members_span(ELECTION)
         self._head = decided_key(self.job.prefix)
         self._roster = roster_key(self._head)
-        self._term = decided_key(ELECTION)
+        self._term, self._barrier = decided_key(ELECTION), decided_key(BARRIER)
         self._decided: dict[str, Callable[[KeyValue], None]] = {
             decided_key(RUN): self.rounds.decided,
             self._term: self.election.decided,
-            decided_key(BARRIER): self.barrier.decided,
+            self._barrier: self.barrier.decided,
         }
         self._groups = {decided_key(prefix): prefix for prefix in (RUN, self.job.prefix, ELECTION, BARRIER)}
 
@@ -561,6 +577,8 @@ class Oracles:
                 self._judge_roll(kv)
             elif kv.key == self._term:
                 self.election.vanished()
+            elif kv.key == self._barrier:
+                self.barrier.vanished()
         elif kv.key in self._members:
             self.quorums.member(event, now)
         elif kv.key in self._candidates:

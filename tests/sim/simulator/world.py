@@ -240,7 +240,7 @@ class World:
         self.owners: dict[int, Process] = {}
         self.kept: dict[int, KeptLease] = {}
         """What the owner of each lease knows of it."""
-        self.oracles = Oracles(self.job, self._name_of, self._is_dead, plan.nnodes)
+        self.oracles = Oracles(self.job, self._name_of, self._is_dead, self._is_killed, plan.nnodes)
         self.processes: dict[str, Process] = {}
         self.begun: dict[str, Process] = {}
         """Those, and one that runs already while it is being started."""
@@ -353,6 +353,9 @@ class World:
     def _is_dead(self, member: str) -> bool:
         owner = self.owners.get(int(member, 16))
         return owner is not None and owner.is_killed
+
+    def _is_killed(self, process: str) -> bool:
+        return self.begun[process].is_killed
 
     def _name_of(self, member: str) -> str:
         """That of the process that a member belongs to."""

@@ -9,6 +9,8 @@ from simulator.mutants.plans import (
     ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
     CUT_OFF_WHILE_ETCD_IS_RESTORED,
     CUT_OFF_WHILE_ETCD_IS_WIPED,
+    DECIDED_LATE_WITHOUT_A_RECORD,
+    LEFT_BEHIND_AND_THE_RECORD_IS_GONE,
     RESTORED_BEFORE_AND_AFTER_ALL_ASK,
     ROSTERS_ARE_DELETED,
     THE_LAST_DECISION_IS_MISSED,
@@ -36,7 +38,12 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a member that lost its membership still decides", "ftcoord.primitives.group.decider",
-        "own = OwnWrite((exists(self._member_key.key),))", "own = OwnWrite(())", ALL,
+        "OwnWrite((unchanged(mine.key, mine.mod_revision),))", "OwnWrite(())", ALL,
+    ),
+    Mutant(
+        "a decision counts though it comes late", "ftcoord.primitives.group.decider",
+        "unchanged(mine.key, mine.mod_revision)", "exists(mine.key)", ("quorums",),
+        plans=(DECIDED_LATE_WITHOUT_A_RECORD,),
     ),
     Mutant(
         "a quorum's roster is written without its guard", "ftcoord.primitives.group.decided_record",
@@ -159,6 +166,12 @@ MUTANTS: Final = (
     Mutant(
         "a round's number is given again", "ftcoord.core.forming",
         "number = max([*known, previous.number, situation.highest]) + 1", "number = previous.number or 1", ROUNDS,
+    ),
+    Mutant(
+        "the round is recalled whose record a decider knows, not the last one", "ftcoord.core.rendezvous",
+        "    if number <= previous.number:\n        return _recall(previous, why, 0)",
+        "    if True:\n        return _recall(previous, why, 0)", ("rounds",),
+        plans=(LEFT_BEHIND_AND_THE_RECORD_IS_GONE,),
     ),
     Mutant(
         "nodes of an earlier round do not learn of a round that etcd lost", "ftcoord.core.rendezvous",
