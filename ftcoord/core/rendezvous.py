@@ -221,10 +221,10 @@ def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
 
 
 def _recall_vanished(previous: Round, situation: RoundSituation) -> Publish[Round]:
-    """R3. If there was a later round than the last one that is known, that one is over."""
+    """R3. If there was a later round than the last known one, that one is over. But a closed run stays closed."""
     number = max([situation.highest, *(member.ask.seated for member in situation.members)])
     why = "its record vanished from etcd"
-    if number <= previous.number:
+    if previous.closed or number <= previous.number:
         return _recall(previous, why, 0)
     return _recall_unknown(number, why, 0, limits_of(situation), previous)
 

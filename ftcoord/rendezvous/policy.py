@@ -122,18 +122,19 @@ class _LastRecord:
         self._looked_for: tuple[KeyValue | None, ...] = ()
         """The record that was missing when this looked for fences; empty since there is one."""
         self.missing_at = 0
-        """Etcd's revision at which it had no record, and up to which all fences are known; 0 while there is one."""
+        """Etcd's revision at which it had no record, and up to which fences are known: members look for them when they
+        join. 0 while there is a record."""
 
     def tries(self, view: View, decision: Publish[bytes]) -> None:
         """Remember what is about to be decided: etcd may refuse it."""
         self._tried = (view.decided,) if decision.no_newer else ()
 
     def look_for_lost(self, view: View, look: Callable[[], tuple[int, int]]) -> None:
-        """If etcd has no record, or has refused to replace it, take the highest round that has a fence for one whose
-        record was lost. Raises what `look` raises."""
-        if not view.missing_at:
-            self._looked_for, self.missing_at = (), 0
-        is_missed = bool(view.missing_at) and self._looked_for != (view.decided,)
+        """If the record vanished, or etcd has refused to replace it, take the highest round that has a fence for one
+        whose record was lost. Raises what `look` raises."""
+        if not view.missing_at or self._looked_for != (view.decided,):
+            self._looked_for, self.missing_at = (), view.missing_at
+        is_missed = view.vanished and not self._looked_for
         if is_missed or self._tried == (view.decided,):
             number, revision = look()
             self.highest, self._tried = max(self.highest, number), ()

@@ -169,7 +169,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the round is recalled whose record a decider knows, not the last one", "ftcoord.core.rendezvous",
-        "    if number <= previous.number:\n        return _recall(previous, why, 0)",
+        "    if previous.closed or number <= previous.number:\n        return _recall(previous, why, 0)",
         "    if True:\n        return _recall(previous, why, 0)", ("rounds",),
         plans=(LEFT_BEHIND_AND_THE_RECORD_IS_GONE,),
     ),
