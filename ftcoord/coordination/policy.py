@@ -75,9 +75,13 @@ class HighestSeen:
         """Parse a decided record, and remember it. Raises StateError."""
         quorum = _quorums.read(key, value, roster)
         with self._lock:
+            self.highest = self.highest.and_of(quorum)
             if self._last is not None and self._last.id != quorum.id:
                 self.before = self._last
-            self.highest, self._last = self.highest.and_of(quorum), quorum
+            elif self._last is not None and self._last.names != quorum.names:
+                # Of another history of etcd. Its id is not kept, or this replica would take it for its own quorum's.
+                self.highest = self.highest.and_(0, quorum.id + 1)
+            self._last = quorum
         return quorum
 
     def note(self, member: ReplicaRecord) -> None:

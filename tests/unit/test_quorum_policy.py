@@ -86,6 +86,29 @@ def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
     assert (quorum.number, quorum.id) == (226, 18)
 
 
+def test_an_id_that_stood_for_other_replicas_is_not_kept_when_etcd_was_restored() -> None:
+    """Its replica has built its process group for that id."""
+    before, alone = (QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen()) for _ in range(2))
+    both = view(a=replica("a", 1), b=replica("b", 1))
+    lost = before.decide(both, "a", 0.0)
+    assert isinstance(lost, Publish)
+    assert quorum_of(lost).id == quorum_of(alone.decide(view(a=replica("a", 1)), "a", 0.0)).id == 1
+    own = alone.decide(view(a=replica("a", 1)), "a", 0.0)
+    assert isinstance(own, Publish)
+
+    def asked_again(last: Publish[bytes]) -> View:
+        key, roster = layout.decided_key(PREFIX), last.puts[0][1]
+        return replace(
+            view(a=replica("a", 2, after=1, heard=1), b=replica("b", 2, after=1, heard=1)),
+            decided=KeyValue(key, last.record, 9, 9, 1, 1),
+            roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
+        )
+
+    assert quorum_of(before.decide(asked_again(lost), "a", 1.0), lost.puts[0][1]).id == 1
+    alone.decide(asked_again(own), "a", 1.0)
+    assert quorum_of(alone.decide(asked_again(lost), "a", 2.0), lost.puts[0][1]).id == 3
+
+
 def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> None:
     policy = QuorumPolicy(PREFIX, QuorumOptions(1, 0.5), 1.0, dict, HighestSeen())
     both = view(a=replica("a", 1), b=replica("b", 1))
