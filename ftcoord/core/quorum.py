@@ -12,6 +12,7 @@ Rules
      ask, or the earliest request is `join_timeout` old. Replicas that the last quorum left out count as asking since
      that quorum: otherwise their time would be over, and they would form a quorum without those that just got one.
   Q4 shrink only. While any request says `shrink_only`, only replicas of the last quorum are in. The others keep asking.
+     As in torchft, that may be the request of one of those others: then nobody joins, not even that one.
   Q5 id. A quorum's id is new when its replicas differ from those of the last one, when one of them reports failed
      commits, or when a higher id may have been given: the record was lost. A number or an id that the decider has ever
      seen is never used again.

@@ -20,6 +20,7 @@ from simulator.history import play
 from simulator.mutants import MUTANTS, Mutant, caught_by, planted
 from simulator.oracles import ELECTION, ElectionOracle, Violation
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
+from simulator.quorum_rules import KeptOut, Last, Member
 from simulator.shrinking import shrink
 from simulator.stubs import CONFIG, SentinelStub
 from simulator.timer_rules import LATE_RELEASE, TimersHeld
@@ -217,6 +218,28 @@ def test_a_worker_is_killed_only_for_what_was_late() -> None:
     held.releases("w", "step", 21.0)  # late
     assert held.may_be_killed("w", 22.0)
     assert not held.may_be_killed("w", 22.0 + LATE_RELEASE)
+
+
+def test_the_time_for_which_shrink_only_keeps_replicas_out_is_counted() -> None:
+    def member(name: str, asked: int, *, shrinks: bool = False) -> Member:
+        return Member(name, name, asked, "", shrinks, 0.0, 1, 2, 2)
+
+    def quorum(**answered: int) -> Last:
+        return Last(frozenset(answered), frozenset(), answered, 0.0)
+
+    a, b, c = member("a", 2), member("b", 1), member("c", 1, shrinks=True)
+    kept = KeptOut()
+    kept.see([a, c], Last(frozenset(), frozenset(), {}, 0.0), 1.0)  # no quorum yet: all may be in
+    kept.see([a, b], quorum(a=1), 2.0)
+    assert kept.seconds(3.0) == 0.0
+    kept.see([a, b, c], quorum(a=1), 3.0)  # one that is itself kept out
+    assert kept.seconds(4.5) == 1.5
+    kept.see([member("a", 2, shrinks=True), c], quorum(a=2), 5.0)  # what was answered keeps nobody out, but c does
+    kept.see([a, member("c", 1)], quorum(a=1), 7.0)
+    assert kept.seconds(9.0) == 4.0
+    kept.see([member("a", 2, shrinks=True), b], quorum(a=1), 10.0)
+    kept.see([member("a", 2, shrinks=True), b], quorum(a=2), 10.5)
+    assert kept.seconds(20.0) == 4.5
 
 
 def test_a_plan_is_kept_as_text() -> None:

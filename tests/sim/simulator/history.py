@@ -170,11 +170,12 @@ def _hear(world: World) -> None:
 
 
 def _come_about(world: World) -> None:
-    """L1 and L2: all that is to be is there within its bound."""
+    """L1 and L2: all that is to be is there within its bound, of the time in which it is due."""
     since = world.scheduler.time
+    held_up = {role: role.held_up(world) for role in ROLES.values()}
     for role in ROLES.values():
         while missing := role.missing(world, since):
-            late = world.scheduler.time - since
+            late = world.scheduler.time - since - (role.held_up(world) - held_up[role])
             require(
                 "L1 what is due comes about", late < BOUND, f"not within {BOUND:g} s after the last fault: {missing}"
             )

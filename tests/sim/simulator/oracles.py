@@ -35,7 +35,7 @@ from ftcoord.core.store_history import Operation
 from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Compare, Event, KeyValue
-from simulator.quorum_rules import Last, Member, may_decide
+from simulator.quorum_rules import KeptOut, Last, Member, may_decide
 from simulator.timer_rules import TimersHeld
 from simulator.vote_rules import RankCall, RankCalls
 
@@ -171,6 +171,7 @@ class QuorumOracle:
         """Such views, until the restored etcd's record is known."""
         self.last: QuorumRecord | None = None
         self._last = Last(frozenset(), frozenset(), {}, -1e9)
+        self.kept_out = KeptOut()
         self._by_number: dict[int, QuorumRecord] = {}
         self._by_id: dict[int, frozenset[str]] = {}
         self._told: dict[str, QuorumRecord] = {}
@@ -211,6 +212,7 @@ class QuorumOracle:
             )
             self._members[id_] = one, record
         self._views.append({id_: one for id_, (one, _) in self._members.items()})
+        self.kept_out.see(self._views[-1].values(), self._last, now)
 
     def decided(self, head: KeyValue, roster: KeyValue | None, with_: Sequence[str], now: float) -> None:
         """A quorum was decided: of what etcd held at some revision since the last one, and of what these members have
@@ -233,6 +235,7 @@ class QuorumOracle:
         is_known = which in self._decided_at  # judged before: its request arrives again, and etcd has lost the first
         at = self._decided_at.setdefault(which, now)
         self._last = Last(names_now, frozenset(new.profiles), answered, at)
+        self.kept_out.see(self._views[-1].values(), self._last, now)
         garbled, self._garbled = self._garbled, False
         names = [one.request.replica_id for one in new.seats]
         require("S5 no quorum is empty", names, f"quorum {new.number}")
@@ -303,6 +306,7 @@ class QuorumOracle:
         # Who is not back yet, or is just being told, may know a number that its decider does not: it must not hear
         # another one by it.
         self._by_number, self._by_id, self._lost = {}, {}, frozenset(self._decided_at)
+        self.kept_out.see((), self._last, now)
         for event in events:
             self.member(event, now)
 

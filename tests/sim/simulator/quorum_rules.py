@@ -5,7 +5,7 @@ Written apart from `ftcoord.core.quorum`, and from nothing but those two texts: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -65,6 +65,34 @@ def asking(members: Sequence[Member], last: Last) -> dict[str, Member]:
     return found
 
 
+def _candidates(asks: Mapping[str, Member], last: Last) -> frozenset[str]:
+    """The replicas that ask and may be in: while one of them sets `shrink_only`, only those of the last quorum."""
+    shrinks = any(one.shrink_only for one in asks.values()) and bool(last.names)
+    return frozenset(name for name in asks if not shrinks or name in last.names)
+
+
+class KeptOut:
+    """How long replicas that asked were kept out, because one that asked had set `shrink_only`.
+
+    That need not be one of the last quorum: then it keeps itself out too. As long as it asks, no quorum of all is due.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        """The periods that are over."""
+        self._since: float | None = None
+
+    def see(self, members: Iterable[Member], last: Last, now: float) -> None:
+        """From now on these are the members, and that is the last quorum."""
+        asks = asking([*members], last)
+        self._seconds = self.seconds(now)
+        self._since = now if _candidates(asks, last) != asks.keys() else None
+
+    def seconds(self, now: float) -> float:
+        """Virtual seconds in all, until now."""
+        return self._seconds + (now - self._since if self._since is not None else 0.0)
+
+
 def may_decide(
     members: Sequence[Member], last: Last, min_replicas: int, join_timeout: float, now: float
 ) -> frozenset[str] | None:
@@ -73,8 +101,7 @@ def may_decide(
     `join_timeout` as the fastest clock counts it: who decides saw everything later than etcd did.
     """
     asks = asking(members, last)
-    shrinks = any(one.shrink_only for one in asks.values()) and bool(last.names)
-    candidates = frozenset(name for name in asks if not shrinks or name in last.names)
+    candidates = _candidates(asks, last)
     if last.names and last.names <= asks.keys():
         return candidates
     alive = {one.name for one in members}

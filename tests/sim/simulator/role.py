@@ -40,6 +40,11 @@ class Role(abc.ABC):
     def missing(cls, world: World, since: float) -> str:
         """What is still to come of all processes of this role, after faults have stopped; empty if nothing is."""
 
+    @classmethod
+    def held_up(cls, world: World) -> float:
+        """The virtual seconds so far in which what this role waits for was not due, by the rules of what it uses."""
+        return 0.0
+
 
 class Hold:
     """A hold on the client of a process, as `SharedClient` is one: it may be closed before the client is."""

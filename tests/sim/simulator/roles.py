@@ -198,6 +198,10 @@ class Trainer(Role):
         late = [name for name, one in trainers.items() if one.told_at < since + 1 or one.told.names != trainers.keys()]
         return f"{late} are in no quorum of {sorted(trainers)}" if late else ""
 
+    @classmethod
+    def held_up(cls, world: World) -> float:
+        return world.oracles.quorums.kept_out.seconds(world.scheduler.time)
+
 
 class StoreUser(Role):
     """A client of a store that all of its kind share; every value that is written is unlike all others."""
