@@ -6,7 +6,8 @@ Rules
      quorum with that request answers all of them. But once a newer member is there that does not ask yet, the others'
      requests count only if they are written again: they may be those of a process that was killed. A member whose
      record cannot be read, such as that of another version, is a separate replica that does not ask. A request without
-     a profile counts only if the last quorum has that profile. If it does not, the member writes its request in full.
+     a profile counts only if the last quorum has that profile, or an earlier one had it when the decider read the
+     request. If the last quorum does not have it, the member writes its request in full.
   Q2 fast. When all replicas of the last quorum ask again, every replica that asks is in, at once.
   Q3 enough. Otherwise `min_replicas` must ask, and more than half of the live replicas; and either all live replicas
      ask, or the earliest request is `join_timeout` old. Replicas that the last quorum left out count as asking since

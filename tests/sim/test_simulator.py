@@ -20,7 +20,7 @@ from simulator.history import play
 from simulator.mutants import MUTANTS, Mutant, caught_by, planted
 from simulator.oracles import ELECTION, ElectionOracle, Violation
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
-from simulator.quorum_rules import KeptOut, Last, Member
+from simulator.quorum_rules import KeptOut, Last, Member, as_read, may_decide
 from simulator.shrinking import shrink
 from simulator.stubs import CONFIG, SentinelStub
 from simulator.timer_rules import LATE_RELEASE, TimersHeld
@@ -240,6 +240,16 @@ def test_the_time_for_which_shrink_only_keeps_replicas_out_is_counted() -> None:
     kept.see([member("a", 2, shrinks=True), b], quorum(a=1), 10.0)
     kept.see([member("a", 2, shrinks=True), b], quorum(a=2), 10.5)
     assert kept.seconds(20.0) == 4.5
+
+
+def test_a_decider_may_have_read_some_requests_when_an_earlier_quorum_had_their_profiles() -> None:
+    a, b, c = (Member(name, name, 1, f"profile of {name}", False, 0.0, 1, 2, 2) for name in "abc")
+    last = Last(frozenset("a"), frozenset({a.profile}), {}, 0.0)
+    profiles = {a.profile, b.profile}
+    allowed = {may_decide([a, b, c], one, 1, 1.0, 9.0) for one in as_read(last, [a, b, c], profiles)}
+    assert allowed == {frozenset("a"), frozenset("ab")}
+    allowed = {may_decide([a, b, c], one, 1, 1.0, 9.0) for one in as_read(last, [a, b, c], {*profiles, c.profile})}
+    assert allowed == {frozenset("a"), frozenset("ab"), frozenset("ac"), frozenset("abc")}
 
 
 def test_a_plan_is_kept_as_text() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from ftcoord.core.store_history import Operation
 from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Compare, Event, KeyValue
-from simulator.quorum_rules import KeptOut, Last, Member, may_decide
+from simulator.quorum_rules import KeptOut, Last, Member, as_read, may_decide
 from simulator.timer_rules import TimersHeld
 from simulator.vote_rules import RankCall, RankCalls
 
@@ -246,19 +245,18 @@ class QuorumOracle:
         wait = self._job.join_timeout_ms / 1000 / FASTEST - 0.01
         own = {id_: self._members[id_][0] for id_ in with_ if id_ in self._members}
         its_ask = self._asks_since.get(self._owner(new.by), now)
-        # Who decides may have read a request when an earlier quorum had its profile.
-        lasts = [before]
-        if self._profiles != before.profiles:
-            lasts.append(replace(before, profiles=frozenset(self._profiles)))
+        profiles = frozenset(self._profiles)
         self._profiles.update(new.profiles)
 
         def allowed() -> Iterator[frozenset[str] | None]:
             """Of the newest view first, for mostly it is the one."""
             for view in reversed((*views, *lost_views)):
-                for seen, last in itertools.product((view | own, view) if own else (view,), lasts):
+                for seen in (view | own, view) if own else (view,):
                     if (decider := seen.get(new.by)) is not None:  # it counts from when it asked itself
                         seen = {**seen, new.by: replace(decider, since=min(decider.since, its_ask))}
-                    yield may_decide([*seen.values()], last, self._job.min_replicas, wait, now)
+                    members = [*seen.values()]
+                    for last in as_read(before, members, profiles):
+                        yield may_decide(members, last, self._job.min_replicas, wait, now)
 
         def problem() -> str:
             texts = sorted({str(sorted(one)) for one in allowed() if one})

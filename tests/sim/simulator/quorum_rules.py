@@ -5,8 +5,9 @@ Written apart from `ftcoord.core.quorum`, and from nothing but those two texts: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,17 @@ def _candidates(asks: Mapping[str, Member], last: Last) -> frozenset[str]:
     """The replicas that ask and may be in: while one of them sets `shrink_only`, only those of the last quorum."""
     shrinks = any(one.shrink_only for one in asks.values()) and bool(last.names)
     return frozenset(name for name in asks if not shrinks or name in last.names)
+
+
+def as_read(last: Last, members: Iterable[Member], profiles: Set[str]) -> Iterator[Last]:
+    """The last quorum with the profiles that who decides may know, the fewest first.
+
+    It may have read any of the requests while an earlier quorum had its profile. `profiles` are those of all quorums.
+    """
+    earlier = sorted({one.profile for one in members if one.profile in profiles} - last.profiles)
+    for count in range(len(earlier) + 1):
+        for some in itertools.combinations(earlier, count):
+            yield replace(last, profiles=last.profiles | {*some})
 
 
 class KeptOut:
