@@ -805,6 +805,28 @@ def decided_by(client: MemoryClient, log: EventLog, decision: Publish[bytes]) ->
     return sent
 
 
+def test_a_record_is_not_replaced_that_only_has_the_known_ones_revision() -> None:
+    """A decider slept while etcd was restored, and others decided."""
+    with MemoryEtcd() as etcd:
+        client = etcd.client()
+        client.put("/g/decided", b"first")
+        backup = etcd.snapshot()
+        client.put("/g/decided", b"lost")
+        record = DecidedRecord(client, "/g", 60, lambda mirror, posted: None, lambda kv, roster: None)
+        record.mirror.begin(10)
+        record.mirror.adopt(client.range(Get(Span("/g/decided"))))
+        record.tell()
+        etcd.rewind(backup)
+        client.put("/g/decided", b"another")
+        now = client.range(Get(Span("/g/decided"))).one
+        assert now is not None
+        assert record.known is not None
+        assert now.mod_revision == record.known.mod_revision
+        assert not record.publish(Publish(b"mine", "the decider knows the lost one"), OwnWrite(()))
+        assert client.range(Get(Span("/g/decided"))).one == now
+        record.close()
+
+
 def test_a_decision_that_fills_a_transaction_is_made_without_its_history(client: MemoryClient) -> None:
     log, events = EventLog(client, "/g", 600, "me"), [happened(number) for number in range(16)]
     puts = [(f"/g/more/{at}", b"") for at in range(MOST_OPERATIONS - 10)]

@@ -130,6 +130,8 @@ class DecidedRecord:
         puts += self._roster_put_back(puts, lease)
         record = Put(self.mirror.span.start, decision.record, lease)
         guards = [*own.guards, *self._roster_guards(), *(none_newer(*one) for one in decision.no_newer)]
+        if current is not None:  # a restored etcd gives its revision again, to a record that is not known here
+            guards.append(Compare(record.key, "value", "=", current.value))
         also: list[Op] = [*own.puts, *puts, *(Delete(span) for span in decision.deletes)]
         beside = [Put(key, value, lease) for key, value in decision.beside]
         history = self._history.writes(decision.events, self.mirror.revision) if self._history else []
