@@ -116,7 +116,7 @@ def test_all_tell_the_same_story_of_a_node_that_was_killed(
 ) -> None:
     endpoint, operator = etcd.get_endpoint(), Operator(etcd.get_endpoint(), capsys)
     with ExitStack() as stack:
-        nodes = stack.enter_context(processes(*(NodeProcess(endpoint, JOB, (2, 3)) for _ in range(3))))
+        nodes = stack.enter_context(processes(*(NodeProcess(endpoint, JOB, (2, 3), lease_ttl=60) for _ in range(3))))
         assert [seat.round for seat in all_join(*nodes)] == [1, 1, 1]
         watcher = stack.enter_context(watching(endpoint))
         address = stack.enter_context(page(endpoint))
