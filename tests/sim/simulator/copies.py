@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcoord.errors import RequestRefused
-from ftcoord.etcd.api import Batch, Get
+from ftcoord.etcd.api import Batch, Get, KeyValue, Span
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.testing.keyspace import KeySpace
 from simulator.stubs import replacing
@@ -30,6 +30,18 @@ class _Noted:
     process: str
     news: object = None
     revision: int = 0
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a mirror shows at one moment, and the revision of the last change that its owner was told of."""
+
+    process: str
+    span: Span
+    revision: int
+    kvs: Mapping[str, KeyValue]
+    deletes_only: bool
+    told: int
 
 
 class Copies:
@@ -72,37 +84,46 @@ class Copies:
         """The copies of processes that live which take themselves for whole, and show neither what etcd held at their
         own revision, nor what it has told of since, up to this revision. Whose owner has news to look at is left out:
         it may wait for the answer to a request that was lost."""
+        shown = [*self._shown()]  # before etcd is asked: meanwhile others go on
         keys = self._world.etcd.snapshot().keys
-        found = []
-        for mirror, noted in list(self._mirrors.items()):
+        problems = ((one, _problem(one, keys, revision)) for one in shown)
+        return sorted(f"{one.process} has a wrong copy of {one.span.start}: {text}" for one, text in problems if text)
+
+    def _shown(self) -> Iterator[_Shown]:
+        for mirror, noted in self._mirrors.items():
             process = self._world.begun.get(noted.process)
             if process is None or not process.lives or not mirror.synced or mirror._began is not noted.news:
                 continue
-            if problem := _problem(mirror, keys, noted.revision, revision):
-                found.append(f"{noted.process} has a wrong copy of {mirror.span.start}: {problem}")
-        return sorted(found)
+            yield _Shown(
+                noted.process,
+                mirror.span,
+                mirror.revision,
+                mirror.kvs.copy(),
+                mirror._deletes_only,
+                noted.revision,
+            )
 
 
-def _problem(mirror: Mirror, keys: KeySpace, told: int, revision: int) -> str:
-    later = keys.since(mirror.span, max(mirror.revision, told) + 1, mirror._deletes_only)
-    unheard = [event for event in later if event.kv.mod_revision <= revision and not _is_known(mirror, event)]
+def _problem(copy: _Shown, keys: KeySpace, revision: int) -> str:
+    later = keys.since(copy.span, max(copy.revision, copy.told) + 1, copy.deletes_only)
+    unheard = [event for event in later if event.kv.mod_revision <= revision and not _is_known(copy, event)]
     if unheard:
-        return f"it has revision {mirror.revision}, and has not heard of {unheard[0]}"
+        return f"it has revision {copy.revision}, and has not heard of {unheard[0]}"
     try:
-        past = {kv.key: kv for kv in keys.range(Get(mirror.span, revision=mirror.revision)).kvs}
+        past = {kv.key: kv for kv in keys.range(Get(copy.span, revision=copy.revision)).kvs}
     except RequestRefused as error:
-        return "" if mirror.revision < keys.compacted else str(error)
+        return "" if copy.revision < keys.compacted else str(error)
     # What its owner has written itself, and expects the watch to bring, is newer than the copy's revision.
-    mine = {key: kv for key, kv in mirror.kvs.items() if kv.mod_revision <= mirror.revision}
-    if mirror._deletes_only:  # it knows which keys there are, among those that it has read
+    mine = {key: kv for key, kv in copy.kvs.items() if kv.mod_revision <= copy.revision}
+    if copy.deletes_only:  # it knows which keys there are, among those that it has read
         gone = mine.keys() - past.keys()
         return f"{sorted(gone)} are gone" if gone else ""
-    expected = mirror.kvs.keys() - mine.keys()
+    expected = copy.kvs.keys() - mine.keys()
     other = [key for key in (mine.keys() | past.keys()) - expected if mine.get(key) != past.get(key)]
-    return f"{sorted(other)} differ at revision {mirror.revision}" if other else ""
+    return f"{sorted(other)} differ at revision {copy.revision}" if other else ""
 
 
-def _is_known(mirror: Mirror, event: Any) -> bool:
+def _is_known(copy: _Shown, event: Any) -> bool:
     """Whether its owner has made that change itself."""
-    kv = mirror.kvs.get(event.kv.key)
+    kv = copy.kvs.get(event.kv.key)
     return kv is not None and kv.mod_revision >= event.kv.mod_revision

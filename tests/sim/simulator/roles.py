@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -156,6 +156,10 @@ def _same_store(process: str, told: Sequence[str], wanted: Sequence[str]) -> Non
         raise Violation("S3 a round's store is its own", f"{process} reads {told}, not {wanted}")
 
 
+ASKING_TAKES: Final = 4
+"""Messages from a quorum to the next one: a replica is told of it, asks, the decider is told, and decides."""
+
+
 class Trainer(Role):
     """A replica of torchft's that asks for a quorum in every step."""
 
@@ -195,7 +199,13 @@ class Trainer(Role):
         trainers = {process.name.partition(".")[0]: role for process, role in world.of(cls)}
         if len(trainers) < world.job.min_replicas:
             return ""
-        late = [name for name, one in trainers.items() if one.told_at < since + 1 or one.told.names != trainers.keys()]
+        # Where messages take so long, some may hear of each quorum, and ask again, too late for the next one.
+        all_meet = world.job.join_timeout_ms / 1000 > ASKING_TAKES * world.plan.network.delay
+        late = [
+            name
+            for name, one in trainers.items()
+            if one.told_at < since + 1 or (all_meet and one.told.names != trainers.keys())
+        ]
         return f"{late} are in no quorum of {sorted(trainers)}" if late else ""
 
     @classmethod
