@@ -82,9 +82,9 @@ def _check_amendment(situation: RoundSituation, old: Round, new: Round) -> None:
 
 def _check_lost_round(situation: RoundSituation, old: Round, new: Round) -> None:
     """A round whose record etcd has lost may only be recalled: the last one in which nodes run, or that is known."""
-    held = max((member.ask.seated for member in situation.members), default=0)
+    known = [max(member.ask.after, member.ask.seated) for member in situation.members]
     require("S2 rounds only grow", new.number > old.number)
-    require("S2 no number is given again", new.number in (held, max(held, situation.highest)))
+    require("S2 no number is given again", new.number == max([*known, situation.highest]))
     require("S1 one membership a round", not (new.seats or new.ready or new.away))
     require("S1 who is drained stays drained", new.drained == old.drained)
 

@@ -222,7 +222,7 @@ def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
 
 def _recall_vanished(previous: Round, situation: RoundSituation) -> Publish[Round]:
     """R3. If there was a later round than the last known one, that one is over. But a closed run stays closed."""
-    number = max([situation.highest, *(member.ask.seated for member in situation.members)])
+    number = _last_known(situation)
     why = "its record vanished from etcd"
     if previous.closed or number <= previous.number:
         return _recall(previous, why, 0)
@@ -239,7 +239,7 @@ def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float)
     due = {member.id: member.seen + options.return_to_seat for member in behind}
     wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]
     if wanting:
-        return _recall_lost(number, wanting, poll)
+        return _recall_lost(wanting, poll)
     if not behind:
         return None
     hosts = _names(member.ask.host for member in behind)
@@ -247,12 +247,20 @@ def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float)
     return Wait(reason, min(due.values()), REATTACHING)
 
 
-def _recall_lost(number: int, wanting: Iterable[RoundCandidate], poll: RoundPoll) -> Publish[Round]:
-    """Nobody knows the seats of this round, but those that hold one know its number."""
+def _recall_lost(wanting: Iterable[RoundCandidate], poll: RoundPoll) -> Publish[Round]:
+    """Nobody knows the seats of that round, but those that hold one know its number. If there was a later one, that is
+    recalled, which ends the earlier one too."""
+    situation = poll.situation
+    number = _last_known(situation)
     hosts = _names(member.ask.host for member in wanting)
     reason = f"{hosts} needs another round, and etcd has lost the record of round {number}"
-    previous = poll.situation.previous or NO_ROUND
+    previous = situation.previous or NO_ROUND
     return _recall_unknown(number, reason, len(poll.asking), poll.limits, previous)
+
+
+def _last_known(situation: RoundSituation) -> int:
+    """The last round that the decider or any member knows of."""
+    return max([situation.highest, *(max(one.ask.after, one.ask.seated) for one in situation.members)])
 
 
 def _recall_unknown(number: int, reason: str, waiting: int, limits: tuple[int, int], previous: Round) -> Publish[Round]:

@@ -683,7 +683,7 @@ def test_of_a_round_whose_record_is_lost_it_is_only_said_that_it_is_recalled(cas
         return
     situation = case.situation
     asks = [member.ask for member in situation.members]
-    assert record.number == max([*(ask.seated for ask in asks), situation.highest if situation.vanished else 0])
+    assert record.number == max([*(max(ask.after, ask.seated) for ask in asks), situation.highest])
     assert (record.seats, record.ready, record.away, record.closed) == ((), False, (), "")
     needed = any(ask.after >= ask.seated or ask.seated < record.number for ask in asks)
     assert needed or situation.vanished, "somebody asks for another round, or works in an earlier one"
@@ -698,6 +698,14 @@ def test_the_last_round_is_recalled_whose_record_vanished_though_its_decider_kno
         assert isinstance(verdict, Publish)
         assert (verdict.record.number, verdict.record.seats) == (2, ())
         assert verdict.record.recalled == "its record vanished from etcd"
+
+
+def test_a_round_that_etcd_lost_is_not_recalled_by_the_number_of_an_earlier_one() -> None:
+    """The key of a member that is gone still says that it is seated there."""
+    verdict = judge([asks("A", 0, seated=1), asks("B", 2)])
+    assert isinstance(verdict, Publish)
+    assert (verdict.record.number, verdict.record.seats) == (2, ())
+    assert verdict.record.recalled
 
 
 def test_who_works_in_a_round_before_the_one_that_etcd_lost_has_that_recalled() -> None:
