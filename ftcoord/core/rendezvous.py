@@ -10,7 +10,8 @@ Rules
      anybody start. Nobody starts a round that was recalled before it was ready.
   R3 recall. A round is recalled when a participant is gone, comes back for another round or says that a worker failed;
      when somebody waits while there is room; when seats are not taken in time; or when its record vanished from etcd. A
-     recall only tells the participants to come back; it changes no membership.
+     recall only tells the participants to come back; it changes no membership. If a later round is known than that of
+     the record that vanished, a record without seats recalls the later one.
   R4 forming. The next round forms among the members that ask for it. It is complete
        - at once, when every seat is taken and no participant of the last round is still to come back;
        - when the settle time-out has passed without change and all live participants of the last round are back;

@@ -9,11 +9,11 @@ import pytest
 
 from ftcoord.core.death_records import Death
 from ftcoord.core.death_records import encode as encode_death
-from ftcoord.core.layout import Span, death_key, decided_key, member_id, member_key, round_key
+from ftcoord.core.layout import Span, death_key, decided_key, member_id, member_key, round_key, rounds_span
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode, parse_decided
 from ftcoord.core.round_situation import MOMENT, RoundOptions
 from ftcoord.core.verdict import Publish, Wait
-from ftcoord.etcd.api import KeyValue
+from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.primitives.group.policy import View
 from ftcoord.rendezvous.policy import RendezvousPolicy
 from ftcoord.testing import MemoryEtcd
@@ -85,7 +85,8 @@ def test_a_seat_that_is_held_in_another_round_is_vacant(policy: RendezvousPolicy
 
 
 def test_a_number_that_has_a_fence_is_not_given(policy: RendezvousPolicy, client: MemoryClient) -> None:
-    """Another decider gave it, and the record was deleted. The decider looks only when etcd has refused its round."""
+    """Another decider gave it, and the record was deleted. While there is a record, the decider looks only
+    when etcd has refused its round."""
     asking = {1 + at: (replace(seated(name), after=3), 0.0) for at, name in enumerate(NAMES)}
     recalled = seen(asking, replace(ROUND, recalled="A came back"))
 
@@ -97,6 +98,24 @@ def test_a_number_that_has_a_fence_is_not_given(policy: RendezvousPolicy, client
     client.put(round_key(PREFIX, 6), b"")
     assert decided() == (4, ((Span(round_key(PREFIX, 4)), 0),))
     assert decided() == (7, ((Span(round_key(PREFIX, 7)), 0),))
+
+
+def test_when_the_record_vanished_the_last_round_with_a_fence_is_recalled_and_no_later_fence_may_have_come(
+    policy: RendezvousPolicy, client: MemoryClient
+) -> None:
+    """Another decider gave it while this one was stopped; and a third one may do so until this one's decision comes."""
+    there = {1 + at: (seated(name), -60.0) for at, name in enumerate(NAMES)}
+    before = policy.decide(seen(there), member_id(1), 0.0)
+    assert isinstance(before, Wait)
+    gone = replace(seen(there), vanished=True, missing_at=20)
+    for fence in (6, 8):  # the second time etcd has refused the first decision
+        client.put(round_key(PREFIX, fence), b"")
+        looked_at = client.range(Get(rounds_span(PREFIX))).revision
+        verdict = policy.decide(gone, member_id(1), 1.0)
+        assert isinstance(verdict, Publish)
+        record = parse_decided("", verdict.record)
+        assert (record.number, bool(record.recalled)) == (fence, True)
+        assert tuple(verdict.no_newer) == ((rounds_span(PREFIX), looked_at),)
 
 
 def test_another_node_that_is_drained_starts_no_time_out_anew(policy: RendezvousPolicy) -> None:
