@@ -35,12 +35,15 @@ class Profile:
         faults: how often each kind of fault is drawn, next to the others.
         mean_pause: seconds between two faults, on average.
         seconds: how long faults go on.
+
+    Short histories that are full of faults find nearly as many planted faults as histories of three times their length
+    with as many faults, in less than half of the time.
     """
 
     cast: Mapping[str, tuple[int, int]]
     faults: Mapping[str, float]
-    mean_pause: float = 4.0
-    seconds: tuple[float, float] = (15.0, 45.0)
+    mean_pause: float = 1.5
+    seconds: tuple[float, float] = (5.0, 16.0)
 
 
 PROCESSES: Final = {"kill": 4.0, "stop": 2.0, "slow": 2.0, "clock": 1.0}
@@ -98,7 +101,11 @@ class PlannedFault:
 
 @dataclass(frozen=True)
 class Plan:
-    """One history, but for the order in which threads take turns: that is the scheduler's, which has the same seed."""
+    """One history, but for the order in which threads take turns: that is the scheduler's, which has the same seed.
+
+    Args:
+        pace: how much longer than in a busy job everybody pauses between two steps.
+    """
 
     seed: int
     profile: str
@@ -110,6 +117,7 @@ class Plan:
     rolls_in_twos: bool = False
     drifts: bool = False
     options: Mapping[str, float] = field(default_factory=dict)
+    pace: float = 1.0
 
     def dumped(self) -> dict[str, Any]:
         """As JSON can hold it: what a seed brings changes with the profiles, this does not."""
@@ -137,7 +145,7 @@ def plan_of(seed: int, profile: str | None = None) -> Plan:
     seconds = draw.uniform(*of.seconds)
     faults, at = [], 0.0
     kinds, weights = list(of.faults), list(of.faults.values())
-    mean_pause = of.mean_pause * draw.choice((0.4, 1.0, 2.0))
+    mean_pause = of.mean_pause * draw.choice((0.4, 1.0, 2.5))
     while (at := at + draw.expovariate(1 / mean_pause)) < seconds:
         faults.append(PlannedFault(round(at, 3), draw.choices(kinds, weights)[0], draw.randrange(2**16)))
     agents = max(cast.get("agent", 0), 1)
@@ -153,6 +161,7 @@ def plan_of(seed: int, profile: str | None = None) -> Plan:
         rolls_in_twos=draw.random() < 0.3,
         drifts=draw.random() < 0.3,
         options={"join_timeout": draw.choice((1.0, 4.0)), "min_replicas": float(draw.choice((1, 1, 2)))},
+        pace=draw.choice((1.0, 3.0, 3.0)),
     )
 
 

@@ -99,7 +99,7 @@ class Agent(Role):
         if not self._meets(process, info.store, now):
             return
         while not (process.leaves.is_set() or handler.num_nodes_waiting()):
-            process.rest(self.draw.choice((0.2, 1.0)))
+            process.pause(self.draw.choice((0.2, 1.0)))
             with contextlib.suppress(DistStoreError, RuntimeError):  # as workers do that meet now and then
                 info.store.set(f"alive{now.rank}", f"{self.world.scheduler.time}")
             watch = handler._resources.watch
@@ -191,7 +191,7 @@ class Trainer(Role):
             )
             process.check(self.world.oracles.quorums.told, name, self.told)
             step += 1
-            process.rest(self.draw.uniform(0, pause))
+            process.pause(self.draw.uniform(0, pause))
         replica.leave(1)
 
     @classmethod
@@ -224,7 +224,7 @@ class StoreUser(Role):
         while not process.leaves.is_set():
             number += 1
             self._change(process, store, f"{process.name}:{number};")
-            process.rest(self.draw.choice((0.0, 0.1, 1.0)))
+            process.pause(self.draw.choice((0.0, 0.1, 1.0)))
         store.close()
 
     def _change(self, process: Process, store: EtcdStore, value: str) -> None:
@@ -292,7 +292,7 @@ class Candidate(Role):
             with contextlib.suppress(EtcdError):
                 if process.client.txn([leadership.fence], [Put(WRITTEN, value)]).succeeded:
                     self.wrote_at = self.world.scheduler.time
-            process.rest(self.draw.choice((0.1, 1.0)))
+            process.pause(self.draw.choice((0.1, 1.0)))
             if self.draw.random() < 0.05:
                 leadership.resign()
         with contextlib.suppress(EtcdError):  # as one that has not looked yet
@@ -322,7 +322,7 @@ class Party(Role):
                 self.passed_at = self.world.scheduler.time
                 process.note("#", f"passes in generation {barrier._after} at {index}")
                 process.check(self.world.oracles.barrier.passed, barrier._after, index)
-                process.rest(self.draw.uniform(0, 1))
+                process.pause(self.draw.uniform(0, 1))
 
     @classmethod
     def missing(cls, world: World, since: float) -> str:

@@ -138,6 +138,10 @@ class Process:
         """Let time pass; whether it is to leave."""
         return self.leaves.wait(seconds)
 
+    def pause(self, seconds: float) -> None:
+        """Let time pass between two things that its user does."""
+        self.rest(self.world.plan.pace * seconds)
+
     def check(self, told: Callable[..., None], *what: object) -> None:
         """Have an oracle judge what this process was told: it may not be heard by who catches errors."""
         self.world.oracles.counts["answers"] += 1
