@@ -259,7 +259,7 @@ def test_a_plan_is_kept_as_text() -> None:
 
 def test_a_failure_is_shrunk_to_what_it_needs() -> None:
     with planted(next(one for one in MUTANTS if one.name == "a leader's fence names no leader")):
-        report = play(plan_of(49, "restores"))
+        report = play(FOUND["a fence that two leaders held after a restore"])
         assert report.failed
         least = shrink(report)
     assert least.oracle == report.oracle
