@@ -216,9 +216,9 @@ def _why_gone(gone: Sequence[Seat], leaving: Mapping[str, str], deaths: Mapping[
     return "; ".join(parts)
 
 
-def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
+def _recall(previous: Round, reason: str, waiting: int, rule: str = RECALL) -> Publish[Round]:
     recalled = replace(previous, recalled=reason, waiting=waiting)
-    return Publish(recalled, f"round {previous.number} recalled: {reason}", RECALL)
+    return Publish(recalled, f"round {previous.number} recalled: {reason}", rule)
 
 
 def _recall_vanished(previous: Round, situation: RoundSituation) -> Publish[Round]:
@@ -227,7 +227,7 @@ def _recall_vanished(previous: Round, situation: RoundSituation) -> Publish[Roun
     why = "its record vanished from etcd"
     if previous.closed or number <= previous.number:
         return _recall(previous, why, 0)
-    return _recall_unknown(number, why, 0, limits_of(situation), previous)
+    return _recall(_lost_round(number, limits_of(situation), previous), why, 0)
 
 
 def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
@@ -252,11 +252,10 @@ def _recall_lost(wanting: Iterable[RoundCandidate], poll: RoundPoll) -> Publish[
     """Nobody knows the seats of that round, but those that hold one know its number. If there was a later one, that is
     recalled, which ends the earlier one too."""
     situation = poll.situation
-    number = _last_known(situation)
+    lost = _lost_round(_last_known(situation), poll.limits, situation.previous or NO_ROUND)
     hosts = _names(member.ask.host for member in wanting)
-    reason = f"{hosts} needs another round, and etcd has lost the record of round {number}"
-    previous = situation.previous or NO_ROUND
-    return _recall_unknown(number, reason, len(poll.asking), poll.limits, previous)
+    reason = f"{hosts} needs another round, and etcd has lost the record of round {lost.number}"
+    return _recall(lost, reason, len(poll.asking), REATTACHING)
 
 
 def _last_known(situation: RoundSituation) -> int:
@@ -264,9 +263,9 @@ def _last_known(situation: RoundSituation) -> int:
     return max([situation.highest, *(max(one.ask.after, one.ask.seated) for one in situation.members)])
 
 
-def _recall_unknown(number: int, reason: str, waiting: int, limits: tuple[int, int], previous: Round) -> Publish[Round]:
-    record = Round(number, (), "", 0, (), *limits, recalled=reason, waiting=waiting, drained=previous.drained)
-    return Publish(record, f"round {number} recalled: {reason}", REATTACHING)
+def _lost_round(number: int, limits: tuple[int, int], previous: Round) -> Round:
+    """A round whose seats nobody knows."""
+    return Round(number, (), "", 0, (), *limits, drained=previous.drained)
 
 
 def _names(hosts: Iterable[str]) -> str:

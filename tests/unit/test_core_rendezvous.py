@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.invariants import check_round
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import REATTACHING, RULES, SEATS, call_back, close, decide, may_reopen, outlook
+from ftcoord.core.rendezvous import REATTACHING, RECALL, RULES, SEATS, call_back, close, decide, may_reopen, outlook
 from ftcoord.core.rendezvous_records import CLOSED, FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
 from ftcoord.core.round_history import note_ends
 from ftcoord.core.round_poll import vacant
@@ -698,6 +698,7 @@ def test_the_last_round_is_recalled_whose_record_vanished_though_its_decider_kno
         assert isinstance(verdict, Publish)
         assert (verdict.record.number, verdict.record.seats) == (2, ())
         assert verdict.record.recalled == "its record vanished from etcd"
+        assert verdict.rule == RECALL
 
 
 def test_a_round_that_etcd_lost_is_not_recalled_by_the_number_of_an_earlier_one() -> None:
