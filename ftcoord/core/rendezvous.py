@@ -33,8 +33,8 @@ Rules
      that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
      are gone in one moment, those that are gone without a word have a lease's time to come back before the round is
      recalled for them, or for a newcomer. Where etcd has lost the record too, the round runs on until somebody asks for
-     another one, or has worked in an earlier one for a lease's time. Then a record without seats recalls it. Who was
-     still taking its seat there asks again.
+     another one, or has worked in an earlier one for a lease's time, or until one of its nodes has been missing for
+     that time. Then a record without seats recalls it. Who was still taking its seat there asks again.
 
 Times are the decider's own monotonic seconds, from when it saw the event.
 """
@@ -240,21 +240,35 @@ def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float)
     due = {member.id: member.seen + options.return_to_seat for member in behind}
     wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]
     if wanting:
-        return _recall_lost(wanting, poll)
-    if not behind:
+        return _recall_lost(f"{_names(member.ask.host for member in wanting)} needs another round", poll)
+    if behind:
+        hosts = _names(member.ask.host for member in behind)
+        reason = f"{hosts} may not have said yet that it works in round {number}, whose record etcd has lost"
+        return Wait(reason, min(due.values()), REATTACHING)
+    return _judge_lost_nodes(number, poll, options, now)
+
+
+def _judge_lost_nodes(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
+    """R9. None if all nodes of the lost round are there, or the decider does not work in it, and so knows no size."""
+    situation, mine = poll.situation, poll.situation.mine
+    if mine is None or mine.number != number or not options.recall_on_loss:
         return None
-    hosts = _names(member.ask.host for member in behind)
-    reason = f"{hosts} may not have said yet that it works in round {number}, whose record etcd has lost"
-    return Wait(reason, min(due.values()), REATTACHING)
+    missing = mine.size - len(poll.busy) - len(situation.unreadable)
+    if missing <= 0:
+        return None
+    gone = f"{missing} of {mine.size} nodes {'is' if missing == 1 else 'are'} gone"
+    until = situation.changed_at + options.return_to_seat
+    if now >= until:
+        return _recall_lost(gone, poll)
+    return Wait(f"{gone} from round {number}, whose record etcd has lost, and may come back to it", until, REATTACHING)
 
 
-def _recall_lost(wanting: Iterable[RoundCandidate], poll: RoundPoll) -> Publish[Round]:
+def _recall_lost(why: str, poll: RoundPoll) -> Publish[Round]:
     """Nobody knows the seats of that round, but those that hold one know its number. If there was a later one, that is
     recalled, which ends the earlier one too."""
     situation = poll.situation
     lost = _lost_round(_last_known(situation), poll.limits, situation.previous or NO_ROUND)
-    hosts = _names(member.ask.host for member in wanting)
-    reason = f"{hosts} needs another round, and etcd has lost the record of round {lost.number}"
+    reason = f"{why}, and etcd has lost the record of round {lost.number}"
     return _recall(lost, reason, len(poll.asking), REATTACHING)
 
 

@@ -8,7 +8,7 @@ from math import inf
 from typing import Final, Literal, TypeAlias
 
 from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, Seat
 from ftcoord.core.seating import FRESH, SEATING
 
 RETURN_FACTOR: Final = 1.5
@@ -71,6 +71,7 @@ class RoundSituation:
         ends: how parts in the last round have ended, as far as anybody has said so.
         decided_revision: etcd's, at which `previous` was written in that state.
         unreadable: the ids of the live members that say what cannot be read; they are not among `members`.
+        mine: the last round that the decider itself has started; etcd may have lost its record.
     """
 
     members: Sequence[RoundCandidate]
@@ -85,6 +86,7 @@ class RoundSituation:
     ends: Sequence[HistoryEvent] = ()
     decided_revision: int = 0
     unreadable: Set[str] = frozenset()
+    mine: AnyRound | None = None
 
     @property
     def unheard(self) -> Sequence[Seat]:

@@ -97,10 +97,14 @@ class Node:
         self._settings, self._address, self.host = settings, address, host
         self.id = uuid.uuid4().hex
         """The same through all of its leases, so that it keeps its rank."""
+        self.round: AnyRound | None = None  # read by any thread
+        """The last round that it took part in,"""
+        self._seat = ""
+        """and the member as which it took its seat there."""
         self._changed = concurrency.condition("Node._changed")  # the participant's
         self.participant: Participant[AnyRound, JoinRequest] = Participant(
             etcd,
-            RoundUse(settings.prefix, options, etcd, rolls),
+            RoundUse(settings.prefix, options, etcd, rolls, lambda: self.round),
             # A round that is ready counts, though the lease was lost: see `_ready_after_all`.
             ParticipantOptions(
                 settings.lease_ttl,
@@ -114,10 +118,6 @@ class Node:
         )
         self.is_drained = False  # becomes True once, on the thread that asks
         """Whether it has left because an operator drained it."""
-        self.round: AnyRound | None = None  # read by any thread
-        """The last round that it took part in,"""
-        self._seat = ""
-        """and the member as which it took its seat there."""
         self._failed = _FailedWorker()
         self._holder = SeatHolder(self.participant, settings.request_timeout)
         self._run = RunRecord(etcd, settings)

@@ -168,6 +168,8 @@ class RendezvousPolicy:
             rounds when a new round was refused.
         rolls: when a roll is stored beside its head.
         wall_clock: for people.
+        mine: returns the last round that this node has started. The policy may have seen nothing of it: it is made for
+            each lease, and etcd may have lost the record before.
     """
 
     def __init__(
@@ -177,10 +179,11 @@ class RendezvousPolicy:
         etcd: Etcd,
         rolls: RollSizes = ROLLS,
         wall_clock: Callable[[], float] = concurrency.wall,
+        mine: Callable[[], AnyRound | None] = lambda: None,
     ) -> None:
         self._prefix, self._options, self._etcd = prefix, options, etcd
         self._rolls = Rolls(prefix, etcd, rolls)
-        self._wall_clock = wall_clock
+        self._wall_clock, self._mine = wall_clock, mine
         self._members = ParsedKeys(parse_join_request)
         self._candidates: dict[str, RoundCandidate] = {}
         """By key, as they were at the last decision."""
@@ -261,6 +264,7 @@ class RendezvousPolicy:
             self._ends_of(previous, members),
             since[1],
             self._unreadable(),
+            self._mine(),
         )
 
     def _unreadable(self) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ftcoord.core import rendezvous, rendezvous_records
@@ -34,10 +34,19 @@ class RoundUse(Use[AnyRound, JoinRequest]):
         options: its user's settings.
         etcd: for a decider that takes over: it reads the last round's roll.
         rolls: when a roll is stored beside its head.
+        mine: returns the last round that this node has started. Called on any thread.
     """
 
-    def __init__(self, prefix: str, options: RoundOptions, etcd: Etcd, rolls: RollSizes = ROLLS) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        options: RoundOptions,
+        etcd: Etcd,
+        rolls: RollSizes = ROLLS,
+        mine: Callable[[], AnyRound | None] = lambda: None,
+    ) -> None:
         self._prefix, self._options, self._etcd, self._rolls = prefix, options, etcd, rolls  # these never change
+        self._mine = mine
         self._read: tuple[str, RollChunk, int] | None = None  # replaced as a whole, by any thread
         """The roll of which a chunk was last read, the chunk, and its number: all records of a round have the same
         roll."""
@@ -47,7 +56,7 @@ class RoundUse(Use[AnyRound, JoinRequest]):
         return self._prefix
 
     def policy(self) -> RendezvousPolicy:
-        return RendezvousPolicy(self._prefix, self._options, self._etcd, self._rolls)
+        return RendezvousPolicy(self._prefix, self._options, self._etcd, self._rolls, mine=self._mine)
 
     def parse(self, key: str, value: bytes) -> AnyRound:
         record = parse_decided(key, value)

@@ -450,6 +450,25 @@ def test_an_etcd_that_was_wiped_disturbs_nobody_and_rounds_go_on_from_the_highes
 
 
 @simulated
+def test_a_host_that_is_lost_while_etcd_is_wiped_or_restored_is_replaced(world: World) -> None:
+    """No decider has read the round in which it was: nobody sees its seat vacant."""
+    empty = world.etcd.snapshot()
+    group = agents(world, 3, (1, 3))
+    work_together(world, group)
+    old = world.etcd.snapshot()
+    group[0].worker_fails.set()
+    before = work_together(world, group, group[1].rounds[-1].number)
+    crashed, *others = random.sample(group, 3)
+    crashed.crash()
+    world.etcd.rewind(random.choice((empty, old)))
+    began = concurrency.now()
+    work_together(world, others, before[0].number)
+    assert concurrency.now() - began < 3 * LEASE_TTL + 3 * others[0].settings.last_call_timeout
+    end(world, others)
+    check_rounds(others)
+
+
+@simulated
 def test_an_etcd_that_was_restored_disturbs_nobody(world: World) -> None:
     """Its record is of an earlier round, with seats that nobody has."""
     group = agents(world, 3, (1, 3))

@@ -25,7 +25,7 @@ from ftcoord.core import rendezvous, round_poll
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.invariants import check_round, require
 from ftcoord.core.rendezvous import REATTACHING
-from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
+from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
 from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Wait
 
@@ -240,7 +240,10 @@ class SeatsWorld(MemberWorld):
     def _situation(self, state: Seats) -> RoundSituation:
         since = min((one.since for one in state.noticed), default=0.0)
         deaths = {one.seat: "died" for one in state.noticed if one.died}
-        return replace(state.world.view, gone_since=since, deaths=deaths)
+        view = state.world.view
+        oldest = view.members[0].id if view.members else ""
+        mine = next((mind.at_work for mind in state.world.minds if mind.member == oldest), None)
+        return replace(view, gone_since=since, deaths=deaths, mine=mine)
 
     def _decision(self, state: Seats) -> Round | None:
         if not state.world.view.members:
@@ -277,6 +280,10 @@ class SeatsWorld(MemberWorld):
     def _check_wait(self, state: Seats, verdict: Wait) -> None:
         """R9: nobody waits for the dead, nor longer than was said for the others."""
         view = state.world.view
+        if any(member.ask.seated > (view.previous or NO_ROUND).number for member in view.members):
+            until = view.changed_at + LEASE
+            require("R9 nobody waits for long", verdict.until is not None and verdict.until <= until)
+            return
         require("R9 nobody waits for one of whom it is known", not _is_told(state))
         require("R9 only of a round that was ready", view.previous is not None and view.previous.ready)
         if _strangers(state.world) or any(member.seen <= view.read_at for member in view.members):
@@ -364,6 +371,8 @@ class SeatsWorld(MemberWorld):
         require("S1 nobody works in a round that is over", len(rounds) <= 1)
         if any(now is None or now.number < number for number, _ in rounds):  # etcd has lost it: it runs on in silence
             require("L1 who asks is heard in a lost round", all(mind.at_work is not None for mind in world.minds))
+            whole = all(mind.at_work.size == len(world.minds) for mind in world.minds if mind.at_work)
+            require("L1 a lost round has all of its nodes", whole or not self.options.recall_on_loss)
             return
         if len(world.minds) < self.limits[0]:
             return

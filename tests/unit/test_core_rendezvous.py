@@ -619,7 +619,8 @@ def cases(draw: st.DrawFn) -> Case:
     restart = draw(st.sampled_from(["failed", "always", "never"]))
     chosen = RoundOptions(LAST_CALL, SETTLE, draw(st.booleans()), restart)
     there = situation(members, draw(times), previous, (low, high), draw(times), vanished, draw(st.integers(0, 5)))
-    return Case(there, chosen, 0.0)
+    mine = draw(st.none() | st.builds(a_round, st.just(" ".join(before)), st.integers(1, 4)))
+    return Case(replace(there, mine=mine), chosen, 0.0)
 
 
 @given(cases())
@@ -686,7 +687,11 @@ def test_of_a_round_whose_record_is_lost_it_is_only_said_that_it_is_recalled(cas
     assert record.number == max([*(max(ask.after, ask.seated) for ask in asks), situation.highest])
     assert (record.seats, record.ready, record.away, record.closed) == ((), False, (), "")
     needed = any(ask.after >= ask.seated or ask.seated < record.number for ask in asks)
-    assert needed or situation.vanished, "somebody asks for another round, or works in an earlier one"
+    mine, limits = situation.mine, limits_of(situation)
+    there = {ask.node for ask in asks if ask.limits == limits and not ask.leaving}
+    lacks = mine is not None and mine.number == record.number and len(there) < mine.size
+    why = "somebody asks for another round, or works in an earlier one, or is missing"
+    assert needed or situation.vanished or (lacks and case.options.recall_on_loss), why
 
 
 def test_the_last_round_is_recalled_whose_record_vanished_though_its_decider_knows_an_earlier_one() -> None:
@@ -727,6 +732,34 @@ def test_who_seems_to_work_in_an_earlier_round_has_a_lease_s_time_to_say_what_it
     assert isinstance(still, Wait)
     assert (still.until, still.rule) == (1.0, REATTACHING)
     assert isinstance(judge_lost([asks("A", 0, seated=1, seen=-10.0), *rest], before), Publish)
+
+
+@pytest.mark.parametrize("previous", [None, a_round("A B C")])
+def test_a_lost_round_is_recalled_when_a_node_has_been_missing_for_a_lease_s_time(previous: Round | None) -> None:
+    """Nobody else would end the wait of the others' workers. The decider has not read that round, but works in it."""
+    mine = a_round("A B C", 2)
+    two, three = ([back_in_seat(f"{name}'", 2, AGO) for name in names] for names in ("AB", "ABC"))
+
+    def verdict(members: Sequence[RoundCandidate], since: float, mine: Round | None = mine, **more: Any) -> Verdict:
+        options = RoundOptions(LAST_CALL, SETTLE, return_to_seat=10.0, **more)
+        return decide(replace(situation(members, since, previous, (2, 3), AGO), mine=mine), options, 0.0)
+
+    assert waits(verdict(two, -9.0), 1.0)
+    assert verdict(two, -9.0).rule == REATTACHING
+    recall = verdict(two, -10.0)
+    assert isinstance(recall, Publish)
+    assert (recall.record.number, recall.record.seats, recall.rule) == (2, (), REATTACHING)
+    assert recall.record.recalled == "1 of 3 nodes is gone, and etcd has lost the record of round 2"
+    assert call_back(recall.record, mine)[0]
+    left = replace(three[2], ask=replace(three[2].ask, leaving="it failed"))
+    assert isinstance(verdict([*two, left], -10.0), Publish)
+    for there in (
+        verdict(three, -10.0),
+        verdict(two, -10.0, recall_on_loss=False),
+        verdict(two, -10.0, a_round("A B C", 1)),  # it has not started that round, and does not know who has
+        verdict(two, -10.0, None),
+    ):
+        assert isinstance(there, Wait) or there.record.number == 1
 
 
 def of_the_same_round(case: Case, *fields: str) -> Round | None:

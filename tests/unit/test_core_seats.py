@@ -165,6 +165,7 @@ PLANTED: dict[str, tuple[str, str, str, Wrong]] = {
         asks_by_the_record_only,
     ),
     "a lost round is forgotten": ("S[12]", "an etcd is wiped or restored", "decide", forgets_lost_rounds),
+    "who is missing in a lost round is not missed": ("L1 a lost round", "two deciders", "decide", knowing(mine=None)),
     "a seat in a lost round is waited for": ("L1", "seats are being taken", "outlook", waits_for_a_lost_round),
     "a seat of another round is held": ("R9", "an etcd is wiped or restored", "vacant", all_that_say_so_hold),
     "held seats are vacant": ("R9", "nodes are lost", "vacant", nobody_holds),

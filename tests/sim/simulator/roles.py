@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 IN_TWOS = RollSizes(inline=0, chunk=2)
 """Each roll lies beside its head, two seats to a chunk."""
-COLLECTIVE_TIMEOUT = 10.0
-"""Seconds after which workers give up a collective with a peer that is dead."""
 
 
 class Leaves(Exception):
@@ -103,21 +100,8 @@ class Agent(Role):
             with contextlib.suppress(DistStoreError, RuntimeError):  # as workers do that meet now and then
                 info.store.set(f"alive{now.rank}", f"{self.world.scheduler.time}")
             watch = handler._resources.watch
-            if (watch is not None and not watch.watches) or self._hangs(now):
+            if watch is not None and not watch.watches:
                 break
-
-    def _hangs(self, now: StartedRound) -> bool:
-        """Whether a collective is given up, since a peer is dead of whose round etcd knows nothing any more."""
-        world = self.world
-        if not world.oracles.was_restored:
-            return False
-        peers = [
-            one
-            for one in world.processes.values()
-            if isinstance(one.role, Agent)
-            and one.role.now == replace(now, rank=one.role.now.rank if one.role.now else 0)
-        ]
-        return any(one.is_killed and one.killed_at + COLLECTIVE_TIMEOUT < world.scheduler.time for one in peers)
 
     def _meets(self, process: Process, store: EtcdStore, now: StartedRound) -> bool:
         """Exchange something with all other ranks, as torch's agents do before they start workers; whether all did."""

@@ -95,7 +95,7 @@ class Process:
         self.client = self._client()
         self.leaves = concurrency.event()
         self.is_killed = self.is_stopped = self.is_done = self.is_cut = self._has_lost_its_host = False
-        self.killed_at = self.resumed_at = 0.0
+        self.resumed_at = 0.0
         self.killed_by: Process | None = None
         self._sentinels_client = self._client(sentinel=True)
         self.sentinel = SentinelStub(name, self._sentinels_client, self._begin_sentinel)
@@ -154,7 +154,7 @@ class Process:
 
     def kill(self, *, with_host: bool) -> None:
         """SIGKILL; or its host is lost, and its sentinel with it."""
-        self.is_killed, self.killed_at, self._has_lost_its_host = True, self.world.scheduler.time, with_host
+        self.is_killed, self._has_lost_its_host = True, with_host
         self.client.cut_off()
         self.world.scheduler.pause(self.name)
         if with_host:

@@ -101,3 +101,6 @@ DECIDED_LATE_WITHOUT_A_RECORD: Final = FOUND[
 LEFT_BEHIND_AND_THE_RECORD_IS_GONE: Final = FOUND[
     "the record of a round that vanished, with a decider that was stopped since an earlier round"
 ]
+A_HOST_DIES_AND_THE_RECORD_IS_GONE: Final = FOUND[
+    "a host that died, and a node that came back to its seat when somebody had deleted the record"
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from simulator.mutants.plans import (
+    A_HOST_DIES_AND_THE_RECORD_IS_GONE,
     A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,
     ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
     CUT_OFF_WHILE_ETCD_IS_RESTORED,
@@ -177,6 +178,11 @@ MUTANTS: Final = (
         "nodes of an earlier round do not learn of a round that etcd lost", "ftcoord.core.rendezvous",
         "wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]",
         "wanting = [*poll.asking]", RESTORES, plans=(CUT_OFF_WHILE_ETCD_IS_WIPED,),
+    ),
+    Mutant(
+        "a node that is missing in a round that etcd lost is not missed", "ftcoord.core.rendezvous",
+        "missing = mine.size - len(poll.busy) - len(situation.unreadable)", "missing = 0", ROUNDS,
+        plans=(A_HOST_DIES_AND_THE_RECORD_IS_GONE,),
     ),
     Mutant(
         "a new round forgets who is drained", "ftcoord.core.forming",
