@@ -71,7 +71,8 @@ def _standings(situation: RoundSituation) -> Mapping[tuple[str, _Standing], str]
     found = {}
     for member in situation.members:
         ask = member.ask
-        if ask.leaving or ask.node in previous.nodes or ask.node in previous.drained:
+        works = ask.holds or ask.seated > ask.after  # in an earlier round, or in one that etcd has lost
+        if ask.leaving or works or ask.node in previous.nodes or ask.node in previous.drained:
             continue
         if ask.limits != limits:
             text = f"is refused: it wants --nnodes={spelled(ask.limits)}, and the run has --nnodes={spelled(limits)}"

@@ -62,6 +62,15 @@ def test_nodes_that_contradict_the_run_are_told_of() -> None:
     ]
 
 
+def test_who_works_in_a_round_that_etcd_lost_does_not_wait() -> None:
+    by = Bystanders()
+    works = node("A")
+    works = replace(works, ask=replace(works.ask, seated=3))
+    came_back = replace(works, id="B2", ask=replace(works.ask, node="B", after=3, holds="B"))
+    by.look(situation("", None, works, came_back), 100.0)
+    assert by.look(situation("", None, works, came_back), 106.0) == ([], None)
+
+
 def test_a_decider_to_which_thousands_come_looks_once_a_second() -> None:
     by = Bystanders()
     by.look(situation("AB"), 100.0)
