@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,21 @@ class _Noted:
     Args:
         news: the last that was no change.
         revision: of the last change.
+        began: the revision from which its watch tells of changes.
+        absent: the keys that it took for present then, though etcd had none of them by the time it began.
     """
 
     process: str
+    began: int
+    absent: frozenset[str]
     news: object = None
     revision: int = 0
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a mirror shows at one moment, and the revision of the last change that its owner was told of."""
+    """What a mirror shows at one moment, and the revision of the last change that its owner was told of. `_Noted` says
+    what `began` and `absent` are."""
 
     process: str
     span: Span
@@ -42,6 +47,8 @@ class _Shown:
     kvs: Mapping[str, KeyValue]
     deletes_only: bool
     told: int
+    began: int
+    absent: frozenset[str]
 
 
 class Copies:
@@ -58,7 +65,8 @@ class Copies:
 
         def starting(mirror: Mirror, revision: int, *given: Any) -> None:
             known = self._mirrors.get(mirror)
-            noted = self._mirrors[mirror] = _Noted(self._world.scheduler.process_now)
+            absent = frozenset(mirror.kvs.keys() - self._world.oracles.kvs.keys())
+            noted = self._mirrors[mirror] = _Noted(self._world.scheduler.process_now, revision, absent)
             if known is None:
                 mirror._post = self._noting(mirror._post)
             else:
@@ -101,6 +109,8 @@ class Copies:
                 mirror.kvs.copy(),
                 mirror._deletes_only,
                 noted.revision,
+                noted.began,
+                noted.absent,
             )
 
 
@@ -115,12 +125,20 @@ def _problem(copy: _Shown, keys: KeySpace, revision: int) -> str:
         return "" if copy.revision < keys.compacted else str(error)
     # What its owner has written itself, and expects the watch to bring, is newer than the copy's revision.
     mine = {key: kv for key, kv in copy.kvs.items() if kv.mod_revision <= copy.revision}
-    if copy.deletes_only:  # it knows which keys there are, among those that it has read
-        gone = mine.keys() - past.keys()
+    if copy.deletes_only:  # it knows which keys there are, among those that it has read, or that a tail named
+        gone = mine.keys() - past.keys() - _gone_before(copy, keys)
         return f"{sorted(gone)} are gone" if gone else ""
     expected = copy.kvs.keys() - mine.keys()
     other = [key for key in (mine.keys() | past.keys()) - expected if mine.get(key) != past.get(key)]
     return f"{sorted(other)} differ at revision {copy.revision}" if other else ""
+
+
+def _gone_before(copy: _Shown, keys: KeySpace) -> Set[str]:
+    """The keys that were gone before the copy began. Whoever joins follows the member that the tail names, without
+    reading its key. If somebody has deleted that key alone, the tail stays, and no watch tells of the deletion: the
+    joiner finds out when it next reads the key (docs/protocol.md)."""
+    told = keys.since(copy.span, copy.began, deletes_only=True)
+    return copy.absent - {event.kv.key for event in told}
 
 
 def _is_known(copy: _Shown, event: Any) -> bool:
