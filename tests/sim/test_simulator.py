@@ -18,7 +18,7 @@ import pytest
 from simulator.found import FOUND
 from simulator.history import play
 from simulator.mutants import MUTANTS, Mutant, caught_by, planted
-from simulator.oracles import ELECTION, ElectionOracle, Violation
+from simulator.oracles import BARRIER, ELECTION, BarrierOracle, ElectionOracle, Violation
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.quorum_rules import KeptOut, Last, Member, as_read, may_decide
 from simulator.shrinking import shrink
@@ -26,6 +26,8 @@ from simulator.stubs import CONFIG, SentinelStub
 from simulator.timer_rules import LATE_RELEASE, TimersHeld
 from simulator.vote_rules import RankCalls
 
+from ftcoord.core import barrier_records
+from ftcoord.core.barrier_records import Generation, Passed
 from ftcoord.core.election_records import Candidacy, Term, encode
 from ftcoord.core.layout import decided_key, member_key
 from ftcoord.etcd.api import Compare, Event, KeyValue
@@ -145,6 +147,26 @@ def test_terms_begin_anew_only_where_no_candidate_knows_the_last_one(knows: str)
     else:
         with pytest.raises(Violation, match="terms only grow: 1 after 4"):
             decide(begun_anew, 7)
+
+
+@pytest.mark.parametrize("lives", [False, True])
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_generations_begin_anew_only_where_nobody_that_lives_knows_the_last_one(lives: bool, is_deleted: bool) -> None:
+    oracle = BarrierOracle(lambda process: process == "old" and not lives)
+
+    def decide(number: int) -> None:
+        record = Generation(number, 1, (Passed("a party", number, 0),))
+        oracle.decided(KeyValue(decided_key(BARRIER), barrier_records.encode(record), 1, number, 1, 0))
+
+    decide(3)
+    oracle.passed("old", 3, 0)
+    if is_deleted:
+        oracle.vanished()
+    if is_deleted and not lives:
+        decide(1)
+    else:
+        with pytest.raises(Violation, match="generations only grow: 1 after 3"):
+            decide(1)
 
 
 def test_a_simulated_sentinel_is_told_what_a_real_one_is() -> None:

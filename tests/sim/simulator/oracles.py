@@ -435,7 +435,7 @@ class BarrierOracle:
 
     def __init__(self, is_killed: Callable[[str], bool]) -> None:
         self._is_killed = is_killed
-        self._has_vanished = False
+        self._has_vanished = self._is_missing = False
         self.record: Generation | None = None
         self._passed: dict[tuple[int, int], str] = {}
         self._last: dict[str, int] = {}
@@ -447,7 +447,9 @@ class BarrierOracle:
             return
         old, self.record = self.record, new
         if old is not None:
-            require("S2 generations only grow", new.number >= old.number, f"{new.number} after {old.number}")
+            least = self._known() if self._is_missing else old.number
+            require("S2 generations only grow", new.number >= least, f"{new.number} after {old.number}")
+        self._is_missing = False
         together = sorted(one.index for one in new.passed if one.number == new.number)
         whole = new.number == 0 or together == [*range(new.parties)] or (old is not None and old.number == new.number)
         require("S1 as many pass as agreed", whole, f"generation {new.number}: {together}")
@@ -464,7 +466,11 @@ class BarrierOracle:
 
     def vanished(self) -> None:
         """The operator has deleted the record."""
-        self._has_vanished = True
+        self._has_vanished = self._is_missing = True
+
+    def _known(self) -> int:
+        """The last generation that anybody who lives has passed: the others may begin anew when the record is gone."""
+        return max((number for process, number in self._last.items() if not self._is_killed(process)), default=0)
 
 
 @dataclass
