@@ -186,12 +186,12 @@ class QuorumPolicy:
         decided.
 
         If it was deleted, others may have decided what is not known here, and each decision had a revision of its own,
-        before the one at which the record was missing. So what is counted from there was never given.
+        before the one at which the record was missing. So what is counted from there was never given. Only a job's
+        first quorum has nothing to count from: nobody has heard of one, and etcd has no era.
         """
         highest = self._seen.perhaps if view.vanished else self._seen.highest
-        if view.missing_at and highest != NOTHING_HEARD:  # else this is the job's first quorum, as far as anybody knows
-            return highest.and_(view.missing_at, view.missing_at)
-        return highest
+        is_first = not view.has_era and highest == NOTHING_HEARD
+        return highest if is_first or not view.missing_at else highest.and_(view.missing_at, view.missing_at)
 
     def _late_ends(
         self, view: View, previous: QuorumRecord | None, me: str, now: float

@@ -145,6 +145,19 @@ def decided_span(prefix: str) -> Span:
     return Span(decided_key(prefix), is_prefix=True)
 
 
+def era_key(prefix: str) -> str:
+    """The key that is written with each decision that finds no record.
+
+    It stays when somebody deletes the record and its roster, also by their prefix: so it is not below the record's key.
+    """
+    return f"{prefix}/era"
+
+
+def record_span(prefix: str) -> Span:
+    """A decided record, its roster and its era. No other key of quorums lies between these."""
+    return Span(decided_key(prefix), stop=f"{era_key(prefix)}\0")
+
+
 def rolls_span(prefix: str) -> Span:
     """The rolls of a group, stored beside decided records that are too large for one key."""
     return Span(f"{prefix}/rolls/", is_prefix=True)

@@ -19,7 +19,7 @@ from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import decided_key, decided_span, members_span
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.errors import ClientClosed, EtcdError
-from ftcoord.etcd.api import Get, Put
+from ftcoord.etcd.api import Get, Put, unchanged
 from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient, flaky
 from ftcoord.testing.keyspace import Transaction
 
@@ -227,9 +227,83 @@ def test_the_number_of_a_quorum_that_was_deleted_is_not_given_again(world: World
     check_quorums(group)
 
 
+class LateDecision:
+    """The fate of a decider: its first decision that finds no record is under way for a second. Others decide in its
+    place before that, and not once more."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.arrives_at = 0.0
+
+    def __call__(self, call: Call) -> Fate:
+        if self.arrives_at or not (_decides(call) and _finds_no_record(call)):
+            return DELIVERED
+        self.arrives_at = concurrency.now() + 1.0
+        return Fate(arrives=1.0)
+
+    def overtaken_by(self, other: Trainer) -> None:
+        """Have others decide meanwhile, and then somebody delete that."""
+        self._world.until(lambda: self.arrives_at, "the first one decides")
+        told = len(other.told)
+        self._world.until(lambda: len(other.told) > told, "the other one is told of a quorum")
+        self._world.observer.delete(decided_span(JOB.prefix))
+        assert concurrency.now() < self.arrives_at, "the first decision is still on its way"
+
+
+@simulated
+def test_a_jobs_first_quorum_does_not_count_late_once_another_one_was_deleted(world: World) -> None:
+    """To its decider it looks as if nobody had decided meanwhile."""
+    fate = LateDecision(world)
+    group = [Trainer(world, "decider", world.etcd.client(fate))]
+    world.until(lambda: fate.arrives_at, "it decides")
+    group.append(Trainer(world, "other", world.etcd.client()))
+    fate.overtaken_by(group[1])
+    train_together(world, group)
+    end(world, group)
+    check_quorums(group)
+
+
+@simulated
+def test_two_replicas_that_replace_a_deleted_record_give_no_number_twice(world: World) -> None:
+    """Somebody deletes the first one's record too, before the other one's decision arrives."""
+    fate = LateDecision(world)
+    group = [Trainer(world, "decider", world.etcd.client())]
+    train_together(world, group)
+    group += trainers(world, 3)
+    train_together(world, group)
+    silent = group[3]
+    world.scheduler.pause(silent.name)
+    world.sleep(0.5)  # all others have asked by then, and wait for that one
+    group[0].client.fate = fate
+    world.observer.delete(decided_span(JOB.prefix))
+    fate.overtaken_by(group[1])
+    world.scheduler.resume(silent.name)
+    train_together(world, group)
+    end(world, group)
+    check_quorums(group)
+
+
+@simulated
+def test_numbers_go_on_where_the_record_was_deleted_and_nobody_is_left_who_knew_it(world: World) -> None:
+    before = trainers(world, 2)
+    train_together(world, before)
+    end(world, before)
+    world.observer.delete(decided_span(JOB.prefix))
+    (after,) = trainers(world, 1)
+    train_together(world, [after])
+    end(world, [after])
+    last, first = before[0].told[-1], after.told[0]
+    assert first.number > last.number
+    assert first.id > last.id
+
+
 def _decides(call: Call) -> bool:
     asked, key = call.asked, decided_key(JOB.prefix)
     return isinstance(asked, Transaction) and any(isinstance(op, Put) and op.key == key for op in asked.success)
+
+
+def _finds_no_record(call: Call) -> bool:
+    return isinstance(call.asked, Transaction) and unchanged(decided_key(JOB.prefix), 0) in call.asked.compares
 
 
 @simulated

@@ -10,7 +10,7 @@ from test_participants_in_memory import JOB, Trainer, check_quorums, end, train_
 from worlds import World, simulated
 
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.layout import Span, decided_key, decided_span, members_span, roster_key
+from ftcoord.core.layout import Span, decided_key, decided_span, era_key, members_span, roster_key
 from ftcoord.core.quorum_records import QuorumRecord, parse_replica
 from ftcoord.errors import ClientClosed
 from ftcoord.etcd.api import Get, KeyValue
@@ -19,6 +19,7 @@ SOON = 20.0
 """Virtual seconds: less than a request of a trainer waits, so nobody is helped by giving up and asking once more."""
 DECIDED = decided_key(JOB.prefix)
 ROSTER = roster_key(DECIDED)
+ERA = era_key(JOB.prefix)
 
 
 def train_soon(world: World, group: list[Trainer]) -> None:
@@ -127,6 +128,26 @@ def test_a_roster_lives_as_long_as_its_head(world: World) -> None:
     there = record(world)
     assert there[ROSTER].lease == there[DECIDED].lease != other
     assert there[ROSTER].value == now.value
+    end(world, group)
+    check_quorums(group)
+
+
+@simulated
+def test_an_era_lives_as_long_as_its_record(world: World) -> None:
+    """Whatever lease it came under, or if somebody deletes it. A step does not write it otherwise."""
+    group = trainers(world, 2)
+    train_together(world, group)
+    (began,) = world.events(ERA)
+    world.observer.put(ERA, b"", world.observer.grant(3600).id)
+    train_soon(world, group)
+    world.observer.delete(Span(ERA))
+    train_soon(world, group)
+    (era,) = world.observer.range(Get(Span(ERA))).kvs
+    assert era.lease == began.kv.lease == record(world)[DECIDED].lease
+    assert [event.kind for event in world.events(ERA)] == ["put", "put", "put", "delete", "put"]
+    world.observer.delete(decided_span(JOB.prefix))
+    train_soon(world, group)
+    assert [event.kind for event in world.events(ERA)][5:] == ["put"]
     end(world, group)
     check_quorums(group)
 

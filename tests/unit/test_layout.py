@@ -33,6 +33,8 @@ KEYS = {
     "decided_key": layout.decided_key(RUN),
     "decided_span": layout.decided_span(RUN).start,
     "roster_key": layout.roster_key(layout.decided_key(RUN)),
+    "era_key": layout.era_key(RUN),
+    "record_span": layout.record_span(RUN).start,
     "rolls_span": layout.rolls_span(RUN).start,
     "roll_span": layout.roll_span(RUN, "1-ab-cd").start,
     "roll_key": layout.roll_key(RUN, "1-ab-cd", 0),
@@ -207,6 +209,16 @@ def test_a_key_that_names_no_round_has_no_number(name: str) -> None:
 )
 def test_keys_of_one_are_no_keys_of_another(one: Span, other: str) -> None:
     assert other not in one
+
+
+def test_only_a_records_own_keys_are_in_its_span() -> None:
+    """Or each replica would receive the others."""
+    rows = PROTOCOL.partition("## Quorums")[2].partition("| key |")[2].partition("\n\n")[0]
+    keys = [f"{RUN}/{key}" for key in re.findall(r"^\| `([^`]+)`", rows, re.MULTILINE)]
+    own = {layout.decided_key(RUN), layout.roster_key(layout.decided_key(RUN)), layout.era_key(RUN)}
+    assert len(keys) > 8, "the table is found"
+    assert {key for key in keys if key in layout.record_span(RUN)} == own
+    assert layout.era_key(RUN) not in layout.decided_span(RUN), "it stays when somebody deletes that"
 
 
 def test_a_heartbeat_of_a_name_with_a_slash_is_one_name() -> None:

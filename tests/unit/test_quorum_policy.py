@@ -78,6 +78,12 @@ def test_a_jobs_first_quorum_has_the_number_one() -> None:
     assert (quorum.number, quorum.id) == (1, 1)
 
 
+def test_numbers_are_counted_from_etcds_revision_when_only_etcd_knows_of_an_earlier_quorum() -> None:
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    quorum = quorum_of(policy.decide(replace(view(a=replica("a", 1)), missing_at=1000, has_era=True), "a", 0.0))
+    assert (quorum.number, quorum.id) == (1001, 1001)
+
+
 def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
     policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
     asking = replica("b", 1)

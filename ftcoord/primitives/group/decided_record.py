@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.layout import Span, decided_key, decided_span, roster_key
+from ftcoord.core.layout import Span, decided_key, era_key, record_span, roster_key
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, TxnResult, exists, none_newer, unchanged
@@ -45,6 +45,10 @@ class DecidedRecord:
     A record with a roster has two keys, which change in one transaction. So one watch delivers both in one batch, and
     one read returns both at one revision: a reader never sees one without the other.
 
+    It has a third key, its era, which is written with each decision that finds no record. A decision needs the era as
+    its decider knows it. So one that comes late does not count where others have decided meanwhile, and somebody has
+    deleted that: "there is no record" holds again then, but the era is another one.
+
     Args:
         etcd: the etcd client.
         prefix: the group's prefix.
@@ -69,7 +73,8 @@ class DecidedRecord:
     ) -> None:
         self._etcd, self._history = etcd, history
         self._roster_key = roster_key(decided_key(prefix)) if has_roster else None
-        self.mirror = Mirror(etcd, decided_span(prefix) if has_roster else Span(decided_key(prefix)), post)
+        self._era_key = era_key(prefix) if has_roster else None
+        self.mirror = Mirror(etcd, record_span(prefix) if has_roster else Span(decided_key(prefix)), post)
         self.lease = RecordLease(etcd, ttl)
         self.known: KeyValue | None = None
         """The last value that the listener could read. It stays when the key is deleted."""
@@ -89,6 +94,11 @@ class DecidedRecord:
     def missing_at(self) -> int:
         """Etcd's revision at which it had no record, as far as is known; 0 while it has one."""
         return self.mirror.revision if self.mirror.one is None else 0
+
+    @property
+    def has_era(self) -> bool:
+        """Whether a record was ever decided, as far as etcd tells: it may be gone. False for one without a roster."""
+        return self._era is not None
 
     def check_readable(self) -> None:
         """Raises StateError while the key holds a value that nobody may replace."""
@@ -127,9 +137,10 @@ class DecidedRecord:
         self.keep_lease()  # a lease of its own would take the record from what lies beside it under the same lease
         lease, current = self.lease.for_publishing(), self.mirror.one
         puts = [Put(key, value, lease) for key, value in decision.puts]
-        puts += self._roster_put_back(puts, lease)
+        puts += self._roster_put_back(puts, lease) + self._era_put(lease)
         record = Put(self.mirror.span.start, decision.record, lease)
-        guards = [*own.guards, *self._roster_guards(), *(none_newer(*one) for one in decision.no_newer)]
+        guards = [*own.guards, *self._roster_guards(), *self._era_guards()]
+        guards += [none_newer(*one) for one in decision.no_newer]
         if current is not None:  # a restored etcd gives its revision again, to a record that is not known here
             guards.append(Compare(record.key, "value", "=", current.value))
         also: list[Op] = [*own.puts, *puts, *(Delete(span) for span in decision.deletes)]
@@ -214,6 +225,22 @@ class DecidedRecord:
             return []
         return [Put(known.key, known.value, lease)]
 
+    # -- the era ------------------------------------------------------------------------------------------------
+
+    @property
+    def _era(self) -> KeyValue | None:
+        return None if self._era_key is None else self.mirror.kvs.get(self._era_key)
+
+    def _era_guards(self) -> list[Compare]:
+        """Nobody else may have begun an era since."""
+        return [] if self._era_key is None else [unchanged(self._era_key, self._era.mod_revision if self._era else 0)]
+
+    def _era_put(self, lease: int) -> list[Put]:
+        """A put of the era, for a decision that begins one, or where etcd would not keep it as long as the record."""
+        if self._era_key is None or (self.mirror.one and self._era and self._era.lease == lease):
+            return []
+        return [Put(self._era_key, b"", lease)]
+
     # -- what a transaction found -------------------------------------------------------------------------------
 
     def _learn(self, outcome: WriteOutcome, puts: Sequence[Put]) -> None:
@@ -224,8 +251,8 @@ class DecidedRecord:
             self.tell()
             return
         if kv is not None:
-            rosters = [put for put in puts if put.key == self._roster_key]
-            self.mirror.learn(kv, *(_written(put, self._roster, kv.mod_revision) for put in rosters))
+            mine = [put for put in puts if put.key in self.mirror.span]
+            self.mirror.learn(kv, *(_written(put, self.mirror.kvs.get(put.key), kv.mod_revision) for put in mine))
             self.tell()
         if self.mirror.one != kv:  # etcd has lost what the mirror has: read again
             self.mirror.doubt()

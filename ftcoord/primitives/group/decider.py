@@ -133,6 +133,7 @@ class Decider:
             members.departed,
             members.revision,
             record.missing_at,
+            record.has_era,
         )
 
     def _publish(self, decision: Publish[bytes], mine: KeyValue) -> bool:

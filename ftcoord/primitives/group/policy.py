@@ -26,6 +26,7 @@ class View:
         departed: the last values, by key, of members that were seen alive and are gone; of a limited number.
         revision: etcd's revision up to which all members were seen.
         missing_at: etcd's revision at which it had no decided record; 0 while it has one.
+        has_era: whether a record was ever decided, as far as etcd tells; only in a use that has a roster.
     """
 
     members: tuple[KeyValue, ...]
@@ -39,6 +40,7 @@ class View:
     departed: Mapping[str, KeyValue] = field(default_factory=dict)
     revision: int = 0
     missing_at: int = 0
+    has_era: bool = False
 
 
 class Policy(Protocol):

@@ -266,8 +266,7 @@ class QuorumOracle:
 
     def _is_forgotten(self, old: QuorumRecord, new: QuorumRecord, views: Sequence[Mapping[str, Member]]) -> bool:
         """Whether nobody can know of the last quorum, whose record somebody has deleted: not who decided, nor a member
-        that was there when it did; nor how high etcd's revision was, because they know of no quorum at all, or etcd was
-        restored."""
+        that was there when it did; nor how high etcd's revision was, because etcd was restored."""
         knows = [
             *(min(max((one.knows[part] for one in view.values()), default=0) for view in views) for part in (0, 1))
         ]
@@ -275,7 +274,7 @@ class QuorumOracle:
         number, id_ = (max(pair) for pair in zip(knows, own, strict=True))
         require("S2 quorums only grow", new.number > number, f"{new.number}, and the members know {number}")
         require("S2 ids only grow", new.id >= id_, f"id {new.id}, and the members know {id_}")
-        if number >= old.number or (number > 0 and not self._was_restored):
+        if number >= old.number or not self._was_restored:
             return False
         # Who was told of it is dead, or out of the job: others may hear of another one by its number.
         self._by_number = {one: what for one, what in self._by_number.items() if one < new.number}

@@ -95,8 +95,9 @@ THE_LAST_DECISION_IS_MISSED: Final = FOUND["a recall that an agent's watch misse
 RESTORED_BEFORE_AND_AFTER_ALL_ASK: Final = FOUND[
     "what a node asked between two restores, where the second backup has an older ask at a higher revision"
 ]
-DECIDED_LATE_WITHOUT_A_RECORD: Final = FOUND[
-    "a quorum that was decided without a record, and came after others had decided and somebody had deleted that"
+DECIDED_BY_ONE_THAT_NO_LONGER_ASKS: Final = FOUND["a quorum whose decider saw late that it no longer asked"]
+DECIDED_TWICE_AND_DELETED_BETWEEN: Final = FOUND[
+    "a job's first quorum that two replicas decided, where somebody had deleted the first one's record meanwhile"
 ]
 LEFT_BEHIND_AND_THE_RECORD_IS_GONE: Final = FOUND[
     "the record of a round that vanished, with a decider that was stopped since an earlier round"

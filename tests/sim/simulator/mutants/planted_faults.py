@@ -10,7 +10,8 @@ from simulator.mutants.plans import (
     ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
     CUT_OFF_WHILE_ETCD_IS_RESTORED,
     CUT_OFF_WHILE_ETCD_IS_WIPED,
-    DECIDED_LATE_WITHOUT_A_RECORD,
+    DECIDED_BY_ONE_THAT_NO_LONGER_ASKS,
+    DECIDED_TWICE_AND_DELETED_BETWEEN,
     LEFT_BEHIND_AND_THE_RECORD_IS_GONE,
     RESTORED_BEFORE_AND_AFTER_ALL_ASK,
     ROSTERS_ARE_DELETED,
@@ -44,7 +45,12 @@ MUTANTS: Final = (
     Mutant(
         "a decision counts though it comes late", "ftcoord.primitives.group.decider",
         "unchanged(mine.key, mine.mod_revision)", "exists(mine.key)", ("quorums",),
-        plans=(DECIDED_LATE_WITHOUT_A_RECORD,),
+        plans=(DECIDED_BY_ONE_THAT_NO_LONGER_ASKS,),
+    ),
+    Mutant(
+        "a decision without a record counts after another one", "ftcoord.primitives.group.decided_record",
+        "[unchanged(self._era_key, self._era.mod_revision if self._era else 0)]", "[]", ("quorums",),
+        plans=(DECIDED_TWICE_AND_DELETED_BETWEEN,),
     ),
     Mutant(
         "a quorum's roster is written without its guard", "ftcoord.primitives.group.decided_record",
