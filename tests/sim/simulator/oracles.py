@@ -168,6 +168,9 @@ class QuorumOracle:
         """What the members were since the last decision, in an etcd that was restored since."""
         self._restored_from: list[dict[str, Member]] = []
         """Such views, until the restored etcd's record is known."""
+        self._views_under: dict[_Which, list[dict[str, Member]]] = {}
+        """What the members were while a quorum was the last one. A decider that was stopped then may know no more, and
+        a restore may make that quorum the last one again, whatever else was restored or decided in between."""
         self.last: QuorumRecord | None = None
         self._last = Last(frozenset(), frozenset(), {}, -1e9)
         self.kept_out = KeptOut()
@@ -223,9 +226,11 @@ class QuorumOracle:
             return
         old, views, self._views = self.last, self._views, self._views[-1:]
         before, self.last = self._last, new
+        if old is not None:
+            self._views_under.setdefault(_which(old), []).extend(views)
         # A decision may be on its way while etcd is restored, or its decider may know the restored record, from a guard
         # that failed, before its watch has brought it the restored members. So the first decision after the restore may
-        # rest on the members as they were before.
+        # rest on the members as they were before. A decider that was stopped may have missed more of them.
         lost, self._restored_from = self._restored_from, []
         lost_views, self._lost_views = self._lost_views, lost
         answered = {one.member: one.asked for one in (*new.idle, *new.seats)}
@@ -248,9 +253,18 @@ class QuorumOracle:
         profiles = frozenset(self._profiles)
         self._profiles.update(new.profiles)
 
+        under = self._views_under[_which(old)] if old is not None and self._was_restored else []
+        mine = views[-1 - len(with_)].get(new.by)  # before this transaction
+
+        def may_be_known(view: Mapping[str, Member]) -> bool:
+            """Whether its decider may know no more than that: a decision needs its decider's key as it knows it. One
+            that also writes that key needs it as it was written last, which its view need not show yet."""
+            seen = view.get(new.by)
+            return new.by in with_ or (seen is not None and mine is not None and seen.wrote == mine.wrote)
+
         def allowed() -> Iterator[frozenset[str] | None]:
             """Of the newest view first, for mostly it is the one."""
-            for view in reversed((*views, *lost_views)):
+            for view in reversed((*views, *filter(may_be_known, (*lost_views, *under)))):
                 for seen in (view | own, view) if own else (view,):
                     if (decider := seen.get(new.by)) is not None:  # it counts from when it asked itself
                         seen = {**seen, new.by: replace(decider, since=min(decider.since, its_ask))}
@@ -298,6 +312,8 @@ class QuorumOracle:
 
     def restored(self, events: Iterable[Event], now: float) -> None:
         self._restored_from = [*self._views, *self._lost_views]
+        if self.last is not None:
+            self._views_under.setdefault(_which(self.last), []).extend(self._views)
         self._members, self._views, self.last, self._garbled = {}, [{}], None, True
         self._was_restored = True
         # Who is not back yet, or is just being told, may know a number that its decider does not: it must not hear
