@@ -142,6 +142,8 @@ def _same_store(process: str, told: Sequence[str], wanted: Sequence[str]) -> Non
 
 ASKING_TAKES: Final = 4
 """Messages from a quorum to the next one: a replica is told of it, asks, the decider is told, and decides."""
+LONGEST_STEP: Final = 1.0
+"""Seconds that a trainer in a busy job pauses between two quorums at the most."""
 
 
 class Trainer(Role):
@@ -154,7 +156,7 @@ class Trainer(Role):
         name = process.name.partition(".")[0]
         replica = Replica(process.client, self.world.job, name, keeps_lease=True)
         step, data = 0, self.draw.choice(("", '{"data": 1}'))
-        pause = self.draw.choice((0.2, 1.0))
+        pause = self.draw.choice((0.2, LONGEST_STEP))
         while not process.leaves.is_set():
             shrinks, failures = self.draw.random() < 0.05, int(self.draw.random() < 0.05)
             request = QuorumRequest(
@@ -183,8 +185,9 @@ class Trainer(Role):
         trainers = {process.name.partition(".")[0]: role for process, role in world.of(cls)}
         if len(trainers) < world.job.min_replicas:
             return ""
-        # Where messages take so long, some may hear of each quorum, and ask again, too late for the next one.
-        all_meet = world.job.join_timeout_ms / 1000 > ASKING_TAKES * world.plan.network.delay
+        # Where messages or steps take so long, some may ask again too late for the next quorum, each time.
+        timeout, plan = world.job.join_timeout_ms / 1000, world.plan
+        all_meet = timeout > ASKING_TAKES * plan.network.delay and timeout >= LONGEST_STEP * plan.pace
         late = [
             name
             for name, one in trainers.items()
