@@ -18,7 +18,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import decided_key, decided_span, members_span
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
-from ftcoord.errors import ClientClosed, EtcdError
+from ftcoord.errors import ClientClosed, EtcdError, StateError
 from ftcoord.etcd.api import Get, Put, unchanged
 from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient, flaky
 from ftcoord.testing.keyspace import Transaction
@@ -71,6 +71,9 @@ class Trainer(Machine):
             try:
                 self.told.append(replica.ask(request, concurrency.now() + 30))
             except (TimeoutError, EtcdError):
+                continue
+            except StateError:  # as for a user who tries again
+                self.stop.wait(0.5)
                 continue
             step += 1
             self.stop.wait(random.uniform(0, self.rest))

@@ -13,7 +13,7 @@ from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import Span, decided_key, decided_span, era_key, members_span, roster_key
 from ftcoord.core.quorum_records import QuorumRecord, parse_replica
 from ftcoord.errors import ClientClosed
-from ftcoord.etcd.api import Get, KeyValue
+from ftcoord.etcd.api import Event, Get, KeyValue
 
 SOON = 20.0
 """Virtual seconds: less than a request of a trainer waits, so nobody is helped by giving up and asking once more."""
@@ -149,6 +149,31 @@ def test_an_era_lives_as_long_as_its_record(world: World) -> None:
     train_soon(world, group)
     assert [event.kind for event in world.events(ERA)][5:] == ["put"]
     end(world, group)
+    check_quorums(group)
+
+
+@simulated
+def test_a_decider_that_missed_the_head_of_a_new_roster_asks_etcd_for_it(world: World) -> None:
+    """It can read neither, and the other one alone is no majority: no decision follows that would tell it."""
+    deaf = Trainer(world, "deaf", world.etcd.client())
+    train_together(world, [deaf])
+    group = [deaf, *trainers(world, 3)]
+    train_together(world, group)
+    lost: list[Event] = []
+
+    def loses(event: Event) -> bool:
+        if not lost and event.kv.key == DECIDED:
+            lost.append(event)
+        return event in lost
+
+    world.scheduler.pause(deaf.name)
+    deaf.client.loses = loses
+    names = frozenset(one.name for one in group[1:])
+    world.until(lambda: all(one.names == names for one in group[1:]), "a quorum without it, and with a new roster")
+    end(world, group[2:])
+    world.scheduler.resume(deaf.name)
+    train_together(world, group[:2])
+    end(world, group[:2])
     check_quorums(group)
 
 

@@ -33,14 +33,13 @@ class Checkup:
         """The record's watch works: it has just delivered something."""
         self.due = concurrency.now() + self._session.ttl * random.uniform(*CHECK_AFTER)
 
-    def finds_missed(self, copies: Sequence[Mirror]) -> bool:
-        """Compare the copies with etcd now; returns whether one has missed a change, and must be read again. Reads no
-        values.
+    def forget_outdated(self, copies: Sequence[Mirror]) -> None:
+        """Compare the copies with etcd now, and forget those that have missed a change: they must be read again. Reads
+        no values.
 
         Raises EtcdError, and is then still due.
         """
-        synced = [copy for copy in copies if copy.synced and not self._session.rests]  # who rests waits for nothing
-        for copy in synced:
-            copy.compare()
+        for copy in copies:
+            if copy.synced and not self._session.rests:  # who rests waits for nothing
+                copy.compare()
         self.put_off()
-        return not all(copy.synced for copy in synced)

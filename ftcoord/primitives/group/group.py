@@ -315,17 +315,17 @@ class Group:
         held = self._member_key.held
         if held is not None and held.until <= concurrency.now():
             self._member_key.release_held()
+        if self._checkup.due <= concurrency.now():
+            self._look_for_missed()  # first: a record that cannot be read may be one of which a change was missed
         until = self._go_on()
-        if self._checkup.due <= concurrency.now() and self._look_for_missed():
-            until = concurrency.now()
         held = self._member_key.held
         times = (until, held.until if held is not None else None)
         return min([self._checkup.due, *(at for at in times if at is not None)])
 
-    def _look_for_missed(self) -> bool:
-        """Whether a watch has missed a change. Raises EtcdError: then the next step asks again."""
+    def _look_for_missed(self) -> None:
+        """Have all be read again of which a watch has missed a change. Raises EtcdError: then the next step asks."""
         copies = [self._record.mirror] if self._members.mirror is None else [self._record.mirror, self._members.mirror]
-        return self._checkup.finds_missed(copies)
+        self._checkup.forget_outdated(copies)
 
     def _go_on(self) -> float | None:
         if not self._record.mirror.synced:
