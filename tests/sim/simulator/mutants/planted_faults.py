@@ -182,8 +182,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "nodes of an earlier round do not learn of a round that etcd lost", "ftcoord.core.rendezvous",
-        "wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]",
-        "wanting = [*poll.asking]", RESTORES, plans=(CUT_OFF_WHILE_ETCD_IS_WIPED,),
+        "behind = [member for member in poll.busy if member.ask.seated < number]", "behind = list[RoundCandidate]()",
+        RESTORES, plans=(CUT_OFF_WHILE_ETCD_IS_WIPED,),
     ),
     Mutant(
         "a node that is missing in a round that etcd lost is not missed", "ftcoord.core.rendezvous",
