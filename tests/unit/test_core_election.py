@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
-from orders import checked, explore
+from exploring import checked, explore
 
 from ftcoord.core.election import ElectionSituation, decide, outlook
 from ftcoord.core.election_records import Candidacy, Term, encode, parse_candidacy, parse_term
@@ -78,37 +79,64 @@ def test_numbers_that_nobody_has_counted_to_are_refused(number: int) -> None:
 
 # -- every order of events --------------------------------------------------------------------------------------------
 
-PROCESSES, LEASES = 3, (2, 2, 1)
+LEASES = (2, 2, 1)
+"""How many each process may have."""
+ALL = 1000
+"""Deeper than any state: explore to the end."""
 Decide = Callable[[ElectionSituation], Verdict[Term]]
 
 
-@dataclass(frozen=True)
-class Process:
-    """One process: how many leases it had, whether the last one lives, and the highest record that it heard of."""
+class Process(NamedTuple):
+    """One process: how many leases it may still have and how many it had, whether the last one lives, and the highest
+    record that it heard of."""
 
+    left: int
     leases: int = 0
     lives: bool = False
     heard: Term | None = None
 
 
-@dataclass(frozen=True)
-class Now:
-    """The whole world. A member's id is its process and the number of its lease."""
+class Now(NamedTuple):
+    """The whole world. A member's id is its process and the number of its lease.
+
+    Args:
+        terms: how many there were so far.
+        leader: of the last one of these.
+    """
 
     processes: tuple[Process, ...]
     members: tuple[Asking[Candidacy], ...] = ()
     record: Term | None = None
     deleted: bool = False
-    leaders: tuple[str, ...] = ()
-    """Of all terms so far, the first one's first."""
+    terms: int = 0
+    leader: str = ""
 
-    def with_process(self, at: int, process: Process, **more: object) -> Now:
-        processes = (*self.processes[:at], process, *self.processes[at + 1 :])
-        return replace(self, processes=processes, **more)  # type: ignore[arg-type]
+    def with_process(self, at: int, process: Process) -> Now:
+        return self._replace(processes=(*self.processes[:at], process, *self.processes[at + 1 :]))
 
 
 def member_id(at: int, process: Process) -> str:
     return f"{at}.{process.leases}"
+
+
+def nameless(now: Now) -> Hashable:
+    """Two worlds with one of these differ only in which process is called what, and in who led when a term was over.
+
+    Of a term counts its number, which is given once, and which of the living leads it.
+    """
+    living = {one.member: place for place, one in enumerate(now.members)}
+
+    def told(term: Term | None) -> tuple[int, int]:
+        return (term.number, living.get(term.member, -1)) if term else (0, -1)
+
+    alive, dead = [()] * len(living), []
+    for at, one in enumerate(now.processes):
+        if one.lives:
+            place = living[member_id(at, one)]
+            alive[place] = (one.left, now.members[place].ask.after, told(one.heard))
+        else:
+            dead.append((one.left, told(one.heard)))
+    return (*alive, *sorted(dead), told(now.record), now.deleted, now.terms, living.get(now.leader, -1))
 
 
 def after_decision(now: Now, at: int, decide: Decide) -> Now | None:
@@ -125,43 +153,53 @@ def after_decision(now: Now, at: int, decide: Decide) -> Now | None:
         return None
     term = verdict.record
     assert term.member in live
-    if term.number <= len(now.leaders):
-        assert now.leaders[term.number - 1] == term.member, f"term {term.number} was used twice"
-        assert term.number == len(now.leaders), "a term that was over began again"
-        return replace(now, record=term)
-    assert term.number == len(now.leaders) + 1
-    assert not now.leaders or now.leaders[-1] not in live, "a leader that lives was replaced"
-    return replace(now, record=term, leaders=(*now.leaders, term.member))
+    assert term.number >= now.terms, "a term that was over began again"
+    if term.number == now.terms:
+        assert term.member == now.leader, f"term {term.number} was used twice"
+        return now._replace(record=term)
+    assert term.number == now.terms + 1
+    assert now.leader not in live, "a leader that lives was replaced"
+    return now._replace(record=term, terms=term.number, leader=term.member)
 
 
-def following(now: Now, decide: Decide) -> list[Now]:
-    found = []
-    last = max((one.heard for one in now.processes if one.heard), key=lambda term: term.number, default=None)
+def following(now: Now, decide: Decide) -> Iterator[tuple[str, Now]]:
     for at, process in enumerate(now.processes):
-        if not process.lives and process.leases < LEASES[at]:
-            new = replace(process, leases=process.leases + 1, lives=True)
+        if process.lives:
+            yield from of_candidate(now, at, process, decide)
+        elif process.left:
+            new = Process(process.left - 1, process.leases + 1, True, process.heard)
             ask = Candidacy(f"p{at}", process.heard.number if process.heard else 0)
-            found.append(now.with_process(at, new, members=(*now.members, Asking(member_id(at, new), ask))))
-        if not process.lives:
-            continue
-        others_know = any(one.lives and one.heard == last for other, one in enumerate(now.processes) if other != at)
-        if not now.deleted or now.record is not None or others_know:  # else what was decided is forgotten for good
-            left = tuple(one for one in now.members if one.member != member_id(at, process))
-            found.append(now.with_process(at, replace(process, lives=False), members=left))
-        if now.record is not None and process.heard != now.record:
-            found.append(now.with_process(at, replace(process, heard=now.record)))
-        if now.members[0].member == member_id(at, process):
-            decided = after_decision(now, at, decide)
-            found += [decided] if decided is not None else []
-    if (
-        now.record is not None and now.members and not now.deleted
-    ):  # by a stranger: whoever lives heard of the record before
-        all_heard = tuple(replace(one, heard=now.record) if one.lives else one for one in now.processes)
-        found.append(replace(now, processes=all_heard, record=None, deleted=True))
-    return found
+            joined = now.with_process(at, new)
+            yield f"p{at} joins", joined._replace(members=(*now.members, Asking(member_id(at, new), ask)))
+    if now.record is not None and now.members and not now.deleted:
+        # by a stranger: whoever lives heard of the record before
+        all_heard = tuple(one._replace(heard=now.record) if one.lives else one for one in now.processes)
+        yield "the record is deleted", now._replace(processes=all_heard, record=None, deleted=True)
 
 
-def check(now: Now, _steps: list[Now]) -> None:
+def of_candidate(now: Now, at: int, process: Process, decide: Decide) -> Iterator[tuple[str, Now]]:
+    """What a live one does, and what becomes of it."""
+    me = member_id(at, process)
+    if not is_forgotten_without(at, now):
+        left = tuple(one for one in now.members if one.member != me)
+        yield f"p{at} dies", now.with_process(at, process._replace(lives=False))._replace(members=left)
+    if now.record is not None and process.heard != now.record:
+        yield f"p{at} hears", now.with_process(at, process._replace(heard=now.record))
+    if now.members[0].member == me:
+        decided = after_decision(now, at, decide)
+        if decided is not None:
+            yield f"p{at} decides", decided
+
+
+def is_forgotten_without(at: int, now: Now) -> bool:
+    """Whether this process alone knows what was decided: without it, that is lost for good."""
+    if not now.deleted or now.record is not None:
+        return False
+    last = max((one.heard for one in now.processes if one.heard), key=lambda term: term.number, default=None)
+    return not any(one.lives and one.heard == last for other, one in enumerate(now.processes) if other != at)
+
+
+def check(now: Now) -> None:
     told = [
         at
         for at, one in enumerate(now.processes)
@@ -171,11 +209,25 @@ def check(now: Now, _steps: list[Now]) -> None:
 
 
 def explored(decide: Decide) -> int:
-    return explore(Now((Process(),) * PROCESSES), lambda now: following(now, decide), check)
+    return explore(start_of(LEASES), lambda now: following(now, decide), check, ALL, nameless)
+
+
+def start_of(leases: tuple[int, ...]) -> Now:
+    return Now(tuple(map(Process, leases)))
 
 
 def test_every_order_of_events() -> None:
     assert explored(checked(decide, check_term)) > 10_000
+
+
+def test_what_can_happen_does_not_depend_on_names() -> None:
+    """So one state of those that differ only in names is enough."""
+    all_of_them, without_names = set[Hashable](), set[Hashable]()
+    start = start_of((1, 1, 1))
+    count = explore(start, lambda now: following(now, decide), lambda now: all_of_them.add(nameless(now)), ALL)
+    explore(start, lambda now: following(now, decide), lambda now: without_names.add(nameless(now)), ALL, nameless)
+    assert all_of_them == without_names
+    assert len(all_of_them) < count
 
 
 def uses_a_term_twice(situation: ElectionSituation) -> Verdict[Term]:
@@ -192,7 +244,7 @@ def waits_for_the_dead(situation: ElectionSituation) -> Verdict[Term]:
 def replaces_the_living(situation: ElectionSituation) -> Verdict[Term]:
     return (
         decide(replace(situation, previous=replace(situation.previous, member="nobody")))
-        if (situation.previous and len(situation.members) == PROCESSES)
+        if (situation.previous and len(situation.members) == len(LEASES))
         else decide(situation)
     )
 
