@@ -22,8 +22,11 @@ from ftcoord.timer.client import EtcdTimerClient
 from ftcoord.timer.server import EtcdTimerServer
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["timed"])
-"""Loads torch once for all of them."""
+CONTEXT.set_forkserver_preload(
+    ["torch.distributed.elastic.timer", "ftcoord.timer.client", "ftcoord.timer.server", "pytest"]
+)
+"""Loads torch once for all of them. Not by the name of this module: until Python 3.13 the server does not look where
+pytest finds the tests, and leaves out without a word what it does not find."""
 
 
 @dataclass(frozen=True)
