@@ -1,6 +1,8 @@
-"""Processes with torch in them, at a tenth of the price: one process, the zygote, loads torch and forks all others.
+"""Processes with torch and ftcoord in them, at a tenth of the price: one process, the zygote, loads these and forks all
+others.
 
-To load torch takes a processor two seconds, and the tests start two hundred processes that do. `Popen` starts a Python
+To load torch takes a processor two seconds, and ftcoord with gRPC a third of one; the tests start hundreds of processes
+that do. `Popen` starts a Python
 program like subprocess's, but from the zygote. What comes of it is a process of its own session with its own pid,
 environment (also for /proc) and end, which runs the program in `__main__` to the interpreter's own end: exit hooks,
 signals and exit codes are those of any program. Its parent is the zygote, which waits for it when it is asked to: so a
@@ -8,7 +10,12 @@ pid stays its own until then, as with subprocess. multiprocessing's forkserver s
 
 A program that is to run with options of the interpreter's (`-X dev`) is forked from a zygote that runs with them.
 
-The zygote has loaded neither gRPC nor anything of ftcoord's but the leaf that torch loads.
+In the end of a program the globals of torch's C++ libraries are not destroyed, which would cost it as much as to load
+ftcoord. Tests of the end start it with `whole=True`, and programs that need no torch with `torch=False`: both end as
+any other does.
+
+The zygote has loaded gRPC, as ftcoord loads it, but has made no channel: what a process may do that ftcoord's users
+fork. Start a program cold that is about what is loaded by whom, or that is to have other settings of gRPC's.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from typing import Any, Final
 
 import crashes
 from helpers import DEADLINE
-from zygote import ROOM, Forked, Forks
+from zygote import ROOM, WHOLE, WITHOUT_TORCH, Forked, Forks
 
 from ftcoord.primitives.orphans import MARK
 
@@ -43,16 +50,18 @@ class Zygote(Forks):
 
     Args:
         options: with which the interpreter runs, its own and what it forks.
+        torch, whole: see above.
     """
 
-    def __init__(self, options: Sequence[str]) -> None:
+    def __init__(self, options: Sequence[str], torch: bool, whole: bool) -> None:
         self._lock = threading.Lock()
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Nor the mark of a handler's workers: the zygote is none, and must not be ended with them.
         inherited = {name: value for name, value in os.environ.items() if name not in {*LOADED_WITH, MARK}}
+        how = [*([] if torch else [WITHOUT_TORCH]), *([WHOLE] if whole else [])]
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, *options, str(_HERE / "zygote.py"), str(its.fileno())],
+                [sys.executable, *options, str(_HERE / "zygote.py"), str(its.fileno()), *how],
                 pass_fds=[its.fileno()],
                 env={**inherited, "PYTHONPATH": str(_HERE.parent), "OMP_NUM_THREADS": "1", "ROOM": "x" * ROOM},
                 stdin=subprocess.DEVNULL,
@@ -65,21 +74,32 @@ class Zygote(Forks):
             return super()._ask(order, descriptors)
 
 
-@functools.cache
-def zygote(*options: str) -> Zygote:
-    """That of this process, for programs with these options."""
-    return Zygote(options)
+def zygote(*options: str, torch: bool = True, whole: bool = False) -> Zygote:
+    """That of this process, for such programs."""
+    return _zygote(options, torch, whole)
+
+
+_zygote = functools.cache(Zygote)
 
 
 class Popen(Forked, crashes.NoticedPopen):
     """subprocess's, for `[sys.executable, ...]` with "-m" and a module, "-c" and a program, or a script, and arguments;
-    before these there may be OPTIONS. It has a session of its own, and OMP_NUM_THREADS is 1 there."""
+    before these there may be OPTIONS. It has a session of its own, and OMP_NUM_THREADS is 1 there.
+
+    Args:
+        torch, whole: whether torch is loaded, and whether the end is whole; see above.
+        how: as of subprocess's.
+    """
+
+    def __init__(self, args: Any, *, torch: bool = True, whole: bool = False, **how: Any) -> None:
+        self._torch, self._whole = torch, whole
+        super().__init__(args, **how)
 
     def fork(self, order: dict[str, Any], streams: list[int]) -> int:
         assert not LOADED_WITH & order["environment"].keys(), "start it cold: torch reads that while it is loaded"
         arguments = order["arguments"]
         first = next(place for place in range(0, len(arguments), 2) if arguments[place] not in OPTIONS)
-        self._zygote = zygote(*arguments[:first])
+        self._zygote = zygote(*arguments[:first], torch=self._torch, whole=self._whole)
         pid = self._zygote.fork({**order, "arguments": arguments[first:]}, streams)
         self._pidfd = os.pidfd_open(pid)
         return pid

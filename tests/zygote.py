@@ -1,4 +1,5 @@
-"""A process that loads torch once, and forks the programs that it is told of; see warm.py. `zygote.py SOCKET`
+"""A process that loads torch and ftcoord once, and forks the programs that it is told of; see warm.py.
+`zygote.py SOCKET [without-torch] [whole]`
 
 The agents among them have a zygote of their own, which forks their workers: these are the agents' children, as ever.
 """
@@ -6,6 +7,7 @@ The agents among them have a zygote of their own, which forks their workers: the
 from __future__ import annotations
 
 import abc
+import builtins
 import ctypes
 import gc
 import io
@@ -15,6 +17,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +25,8 @@ ROOM: Final = 1 << 16
 """Bytes for the environment of a program: this process is started with as many, to be written over."""
 LARGEST: Final = 1 << 17
 """Bytes of a request."""
+WITHOUT_TORCH: Final = "without-torch"
+WHOLE: Final = "whole"
 AGENT: Final = ["-m", "torch.distributed.run"]
 _ENVIRONMENT: Final = 47
 """In /proc/PID/stat, behind the name of the program: where the environment begins; where it ends is next."""
@@ -102,24 +107,54 @@ def loads_torch(script: str) -> bool:
 # -- the zygote -------------------------------------------------------------------------------------------------------
 
 
-def main(requests: socket.socket) -> None:
+def main(requests: socket.socket, *how: str) -> None:
     """Load and serve; in a child, run."""
-    load()
+    if WITHOUT_TORCH in how:
+        load_ftcoord()
+    else:
+        load_torch()
+        if WHOLE not in how:
+            spare_globals()
+        load_ftcoord()
+        load_rendezvous()
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in all children"
+    gc.freeze()  # collected in the end of each child, all that was loaded would cost it half a second
     order = serve(requests, is_parent=True)
     if order["arguments"][:2] == AGENT:
         order = keep_zygote() or order
     run(order["arguments"])
 
 
-def load() -> None:
+def load_torch() -> None:
     """What torchrun, its workers and the tests' scripts load of torch, and nothing that starts a thread."""
     import torch.distributed.elastic.multiprocessing.errors
     import torch.distributed.launcher.api
     import torch.distributed.run
     import torch.nn.parallel  # noqa: F401
 
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in all children"
-    gc.freeze()  # collected in the end of each child, all that was loaded would cost it half a second
+
+def load_ftcoord() -> None:
+    """What needs no torch, gRPC among it."""
+    import ftcoord.coordination
+    import ftcoord.heartbeat
+    import ftcoord.recipes.barrier
+    import ftcoord.recipes.election
+    import ftcoord.timer  # noqa: F401
+
+
+def load_rendezvous() -> None:
+    """What needs torch."""
+    import ftcoord.rendezvous.create
+    import ftcoord.timer.client
+    import ftcoord.timer.server  # noqa: F401
+
+
+def spare_globals() -> None:
+    """Let the end of a child not destroy the globals of torch's C++ libraries, which takes it a third of a second. What
+    is Python's has ended by then, and what is loaded from now on, as gRPC is, ends before."""
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # with the exit code, which is passed to it
+    libc.on_exit(libc.fcloseall, None)  # comes before that
 
 
 def serve(requests: socket.socket, is_parent: bool) -> dict[str, Any]:
@@ -217,11 +252,10 @@ def run(arguments: list[str]) -> None:
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in own if folder and folder not in sys.path]
     code = compile(source, name, "exec")
-    main = sys.modules["__main__"].__dict__
-    fresh = {"__name__": "__main__", "__file__": name, "__spec__": None, "__builtins__": main["__builtins__"]}
-    main.clear()
-    main.update(fresh)
-    exec(code, main)
+    # Of its own: in the end the collector takes the globals apart, and it does not look at what was there before.
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__, main.__builtins__ = name, builtins  # type: ignore[attr-defined]
+    exec(code, main.__dict__)
 
 
 def unbuffered(descriptor: int) -> io.TextIOWrapper:
@@ -245,4 +279,4 @@ def program(arguments: list[str]) -> tuple[str, str, list[str], str]:
 if __name__ == "__main__":
     import zygote  # programs have __main__ for themselves
 
-    zygote.main(socket.socket(fileno=int(sys.argv[1])))
+    zygote.main(socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:])

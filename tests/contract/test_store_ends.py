@@ -284,8 +284,8 @@ HELD = "store = EtcdStore(endpoint); store.set('x', 'y'); p = dist.PrefixStore('
 @pytest.mark.parametrize(
     ("start", "end", "code"),
     [
-        (warm.python, "", 0),
-        (warm.python, "sys.exit(3)", 3),
+        (partial(warm.python, whole=True), "", 0),
+        (partial(warm.python, whole=True), "sys.exit(3)", 3),
         (partial(python, "-X", "dev", "-W", "ignore"), HELD, 0),
     ],
     ids=["in peace", "with a code", "with a store in C++"],

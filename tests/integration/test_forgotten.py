@@ -20,7 +20,7 @@ import forgettable
 import pytest
 import warm
 from forgettable import MAKERS, Left, look
-from helpers import DEADLINE, eventually, python
+from helpers import DEADLINE, eventually
 
 from ftcoord import concurrency
 from ftcoord.embedded.server import EtcdServer
@@ -50,7 +50,6 @@ NOTHING_TO_CLOSE = {
 }
 """Values; and what uses another's client, and writes under leases that nobody renews."""
 LOADS_TORCH = {"EtcdRendezvousHandler", "EtcdStore", "EtcdTimerClient", "EtcdTimerServer"}
-"""A process that makes one of these is forked from one that has loaded it."""
 STRICT = ("-X", "dev", "-W", "ignore")
 PROGRAM = str(Path(forgettable.__file__))
 Start: TypeAlias = Callable[..., contextlib.AbstractContextManager["subprocess.Popen[str]"]]
@@ -79,9 +78,8 @@ def run() -> str:
 
 @pytest.fixture
 def start(name: str) -> Start:
-    """How a process is started that makes one, with Python's own checks. Comes before `now`, which must not take the
-    zygote for something that is left."""
-    return functools.partial(starting(name, *STRICT), *STRICT)
+    """How a process is started that makes one, with Python's own checks."""
+    return starting(name, *STRICT)
 
 
 @pytest.fixture
@@ -91,10 +89,10 @@ def start_to_fork(name: str) -> Start:
 
 
 def starting(name: str, *options: str) -> Start:
-    if name not in LOADS_TORCH:
-        return python
-    warm.zygote(*options)
-    return warm.python
+    """Comes before `now`, which must not take the zygote for something that is left."""
+    how = {"torch": name in LOADS_TORCH, "whole": name in LOADS_TORCH}
+    warm.zygote(*options, **how)
+    return functools.partial(warm.python, *options, **how)
 
 
 @pytest.fixture
