@@ -219,6 +219,7 @@ def use(runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         _runtime = before
+        _cancel_all_of(runtime)
 
 
 def now() -> float:
@@ -392,12 +393,16 @@ class Ending:
         self.stage, self._pid, self._runtime = stage, os.getpid(), _runtime  # never change
         self._closers = of_process(_Closers)  # here, for it takes a lock
         self._close = deque([close])  # whoever takes it out closes, or cancels
+        self.finalizer: weakref.finalize[..., Any] | None = None
         _endings[self] = None
 
     @property
     def is_ours(self) -> bool:
         """False in a forked child, and after the end of the simulation in which the object lived."""
         return self._pid == os.getpid() and (self._runtime is _runtime or isinstance(self._runtime, Python))
+
+    def is_of(self, runtime: Runtime) -> bool:
+        return self._runtime is runtime
 
     def close_soon(self) -> None:
         """Close on a thread, for a finalizer. Does nothing in a forked child."""
@@ -423,6 +428,8 @@ class Ending:
 
     def cancel(self) -> None:
         """Never close. Idempotent."""
+        if self.finalizer is not None:
+            self.finalizer.detach()
         self._take()
 
     def _take(self) -> Callable[[], None] | None:
@@ -455,14 +462,17 @@ def when_forgotten(
     that cancels this: call it when `owner` is closed.
     """
     ending = Ending(partial(close, *arguments), stage, late)
-    finalizer = weakref.finalize(owner, ending.close_soon)
-    finalizer.atexit = False
+    ending.finalizer = weakref.finalize(owner, ending.close_soon)
+    ending.finalizer.atexit = False
+    return ending.cancel
 
-    def cancel() -> None:
-        finalizer.detach()
-        ending.cancel()
 
-    return cancel
+def _cancel_all_of(runtime: Runtime) -> None:
+    """For a simulation that has ended: nothing closes its objects any more. What they would have closed refers to all
+    of the simulation, which would otherwise stay in memory for as long as the process lives."""
+    if not isinstance(runtime, Python):
+        for ending in [one for one in _endings.copy() if one.is_of(runtime)]:
+            ending.cancel()
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

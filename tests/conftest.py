@@ -47,9 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.nodeid.partition("::")[0])
 
 
+gc.disable()  # until all tests are collected: it would look through them again and again, which takes it a second
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests, torch and what it brings are there until the end: the collector need not look at them each
     time, which takes it a tenth of a second."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

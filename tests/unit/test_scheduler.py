@@ -6,6 +6,7 @@ import gc
 import random
 import sys
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -338,3 +339,22 @@ def test_what_outlives_its_world_waits_for_nothing() -> None:
         with pytest.raises(SystemExit):
             changed.wait(1)
     assert gc.isenabled()
+
+
+def test_nothing_is_kept_of_a_world_that_has_ended() -> None:
+    """Though nobody closed what was made there, and what would have been closed refers to who would have closed it."""
+    left: list[weakref.ref[object]] = []
+
+    def main() -> None:
+        owner, held = Owner(), Owner()
+        held.owner = owner
+        left.append(weakref.ref(owner))
+        concurrency.when_forgotten(owner, print, held)
+
+    Scheduler().run(main)
+    gc.collect()
+    assert left[0]() is None
+
+
+class Owner:
+    owner: object = None
