@@ -97,6 +97,7 @@ class Worker(Forked, subprocess.Popen[Any]):
         inherits._execute_child(self, args, *more)  # type: ignore[attr-defined]
 
 
+MAKES_OPTIMIZERS: Final = re.compile(r"\btorch\.optim\b")
 LOADS_TORCH: Final = re.compile(r"^(import|from) torch\b", re.MULTILINE)
 
 
@@ -117,8 +118,7 @@ def main(requests: socket.socket, *how: str) -> None:
             spare_globals()
         load_ftcoord()
         load_rendezvous()
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in all children"
-    gc.freeze()  # collected in the end of each child, all that was loaded would cost it half a second
+    settle()
     order = serve(requests, is_parent=True)
     if order["arguments"][:2] == AGENT:
         order = keep_zygote() or order
@@ -131,6 +131,21 @@ def load_torch() -> None:
     import torch.distributed.launcher.api
     import torch.distributed.run
     import torch.nn.parallel  # noqa: F401
+
+
+def makes_optimizers(arguments: list[str]) -> bool:
+    """Whether a script is among them, or a program, that makes one of torch's."""
+    scripts = [Path(one) for one in re.findall(r"[^\s'\"]+\.py\b", " ".join(arguments))]
+    return any(MAKES_OPTIMIZERS.search(script.read_text()) for script in scripts if script.is_file())
+
+
+def load_compiler() -> None:
+    """What torch loads with the first optimizer that a process makes, for two seconds, also when nothing is compiled;
+    again this does nothing."""
+    if "torch._dynamo" not in sys.modules:
+        import torch._dynamo  # noqa: F401
+
+        settle()
 
 
 def load_ftcoord() -> None:
@@ -147,6 +162,12 @@ def load_rendezvous() -> None:
     import ftcoord.rendezvous.create
     import ftcoord.timer.client
     import ftcoord.timer.server  # noqa: F401
+
+
+def settle() -> None:
+    """Be what children may be forked from."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in all children"
+    gc.freeze()  # collected in the end of each child, all that was loaded would cost it half a second
 
 
 def spare_globals() -> None:
@@ -168,6 +189,8 @@ def serve(requests: socket.socket, is_parent: bool) -> dict[str, Any]:
         if not message:
             os._exit(0)
         order = json.loads(message)
+        if "fork" in order and is_parent and makes_optimizers(order["fork"]["arguments"]):
+            load_compiler()
         if "reap" in order:
             answer = os.waitpid(order["reap"], 0)[1]
         elif (pid := fork(order["fork"], descriptors, is_parent)) is None:
