@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import warm
 from helpers import DEADLINE, eventually, freeze
 from victims import runs, sentinels_of
 
@@ -32,8 +33,9 @@ class ReplicaProcess:
     def __init__(self, job: str) -> None:
         self.job = job
         source = str(Path(str(ftcoord.__file__)).parent.parent)
-        self._process = subprocess.Popen(
+        self._process = warm.Popen(
             [sys.executable, str(SCRIPT), job],
+            torch=False,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
