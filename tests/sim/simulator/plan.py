@@ -75,7 +75,10 @@ PROFILES: Final[Mapping[str, Profile]] = {
         {**ALL, "worker_fails": 1.0, "drain": 1.0},
     ),
     "timers": Profile(
-        {"worker": (1, 3), "watchdog": (1, 2)}, {**PROCESSES, **NETWORK, **ETCD, "restore": 0.3, "kill_claimer": 2.0}
+        {"worker": (1, 3), "watchdog": (1, 2)},
+        {**PROCESSES, **NETWORK, **ETCD, "restore": 0.3, "kill_claimer": 2.0},
+        mean_pause=4.0,
+        seconds=(15.0, 45.0),  # timers last for seconds, and little else happens
     ),
     "votes": Profile({"group": (1, 3)}, ALL),
 }
