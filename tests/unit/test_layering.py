@@ -23,7 +23,8 @@ MAX_LINES = 500
 FLOORS = (
     "ftcoord",
     "errors",
-    "concurrency closing log_once",
+    "closing log_once python_queue",
+    "concurrency",
     "files fork pidfd pool metrics.series",
     "config metrics.process",
     "metrics.exporter logs",
@@ -263,6 +264,7 @@ def test_embedded_etcds_are_for_facades_only() -> None:
 
 OWN_THREADS = {
     "ftcoord.concurrency": "it is the seam",
+    "ftcoord.python_queue": "the seam makes it",
 }
 """Modules that may name Python's threads, locks and clocks, and why."""
 SEAM = {"threading", "queue", "time", "_thread", "sched"}
