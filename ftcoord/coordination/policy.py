@@ -70,6 +70,8 @@ class HighestSeen:
         self._last: QuorumRecord | None = None
         self.before: QuorumRecord | None = None
         """The last quorum but those that have the id of the last one."""
+        self.taken: QuorumRecord | None = None
+        """The last quorum that this replica took part in, as its caller was told."""
 
     def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
         """Parse a decided record, and remember it. Raises StateError."""
@@ -78,11 +80,16 @@ class HighestSeen:
             self.highest = self.highest.and_of(quorum)
             if self._last is not None and self._last.id != quorum.id:
                 self.before = self._last
-            elif self._last is not None and self._last.names != quorum.names:
+            if quorum.contradicts(self._last) or quorum.contradicts(self.taken):
                 # Of another history of etcd. Its id is not kept, or this replica would take it for its own quorum's.
                 self.highest = self.highest.and_(0, quorum.id + 1)
             self._last = quorum
         return quorum
+
+    def takes(self, quorum: QuorumRecord) -> None:
+        """Remember that this replica takes part in a quorum: no other replicas may get its id."""
+        with self._lock:
+            self.taken = quorum
 
     def note(self, member: ReplicaRecord) -> None:
         """Remember what a member knows, too: it may be gone when the next quorum is decided."""

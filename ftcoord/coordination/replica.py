@@ -71,9 +71,11 @@ class Replica:
         self._takeover = takeover or TakeoverToken()
         self._last: QuorumRecord | None = None  # any thread that asks: it only matters to a log line
         self._by_writing = job.heartbeat_timeout < LEASE_FLOOR
+        causes = partial(causes_known, etcd, job.prefix, timeout=CAUSE_TIMEOUT)
+        self._use = QuorumUse(job, replica_id, self._revisions, causes)
         self._participant: Participant[QuorumRecord, ReplicaRecord] = Participant(
             etcd,
-            QuorumUse(job, replica_id, self._revisions, partial(causes_known, etcd, job.prefix, timeout=CAUSE_TIMEOUT)),
+            self._use,
             ParticipantOptions(
                 max(math.ceil(job.heartbeat_timeout), 1),
                 RECORD_TTL,
@@ -118,6 +120,7 @@ class Replica:
             with _in_time(self.replica_id):
                 quorum = self._participant.ask(asking(request), pace).record
             assert quorum is not None
+            self._use.takes(quorum)
             answered = self._is_answered(quorum)
             seconds = concurrency.now() - began
             metrics.note_quorum(self._job.name, quorum.id, len(quorum.seats), request.step, seconds)

@@ -63,6 +63,10 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
     def parse_with_roster(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
         return self._seen.read(key, value, roster)
 
+    def takes(self, quorum: QuorumRecord) -> None:
+        """The replica takes part in this quorum: its caller is told of it."""
+        self._seen.takes(quorum)
+
     # For each replica at each step: a record is made by its class, since `replace` takes several times as long.
 
     def stamp(self, ask: ReplicaRecord) -> ReplicaRecord:
@@ -89,7 +93,8 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         self._closed = self._asked
 
     def outlook(self, record: QuorumRecord | None, me: Sequence[str], ask: ReplicaRecord) -> Outlook[ReplicaRecord]:
-        found = outlook(record, me, self._replica_id, ask.asked, ask.request if ask.profile else None)
+        shortened = ask.request if ask.profile else None
+        found = outlook(record, me, self._replica_id, ask.asked, shortened, self._seen.taken)
         if found.next is not Next.WRITE:
             return found
         again = replace(ask, asked=UNNUMBERED) if found.standing is Standing.MISSED else replace(ask, profile="")

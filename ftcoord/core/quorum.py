@@ -285,23 +285,27 @@ def outlook(
     replica_id: str,
     asked: int,
     shortened: QuorumRequest | None = None,
+    taken: QuorumRecord | None = None,
 ) -> Outlook[NoReturn]:
     """What the decided record `now` means for a replica with this request.
 
     ANSWERED: this quorum was decided after the request and has the replica. MISSED: its quorum was replaced by one
-    without the replica before the replica learned of it, so it asks again. PENDING with something to write: a decider
-    may not know the profile that the request omits, so the replica writes the request in full.
+    without the replica before the replica learned of it, so it asks again. So it does if the quorum has the id of the
+    one that it took part in last, but other replicas: etcd was restored, and the decider did not know of that one. The
+    replica would keep its process groups, which have other peers. PENDING with something to write: a decider may not
+    know the profile that the request omits, so the replica writes the request in full.
 
     Args:
         me: the ids of all members that this replica has been, through all of its leases, the present one last.
         asked: the number of the request.
         shortened: the request, if it was written without its profile.
+        taken: the quorum that it took part in last.
     """
     if now is None:
         return _PENDING if shortened is None else _UNKNOWN_PROFILE
     answered = now.answered
     if any(answered.get(member, 0) >= asked for member in me):
-        return _ANSWERED if replica_id in now.names else _MISSED
+        return _ANSWERED if replica_id in now.names and not now.contradicts(taken) else _MISSED
     if shortened is not None and not now.has_profile_of(shortened):
         return _UNKNOWN_PROFILE
     return _PENDING

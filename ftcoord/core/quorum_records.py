@@ -162,6 +162,10 @@ class QuorumRecord:
     def _by_name(self) -> Mapping[str, QuorumRequest]:
         return {seat.request.replica_id: seat.request for seat in self.seats}
 
+    def contradicts(self, known: QuorumRecord | None) -> bool:
+        """Whether it gives the id of a quorum that is `known` to other replicas: etcd has lost that one since."""
+        return known is not None and known is not self and known.id == self.id and known.names != self.names
+
     def has_profile_of(self, request: QuorumRequest) -> bool:
         """Whether the replica has a seat, with the same profile."""
         seated = self._by_name.get(request.replica_id)
