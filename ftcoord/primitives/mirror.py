@@ -79,7 +79,7 @@ class Mirror:
             self.close()
             self._start(0)
         elif self._stands:
-            self.adopt(self._etcd.range(Get(self.span)))
+            self.adopt(self._etcd.range(self._all()))
 
     def begin(self, timeout: float) -> None:
         """Watch from now on, and wait until the watch is established, at most `timeout` seconds; then call `adopt()`.
@@ -213,10 +213,14 @@ class Mirror:
         """Whether etcd has the values of this copy, at its revision. If so, the watch brings everything that came
         later."""
         try:
-            past = self._etcd.range(Get(self.span, revision=self.revision))
+            past = self._etcd.range(self._all(self.revision))
         except RequestRefused:  # compacted, or in etcd's future
             return False
         return self.kvs == {kv.key: kv for kv in past.kvs}
+
+    def _all(self, revision: int = 0) -> Get:
+        """All keys; without their values if those are not known anyway."""
+        return Get(self.span, revision=revision, keys_only=self._deletes_only)
 
     def _known_at(self, key: str) -> int:
         """The revision up to which the changes of a key are known."""

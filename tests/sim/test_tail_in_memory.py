@@ -7,8 +7,10 @@ from typing import Any
 from members import Counting, Overtaken
 from worlds import PREFIX, Host, World, simulated
 
+from ftcoord import concurrency
 from ftcoord.core.layout import member_key, members_span, tail_key
 from ftcoord.etcd.api import Etcd, Get, RangeResult, Span
+from ftcoord.primitives.group.succession import FIRST_READ_AFTER
 
 
 class Follower(Counting):
@@ -119,6 +121,21 @@ def test_a_tail_whose_key_is_gone_for_a_moment_is_followed_until_it_is_back(worl
     row.follows(3, 1)
     row.hosts[0].leave()
     world.agree(*row.hosts[1:])
+
+
+@simulated
+def test_a_dead_members_key_that_somebody_deletes_before_the_next_one_joins_is_missed_soon(world: World) -> None:
+    """Its lease lives, and so does the tail; no watch tells of a deletion that came before it."""
+    row = Row(world)
+    row.join()
+    world.agree(*row.hosts)
+    row.hosts[0].crash()
+    world.observer.delete(Span(row.hosts[0].node.group.key))
+    joined = concurrency.now()
+    row.join()
+    assert row.doors[1].watched[-1].start == row.hosts[0].node.group.key
+    world.until(lambda: row.hosts[1].node.group._succession.is_first, "it decides")
+    assert concurrency.now() - joined < FIRST_READ_AFTER * 2
 
 
 @simulated

@@ -8,11 +8,14 @@ from typing import TypeAlias
 
 import pytest
 
+from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
+from ftcoord.coordination.use import QuorumUse, asking
 from ftcoord.core import layout
+from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.quorum_head import parse_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode
+from ftcoord.core.quorum_head import encode_quorum, parse_quorum
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord, encode
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
@@ -113,6 +116,28 @@ def test_an_id_that_stood_for_other_replicas_is_not_kept_when_etcd_was_restored(
     assert quorum_of(before.decide(asked_again(lost), "a", 1.0), lost.puts[0][1]).id == 1
     alone.decide(asked_again(own), "a", 1.0)
     assert quorum_of(alone.decide(asked_again(lost), "a", 2.0), lost.puts[0][1]).id == 3
+
+
+def test_a_replica_takes_no_part_in_a_quorum_that_gives_its_id_to_others() -> None:
+    """Its decider has not heard of the replica's own quorum, which a restored etcd does not have."""
+    use = QuorumUse(Job("etcd", "", "job"), "a", dict, lambda members: {})
+    key = layout.decided_key(PREFIX)
+
+    def decided(id_: int, *names: str) -> QuorumRecord:
+        seats = tuple(QuorumSeat(name, 1, replica(name, 1).request) for name in names)
+        head, roster = encode_quorum(QuorumRecord(1, id_, seats, (), 0.0))
+        return use.parse_with_roster(key, head, roster)
+
+    ask = use.stamp(asking(replica("a", 1).request))
+    use.takes(decided(6, "a"))
+    decided(5, "a", "b")  # what was restored
+    found = use.outlook(decided(6, "a", "b"), ["a"], ask)
+    assert (found.standing, found.next) == (Standing.MISSED, Next.WRITE)
+    assert found.ask is not None
+    again = use.stamp(found.ask)
+    assert (again.asked, again.after) == (2, 7)
+    assert use.outlook(decided(6, "a"), ["a"], ask).standing is Standing.ANSWERED
+    assert use.outlook(decided(8, "a", "b"), ["a"], ask).standing is Standing.ANSWERED
 
 
 def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> None:

@@ -18,6 +18,9 @@ Judged: TypeAlias = Callable[[float | None], None]
 
 READ_INTERVAL: Final = 60.0
 """About how many seconds pass between two reads of the key of the member ahead."""
+FIRST_READ_AFTER: Final = 5.0
+"""About how many seconds after it joined a member reads that key first. The tail names a member whose key somebody may
+have deleted before, of which no watch tells."""
 FOLLOW_UP: Final = 5.0
 """Seconds that a member that took over keeps deciding after its last decision, unless another member decides: more
 decisions follow, and the decider has just shown that it does not make them. As long as the lease of a dead replica
@@ -108,7 +111,7 @@ class Succession:
         if tail is not None and tail.mod_revision < self._mine.kv.create_revision and _names_a_member(tail):
             joined = tail.mod_revision
             last = KeyValue(member_key(self._prefix, member_id(tail.lease)), b"", joined, joined, 1, tail.lease)
-            self._follow(last, found.revision)
+            self._follow(last, found.revision, FIRST_READ_AFTER)
 
     def look(self) -> None:
         """Make sure that the member ahead is watched, or that there is none. Raises EtcdError; then call it again."""
@@ -117,7 +120,7 @@ class Succession:
         if self._ahead is not None:
             if concurrency.now() >= self._reads_at:
                 self._ahead.forget()
-                self._read_later()
+                self._read_after(READ_INTERVAL)
             if not self._ahead.synced:
                 self._ahead.sync()
             if not self._ahead.synced or self._is_older(self._ahead.one):
@@ -125,7 +128,7 @@ class Succession:
             self._ahead.close()
         found = self._next_older()
         if found.one is not None:
-            self._follow(found.one, found.revision)
+            self._follow(found.one, found.revision, READ_INTERVAL)
         else:
             self.before = self._last_word_of(self._ahead) if self._ahead is not None else None
             self._ahead, self.is_first = None, True
@@ -162,14 +165,14 @@ class Succession:
         assert self._mine.kv is not None
         return kv is not None and is_member(kv) and kv.create_revision < self._mine.kv.create_revision
 
-    def _follow(self, predecessor: KeyValue, revision: int) -> None:
+    def _follow(self, predecessor: KeyValue, revision: int, read_after: float) -> None:
         self._ahead = Mirror(self._etcd, Span(predecessor.key), self._post, deletes_only=True)
-        self._read_later()
+        self._read_after(read_after)
         self._ahead.adopt(RangeResult((predecessor,), 1, revision))
 
-    def _read_later(self) -> None:
+    def _read_after(self, seconds: float) -> None:
         """At random times: the members of a round join at the same moment."""
-        self._reads_at = concurrency.now() + READ_INTERVAL * random.uniform(0.5, 1.5)
+        self._reads_at = concurrency.now() + seconds * random.uniform(0.5, 1.5)
 
 
 def _names_a_member(tail: KeyValue) -> bool:

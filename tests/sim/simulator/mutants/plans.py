@@ -105,3 +105,6 @@ LEFT_BEHIND_AND_THE_RECORD_IS_GONE: Final = FOUND[
 A_HOST_DIES_AND_THE_RECORD_IS_GONE: Final = FOUND[
     "a host that died, and a node that came back to its seat when somebody had deleted the record"
 ]
+AN_ID_STANDS_FOR_OTHERS: Final = (
+    FOUND["an id that stands for other replicas, as only a replica knows that was stopped meanwhile"],
+)

@@ -8,6 +8,7 @@ from simulator.mutants.plans import (
     A_HOST_DIES_AND_THE_RECORD_IS_GONE,
     A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,
     ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
+    AN_ID_STANDS_FOR_OTHERS,
     CUT_OFF_WHILE_ETCD_IS_RESTORED,
     CUT_OFF_WHILE_ETCD_IS_WIPED,
     DECIDED_BY_ONE_THAT_NO_LONGER_ASKS,
@@ -231,7 +232,13 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a replica takes a quorum without it for its own", "ftcoord.core.quorum",
-        "return _ANSWERED if replica_id in now.names else _MISSED", "return _ANSWERED", QUORUMS,
+        "return _ANSWERED if replica_id in now.names and not now.contradicts(taken) else _MISSED", "return _ANSWERED",
+        QUORUMS,
+    ),
+    Mutant(
+        "a replica takes an id that stands for other replicas", "ftcoord.core.quorum",
+        "if replica_id in now.names and not now.contradicts(taken)", "if replica_id in now.names", ("lost quorums",),
+        plans=AN_ID_STANDS_FOR_OTHERS,
     ),
     Mutant(
         "a replica does not remember which quorums it heard of", "ftcoord.coordination.policy",
