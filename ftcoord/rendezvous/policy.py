@@ -211,7 +211,7 @@ class RendezvousPolicy:
         verdict = self._guard.passed(verdict, lambda one: check_round(situation, one.record), now)
         if isinstance(verdict, Wait):
             return self._with_news(verdict, situation, view, me, now)
-        head = record if previous is not None and isinstance(record, RoundHead) else None
+        head = record if isinstance(record, RoundHead) and previous and previous.seats else None
         published: Verdict[bytes] = self._publish(verdict, previous, head, me, again=view.vanished)
         published = self._guard.passed(published, partial(check_roll, self._prefix, head, verdict.record), now)
         published = self._guard.passed(

@@ -41,11 +41,12 @@ class Rolls:
         self._known: dict[str, Round] = {}
         """Full records by roll id: that of the last round, and of the round that this decider wants next."""
 
-    def of(self, head: RoundHead, view: View) -> Round | None:
-        """The last round, with its roll. None if the record vanished with its roll, and this decider never read it."""
+    def of(self, head: RoundHead, view: View) -> Round:
+        """The last round, with its roll; without seats if the record vanished with its roll, and this decider never
+        read it."""
         known = self._known.get(head.roll) or self._read_roll(head, view)
         if known is None:
-            return None
+            return with_roll(head, (), ())
         self._known = {head.roll: known}
         return with_roll(head, known.seats, known.away)
 

@@ -10,7 +10,7 @@ import pytest
 from ftcoord.core.death_records import Death
 from ftcoord.core.death_records import encode as encode_death
 from ftcoord.core.layout import Span, death_key, decided_key, member_id, member_key, round_key, rounds_span
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode, parse_decided
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode, head_of, parse_decided
 from ftcoord.core.round_situation import MOMENT, RoundOptions
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.etcd.api import Get, KeyValue
@@ -116,6 +116,22 @@ def test_when_the_record_vanished_the_last_round_with_a_fence_is_recalled_and_no
         record = parse_decided("", verdict.record)
         assert (record.number, bool(record.recalled)) == (fence, True)
         assert tuple(verdict.no_newer) == ((rounds_span(PREFIX), looked_at),)
+
+
+@pytest.mark.parametrize("outcome", ["", "failed"])
+def test_a_large_round_is_recalled_when_its_record_vanished_with_its_roll(
+    policy: RendezvousPolicy, outcome: str
+) -> None:
+    """Its nodes may still take their seats, and wait until all have. A run that is closed stays closed."""
+    there = {1 + at: (seated(name), -60.0) for at, name in enumerate(NAMES)}
+    head = head_of(replace(ROUND, ready=False, closed=outcome, outcome=outcome), "roll", 2, member_id(9))
+    decided = KeyValue(decided_key(PREFIX), encode(head), 9, 9, 1, 9)
+    gone = replace(seen(there), decided=decided, vanished=True, missing_at=20)
+    verdict = policy.decide(gone, member_id(1), 1.0)
+    assert isinstance(verdict, Publish)
+    record = parse_decided("", verdict.record)
+    assert (record.number, record.size, record.closed) == (3, 0, outcome)
+    assert record.recalled == "its record vanished from etcd"
 
 
 def test_another_node_that_is_drained_starts_no_time_out_anew(policy: RendezvousPolicy) -> None:

@@ -105,6 +105,12 @@ LEFT_BEHIND_AND_THE_RECORD_IS_GONE: Final = FOUND[
 A_HOST_DIES_AND_THE_RECORD_IS_GONE: Final = FOUND[
     "a host that died, and a node that came back to its seat when somebody had deleted the record"
 ]
-AN_ID_STANDS_FOR_OTHERS: Final = (
-    FOUND["an id that stands for other replicas, as only a replica knows that was stopped meanwhile"],
-)
+AN_ID_STANDS_FOR_OTHERS: Final = FOUND[
+    "an id that stands for other replicas, as only a replica knows that was stopped meanwhile"
+]
+JOINS_BEHIND_A_DELETED_KEY: Final = FOUND[
+    "a node that joins behind one whose key somebody has deleted, when nobody else decides"
+]
+A_LARGE_ROUND_IS_LOST_WITH_ITS_ROLL: Final = FOUND[
+    "a large round that etcd lost with its roll, while its nodes took their seats"
+]

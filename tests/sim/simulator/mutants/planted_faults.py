@@ -6,6 +6,7 @@ from typing import Final
 
 from simulator.mutants.plans import (
     A_HOST_DIES_AND_THE_RECORD_IS_GONE,
+    A_LARGE_ROUND_IS_LOST_WITH_ITS_ROLL,
     A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,
     ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
     AN_ID_STANDS_FOR_OTHERS,
@@ -13,6 +14,7 @@ from simulator.mutants.plans import (
     CUT_OFF_WHILE_ETCD_IS_WIPED,
     DECIDED_BY_ONE_THAT_NO_LONGER_ASKS,
     DECIDED_TWICE_AND_DELETED_BETWEEN,
+    JOINS_BEHIND_A_DELETED_KEY,
     LEFT_BEHIND_AND_THE_RECORD_IS_GONE,
     RESTORED_BEFORE_AND_AFTER_ALL_ASK,
     ROSTERS_ARE_DELETED,
@@ -121,6 +123,11 @@ MUTANTS: Final = (
         "verdict = self._policy.decide(self._view(in_order), self._member_key.id, concurrency.wall())", QUORUMS,
     ),
     Mutant(
+        "who joins does not read the key of the member ahead", "ftcoord.primitives.group.succession",
+        "self._follow(last, found.revision, FIRST_READ_AFTER)", "self._follow(last, found.revision, READ_INTERVAL)",
+        ROUNDS, plans=(JOINS_BEHIND_A_DELETED_KEY,),
+    ),
+    Mutant(
         "the member ahead is not watched", "ftcoord.primitives.group.succession",
         "Mirror(self._etcd, Span(predecessor.key), self._post, deletes_only=True)",
         "Mirror(self._etcd, Span(predecessor.key), lambda *_: None, deletes_only=True)", ALL,
@@ -209,6 +216,11 @@ MUTANTS: Final = (
         "a chunk of another round's roll is taken for this one's", "ftcoord.rendezvous.use",
         "if read is None or read[0] != record.roll:", "if read is None:", ROUNDS,
     ),
+    Mutant(
+        "a large round that vanished with its roll is not recalled", "ftcoord.rendezvous.rolls",
+        "return with_roll(head, (), ())", "return None",
+        ("restores",), plans=(A_LARGE_ROUND_IS_LOST_WITH_ITS_ROLL,),
+    ),
     # -- quorums ------------------------------------------------------------------------------------------------------
     Mutant(
         "a quorum needs no majority", "ftcoord.core.quorum",
@@ -238,7 +250,7 @@ MUTANTS: Final = (
     Mutant(
         "a replica takes an id that stands for other replicas", "ftcoord.core.quorum",
         "if replica_id in now.names and not now.contradicts(taken)", "if replica_id in now.names", ("lost quorums",),
-        plans=AN_ID_STANDS_FOR_OTHERS,
+        plans=(AN_ID_STANDS_FOR_OTHERS,),
     ),
     Mutant(
         "a replica does not remember which quorums it heard of", "ftcoord.coordination.policy",
