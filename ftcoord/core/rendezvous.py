@@ -33,8 +33,9 @@ Rules
      that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
      are gone in one moment, those that are gone without a word have a lease's time to come back before the round is
      recalled for them, or for a newcomer. Where etcd has lost the record too, the round runs on until somebody asks for
-     another one, or has worked in an earlier one for a lease's time, or until one of its nodes has been missing for
-     that time. Then a record without seats recalls it. Who was still taking its seat there asks again.
+     another one, or has worked in an earlier one for a lease's time, or until one of its nodes has been missing, or a
+     node has worked in another round of that number, for that time. Then a record without seats recalls it. Who was
+     still taking its seat there asks again.
 
 Times are the decider's own monotonic seconds, from when it saw the event.
 """
@@ -249,18 +250,33 @@ def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float)
 
 
 def _judge_lost_nodes(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
-    """R9. None if all nodes of the lost round are there, or the decider does not work in it, and so knows no size."""
-    situation, mine = poll.situation, poll.situation.mine
-    if mine is None or mine.number != number or not options.recall_on_loss:
+    """R9. None if all nodes of the lost round are there, and no others; or if the decider does not work in it, and so
+    does not know them."""
+    mine = poll.situation.mine
+    if mine is None or mine.number != number:
         return None
-    missing = mine.size - len(poll.busy) - len(situation.unreadable)
-    if missing <= 0:
+    odd = _others_in(mine, poll) or (_missing_of(mine, poll) if options.recall_on_loss else "")
+    if not odd:
         return None
-    gone = f"{missing} of {mine.size} nodes {'is' if missing == 1 else 'are'} gone"
-    until = situation.changed_at + options.return_to_seat
+    until = poll.situation.changed_at + options.return_to_seat
     if now >= until:
-        return _recall_lost(gone, poll)
-    return Wait(f"{gone} from round {number}, whose record etcd has lost, and may come back to it", until, REATTACHING)
+        return _recall_lost(odd, poll)
+    return Wait(f"{odd}, and may not have said yet what it does: etcd has lost the record", until, REATTACHING)
+
+
+def _others_in(mine: AnyRound, poll: RoundPoll) -> str:
+    """The nodes that work in another round with the number of this one: etcd has forgotten the run before it began. Of
+    a large round only their number is known."""
+    others = [one.ask.host for one in poll.busy if one.ask.node not in mine.nodes] if isinstance(mine, Round) else []
+    if others:
+        return f"{_names(others)} works in another round {mine.number}"
+    most = mine.size
+    return f"{len(poll.busy)} nodes work in round {mine.number} of {most}" if len(poll.busy) > most else ""
+
+
+def _missing_of(mine: AnyRound, poll: RoundPoll) -> str:
+    missing = mine.size - len(poll.busy) - len(poll.situation.unreadable)
+    return f"{missing} of {mine.size} nodes {'is' if missing == 1 else 'are'} gone" if missing > 0 else ""
 
 
 def _recall_lost(why: str, poll: RoundPoll) -> Publish[Round]:

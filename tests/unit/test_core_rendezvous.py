@@ -17,7 +17,18 @@ from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.invariants import check_round
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import REATTACHING, RECALL, RULES, SEATS, call_back, close, decide, may_reopen, outlook
-from ftcoord.core.rendezvous_records import CLOSED, FAILED, FINISHED, NO_ROUND, Away, JoinRequest, Round, Seat
+from ftcoord.core.rendezvous_records import (
+    CLOSED,
+    FAILED,
+    FINISHED,
+    NO_ROUND,
+    AnyRound,
+    Away,
+    JoinRequest,
+    Round,
+    Seat,
+    head_of,
+)
 from ftcoord.core.round_history import note_ends
 from ftcoord.core.round_poll import vacant
 from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation, limits_of
@@ -689,9 +700,11 @@ def test_of_a_round_whose_record_is_lost_it_is_only_said_that_it_is_recalled(cas
     needed = any(ask.after >= ask.seated or ask.seated < record.number for ask in asks)
     mine, limits = situation.mine, limits_of(situation)
     there = {ask.node for ask in asks if ask.limits == limits and not ask.leaving}
-    lacks = mine is not None and mine.number == record.number and len(there) < mine.size
-    why = "somebody asks for another round, or works in an earlier one, or is missing"
-    assert needed or situation.vanished or (lacks and case.options.recall_on_loss), why
+    differs = mine is not None and mine.number == record.number and there != mine.nodes.keys()
+    why = (
+        "somebody asks for another round, or works in an earlier one, or is missing, or works in another of that number"
+    )
+    assert needed or situation.vanished or differs, why
 
 
 def test_the_last_round_is_recalled_whose_record_vanished_though_its_decider_knows_an_earlier_one() -> None:
@@ -760,6 +773,30 @@ def test_a_lost_round_is_recalled_when_a_node_has_been_missing_for_a_lease_s_tim
         verdict(two, -10.0, None),
     ):
         assert isinstance(there, Wait) or there.record.number == 1
+
+
+def test_a_lost_round_is_recalled_when_another_one_of_its_number_runs() -> None:
+    """Etcd had forgotten the first one, and has lost the second one too. The nodes of both say the same."""
+    mine = a_round("A B", 2)
+    options = RoundOptions(LAST_CALL, SETTLE, recall_on_loss=False, return_to_seat=10.0)
+
+    def verdict(names: str, since: float, mine: AnyRound) -> Verdict:
+        members = [back_in_seat(f"{name}'", 2, AGO) for name in names.split()]
+        return decide(replace(situation(members, since, None, (1, 3), AGO), mine=mine), options, 0.0)
+
+    large = head_of(mine, "roll", 1, "A1")
+    for names, of, why in (
+        ("A C", mine, "hostC works in another round 2"),
+        ("A B C", mine, "hostC works in another round 2"),
+        ("A B C", large, "3 nodes work in round 2 of 2"),
+    ):
+        assert waits(verdict(names, -9.0, of), 1.0)
+        recall = verdict(names, -10.0, of)
+        assert isinstance(recall, Publish)
+        assert (recall.record.number, recall.record.seats, recall.rule) == (2, (), REATTACHING)
+        assert recall.record.recalled == f"{why}, and etcd has lost the record of round 2"
+    assert isinstance(verdict("A B", -10.0, mine), Wait)
+    assert isinstance(verdict("A C", -10.0, large), Wait)
 
 
 def of_the_same_round(case: Case, *fields: str) -> Round | None:

@@ -118,6 +118,19 @@ def test_when_the_record_vanished_the_last_round_with_a_fence_is_recalled_and_no
         assert tuple(verdict.no_newer) == ((rounds_span(PREFIX), looked_at),)
 
 
+def test_a_new_decider_without_a_record_looks_for_fences_if_its_members_know_of_rounds(
+    client: MemoryClient,
+) -> None:
+    """Each lease has a decider of its own, which has read nothing. Somebody has deleted the record since."""
+    client.put(round_key(PREFIX, 6), b"")
+    for knows, number in ((3, 6), (0, 1)):
+        policy = RendezvousPolicy(PREFIX, RoundOptions(return_to_seat=LEASE), client)
+        asking = {1 + at: (replace(seated(name), after=knows, seated=0), 0.0) for at, name in enumerate(NAMES)}
+        verdict = policy.decide(replace(seen(asking), decided=None, missing_at=20), member_id(1), 1.0)
+        assert isinstance(verdict, Publish)
+        assert parse_decided("", verdict.record).number == number + (knows > 0)
+
+
 @pytest.mark.parametrize("outcome", ["", "failed"])
 def test_a_large_round_is_recalled_when_its_record_vanished_with_its_roll(
     policy: RendezvousPolicy, outcome: str

@@ -114,3 +114,7 @@ JOINS_BEHIND_A_DELETED_KEY: Final = FOUND[
 A_LARGE_ROUND_IS_LOST_WITH_ITS_ROLL: Final = FOUND[
     "a large round that etcd lost with its roll, while its nodes took their seats"
 ]
+BACK_UNDER_ANOTHER_LEASE_AND_THE_RECORD_IS_GONE: Final = FOUND[
+    "a round whose record somebody deleted, with a decider that is there again under another lease"
+]
+TWO_ROUNDS_HAVE_ONE_NUMBER: Final = FOUND["two rounds with one number, of which etcd has forgotten both"]

@@ -10,6 +10,7 @@ from simulator.mutants.plans import (
     A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,
     ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
     AN_ID_STANDS_FOR_OTHERS,
+    BACK_UNDER_ANOTHER_LEASE_AND_THE_RECORD_IS_GONE,
     CUT_OFF_WHILE_ETCD_IS_RESTORED,
     CUT_OFF_WHILE_ETCD_IS_WIPED,
     DECIDED_BY_ONE_THAT_NO_LONGER_ASKS,
@@ -19,6 +20,7 @@ from simulator.mutants.plans import (
     RESTORED_BEFORE_AND_AFTER_ALL_ASK,
     ROSTERS_ARE_DELETED,
     THE_LAST_DECISION_IS_MISSED,
+    TWO_ROUNDS_HAVE_ONE_NUMBER,
 )
 from simulator.mutants.planting import Mutant
 
@@ -195,7 +197,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a node that is missing in a round that etcd lost is not missed", "ftcoord.core.rendezvous",
-        "missing = mine.size - len(poll.busy) - len(situation.unreadable)", "missing = 0", ROUNDS,
+        "missing = mine.size - len(poll.busy) - len(poll.situation.unreadable)", "missing = 0", ROUNDS,
         plans=(A_HOST_DIES_AND_THE_RECORD_IS_GONE,),
     ),
     Mutant(
@@ -220,6 +222,15 @@ MUTANTS: Final = (
         "a large round that vanished with its roll is not recalled", "ftcoord.rendezvous.rolls",
         "return with_roll(head, (), ())", "return None",
         ("restores",), plans=(A_LARGE_ROUND_IS_LOST_WITH_ITS_ROLL,),
+    ),
+    Mutant(
+        "a new decider without a record does not look for fences", "ftcoord.rendezvous.policy",
+        "(view.vanished or had_rounds)", "view.vanished", ("rounds",),
+        plans=(BACK_UNDER_ANOTHER_LEASE_AND_THE_RECORD_IS_GONE,),
+    ),
+    Mutant(
+        "nodes of another round with the number of a lost one are taken for its own", "ftcoord.core.rendezvous",
+        "odd = _others_in(mine, poll) or", "odd =", ("restores",), plans=(TWO_ROUNDS_HAVE_ONE_NUMBER,),
     ),
     # -- quorums ------------------------------------------------------------------------------------------------------
     Mutant(
