@@ -140,6 +140,20 @@ def test_a_replica_takes_no_part_in_a_quorum_that_gives_its_id_to_others() -> No
     assert use.outlook(decided(8, "a", "b"), ["a"], ask).standing is Standing.ANSWERED
 
 
+def test_a_profile_is_left_out_only_after_an_answer_and_only_once() -> None:
+    """Others may have missed the quorum that has it, and somebody may have deleted that."""
+    use = QuorumUse(Job("etcd", "", "job"), "a", dict, lambda members: {})
+    request = replica("a", 1).request
+    seats = (QuorumSeat("a", 1, request),)
+    head, roster = encode_quorum(QuorumRecord(1, 1, seats, (), 0.0))
+    assert not use.stamp(asking(request)).profile
+    use.takes(use.parse_with_roster(layout.decided_key(PREFIX), head, roster))
+    short = use.stamp(asking(request))
+    assert short.profile
+    assert not use.stamp(short).profile, "it waits, and writes its request again"
+    assert not use.stamp(asking(request)).profile, "nobody has answered the one before"
+
+
 def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> None:
     policy = QuorumPolicy(PREFIX, QuorumOptions(1, 0.5), 1.0, dict, HighestSeen())
     both = view(a=replica("a", 1), b=replica("b", 1))

@@ -290,8 +290,16 @@ class World:
             concurrency.event().wait()
         by.check(self.oracles.reaped, victim.name, by.clock_at(self.scheduler.time))
         self.note(f"{by.name} reaps {victim.name}")
-        victim.kill(with_host=False)
-        victim.killed_by = by
+        is_done = concurrency.event()
+
+        def signal() -> None:
+            victim.kill(with_host=False)
+            victim.killed_by = by
+            is_done.set()
+
+        with self.scheduler.process("main"):  # a signal is sent or not, whatever becomes of who sends it
+            concurrency.thread(signal, "operator").start()
+        is_done.wait()
 
     @property
     def asking(self) -> Process:
