@@ -51,6 +51,8 @@ class _Quorums:
 
     def note(self, key: str, value: bytes, roster: bytes | None, quorum: QuorumRecord) -> None:
         """Note the quorum that `parse_quorum` would return for these values."""
+        for known in [*self._known.values()]:
+            quorum.share_names(known)
         self._known[key, value, roster] = quorum
         for old in [*self._known][:-_KEPT]:
             self._known.pop(old, None)
@@ -72,6 +74,8 @@ class HighestSeen:
         """The last quorum but those that have the id of the last one."""
         self.taken: QuorumRecord | None = None
         """The last quorum that this replica took part in, as its caller was told."""
+        self.answered = -1
+        """The number of the request that it answered; -1 before there is one."""
 
     def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
         """Parse a decided record, and remember it. Raises StateError."""
@@ -80,16 +84,18 @@ class HighestSeen:
             self.highest = self.highest.and_of(quorum)
             if self._last is not None and self._last.id != quorum.id:
                 self.before = self._last
-            if quorum.contradicts(self._last) or quorum.contradicts(self.taken):
+            if quorum.contradicts(self._last) or (self.taken is not self._last and quorum.contradicts(self.taken)):
                 # Of another history of etcd. Its id is not kept, or this replica would take it for its own quorum's.
                 self.highest = self.highest.and_(0, quorum.id + 1)
             self._last = quorum
         return quorum
 
-    def takes(self, quorum: QuorumRecord) -> None:
-        """Remember that this replica takes part in a quorum: no other replicas may get its id."""
+    def takes(self, quorum: QuorumRecord, asked: int) -> None:
+        """Remember that this replica takes part in a quorum, which answers its request number `asked`: no other
+        replicas may get its id. Of two calls that end at the same time the later request counts."""
         with self._lock:
-            self.taken = quorum
+            if asked > self.answered:
+                self.taken, self.answered = quorum, asked
 
     def note(self, member: ReplicaRecord) -> None:
         """Remember what a member knows, too: it may be gone when the next quorum is decided."""

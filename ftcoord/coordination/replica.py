@@ -118,9 +118,10 @@ class Replica:
         answered, began = False, concurrency.now()
         try:
             with _in_time(self.replica_id):
-                quorum = self._participant.ask(asking(request), pace).record
+                look = self._participant.ask(asking(request), pace)
+            quorum = look.record
             assert quorum is not None
-            self._use.takes(quorum)
+            self._use.takes(quorum, look.ask.asked)
             answered = self._is_answered(quorum)
             seconds = concurrency.now() - began
             metrics.note_quorum(self._job.name, quorum.id, len(quorum.seats), request.step, seconds)

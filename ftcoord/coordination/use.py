@@ -20,11 +20,11 @@ UNNUMBERED: Final = -1
 class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
     """The quorums of one job, as one replica asks for them.
 
-    A new request is written without its profile if the last quorum has the same one, and answered the request before.
-    If the outlook then says that the profile is unknown, the request is written in full; and so is each that is written
-    again, or after one that nobody answered: others may have missed that quorum, and somebody may have deleted it. If
-    several calls wait, the last one's request counts for all of them: an earlier call that has to write again writes
-    that one.
+    A new request is written without its profile if the last quorum has the same one, and the request before was
+    answered. If the outlook then says that the profile is unknown, the request is written in full. A request that waits
+    is also written in full when it is repeated as a sign of life: others may have missed the quorum that has its
+    profile, and somebody may have deleted that. If several calls wait, the last one's request counts for all of them:
+    an earlier call that has to write again writes that one.
 
     Args:
         job: the job and its rules.
@@ -47,7 +47,6 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         # The numbers of requests: the last one, written by `stamp`, and the last one that needs no answer any more,
         # written by `nobody_asks`. Both only grow, and no request is stamped before its call is counted.
         self._asked = self._closed = 0
-        self._answered = 0  # written by `takes`: the number of the last request that was answered, or a later one's
         self._last: ReplicaRecord | None = None
         """The request with the number `_asked`; only `stamp`."""
         self._writes = 0
@@ -66,17 +65,16 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
     def parse_with_roster(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
         return self._seen.read(key, value, roster)
 
-    def takes(self, quorum: QuorumRecord) -> None:
-        """The replica takes part in this quorum: its caller is told of it."""
-        self._seen.takes(quorum)
-        self._answered = self._asked
+    def takes(self, quorum: QuorumRecord, asked: int) -> None:
+        """The replica takes part in this quorum, which answers its request number `asked`: its caller is told of it."""
+        self._seen.takes(quorum, asked)
 
     # For each replica at each step: a record is made by its class, since `replace` takes several times as long.
 
     def stamp(self, ask: ReplicaRecord) -> ReplicaRecord:
         self._writes += 1
         if ask.asked == UNNUMBERED:
-            is_known = self._answered == self._asked and self._seen.has_profile_of(ask.request)
+            is_known = self._seen.answered == self._asked and self._seen.has_profile_of(ask.request)
             self._asked += 1
             profile = digest_of(ask.request.profile) if is_known else ""
             now = self._seen.highest
@@ -84,8 +82,8 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
             return self._last
         if self._last is not None and 0 < ask.asked < self._asked:
             ask = self._last  # else nobody would know of the last request any longer
-        now = self._seen.highest
-        return ReplicaRecord(ask.request, ask.asked, now.id, self._writes, "", now.number, ask.leaving)
+        now, profile = self._seen.highest, ask.profile if ask.asked <= self._closed else ""
+        return ReplicaRecord(ask.request, ask.asked, now.id, self._writes, profile, now.number, ask.leaving)
 
     def encode(self, ask: ReplicaRecord) -> bytes:
         """An answered request is encoded as none, also when a new member repeats it."""

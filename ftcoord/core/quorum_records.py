@@ -158,13 +158,21 @@ class QuorumRecord:
         """The replica ids of the participants."""
         return frozenset(seat.request.replica_id for seat in self.seats)
 
+    def share_names(self, other: QuorumRecord) -> None:
+        """Take over the other one's `names`, if they are the same. All replicas of a process compare them at each step,
+        and to compare one object with itself costs nothing."""
+        if self.names == other.names:
+            self.__dict__["names"] = other.names  # where the cached property has them
+
     @cached_property
     def _by_name(self) -> Mapping[str, QuorumRequest]:
         return {seat.request.replica_id: seat.request for seat in self.seats}
 
     def contradicts(self, known: QuorumRecord | None) -> bool:
-        """Whether it gives the id of a quorum that is `known` to other replicas: etcd has lost that one since."""
-        return known is not None and known is not self and known.id == self.id and known.names != self.names
+        """Whether it has the id of `known`, but other replicas: etcd has lost that one since."""
+        if known is None or known.id != self.id or known.names is self.names:
+            return False
+        return known.names != self.names
 
     def has_profile_of(self, request: QuorumRequest) -> bool:
         """Whether the replica has a seat, with the same profile."""

@@ -250,8 +250,8 @@ def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float)
 
 
 def _judge_lost_nodes(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
-    """R9. None if all nodes of the lost round are there, and no others; or if the decider does not work in it, and so
-    does not know them."""
+    """R9. None if all nodes of the lost round are there, and no others, or if nobody is to be recalled for a missing
+    one; or if the decider does not work in it, and so does not know them."""
     mine = poll.situation.mine
     if mine is None or mine.number != number:
         return None
@@ -261,7 +261,8 @@ def _judge_lost_nodes(number: int, poll: RoundPoll, options: RoundOptions, now: 
     until = poll.situation.changed_at + options.return_to_seat
     if now >= until:
         return _recall_lost(odd, poll)
-    return Wait(f"{odd}, and may not have said yet what it does: etcd has lost the record", until, REATTACHING)
+    said = f"nodes have a lease's time to say what they do, since etcd has lost the record of round {number}"
+    return Wait(f"{odd}: {said}", until, REATTACHING)
 
 
 def _others_in(mine: AnyRound, poll: RoundPoll) -> str:
@@ -271,7 +272,9 @@ def _others_in(mine: AnyRound, poll: RoundPoll) -> str:
     if others:
         return f"{_names(others)} works in another round {mine.number}"
     most = mine.size
-    return f"{len(poll.busy)} nodes work in round {mine.number} of {most}" if len(poll.busy) > most else ""
+    if len(poll.busy) <= most:
+        return ""
+    return f"{len(poll.busy)} nodes say that they work in round {mine.number}, which has {most}"
 
 
 def _missing_of(mine: AnyRound, poll: RoundPoll) -> str:

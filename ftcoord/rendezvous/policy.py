@@ -129,13 +129,12 @@ class _LastRecord:
         """Remember what is about to be decided: etcd may refuse it."""
         self._tried = (view.decided,) if decision.no_newer else ()
 
-    def look_for_lost(self, view: View, had_rounds: bool, look: Callable[[], tuple[int, int]]) -> None:
-        """If the record is gone, or etcd has refused to replace it, take the highest round that has a fence for one
-        whose record was lost. The record is gone if this decider has read one, or the members `had_rounds`. Raises what
-        `look` raises."""
+    def look_for_lost(self, view: View, look: Callable[[], tuple[int, int]]) -> None:
+        """If there is no record, or etcd has refused to replace it, take the highest round that has a fence for one
+        whose record was lost. Nobody who lives need know of that round. Raises what `look` raises."""
         if not view.missing_at or self._looked_for != (view.decided,):
             self._looked_for, self.missing_at = (), view.missing_at
-        is_missed = view.missing_at != 0 and (view.vanished or had_rounds) and not self._looked_for
+        is_missed = view.missing_at != 0 and not self._looked_for
         if is_missed or self._tried == (view.decided,):
             number, revision = look()
             self.highest, self._tried = max(self.highest, number), ()
@@ -166,7 +165,7 @@ class RendezvousPolicy:
         prefix: the run's prefix.
         options: its user's settings.
         etcd: for reading the roll of a round that another member decided, why members are gone, and the fences of
-            rounds when a new round was refused.
+            rounds when there is no record, or a new round was refused.
         rolls: when a roll is stored beside its head.
         wall_clock: for people.
         mine: returns the last round that this node has started. The policy may have seen nothing of it: it is made for
@@ -199,10 +198,9 @@ class RendezvousPolicy:
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read by this version, EtcdError when its roll, or the
-        fences after a refusal, cannot be read."""
+        fences, cannot be read."""
         record = self._last.of(view)
-        had_rounds = record is None and any(one.after or one.seated for _, one in self._members.of(view.members))
-        self._last.look_for_lost(view, had_rounds, lambda: highest_round(self._etcd, self._prefix))
+        self._last.look_for_lost(view, lambda: highest_round(self._etcd, self._prefix))
         since = self._last.since(record, view)
         try:
             previous = self._rolls.of(record, view) if isinstance(record, RoundHead) else record

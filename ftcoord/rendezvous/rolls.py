@@ -41,12 +41,12 @@ class Rolls:
         self._known: dict[str, Round] = {}
         """Full records by roll id: that of the last round, and of the round that this decider wants next."""
 
-    def of(self, head: RoundHead, view: View) -> Round:
-        """The last round, with its roll; without seats if the record vanished with its roll, and this decider never
-        read it."""
+    def of(self, head: RoundHead, view: View) -> Round | None:
+        """The last round, with its roll. If the record vanished with its roll, and this decider never read it, the
+        round has no seats; None if it is ready, since a round that runs goes on (R9)."""
         known = self._known.get(head.roll) or self._read_roll(head, view)
         if known is None:
-            return with_roll(head, (), ())
+            return None if head.ready and not head.closed else with_roll(head, (), ())
         self._known = {head.roll: known}
         return with_roll(head, known.seats, known.away)
 

@@ -788,7 +788,7 @@ def test_a_lost_round_is_recalled_when_another_one_of_its_number_runs() -> None:
     for names, of, why in (
         ("A C", mine, "hostC works in another round 2"),
         ("A B C", mine, "hostC works in another round 2"),
-        ("A B C", large, "3 nodes work in round 2 of 2"),
+        ("A B C", large, "3 nodes say that they work in round 2, which has 2"),
     ):
         assert waits(verdict(names, -9.0, of), 1.0)
         recall = verdict(names, -10.0, of)

@@ -129,7 +129,7 @@ def test_a_replica_takes_no_part_in_a_quorum_that_gives_its_id_to_others() -> No
         return use.parse_with_roster(key, head, roster)
 
     ask = use.stamp(asking(replica("a", 1).request))
-    use.takes(decided(6, "a"))
+    use.takes(decided(6, "a"), 0)
     decided(5, "a", "b")  # what was restored
     found = use.outlook(decided(6, "a", "b"), ["a"], ask)
     assert (found.standing, found.next) == (Standing.MISSED, Next.WRITE)
@@ -146,12 +146,21 @@ def test_a_profile_is_left_out_only_after_an_answer_and_only_once() -> None:
     request = replica("a", 1).request
     seats = (QuorumSeat("a", 1, request),)
     head, roster = encode_quorum(QuorumRecord(1, 1, seats, (), 0.0))
-    assert not use.stamp(asking(request)).profile
-    use.takes(use.parse_with_roster(layout.decided_key(PREFIX), head, roster))
+    quorum = use.parse_with_roster(layout.decided_key(PREFIX), head, roster)
+    first = use.stamp(asking(request))
+    assert not first.profile, "nothing of this replica was ever answered, whatever others of its name were told"
+    use.takes(quorum, first.asked)
     short = use.stamp(asking(request))
     assert short.profile
     assert not use.stamp(short).profile, "it waits, and writes its request again"
-    assert not use.stamp(asking(request)).profile, "nobody has answered the one before"
+    second = use.stamp(asking(request))
+    assert not second.profile, "nobody has answered the one before"
+    use.takes(quorum, second.asked)
+    use.takes(quorum, short.asked)  # a call that ends late
+    last = use.stamp(asking(request))
+    assert last.profile
+    use.nobody_asks()
+    assert use.stamp(last).profile, "nobody needs a request that was answered, and beats repeat it"
 
 
 def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> None:

@@ -118,17 +118,17 @@ def test_when_the_record_vanished_the_last_round_with_a_fence_is_recalled_and_no
         assert tuple(verdict.no_newer) == ((rounds_span(PREFIX), looked_at),)
 
 
-def test_a_new_decider_without_a_record_looks_for_fences_if_its_members_know_of_rounds(
-    client: MemoryClient,
+@pytest.mark.parametrize("knows", [0, 3])
+def test_a_new_decider_without_a_record_looks_for_fences(
+    policy: RendezvousPolicy, client: MemoryClient, knows: int
 ) -> None:
-    """Each lease has a decider of its own, which has read nothing. Somebody has deleted the record since."""
+    """Each lease has a decider of its own, which has read nothing. Somebody has deleted the record since, and all that
+    were in the last round may be dead."""
     client.put(round_key(PREFIX, 6), b"")
-    for knows, number in ((3, 6), (0, 1)):
-        policy = RendezvousPolicy(PREFIX, RoundOptions(return_to_seat=LEASE), client)
-        asking = {1 + at: (replace(seated(name), after=knows, seated=0), 0.0) for at, name in enumerate(NAMES)}
-        verdict = policy.decide(replace(seen(asking), decided=None, missing_at=20), member_id(1), 1.0)
-        assert isinstance(verdict, Publish)
-        assert parse_decided("", verdict.record).number == number + (knows > 0)
+    asking = {1 + at: (replace(seated(name), after=knows, seated=0), 0.0) for at, name in enumerate(NAMES)}
+    verdict = policy.decide(replace(seen(asking), decided=None, missing_at=20), member_id(1), 1.0)
+    assert isinstance(verdict, Publish)
+    assert parse_decided("", verdict.record).number == 7
 
 
 @pytest.mark.parametrize("outcome", ["", "failed"])
@@ -145,6 +145,13 @@ def test_a_large_round_is_recalled_when_its_record_vanished_with_its_roll(
     record = parse_decided("", verdict.record)
     assert (record.number, record.size, record.closed) == (3, 0, outcome)
     assert record.recalled == "its record vanished from etcd"
+
+
+def test_a_large_round_that_runs_goes_on_when_its_record_vanished_with_its_roll(policy: RendezvousPolicy) -> None:
+    there = {1 + at: (seated(name), -60.0) for at, name in enumerate(NAMES)}
+    decided = KeyValue(decided_key(PREFIX), encode(head_of(ROUND, "roll", 2, member_id(9))), 9, 9, 1, 9)
+    gone = replace(seen(there), decided=decided, vanished=True, missing_at=20)
+    assert isinstance(policy.decide(gone, member_id(1), 1.0), Wait)
 
 
 def test_another_node_that_is_drained_starts_no_time_out_anew(policy: RendezvousPolicy) -> None:

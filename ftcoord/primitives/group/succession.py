@@ -19,8 +19,8 @@ Judged: TypeAlias = Callable[[float | None], None]
 READ_INTERVAL: Final = 60.0
 """About how many seconds pass between two reads of the key of the member ahead."""
 FIRST_READ_AFTER: Final = 5.0
-"""About how many seconds after it joined a member reads that key first. The tail names a member whose key somebody may
-have deleted before, of which no watch tells."""
+"""About how many seconds after joining a member first reads that key. The tail may name a member whose key somebody has
+deleted before, and no watch reports that."""
 FOLLOW_UP: Final = 5.0
 """Seconds that a member that took over keeps deciding after its last decision, unless another member decides: more
 decisions follow, and the decider has just shown that it does not make them. As long as the lease of a dead replica

@@ -220,12 +220,12 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a large round that vanished with its roll is not recalled", "ftcoord.rendezvous.rolls",
-        "return with_roll(head, (), ())", "return None",
+        "return None if head.ready and not head.closed else with_roll(head, (), ())", "return None",
         ("restores",), plans=(A_LARGE_ROUND_IS_LOST_WITH_ITS_ROLL,),
     ),
     Mutant(
         "a new decider without a record does not look for fences", "ftcoord.rendezvous.policy",
-        "(view.vanished or had_rounds)", "view.vanished", ("rounds",),
+        "is_missed = view.missing_at != 0 and", "is_missed = view.vanished and", ("rounds",),
         plans=(BACK_UNDER_ANOTHER_LEASE_AND_THE_RECORD_IS_GONE,),
     ),
     Mutant(
