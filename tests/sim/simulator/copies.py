@@ -65,7 +65,7 @@ class Copies:
 
         def starting(mirror: Mirror, revision: int, *given: Any) -> None:
             known = self._mirrors.get(mirror)
-            absent = frozenset(mirror.kvs.keys() - self._world.oracles.kvs.keys())
+            absent = frozenset(key for key in mirror.kvs if not self._was_there(key, revision))
             noted = self._mirrors[mirror] = _Noted(self._world.scheduler.process_now, revision, absent)
             if known is None:
                 mirror._post = self._noting(mirror._post)
@@ -76,6 +76,11 @@ class Copies:
         with replacing() as put:
             put(Mirror, "_start", starting)
             yield
+
+    def _was_there(self, key: str, revision: int) -> bool:
+        """Whether etcd had a key when a watch from this revision began: a key that was put back since is another one."""
+        kv = self._world.oracles.kvs.get(key)
+        return kv is not None and (revision == 0 or kv.create_revision < revision)
 
     def _noting(self, post: Callable[[Mirror, Posted], None]) -> Callable[[Mirror, Posted], None]:
         def posting(mirror: Mirror, posted: Posted) -> None:
