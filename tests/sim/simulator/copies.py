@@ -78,7 +78,7 @@ class Copies:
             yield
 
     def _was_there(self, key: str, revision: int) -> bool:
-        """Whether etcd had a key when a watch from this revision began: a key that was put back since is another one."""
+        """Whether etcd had a key when a watch from this revision began. One that was put back since is another one."""
         kv = self._world.oracles.kvs.get(key)
         return kv is not None and (revision == 0 or kv.create_revision < revision)
 
