@@ -11,6 +11,7 @@ import json
 import os
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -185,6 +186,8 @@ class Node(Role):
         self.stops_for: float | None = None
         """When somebody told its agent to stop, and until when its workers take to end."""
         self._woken = concurrency.event()
+        self._unseen: deque[Worker] = deque()  # in the order in which they ended
+        self._seeing = concurrency.lock("Node._seeing")
         self._pids = 1000 * (1 + len(job.nodes))
         self.handler: handlers.EtcdRendezvousHandler
         self.process: Process
@@ -260,7 +263,13 @@ class Node(Role):
         self._woken.set()
         watch = self.handler._resources.watch
         if watch is not None:
-            self.process.begin(lambda: watch.see(worker), "workers")  # type: ignore[attr-defined]
+            self._unseen.append(worker)
+            self.process.begin(partial(self._see, watch), "workers")
+
+    def _see(self, watch: Any) -> None:
+        """The kernel tells the watch's only thread of one end after the other."""
+        with self._seeing:
+            watch.see(self._unseen.popleft())
 
     def watch(self, _mark: str, failed: Callable[..., None], _broken: object, timer_of: Callable[[int], str]) -> Any:
         return KernelsWord(self.workers, self.memory, failed, timer_of)
