@@ -164,6 +164,7 @@ def test_an_embedded_etcd_for_one_host(tmp_path: Path) -> None:
     with Job(tmp_path, "embedded", "1", "idle.py", workers=2) as job:
         job.start("a")
         job.round_of("a", kind="started")
+        assert any("etcd" in Path(f"/proc/{pid}/cmdline").read_text() for pid in job.processes("a"))
         job.finish("a")
         eventually(lambda: not job.processes("a"), lambda: f"etcd ends with its agent\n{job.story()}")
         assert list((tmp_path / "tmp").iterdir()) == []
