@@ -52,16 +52,22 @@ def docker_setup() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def ports(docker_compose_command: str) -> Iterator[list[int]]:
-    """The members' ports: free ones, so that the tests get along with a cluster that is up. And their image: that of
-    the local etcd, unless FTCOORD_ETCD_IMAGE names another."""
+def image(docker_compose_command: str) -> Iterator[None]:
+    """That of the members: one of the local etcd, unless FTCOORD_ETCD_IMAGE names another."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get("FTCOORD_ETCD_IMAGE"):
+            subprocess.run([sys.executable, ROOT / "docker" / "image.py", IMAGE], check=True, timeout=DEADLINE)
+            patch.setenv("FTCOORD_ETCD_IMAGE", IMAGE)
+        yield
+
+
+@pytest.fixture(scope="session")
+def ports(image: None) -> Iterator[list[int]]:
+    """The members' ports: free ones, so that the tests get along with a cluster that is up."""
     free = free_ports()
     with pytest.MonkeyPatch.context() as patch:
         for number, port in enumerate(free, 1):
             patch.setenv(f"FTCOORD_ETCD_PORT_{number}", str(port))
-        if not os.environ.get("FTCOORD_ETCD_IMAGE"):
-            subprocess.run([sys.executable, ROOT / "docker" / "image.py", IMAGE], check=True, timeout=DEADLINE)
-            patch.setenv("FTCOORD_ETCD_IMAGE", IMAGE)
         yield free
 
 
