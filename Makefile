@@ -36,12 +36,14 @@ test-browser: $(VENV)/.ready
 pictures: $(VENV)/.ready
 	$(BIN)/python tests/screenshots.py docs/images
 
-# A rolling upgrade, where a newer etcd can be had; and the scenarios of tests/cluster on containers, with a Docker engine
-# of its own where none answers.
+# A rolling upgrade, where a newer etcd can be had; and what tests/cluster runs on containers, with a Docker engine of its
+# own where none answers. Each of pytest's workers has containers of its own; those with logins, which cost etcd much of a
+# processor, run alone.
 test-cluster: $(VENV)/.ready
 	FTCOORD_TEST_NEWER_ETCD="$$(docker/newer-etcd.sh $(VENV)/newer-etcd || true)" $(BIN)/python -m pytest -q -rs \
 		tests/cluster/test_upgrade.py
-	FTCOORD_TEST_DOCKER=1 docker/with-engine.sh $(BIN)/python -m pytest -q -m docker tests/cluster
+	FTCOORD_TEST_DOCKER=1 docker/with-engine.sh sh -ec '$(BIN)/python -m pytest -q tests/cluster/test_compose.py; \
+		$(BIN)/python -m pytest -q -n 2 --dist worksteal -m docker --ignore tests/cluster/test_compose.py tests/cluster'
 
 # The image that docker-compose.yml can use where none can be pulled: FTCOORD_ETCD_IMAGE=ftcoord-etcd
 etcd-image: $(VENV)/.ready

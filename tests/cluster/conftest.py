@@ -1,4 +1,4 @@
-"""The cluster that the scenarios run on: local processes, and containers where a Docker engine answers."""
+"""The cluster that the scenarios run on: local processes, or containers where a Docker engine answers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from helpers import DEADLINE
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "ftcoord-etcd"
+LOCAL, CONTAINERS = "local", "containers"
+FORMS = [one for one in os.environ.get("FTCOORD_TEST_FORMS", "").split(",") if one]
+"""The forms that every scenario runs in, whatever it is marked with; none for each in its own."""
 _numbers = itertools.count(1)
 
 
@@ -49,16 +52,22 @@ def docker_setup() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def ports(docker_compose_command: str) -> Iterator[list[int]]:
-    """The members' ports: free ones, so that the tests get along with a cluster that is up. And their image: that of
-    the local etcd, unless FTCOORD_ETCD_IMAGE names another."""
+def image(docker_compose_command: str) -> Iterator[None]:
+    """That of the members: one of the local etcd, unless FTCOORD_ETCD_IMAGE names another."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get("FTCOORD_ETCD_IMAGE"):
+            subprocess.run([sys.executable, ROOT / "docker" / "image.py", IMAGE], check=True, timeout=DEADLINE)
+            patch.setenv("FTCOORD_ETCD_IMAGE", IMAGE)
+        yield
+
+
+@pytest.fixture(scope="session")
+def ports(image: None) -> Iterator[list[int]]:
+    """The members' ports: free ones, so that the tests get along with a cluster that is up."""
     free = free_ports()
     with pytest.MonkeyPatch.context() as patch:
         for number, port in enumerate(free, 1):
             patch.setenv(f"FTCOORD_ETCD_PORT_{number}", str(port))
-        if not os.environ.get("FTCOORD_ETCD_IMAGE"):
-            subprocess.run([sys.executable, ROOT / "docker" / "image.py", IMAGE], check=True, timeout=DEADLINE)
-            patch.setenv("FTCOORD_ETCD_IMAGE", IMAGE)
         yield free
 
 
@@ -74,12 +83,20 @@ def local_cluster() -> Iterator[LocalCluster]:
     cluster.close()
 
 
-@pytest.fixture(
-    params=["local_cluster", pytest.param("container_cluster", marks=pytest.mark.docker)], ids=["local", "containers"]
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A scenario runs in one form: on local processes, unless `forms` marks it. Its claim is the same in both."""
+    if "cluster" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("forms")
+        marks = {LOCAL: (), CONTAINERS: pytest.mark.docker}
+        forms = FORMS or (mark.args if mark else (LOCAL,))
+        metafunc.parametrize("cluster", [pytest.param(one, marks=marks[one]) for one in forms], indirect=True)
+
+
+@pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Three members to do harm to; whole again afterwards."""
-    cluster: Cluster = request.getfixturevalue(request.param)
+    fixtures = {LOCAL: "local_cluster", CONTAINERS: "container_cluster"}
+    cluster: Cluster = request.getfixturevalue(fixtures[request.param])
     yield cluster
     cluster.restore()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
 import subprocess
 from collections.abc import Callable
 from typing import Any
 
 from clusters import SIZE
 from helpers import DEADLINE, eventually
+
+from ftcoord.embedded.ports import ReservedPort
 
 HOST = "127.0.0.1"
 REMOVE = "down -v -t 0"
@@ -46,12 +47,15 @@ def compose_command() -> str | None:
     return None
 
 
+_reserved: list[ReservedPort] = []
+
+
 def free_ports() -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(SIZE)]
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [one.getsockname()[1] for one in sockets]
+    """For the members of a project. While this process lives nobody else gets them, whatever is connected beside it
+    meanwhile: Docker sets SO_REUSEADDR, as etcd does."""
+    ports = [ReservedPort(HOST) for _ in range(SIZE)]
+    _reserved.extend(ports)
+    return [port.number for port in ports]
 
 
 class ContainerCluster:

@@ -21,7 +21,7 @@ from ftcoord.errors import RoundOver
 pytestmark = pytest.mark.alone
 
 LOST_ANSWERS = int(os.environ.get("FTCOORD_TEST_LOST_ANSWERS", "6"))
-STOPS = [float(part) for part in os.environ.get("FTCOORD_TEST_STOPS", "0.3,1.1,2").split(",")]
+STOPS = [float(part) for part in os.environ.get("FTCOORD_TEST_STOPS", "0.3,1.1").split(",")]
 """In leases: for how long a client is stopped."""
 SHORT_TTL = 3
 

@@ -24,6 +24,7 @@ def answers(cluster: Cluster, i: int, timeout: float = 1) -> bool:
         return True
 
 
+@pytest.mark.forms("local", "containers")
 def test_kill_pause_cut_off_and_back(cluster: Cluster) -> None:
     for harm, undo in (
         (cluster.kill, cluster.restart),
@@ -39,6 +40,7 @@ def test_kill_pause_cut_off_and_back(cluster: Cluster) -> None:
         eventually(lambda leader=leader: answers(cluster, leader), what="it serves again")
 
 
+@pytest.mark.forms("local", "containers")
 def test_a_wiped_cluster_is_empty_and_where_it_was(cluster: Cluster, prefix: str) -> None:
     with client_of(cluster) as client:
         client.put(prefix, b"")

@@ -65,7 +65,7 @@ def healthy(compose: Compose) -> bool:
 
 
 def test_mutual_tls(
-    ports: list[int],
+    image: None,
     docker_compose_command: str,
     docker_compose_project_name: str,
     tmp_path: Path,
@@ -74,7 +74,7 @@ def test_mutual_tls(
     for _ in range(2):  # the second time, they are there
         subprocess.run([ROOT / "docker" / "certificates.sh", tmp_path / "tls"], check=True, timeout=DEADLINE)
     monkeypatch.setenv("FTCOORD_TLS_DIR", str(tmp_path / "tls"))
-    free = spare(ports)
+    free = free_ports()
     with project(docker_compose_command, f"{docker_compose_project_name}tls", free, "tls") as (compose, _):
         compose("up", "-d")
         eventually(lambda: healthy(compose), what="three members are healthy")
@@ -95,9 +95,9 @@ USER, PASSWORD = "ftcoord", "swordfish"
 
 
 @pytest.fixture
-def guarded(ports: list[int], docker_compose_command: str, docker_compose_project_name: str) -> Iterator[Guarded]:
+def guarded(image: None, docker_compose_command: str, docker_compose_project_name: str) -> Iterator[Guarded]:
     """A cluster with users."""
-    free = spare(ports)
+    free = free_ports()
     name = f"{docker_compose_project_name}auth"
     with project(docker_compose_command, name, free, "auth") as (compose, variables):
         compose("up", "-d")
@@ -135,10 +135,3 @@ def test_the_leader_of_a_cluster_with_users_is_killed(
             cluster.restart(leader)
         told = load.end()
     figures(kills=2, **told)
-
-
-def spare(ports: list[int]) -> list[int]:
-    """Others than those."""
-    while set(free := free_ports()) & set(ports):
-        pass
-    return free

@@ -68,6 +68,7 @@ def test_no_space(cluster: Cluster, prefix: str, figures: Callable[..., None]) -
     figures(three_were_told_within=round(took, 2), evictions=0)
 
 
+@pytest.mark.forms("containers")
 def test_the_majority_is_lost_for_a_while(cluster: Cluster, prefix: str, figures: Callable[..., None]) -> None:
     """Nothing is decided meanwhile, nobody is evicted, and all go on by themselves."""
     with everything(cluster.endpoints, prefix) as load:

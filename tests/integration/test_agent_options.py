@@ -6,20 +6,15 @@ import contextlib
 import json
 from pathlib import Path
 
-import pytest
 import warm
-from jobs import QUICK, SCRIPTS, Job
+from jobs import SCRIPTS, Job
 
 from ftcoord.embedded.server import EtcdServer
 
 
-@pytest.mark.parametrize(
-    "env",
-    [{"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}],
-    ids=["identical workers", "no shared store"],
-)
-def test_two_workers_on_each_agent(etcd: EtcdServer, tmp_path: Path, env: dict[str, str]) -> None:
-    """The agents assign ranks through the store that the rendezvous gives them, or each for itself."""
+def test_two_workers_on_each_agent(etcd: EtcdServer, tmp_path: Path) -> None:
+    """All agents have as many: then each assigns ranks for itself, and not through the rendezvous's store."""
+    env = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
     with Job(tmp_path, etcd.get_endpoint(), "2", workers=2, env=env) as job:
         job.start("ab")
         first = job.round_of("ab")
@@ -38,7 +33,7 @@ def test_the_events_of_the_rendezvous_are_recorded(etcd: EtcdServer, tmp_path: P
         assert {json.loads(json.dumps(event["metadata"]))["rdzv_backend"] for event in events} == {"etcd-v3"}
 
 
-IDS = ["a/b", "a", "a%2Fb", "two words", "größe/你好", "x" * 200]
+IDS = ["a/b", "a", "größe/你 好"]
 
 
 def test_runs_of_any_id_share_an_etcd(etcd: EtcdServer, tmp_path: Path) -> None:
@@ -63,23 +58,3 @@ def test_runs_of_any_id_share_an_etcd(etcd: EtcdServer, tmp_path: Path) -> None:
 def test_started_from_python(etcd: EtcdServer) -> None:
     done = warm.run(str(SCRIPTS / "launch.py"), etcd.get_endpoint())
     assert done.stdout.strip() == "{0: 'rank 0', 1: 'rank 1'}", done.stderr
-
-
-def test_standalone(tmp_path: Path) -> None:
-    """An etcd of the agent's own, which it takes with it."""
-    with Job(tmp_path, "embedded", "1:1", workers=2) as job:
-        job.start("a")
-        job.round_of("a")
-        assert any("etcd" in Path(f"/proc/{pid}/cmdline").read_text() for pid in job.processes("a"))
-        job.finish("a")
-
-
-def test_torch_distributed_run_from_python(etcd: EtcdServer, tmp_path: Path) -> None:
-    arguments = [
-        *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.get_endpoint()}", "--rdzv-id=run-main", "--nnodes=1"),
-        *(f"--rdzv-conf={','.join(f'{key}={value}' for key, value in QUICK.items())}", "--nproc-per-node=2"),
-        *(f"--log-dir={tmp_path}", str(SCRIPTS / "ranks.py")),
-    ]
-    code = f"from torch.distributed.run import main\nmain({arguments!r})"
-    done = warm.run("-c", code)
-    assert sorted(done.stdout.split()) == ["0/2", "1/2"], done.stderr

@@ -391,6 +391,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.session import Session
+gc.freeze()  # collected in the end of each child, all of torch would cost it half a second
 client = EtcdClient(EtcdConfig.load(sys.argv[1], request_timeout=60))
 session = Session(client, 30)
 seen = threading.Semaphore(0)
@@ -407,7 +408,6 @@ for _ in range(3):
 context = multiprocessing.get_context("fork")
 with context.Pool(2) as pool:
     assert pool.map(abs, range(-10, 0)) == list(range(10, 0, -1))
-gc.freeze()  # collected in the end of each child, all of torch would cost it half a second
 for _ in range(10):
     process = context.Process(target=sys.exit)
     process.start()

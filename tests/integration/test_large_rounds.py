@@ -1,4 +1,4 @@
-"""Rounds of several hundred nodes on a real etcd: light agents, many to a process, whose roll lies in chunks."""
+"""Rounds of a hundred nodes on a real etcd: light agents, many to a process, whose roll lies in chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.settings import RendezvousSettings
 
-NODES = 300
+NODES = 100
 
 
 class LightAgents:
@@ -73,7 +73,7 @@ def check_round(nodes: Sequence[Node], told: Sequence[AnyRound]) -> None:
     assert told[0].port == 1000 + ranks.index(0)
 
 
-def test_hundreds_of_nodes_meet_and_go_on_without_one(client: EtcdClient, agents: Callable[[int], LightAgents]) -> None:
+def test_a_hundred_nodes_meet_and_go_on_without_one(client: EtcdClient, agents: Callable[[int], LightAgents]) -> None:
     run = agents(NODES)
     nodes = run.add(NODES)
     first = [join.result(4 * DEADLINE) for join in run.ask(nodes)]

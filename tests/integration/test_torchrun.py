@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from urllib.parse import quote
 
-import pytest
 from helpers import eventually
 from jobs import Job
 
@@ -33,13 +32,6 @@ def remembered(server: EtcdServer, job: Job) -> tuple[KeyValue, ...]:
 def decided(server: EtcdServer, job: Job) -> Round:
     (kv,) = keys(server, job, "decided")
     return parse_round(kv.key, kv.value)
-
-
-def interrupt(server: EtcdServer, how: str, seconds: float) -> None:
-    """Take etcd away for a while."""
-    getattr(server, how)()
-    WAIT(seconds)
-    {"kill": server.restart, "pause": server.resume}[how]()
 
 
 def await_members(server: EtcdServer, job: Job, count: int) -> None:
@@ -91,44 +83,6 @@ def test_agents_that_die_are_replaced(etcd: EtcdServer, tmp_path: Path) -> None:
     assert len(keys(etcd, job)) <= 2, "the causes of two deaths, for an hour"
 
 
-def test_agents_are_added_and_surplus_ones_wait_their_turn(etcd: EtcdServer, tmp_path: Path) -> None:
-    with Job(tmp_path, etcd.get_endpoint(), "2:3", "idle.py", conf={"last_call_timeout": 15}) as job:
-        job.start("ab")
-        first = job.round_of("ab", kind="started")
-        job.start("c")
-        second = job.round_of("abc", kind="started")
-        assert first != second
-
-        job.start("de")
-        await_members(etcd, job, 5)
-        zero, one, two = sorted("abc", key=job.ranks(second).get)
-        job.kill(one)
-        await_members(etcd, job, 4)
-        third = job.round_of(zero + two + "d", zero + two + "e", kind="started")
-        assert {zero: 0, two: 2}.items() <= job.ranks(third).items()
-        job.finish(zero + two + "de")
-        assert job.rounds("started").keys() == {first, second, third}
-        (spare,) = {"d", "e"} - job.ranks(third).keys()
-        assert "Traceback" not in job.agents[spare].terminal()
-
-
-def test_workers_that_do_not_notice_are_restarted(etcd: EtcdServer, tmp_path: Path) -> None:
-    """The loss of a lease is enough; and a signal ends a lease long before its time."""
-    with Job(tmp_path, etcd.get_endpoint(), "1:4", "idle.py", conf={"lease_ttl": 600}) as job:
-        job.start("a", conf={"lease_ttl": 2})
-        job.start("bcd")
-        job.round_of("abcd", kind="started")
-        job.kill("a")
-        job.round_of("bcd", kind="started")
-        job.agents["b"].signal(signal.SIGTERM)
-        job.round_of("cd", kind="started")
-        job.agents["c"].signal(signal.SIGINT)
-        job.round_of("d", kind="started")
-        job.expect_exit(1, "bc")
-        eventually(lambda: not job.processes("abc"), lambda: f"nothing of them is left\n{job.story()}")
-        job.finish("d")
-
-
 def test_agents_that_get_a_signal_while_they_wait_leave_at_once(etcd: EtcdServer, tmp_path: Path) -> None:
     with Job(tmp_path, etcd.get_endpoint(), "2:3", "idle.py", conf={"lease_ttl": 600}) as job:
         job.start("abc")
@@ -155,39 +109,20 @@ def test_a_worker_that_fails_is_restarted(etcd: EtcdServer, tmp_path: Path) -> N
         job.finish("ab")
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_workers_of_one_agent_are_restarted_until_they_failed_too_often(
-    etcd: EtcdServer, tmp_path: Path, shared: bool
-) -> None:
+def test_workers_of_one_agent_are_restarted_until_they_failed_too_often(etcd: EtcdServer, tmp_path: Path) -> None:
     """With torch's own handler, workers restarted on one agent find the keys of their last life."""
-    env = {} if shared else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # what is shared by default is in the other tests
     with Job(tmp_path, etcd.get_endpoint(), "1", workers=2, restarts=2, env=env) as job:
         job.start("a")
         rounds = [job.round_of("a")]
         for rank in (1, 0):
             job.order(f"crash-{rank}")
             rounds.append(job.round_of("a", after=rounds))
-        assert {event.agent_store for event in job.events("started")} == {str(shared)}
+        assert {event.agent_store for event in job.events("started")} == {"False"}
         job.order("crash-0")
         job.expect_exit(1, "a")
         assert "failed" in decided(etcd, job).closed
         assert "ChildFailedError" in job.terminals()
-
-
-@pytest.mark.parametrize(("outage", "lease_ttl"), [("kill", 4), ("pause", 600)])
-def test_etcd_may_be_away_and_no_worker_notices(
-    fragile: EtcdServer, tmp_path: Path, outage: str, lease_ttl: int
-) -> None:
-    """Killed for longer than a lease: a starting etcd gives leases their full time. Paused for longer than a call."""
-    with Job(tmp_path, fragile.get_endpoint(), "2:3", "idle.py", conf={"lease_ttl": lease_ttl}) as job:
-        job.start("ab")
-        first = job.round_of("ab", kind="started")
-        interrupt(fragile, outage, 6)
-        WAIT(6)  # a lease that was not renewed again would be gone by now
-        job.start("c")
-        second = job.round_of("abc", kind="started")
-        assert job.rounds("started").keys() == {first, second}
-        job.finish("abc")
 
 
 def test_an_etcd_that_hung_and_ended_all_leases_stops_no_worker(fragile: EtcdServer, tmp_path: Path) -> None:
@@ -197,7 +132,9 @@ def test_an_etcd_that_hung_and_ended_all_leases_stops_no_worker(fragile: EtcdSer
         job.start("abc")
         first = job.round_of("abc", kind="started")
         leases = {kv.lease for kv in keys(fragile, job, "members/")}
-        interrupt(fragile, "pause", 3.7 * ttl)
+        fragile.pause()
+        WAIT(3.7 * ttl)
+        fragile.resume()
 
         def all_have_others() -> bool:
             now = {kv.lease for kv in keys(fragile, job, "members/")}
@@ -227,6 +164,7 @@ def test_an_embedded_etcd_for_one_host(tmp_path: Path) -> None:
     with Job(tmp_path, "embedded", "1", "idle.py", workers=2) as job:
         job.start("a")
         job.round_of("a", kind="started")
+        assert any("etcd" in Path(f"/proc/{pid}/cmdline").read_text() for pid in job.processes("a"))
         job.finish("a")
         eventually(lambda: not job.processes("a"), lambda: f"etcd ends with its agent\n{job.story()}")
         assert list((tmp_path / "tmp").iterdir()) == []
