@@ -419,7 +419,8 @@ def test_heartbeats_write_nothing(natives: Natives, fragile: EtcdServer) -> None
         load = Load.read(fragile.get_endpoint()).since(before)
         assert load.writes == 0
         assert 4 <= load.requests["LeaseKeepAlive"] <= 4 * 6  # and some 240 beats
-        assert set(load.requests) <= {"LeaseKeepAlive", "Watch"}
+        assert set(load.requests) <= {"LeaseKeepAlive", "Watch", "Range"}
+        assert load.requests.get("Range", 0) < len(names), "once, each but the oldest reads the key of the member ahead"
         assert natives.ask(*names, step=1)[0]["quorum_id"] == 1
 
 

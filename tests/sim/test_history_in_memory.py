@@ -226,6 +226,9 @@ def test_a_run_that_ends_since_an_unknown_peer_was_lost_says_so_and_who_it_may_b
     fail(peer, RESET)
     closed = give_up(peer, RESET)
     assert closed.startswith("node1 failed; first cause: a peer was lost, and nobody knows yet which: node1: worker 8 ")
+    assert other.node is not None
+    heard = other.node.participant
+    world.until(lambda: heard.record is not None and heard.record.closed == closed, "the last node knows why it ends")
     end(world, [other])
     found = why(world)
     assert "a peer was lost, and nobody knows yet which: node1: worker 8" in found.happened
