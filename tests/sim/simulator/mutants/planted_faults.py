@@ -8,17 +8,16 @@ from simulator.mutants.plans import (
     A_HOST_DIES_AND_THE_RECORD_IS_GONE,
     A_LARGE_ROUND_IS_LOST_WITH_ITS_ROLL,
     A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,
-    ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,
     AN_ID_STANDS_FOR_OTHERS,
     BACK_UNDER_ANOTHER_LEASE_AND_THE_RECORD_IS_GONE,
     CUT_OFF_WHILE_ETCD_IS_RESTORED,
-    CUT_OFF_WHILE_ETCD_IS_WIPED,
-    DECIDED_BY_ONE_THAT_NO_LONGER_ASKS,
     DECIDED_TWICE_AND_DELETED_BETWEEN,
     JOINS_BEHIND_A_DELETED_KEY,
     LEFT_BEHIND_AND_THE_RECORD_IS_GONE,
+    LEFT_IN_AN_EARLIER_ROUND,
     RESTORED_BEFORE_AND_AFTER_ALL_ASK,
     ROSTERS_ARE_DELETED,
+    SENT_BEFORE_A_RESTORE,
     THE_LAST_DECISION_IS_MISSED,
     TWO_ROUNDS_HAVE_ONE_NUMBER,
 )
@@ -50,7 +49,7 @@ MUTANTS: Final = (
     Mutant(
         "a decision counts though it comes late", "ftcoord.primitives.group.decider",
         "unchanged(mine.key, mine.mod_revision)", "exists(mine.key)", ("quorums",),
-        plans=(DECIDED_BY_ONE_THAT_NO_LONGER_ASKS,),
+        plans=(SENT_BEFORE_A_RESTORE,),
     ),
     Mutant(
         "a decision without a record counts after another one", "ftcoord.primitives.group.decided_record",
@@ -193,7 +192,7 @@ MUTANTS: Final = (
     Mutant(
         "nodes of an earlier round do not learn of a round that etcd lost", "ftcoord.core.rendezvous",
         "behind = [member for member in poll.busy if member.ask.seated < number]", "behind = list[RoundCandidate]()",
-        RESTORES, plans=(CUT_OFF_WHILE_ETCD_IS_WIPED,),
+        RESTORES, plans=(LEFT_IN_AN_EARLIER_ROUND,),
     ),
     Mutant(
         "a node that is missing in a round that etcd lost is not missed", "ftcoord.core.rendezvous",
@@ -203,12 +202,6 @@ MUTANTS: Final = (
     Mutant(
         "a new round forgets who is drained", "ftcoord.core.forming",
         "drained=_still_drained(previous.drained, situation.members),", "", ("rounds",),
-    ),
-    Mutant(
-        "a new node ignores earlier rounds", "ftcoord.rendezvous.node",
-        "self._numbers.heard(self._highest_round(pace))",
-        "self._highest_round(pace)", ("rounds",),
-        plans=(ALL_ARE_NEW_AND_THE_RECORD_IS_GONE,),
     ),
     Mutant(
         "the last round's store stays open", "ftcoord.rendezvous.policy",
