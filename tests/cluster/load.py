@@ -226,7 +226,7 @@ class Training:
     def check(self) -> None:
         """Each quorum has the same replicas for all that are in it, and ids only grow."""
         members: dict[int, list[str]] = {}
-        for told in self.told:
+        for told in map(list, self.told):  # copies: the replicas are still told of more
             numbers = [number for number, _ in told]
             assert numbers == sorted(numbers)
             for number, names in told:
