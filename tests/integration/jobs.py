@@ -61,6 +61,15 @@ class Agent:
         """None while it runs; -signal when one ended it."""
         return self._process.poll()
 
+    @property
+    def watched(self) -> int:
+        """How many processes it has a pidfd for: its workers, once it watches them."""
+        count = 0
+        for file in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                count += "[pidfd]" in os.readlink(file)
+        return count
+
     def terminal(self) -> str:
         """All that it printed, and its workers with it."""
         return self.log.read_text(errors="replace")
@@ -192,6 +201,13 @@ class Job:
         address = found()
         assert address is not None
         return address
+
+    def await_watched(self, names: str) -> None:
+        """Wait until these agents watch their workers. A worker that fails before that is told by its own agent alone:
+        torch's agent looks for the first time `monitor_interval` after it has started its workers."""
+        for name in names:
+            agent = self.agents[name]
+            eventually(lambda agent=agent: agent.watched == self._workers, lambda: f"a watch\n{self.story()}")
 
     def ranks(self, address: str) -> dict[str, int]:
         """The rank of each agent's worker in a round (of one worker an agent)."""

@@ -51,15 +51,6 @@ def command(pid: int) -> str:
     return ""
 
 
-def watched(pid: int) -> int:
-    """For how many processes it has a pidfd."""
-    count = 0
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            count += "[pidfd]" in os.readlink(file)
-    return count
-
-
 def kill(pidfd: int) -> None:
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -105,7 +96,7 @@ def test_a_worker_that_has_written_over_its_environment_ends_too_and_no_other_ru
             workers.append(pid)
             ends.callback(kill, os.pidfd_open(pid))  # the job would not find it
             sentinel_of(job)
-            eventually(lambda job=job: watched(job.agents["a"].pid) == 1, "the agent watches its worker")
+            job.await_watched("a")
             os.kill(pid, signal.SIGUSR1)
             eventually(lambda pid=pid: Path(f"/proc/{pid}/environ").read_bytes().endswith(b"\0\0"), "it is hidden")
         orphan, other = workers
@@ -154,8 +145,7 @@ def test_peers_of_a_worker_that_fails_are_called_back_though_another_one_of_its_
         failing = max(rank for rank, event in first.items() if event.agent == "b")
         (stubborn,) = (event.pid for rank, event in first.items() if event.agent == "b" and rank != failing)
         peers = {event.pid for event in first.values() if event.agent == "a"}
-        # A worker that fails before its agent has looked at it for the first time is told by the agent alone.
-        eventually(lambda: watched(job.agents["b"].pid) == 2, "the agent watches its workers")
+        job.await_watched("b")
         job.order(f"crash-{failing}")
         eventually(lambda: not peers & set(job.processes("a")), lambda: f"the peers are stopped\n{job.story()}")
         assert stubborn in job.processes("b"), "its agent still waits for it, so it has not come back"
