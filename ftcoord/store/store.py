@@ -208,11 +208,8 @@ class EtcdStore(Store):
         seen = self._remembered.get(name)
         new = seen.value if seen and counts_by(seen.value, amount) else counter(amount, 0, 0)
         guard = Compare(name, "value", "=", new)
-        if amount == 0:  # the others' counter stays theirs
-            seen = self._range(Get(Span(name)), self._deadline()).one
-            if seen is not None:
-                return _number(key, seen)
-            new, guard = counter(0, 0, 0), absent(name)
+        if amount == 0:
+            return self._sum(key)
         tries = self._tries(key)
         while not (made := self._put(name, new, guard, tries.deadline)).done:
             tries.again()
@@ -228,6 +225,16 @@ class EtcdStore(Store):
                 f"{amount} was added to {key!r}, but etcd was compacted since, and forgot the sum: get the key"
             )
         return int(plain(new, made.kv.version))
+
+    def _sum(self, key: str) -> int:
+        """The number that `key` holds, which is made 0 if it does not exist. The others' counter stays theirs, and
+        however many add to it, this needs two requests."""
+        name, deadline = self._data + key, self._deadline()
+        seen = self._range(Get(Span(name)), deadline).one
+        if seen is None:
+            made = self._put(name, counter(0, 0, 0), absent(name), deadline)
+            seen = None if made.done else made.kv
+        return _number(key, seen) if seen is not None else 0
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of `key`. A missing key counts as empty."""

@@ -10,11 +10,15 @@ from ftcoord import concurrency
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff
 
 UNPAUSED_TRIES: Final = 2
-"""Attempts that follow one another without a pause: most of them only learn the key's value."""
+"""Failed attempts after which there is no pause yet: most of the first ones only learn the key's value."""
 
 
 class Tries:
     """Attempts with a common deadline. Not thread-safe.
+
+    What was learned before a pause is out of date after it where the key changes often: the attempt after a pause is
+    made only to learn the value again, and the next one follows at once. With a pause before each attempt, one of
+    several clients that all change a key would never succeed.
 
     Args:
         key: what the operation changes.
@@ -34,5 +38,6 @@ class Tries:
                 f"wait timeout: others changed {self._key!r} before each of {self._failed} tries; let fewer change it"
                 " at a time, or raise the timeout"
             )
-        if self._failed > UNPAUSED_TRIES:
-            self._closed.wait(backoff(self._failed - UNPAUSED_TRIES))
+        pairs, is_second = divmod(self._failed - UNPAUSED_TRIES, 2)
+        if pairs >= 0 and is_second:
+            self._closed.wait(backoff(pairs + 1))

@@ -30,7 +30,7 @@ from ftcoord.errors import (
     RequestRefused,
     RoundOver,
 )
-from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, Span, TxnResult, Watch, absent
+from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, RangeResult, Span, TxnResult, Watch, absent
 from ftcoord.heartbeat import Heartbeat, watch_heartbeats
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.primitives.feed import Feed
@@ -431,6 +431,59 @@ def test_an_operation_that_others_always_overtake_ends_in_time(operate: Callable
         store.close()
 
     play()
+
+
+@pytest.mark.parametrize("operate", STORE_OPERATIONS.values(), ids=STORE_OPERATIONS)
+def test_an_operation_succeeds_though_others_change_the_key_all_the_time(
+    operate: Callable[[EtcdStore], object],
+) -> None:
+    """What one learns of the key holds for 3 ms, and a request takes two."""
+
+    @simulated
+    def play(world: World) -> None:
+        client = world.etcd.client(lambda call: Fate(arrives=0.001, answers=0.001))
+        store = EtcdStore(client, "/s/", timedelta(seconds=60))
+        stop = concurrency.event()
+
+        def overwrite() -> None:
+            while not stop.is_set():
+                world.observer.put(f"{store_values_span('/s/').start}key", b"1")
+                world.sleep(0.003)
+
+        def change() -> None:
+            for _ in range(10):
+                operate(store)
+            stop.set()
+
+        run(world, overwrite, change)
+        store.close()
+
+    play()
+
+
+@simulated
+def test_nobody_who_adds_nothing_waits_for_those_who_add(world: World) -> None:
+    """Though the first of them came between its look and its change."""
+
+    class Preceded(Door):
+        def txn(self, *args: Any, **how: Any) -> TxnResult:
+            asked.append("txn")
+            adding.add("key", 5)
+            return super().txn(*args, **how)
+
+        def range(self, *args: Any, **how: Any) -> RangeResult:
+            asked.append("range")
+            return super().range(*args, **how)
+
+    asked: list[str] = []
+    adding = EtcdStore(world.observer, "/s/", timedelta(seconds=5))
+    reading = EtcdStore(Preceded(world.observer), "/s/", timedelta(seconds=5))
+    assert reading.add("key", 0) == 5
+    assert asked == ["range", "txn"]
+    assert (adding.add("key", 5), reading.add("key", 0)) == (10, 10)
+    assert asked == ["range", "txn", "range"]
+    for store in (adding, reading):
+        store.close()
 
 
 @simulated

@@ -17,10 +17,10 @@ from ftcoord.testing import Call, Fate, MemoryClient, MemoryEtcd, Scheduler
 
 T = TypeVar("T")
 
-SEEDS = 20
+SEEDS = 10
 """Histories of each scenario. Set FTCOORD_SEEDS to try more of them."""
-FEWER = 8
-"""Of a scenario that is played for so long that 20 would take seconds."""
+FEWER = 5
+"""Of a scenario that is played for so long that ten would take seconds."""
 PREFIX = "/g"
 TTL = 10
 """Seconds of a host's lease."""
