@@ -20,12 +20,12 @@ demo-torchft: $(VENV)/.torchft
 	$(BIN)/python examples/torchft_demo.py
 
 # All but what needs containers or a newer etcd (`make test-cluster` runs that), and without a chromium all but what needs
-# a browser (`make test-browser`). Most tests wait for etcd, leases or processes: so there are more of pytest's workers
-# than processors.
+# a browser (`make test-browser`). Most tests wait for etcd, leases or processes, so pytest runs more workers than
+# there are processors.
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n 10 --dist worksteal -m 'not alone and not browser' --ignore tests/cluster
 	$(BIN)/python -m pytest -q -n 5 --dist worksteal -m 'not docker' --ignore tests/cluster/test_upgrade.py tests/cluster
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'alone and not docker' $(call marked,alone)
+	$(BIN)/python -m pytest -q -m 'alone and not docker' $(call marked,alone)
 	@if [ -n "$$FTCOORD_TEST_CHROMIUM" ] || command -v chromium >/dev/null; then $(MAKE) test-browser; else \
 		echo "LEFT OUT: the tests of the page in a browser. Install chromium, and run: make test-browser"; fi
 

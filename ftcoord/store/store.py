@@ -201,15 +201,15 @@ class EtcdStore(Store):
     def add(self, key: str, amount: int) -> int:
         """Add to the decimal number that `key` holds, 0 if it does not exist; returns the sum.
 
-        Takes one request, however many others add the same amount at the same moment. Raises DistStoreError if the
-        value is not a number.
+        Takes one request, however many others add the same amount at the same moment; an `amount` of 0 takes two if the
+        key does not exist. Raises DistStoreError if the value is not a number.
         """
+        if amount == 0:
+            return self._sum(key)
         name = self._data + key
         seen = self._remembered.get(name)
         new = seen.value if seen and counts_by(seen.value, amount) else counter(amount, 0, 0)
         guard = Compare(name, "value", "=", new)
-        if amount == 0:
-            return self._sum(key)
         tries = self._tries(key)
         while not (made := self._put(name, new, guard, tries.deadline)).done:
             tries.again()
@@ -227,9 +227,11 @@ class EtcdStore(Store):
         return int(plain(new, made.kv.version))
 
     def _sum(self, key: str) -> int:
-        """The number that `key` holds, which is made 0 if it does not exist. The others' counter stays theirs, and
-        however many add to it, this needs two requests."""
-        name, deadline = self._data + key, self._deadline()
+        """Return the number that `key` holds; create the key with 0 if it does not exist.
+
+        Never changes an existing key, and takes at most two requests that etcd answers, however many clients add to it.
+        """
+        name, deadline = self._data + key, self._tries(key).deadline
         seen = self._range(Get(Span(name)), deadline).one
         if seen is None:
             made = self._put(name, counter(0, 0, 0), absent(name), deadline)

@@ -9,16 +9,16 @@ from torch.distributed import DistStoreError
 from ftcoord import concurrency
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff
 
-UNPAUSED_TRIES: Final = 2
-"""Failed attempts after which there is no pause yet: most of the first ones only learn the key's value."""
+UNPAUSED_TRIES: Final = 3
+"""Attempts before the first pause: most of the first ones only learn the key's value."""
 
 
 class Tries:
     """Attempts with a common deadline. Not thread-safe.
 
-    What was learned before a pause is out of date after it where the key changes often: the attempt after a pause is
-    made only to learn the value again, and the next one follows at once. With a pause before each attempt, one of
-    several clients that all change a key would never succeed.
+    If others change the key often, what a client knows of it is out of date after a pause. So attempts after a pause
+    come in pairs: the first one usually fails and learns the value, and the second one follows at once. With a pause
+    before each attempt, a client would hardly ever succeed while others change the key every few milliseconds.
 
     Args:
         key: what the operation changes.
@@ -31,13 +31,13 @@ class Tries:
         self._key, self._closed, self._failed = key, closed, 0
 
     def again(self) -> None:
-        """Pause after a failed attempt. Raises DistStoreError after the deadline."""
+        """Note a failed attempt, and pause if a pause is due. Raises DistStoreError after the deadline."""
         self._failed += 1
         if concurrency.now() >= self.deadline:
             raise DistStoreError(
                 f"wait timeout: others changed {self._key!r} before each of {self._failed} tries; let fewer change it"
                 " at a time, or raise the timeout"
             )
-        pairs, is_second = divmod(self._failed - UNPAUSED_TRIES, 2)
-        if pairs >= 0 and is_second:
-            self._closed.wait(backoff(pairs + 1))
+        later = self._failed - UNPAUSED_TRIES
+        if later >= 0 and later % 2 == 0:
+            self._closed.wait(backoff(later // 2 + 1))

@@ -325,6 +325,7 @@ PLANS = ["l", "n", "u", "ll", "ln", "nl", "ul", "lul", "olnol", "llllollll"]
 @pytest.mark.parametrize("plan", PLANS)
 def test_lost_answers_change_nothing_twice(make: MakeEtcdStore, client: EtcdClient, plan: str) -> None:
     store, other = make(LossyEtcd(client, plan)), make()
+    assert (store.add("zero", 0), other.get("zero")) == (0, b"0")
     assert store.add("n", 5) == 5
     store.append("text", "a")
     assert store.compare_set("cas", "", "1") == b"1"

@@ -61,14 +61,14 @@ class Agent:
         """None while it runs; -signal when one ended it."""
         return self._process.poll()
 
-    @property
-    def watched(self) -> int:
-        """How many processes it has a pidfd for: its workers, once it watches them."""
-        count = 0
-        for file in Path(f"/proc/{self.pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                count += "[pidfd]" in os.readlink(file)
-        return count
+    def watches(self, pids: Iterable[int]) -> bool:
+        """Whether it has a pidfd for each of these processes."""
+        found = set()
+        with contextlib.suppress(FileNotFoundError):  # it has ended: the caller's message shows how
+            for file in Path(f"/proc/{self.pid}/fdinfo").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    found |= {int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith("Pid:")}
+        return found.issuperset(pids)
 
     def terminal(self) -> str:
         """All that it printed, and its workers with it."""
@@ -202,12 +202,19 @@ class Job:
         assert address is not None
         return address
 
-    def await_watched(self, names: str) -> None:
-        """Wait until these agents watch their workers. A worker that fails before that is told by its own agent alone:
-        torch's agent looks for the first time `monitor_interval` after it has started its workers."""
-        for name in names:
+    def await_watched(self, address: str) -> None:
+        """Wait until the agents of a round watch their workers.
+
+        If a worker fails earlier, only its own agent can report that: torch's agent first looks at its workers
+        `monitor_interval` after it has started them.
+        """
+        for name in {event.agent for event in self.rounds("started")[address]}:
+            pids = [event.pid for event in self.rounds("started")[address] if event.agent == name]
             agent = self.agents[name]
-            eventually(lambda agent=agent: agent.watched == self._workers, lambda: f"a watch\n{self.story()}")
+            eventually(
+                lambda agent=agent, pids=pids: agent.watches(pids),
+                lambda name=name: f"{name} watches its workers\n{self.story()}",
+            )
 
     def ranks(self, address: str) -> dict[str, int]:
         """The rank of each agent's worker in a round (of one worker an agent)."""

@@ -96,7 +96,7 @@ def test_a_worker_that_has_written_over_its_environment_ends_too_and_no_other_ru
             workers.append(pid)
             ends.callback(kill, os.pidfd_open(pid))  # the job would not find it
             sentinel_of(job)
-            job.await_watched("a")
+            job.await_watched(job.round_of("a", kind="started"))
             os.kill(pid, signal.SIGUSR1)
             eventually(lambda pid=pid: Path(f"/proc/{pid}/environ").read_bytes().endswith(b"\0\0"), "it is hidden")
         orphan, other = workers
@@ -145,7 +145,7 @@ def test_peers_of_a_worker_that_fails_are_called_back_though_another_one_of_its_
         failing = max(rank for rank, event in first.items() if event.agent == "b")
         (stubborn,) = (event.pid for rank, event in first.items() if event.agent == "b" and rank != failing)
         peers = {event.pid for event in first.values() if event.agent == "a"}
-        job.await_watched("b")
+        job.await_watched(address)
         job.order(f"crash-{failing}")
         eventually(lambda: not peers & set(job.processes("a")), lambda: f"the peers are stopped\n{job.story()}")
         assert stubborn in job.processes("b"), "its agent still waits for it, so it has not come back"

@@ -152,10 +152,10 @@ def test_an_exception_of_a_worker_is_told_to_all_nodes_and_to_whoever_asks_later
         first = job.round_of("ab", kind="started")
         failing = next(event for event in job.rounds("started")[first] if event.rank == 1)
         told = f"worker {failing.pid} (rank 1, local rank 0) raised ValueError: no such sample: 17"
-        job.await_watched("ab")
+        job.await_watched(first)
         job.order("raise")
-        job.round_of("ab", kind="started", after={first})
-        job.await_watched("ab")
+        second = job.round_of("ab", kind="started", after={first})
+        job.await_watched(second)
         job.order("raise")
         for name in "ab":  # the next one is one too many
             assert job.agents[name].wait() == 1, job.story()

@@ -27,7 +27,7 @@ WRITTEN = "/written"
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
 def test_only_what_was_dropped_is_closed_by_a_thread(close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector would start one for each that was closed, whenever it pleases."""
-    gc.collect()  # what tests before this one have dropped
+    gc.collect()  # closes what earlier tests have dropped
     begun: list[object] = []
     monkeypatch.setattr(concurrency.DetachedThreads, "start", lambda threads: begun.append(threads))
     with MemoryEtcd() as etcd:
