@@ -50,6 +50,7 @@ from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Mad
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 from ftcoord.store.halves import StoreResources, let_go
 from ftcoord.store.tries import Tries
+from ftcoord.store.values import number_of, value_of
 from ftcoord.store.waiting import Waiting
 
 T = TypeVar("T")
@@ -144,7 +145,7 @@ class EtcdStore(Store):
 
     def get(self, key: str) -> bytes:
         """The value of `key`. Waits until there is one; DistStoreError after the store's timeout."""
-        return _value(self._await(Get(Span(self._data + key)), key, self._deadline()))
+        return value_of(self._await(Get(Span(self._data + key)), key, self._deadline()))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, in order. Waits until all exist; DistStoreError after the store's timeout."""
@@ -156,7 +157,7 @@ class EtcdStore(Store):
             else:
                 found[missing[0]] = self._await(Get(Span(self._data + missing[0])), missing[0], deadline)
                 found |= self._look(missing[1:], deadline)
-        return [_value(found[key]) for key in keys]
+        return [value_of(found[key]) for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist, each as a value or as a queue that holds an item.
@@ -218,7 +219,7 @@ class EtcdStore(Store):
                 new, guard = seen.value, Compare(name, "value", "=", seen.value)
             else:
                 version = seen.version + 1 if seen else 1
-                number = (_number(key, seen) if seen else 0) + amount
+                number = (number_of(key, seen) if seen else 0) + amount
                 new, guard = counter(amount, number, version), unchanged(name, seen.mod_revision if seen else 0)
         if made.kv is None:
             raise DistStoreError(
@@ -236,7 +237,7 @@ class EtcdStore(Store):
         if seen is None:
             made = self._put(name, counter(0, 0, 0), absent(name), deadline)
             seen = None if made.done else made.kv
-        return _number(key, seen) if seen is not None else 0
+        return number_of(key, seen) if seen is not None else 0
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of `key`. A missing key counts as empty."""
@@ -245,7 +246,7 @@ class EtcdStore(Store):
         tries = self._tries(key)
 
         def once(now: KeyValue | None) -> Made:
-            new, guard = stored((_value(now) if now else b"") + more), unchanged(name, now.mod_revision if now else 0)
+            new, guard = stored((value_of(now) if now else b"") + more), unchanged(name, now.mod_revision if now else 0)
             return self._put(name, new, guard, tries.deadline)
 
         made = once(seen)
@@ -265,8 +266,8 @@ class EtcdStore(Store):
         while not (made := self._put(name, stored(new), guard, tries.deadline)).done:
             if made.kv is None and wanted:
                 return wanted
-            if made.kv is not None and _value(made.kv) != wanted:
-                return _value(made.kv)
+            if made.kv is not None and value_of(made.kv) != wanted:
+                return value_of(made.kv)
             tries.again()
             guard = unchanged(name, made.kv.mod_revision if made.kv else 0)
         return new
@@ -478,20 +479,6 @@ class EtcdStore(Store):
         else:
             self._remembered.pop(name, None)
         return Made(made.done, kv)
-
-
-def _value(kv: KeyValue) -> bytes:
-    try:
-        return plain(kv.value, kv.version)
-    except ValueError:
-        raise DistStoreError(f"etcd key {kv.key!r} holds a broken counter: delete it") from None
-
-
-def _number(key: str, kv: KeyValue) -> int:
-    try:
-        return int(_value(kv))
-    except ValueError:
-        raise DistStoreError(f"{key!r} holds no decimal number to add to; use only add() on such a key") from None
 
 
 def _requests(puts: Sequence[Put]) -> Iterator[list[Put]]:

@@ -64,9 +64,9 @@ class Agent:
     def watches(self, pids: Iterable[int]) -> bool:
         """Whether it has a pidfd for each of these processes."""
         found = set()
-        with contextlib.suppress(FileNotFoundError):  # it has ended: the caller's message shows how
+        with contextlib.suppress(OSError):  # it has ended: the caller's message shows how
             for file in Path(f"/proc/{self.pid}/fdinfo").iterdir():
-                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                with contextlib.suppress(OSError):  # closed meanwhile
                     found |= {int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith("Pid:")}
         return found.issuperset(pids)
 

@@ -68,7 +68,7 @@ FLOORS = (
     "primitives.group.membership",
     "primitives.group.incarnations",
     "primitives.group.participant",
-    "store.errors store.tries store.waiting",
+    "store.errors store.tries store.values store.waiting",
     "store.halves",
     "store.store",
     "store",
