@@ -55,9 +55,9 @@ import sys
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import run_prefix, run_span
 from ftcoord.etcd.reading import read_snapshot
-from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.etcd.client import EtcdClient
 
-etcd = LeanClient(EtcdConfig.load(sys.argv[1], env={{}}))
+etcd = EtcdClient(EtcdConfig.load(sys.argv[1], env={{}}))
 read_snapshot(etcd.range, lambda then: then.pages(run_span(run_prefix({KEY_PREFIX!r}, {JOB!r}))))
 """
 _ENV: Final = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

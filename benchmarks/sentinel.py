@@ -29,7 +29,7 @@ BEGINS: Final = 3.0
 """Seconds after which the sentinel has started."""
 TARGET_ROUND: Final = 5.0
 """Milliseconds that a first round may take longer with a sentinel."""
-TARGET_MEMORY: Final = 25.0
+TARGET_MEMORY: Final = 40.0
 """MiB."""
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 

@@ -6,7 +6,6 @@ It is loaded with each of these commands, so what only some of them need is impo
 from __future__ import annotations
 
 import argparse
-from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from ftcoord.commands.flags import Flag, etcd_config
@@ -14,7 +13,7 @@ from ftcoord.commands.output import Terminal
 from ftcoord.config import choice, whole
 
 if TYPE_CHECKING:
-    from ftcoord.etcd.rpc.lean import LeanClient
+    from ftcoord.etcd.client import EtcdClient
     from ftcoord.operator.status import Rules
 
 RULE_FLAGS: Final = (
@@ -44,11 +43,11 @@ def terminal_of(options: argparse.Namespace) -> Terminal:
     return Terminal(options.output, options.color)
 
 
-def client_of(options: argparse.Namespace) -> closing[LeanClient]:
+def client_of(options: argparse.Namespace) -> EtcdClient:
     """A client of the etcd that the flags name, for one command. Raises ConfigError."""
-    from ftcoord.etcd.rpc.lean import LeanClient
+    from ftcoord.etcd.client import EtcdClient
 
-    return closing(LeanClient(etcd_config(options)))
+    return EtcdClient(etcd_config(options))
 
 
 def rules_of(options: argparse.Namespace) -> Rules:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,6 @@ from ftcoord.dashboard.connections import BoundedProtocol
 from ftcoord.dashboard.torchft_paths import TorchftPaths
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.lean import LeanClient
 from ftcoord.metrics.exporter import Collect
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.status import Rules, tell_job
@@ -138,11 +137,10 @@ def _made(page: Page) -> Iterator[tuple[_Server, socket.socket, str]]:
     with (
         _listening(host, port) as listener,
         EtcdClient(page.etcd) as client,
-        closing(LeanClient(page.etcd)) as lean,
         Board(client, page.key_prefix, page.rules) as board,
     ):
         config = uvicorn.Config(
-            _app(page, client, board, LeaseBook(lean)),
+            _app(page, client, board, LeaseBook(client)),
             http=BoundedProtocol,
             log_level="critical",
             access_log=False,

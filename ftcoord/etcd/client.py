@@ -16,6 +16,7 @@ from ftcoord.etcd.api import (
     Get,
     KeyCalls,
     Lease,
+    MemberStatus,
     Op,
     RangeResult,
     Span,
@@ -169,6 +170,13 @@ class EtcdClient(KeyCalls, Closing):
         except LeaseLost:
             log.debug("lease %x was already gone", lease_id)
 
+    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+        """Whole seconds that a lease has left, and its granted TTL; (-1, 0) for a lease that is gone. Within `timeout`
+        seconds. Raises the errors of every call."""
+        request = messages.message("LeaseTimeToLiveRequest")(id=lease_id)
+        response = self._transport.call(messages.TIME_TO_LIVE, request, timeout=timeout)
+        return int(response.ttl), int(response.granted_ttl)
+
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
     ) -> Watcher:
@@ -206,6 +214,31 @@ class EtcdClient(KeyCalls, Closing):
         if newer_wanted(response.version) and not self._is_embedded(header.member_id):
             _warn_below_floor(response.version)
         return Status(response.version, header.cluster_id, header.member_id, response.leader, header.revision)
+
+    def member_status(self, *, timeout: float | None = None) -> MemberStatus:
+        """What the member that answers reports of itself, within `timeout` seconds. Raises the errors of every call."""
+        began = concurrency.now()
+        found = self._transport.call(messages.STATUS, messages.message("StatusRequest")(), timeout=timeout)
+        return MemberStatus(
+            found.version,
+            f"{found.header.member_id:x}",
+            f"{found.leader:x}" if found.leader else "",
+            found.raft_term,
+            found.db_size,
+            found.db_size_in_use,
+            found.db_size_quota,
+            found.is_learner,
+            tuple(found.errors),
+            concurrency.now() - began,
+        )
+
+    def alarms(self, *, timeout: float | None = None) -> list[tuple[str, str]]:
+        """The active alarms, within `timeout` seconds: the member's id, in hexadecimal, and etcd's name of the alarm.
+
+        Raises the errors of every call.
+        """
+        found = self._transport.call(messages.ALARMS, messages.message("AlarmRequest")(), timeout=timeout)
+        return [(f"{one.member_id:x}", messages.ALARM_NAMES.get(one.alarm, str(one.alarm))) for one in found.alarms]
 
     @property
     def version(self) -> str:

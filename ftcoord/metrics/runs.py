@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -13,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError
-from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.etcd.client import EtcdClient
 from ftcoord.log_once import LogOnce
 from ftcoord.operator.listing import live_job_ids
 from ftcoord.operator.reading import read_job
@@ -72,7 +71,7 @@ class RunsCollector:
     def collect(self) -> Iterable[Metric]:
         """All metrics; if etcd does not answer, only that. Takes a few request timeouts at most."""
         try:
-            with closing(LeanClient(self._config)) as etcd:
+            with EtcdClient(self._config) as etcd:
                 ids = list(live_job_ids(etcd, self._key_prefix))
                 told = [tell_job(read_job(etcd, self._key_prefix, id_), Rules()) for id_ in ids[:MOST_RUNS]]
         except EtcdError as error:

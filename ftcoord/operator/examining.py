@@ -11,7 +11,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import runs_span
 from ftcoord.errors import EtcdAuthError, EtcdError
 from ftcoord.etcd.api import Compare, Get, Put
-from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.etcd.client import EtcdClient
 from ftcoord.operator.findings import EndpointFacts, EtcdFacts
 from ftcoord.operator.leftovers import why_kept
 from ftcoord.operator.member_http import quantile_bound, read_numbers
@@ -33,7 +33,7 @@ def examine(config: EtcdConfig, key_prefix: str) -> EtcdFacts:
     there = [at for at, one in zip(config.endpoints, endpoints, strict=True) if one.status is not None]
     if not there:
         return facts
-    etcd = LeanClient(replace(config, endpoints=tuple(there)))
+    etcd = EtcdClient(replace(config, endpoints=tuple(there)))
     try:
         facts = _with_rights_to_write(etcd, _with_rights_to_read(etcd, _with_alarms(etcd, facts)))
         return facts if facts.cannot_read else _with_leftovers(etcd, facts)
@@ -45,10 +45,10 @@ def examine(config: EtcdConfig, key_prefix: str) -> EtcdFacts:
 
 
 def _endpoint(config: EtcdConfig, at: int) -> EndpointFacts:
-    etcd, name = LeanClient(replace(config, endpoints=(config.endpoints[at],))), str(config.endpoints[at])
+    etcd, name = EtcdClient(replace(config, endpoints=(config.endpoints[at],))), str(config.endpoints[at])
     try:
-        etcd.status()  # it connects, and logs in
-        facts = EndpointFacts(name, etcd.status())
+        etcd.member_status()  # it connects, and logs in
+        facts = EndpointFacts(name, etcd.member_status())
     except EtcdError as error:
         return EndpointFacts(name, None, str(error))
     finally:
@@ -59,14 +59,14 @@ def _endpoint(config: EtcdConfig, at: int) -> EndpointFacts:
     return replace(facts, fsync_seconds=quantile_bound(numbers.text, FSYNC, 0.99), clock_ahead=numbers.clock_ahead)
 
 
-def _with_alarms(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
+def _with_alarms(etcd: EtcdClient, facts: EtcdFacts) -> EtcdFacts:
     try:
         return replace(facts, alarms=etcd.alarms())
     except EtcdAuthError:
         return facts
 
 
-def _with_rights_to_read(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
+def _with_rights_to_read(etcd: EtcdClient, facts: EtcdFacts) -> EtcdFacts:
     first = Get(runs_span(facts.key_prefix), limit=1, keys_only=True)
     try:
         return replace(facts, read_seconds=_timed(lambda: etcd.range(first), READS_TIMED))
@@ -74,7 +74,7 @@ def _with_rights_to_read(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
         return replace(facts, cannot_read=str(error))
 
 
-def _with_rights_to_write(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
+def _with_rights_to_write(etcd: EtcdClient, facts: EtcdFacts) -> EtcdFacts:
     """Have etcd check the permission to write in a transaction that writes nothing."""
     key = runs_span(facts.key_prefix).start
     never = Compare(key, "version", "<", 0)
@@ -86,7 +86,7 @@ def _with_rights_to_write(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
     return replace(facts, write_seconds=granted_and_revoked / 2)
 
 
-def _with_leftovers(etcd: LeanClient, facts: EtcdFacts) -> EtcdFacts:
+def _with_leftovers(etcd: EtcdClient, facts: EtcdFacts) -> EtcdFacts:
     remains = list(remains_of_all(etcd, facts.key_prefix))
     over = [one.job for one in remains if not why_kept(one, idle=False)]
     idle = [one.job for one in remains if not why_kept(one, idle=True) and one.job not in over]

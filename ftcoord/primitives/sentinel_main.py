@@ -20,6 +20,7 @@ buries the process.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import select
@@ -27,27 +28,35 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import groupby
 from math import inf
 from operator import attrgetter
 from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
 from ftcoord.core.layout import death_key, member_id
 from ftcoord.core.lease import LeaseTimes
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
-from ftcoord.etcd.api import Put
-from ftcoord.etcd.rpc.lean import LeanClient
+from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ThreadNotStarted
+from ftcoord.etcd.api import EtcdCalls, Put
+from ftcoord.log_once import LogOnce
 from ftcoord.pidfd import LONGEST_POLL
 from ftcoord.primitives.orphans import Orphans, ProcessId
 from ftcoord.primitives.sentinel_orders import Order, config_from
 from ftcoord.primitives.watched_process import WatchedProcess
 
+log = logging.getLogger(__name__)
+
 HELP_AFTER: Final = 1 / 2
 """The part of a TTL after which the sentinel renews a lease that the process, which renews earlier, has not renewed."""
 CALL_TIMEOUT: Final = 1.0
-"""Seconds that one call may take: meanwhile the sentinel sees nothing else."""
+"""Seconds that one call may take, or"""
+CALL_TIMEOUT_PART: Final = 0.3
+"""this part of the etcd's `request_timeout` if that is more: meanwhile the sentinel sees nothing else."""
+CLIENT: Final = "ftcoord.etcd.client"
+"""The module that loads gRPC, which takes a tenth of a second: a thread does it while the sentinel already watches."""
 AGAIN_AFTER: Final = 0.5
 """Seconds between two attempts to renew, or to bury."""
 DEATHS_AT_ONCE: Final = 100
@@ -72,12 +81,42 @@ class _Kept:
     was_spared: bool = False
 
 
+class EtcdOfProcess:
+    """An etcd of the process. Its client is made when it is first needed, so that nothing else waits for gRPC.
+
+    Args:
+        config: how to reach it.
+        client: the client, if there is one already.
+    """
+
+    def __init__(self, config: EtcdConfig, client: EtcdCalls | None = None) -> None:
+        self._config, self._client = config, client
+        self.timeout = max(CALL_TIMEOUT, CALL_TIMEOUT_PART * config.request_timeout)  # of a call; never changes
+
+    @property
+    def client(self) -> EtcdCalls:
+        """Raises EtcdUnavailable while its TLS files cannot be read."""
+        if self._client is None:
+            try:
+                self._client = _client_of(self._config)
+            except ConfigError as error:
+                raise EtcdUnavailable(str(error)) from None
+        return self._client
+
+
+def _client_of(config: EtcdConfig) -> EtcdCalls:
+    from ftcoord.etcd.client import EtcdClient  # loads gRPC, unless the thread of `main` has
+
+    return EtcdClient(config)
+
+
 class Sentinel:
     """The orders of the process, and how they are carried out. Not thread-safe."""
 
     def __init__(self, process: WatchedProcess) -> None:
         self._process = process
-        self._etcds: dict[int, LeanClient] = {}
+        self._etcds: dict[int, EtcdOfProcess] = {}
+        self._problem = LogOnce(log)
         self._kept: dict[int, _Kept] = {}
         self._mark = ""
         self._workers: list[ProcessId] = []
@@ -94,7 +133,7 @@ class Sentinel:
     def obey(self, order: Order) -> None:
         """Carry out one order."""
         if "config" in order:
-            self._etcds[order["etcd"]] = LeanClient(config_from(order["config"]))
+            self._etcds[order["etcd"]] = EtcdOfProcess(config_from(order["config"]))
         elif "keep" in order:
             lease, at, ttl = order["keep"], order["at"], order["ttl"]
             due = inf if order["rests"] else at + ttl * HELP_AFTER
@@ -108,7 +147,7 @@ class Sentinel:
 
     def renew(self) -> None:
         """Renew the lease that is due first, if one is due and the process runs. Only one: each may take
-        `CALL_TIMEOUT`, and meanwhile the sentinel sees nothing."""
+        its etcd's `timeout`, and meanwhile the sentinel sees nothing."""
         now = concurrency.now()
         one = min(self._kept.values(), key=attrgetter("due"), default=None)
         if one is None or one.due > now:
@@ -119,12 +158,17 @@ class Sentinel:
             return
         one.was_spared = False
         try:
-            ttl = self._etcds[one.etcd].renew(one.id, timeout=CALL_TIMEOUT)
+            etcd = self._etcds[one.etcd]
+            ttl = etcd.client.renew(one.id, timeout=etcd.timeout)
         except LeaseLost:  # the process finds out by itself
             del self._kept[one.id]
-        except EtcdError:  # there is nobody to tell, and a lease outlives an outage of etcd
+        except EtcdError as error:  # a lease outlives an outage of etcd
+            self._problem.say(
+                f"the sentinel of this process cannot renew its leases: {error}"
+            )
             self._put_off(one.etcd)
         else:
+            self._problem.forget()
             one.times = LeaseTimes(now, ttl)
             one.due = now + ttl * HELP_AFTER
             one.was_spared = not runs  # or a stop of less than a TTL could end a lease that was about to be renewed
@@ -153,7 +197,7 @@ class Sentinel:
         for number, leases in groupby(sorted(self._kept.values(), key=attrgetter("etcd")), attrgetter("etcd")):
             self._give_up(self._etcds[number], list(leases), value)
 
-    def _give_up(self, etcd: LeanClient, leases: Sequence[_Kept], value: bytes) -> None:
+    def _give_up(self, etcd: EtcdOfProcess, leases: Sequence[_Kept], value: bytes) -> None:
         """The cause is written first, so anyone who sees that a lease has ended finds it. `bury` repeats failed calls:
         writing the cause twice is harmless."""
         try:
@@ -164,15 +208,15 @@ class Sentinel:
             pass
         with suppress(EtcdError):
             for one in leases:
-                etcd.revoke(one.id, timeout=CALL_TIMEOUT)
+                etcd.client.revoke(one.id, timeout=etcd.timeout)
                 del self._kept[one.id]
 
-    def _say(self, etcd: LeanClient, leases: Sequence[_Kept], value: bytes) -> None:
-        grave = etcd.grant(REMEMBERED_FOR, timeout=CALL_TIMEOUT).id
+    def _say(self, etcd: EtcdOfProcess, leases: Sequence[_Kept], value: bytes) -> None:
+        grave = etcd.client.grant(REMEMBERED_FOR, timeout=etcd.timeout).id
         keys = [death_key(one.deaths, name) for one in leases for name in (member_id(one.id), *one.was)]
         for at in range(0, len(keys), DEATHS_AT_ONCE):
             puts = [Put(key, value, grave) for key in keys[at : at + DEATHS_AT_ONCE]]
-            etcd.txn((), puts, timeout=CALL_TIMEOUT)
+            etcd.client.txn((), puts, timeout=etcd.timeout)
 
 
 def stand_by(process: WatchedProcess) -> None:
@@ -228,6 +272,8 @@ def main() -> None:
         os.fstat(2)
     except OSError:  # the process has none: the number would be a connection's
         os.open(os.devnull, os.O_WRONLY)
+    with suppress(ThreadNotStarted):  # then it is loaded when it is needed
+        concurrency.thread(import_module, "ftcoord-load", CLIENT).start()
     pid, *pidfd = map(int, sys.argv[1:])
     stand_by(WatchedProcess(pid, pidfd[0] if pidfd else None))
 

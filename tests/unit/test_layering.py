@@ -40,10 +40,10 @@ FLOORS = (
     "core.quorum_history core.bystanders",
     "etcd.api etcd.release",
     "etcd.retry etcd.reading",
-    "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback etcd.rpc.dialer",
+    "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback",
     "etcd.rpc.messages etcd.rpc.errors",
     "etcd.rpc.codec",
-    "etcd.rpc.transport etcd.rpc.lean",
+    "etcd.rpc.transport",
     "etcd.rpc.watch etcd.rpc.batching",
     "etcd.client",
     "etcd.shared etcd.namespace",
@@ -251,7 +251,7 @@ def test_primitives_work_on_any_etcd() -> None:
 
     def needs(module: str) -> Set[str]:
         known = {name for name in imports(module) if name.startswith("ftcoord.etcd.")}
-        program = {"ftcoord.etcd.rpc.lean"} if module == "ftcoord.primitives.sentinel_main" else set()
+        program = {"ftcoord.etcd.client"} if module == "ftcoord.primitives.sentinel_main" else set()
         return known - {"ftcoord.etcd.api", "ftcoord.etcd.retry", "ftcoord.etcd.reading"} - program
 
     assert offenders([m for m in MODULES if m.startswith("ftcoord.primitives.")], needs) == {}
@@ -324,12 +324,12 @@ def test_what_operators_are_told_is_pure() -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "status", "history", "why", "doctor", "gc"])
-def test_commands_load_neither_torch_nor_grpc(command: str) -> None:
+def test_commands_load_neither_torch_nor_a_web_framework(command: str) -> None:
     """Each is to answer in a moment, loading included."""
     code = (
         "import sys; from ftcoord import cli\n"
         f"code = cli.main([{command!r}, *{['job'] * (command in ('status', 'history', 'why'))!r}])\n"
-        "sys.exit(str({'torch', 'grpc', 'asyncio', 'numpy', 'starlette'} & sys.modules.keys() or code))"
+        "sys.exit(str({'torch', 'numpy', 'starlette'} & sys.modules.keys() or code))"
     )
     env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1", "FTCOORD_REQUEST_TIMEOUT": "0.01"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
@@ -353,10 +353,10 @@ def test_a_command_loads_what_it_needs_until_its_first_request(command: str, unn
     """To load all commands takes longer than any of them does."""
     code = (
         "import sys; from ftcoord import cli\n"
-        "from ftcoord.etcd.rpc.lean import LeanClient\n"
+        "from ftcoord.etcd.client import EtcdClient\n"
         "def first_request(*_):\n"
-        f"    sys.exit(str(set({sorted(unneeded | {'torch', 'grpc'})!r}) & sys.modules.keys() or ''))\n"
-        "LeanClient.range = LeanClient.status = first_request\n"
+        f"    sys.exit(str(set({sorted(unneeded | {'torch'})!r}) & sys.modules.keys() or ''))\n"
+        "EtcdClient.range = EtcdClient.member_status = first_request\n"
         f"cli.main([{command!r}, *{['job'] * (command in ('history', 'status'))!r}])"
     )
     env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1"}

@@ -91,12 +91,15 @@ class Stub(WatchedProcess):
 
 
 @contextmanager
-def standing_by(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[tuple[Sentinel, Stub]]:
-    """One that was told of so many leases just now, in virtual time."""
-    monkeypatch.setattr(sentinel_main, "LeanClient", Noting)
+def standing_by(
+    monkeypatch: pytest.MonkeyPatch, count: int = 1, patience: float = 1
+) -> Iterator[tuple[Sentinel, Stub]]:
+    """One that was told of so many leases just now, in virtual time. `patience`: the request timeout."""
+    monkeypatch.setattr(sentinel_main, "_client_of", Noting)
     process = Stub()
     sentinel = Sentinel(process)
-    sentinel.obey(Order(etcd=0, config=config_raw(EtcdConfig.load("localhost:1", env={}))))
+    sentinel.obey(Order(etcd=0, config=config_raw(EtcdConfig.load("localhost:1", env={}, request_timeout=patience))))
+    assert sentinel._etcds[0].client is Noting.made
     for lease in range(count):
         sentinel.obey(Order(etcd=0, keep=lease, at=concurrency.now(), ttl=TTL, deaths="/d", was=(), rests=False))
     yield sentinel, process
@@ -153,6 +156,25 @@ def test_an_etcd_that_hangs_takes_it_away_for_one_call_at_a_time(monkeypatch: py
                 assert sentinel.next_due() == pytest.approx(concurrency.now() + AGAIN_AFTER, abs=0.01)
 
     virtually(play)
+
+
+def test_a_call_may_take_longer_where_the_user_expects_slow_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else no answer of an etcd that is a second away would ever be received. One line names the problem."""
+
+    def play() -> None:
+        with standing_by(monkeypatch, 2, patience=20) as (sentinel, _):
+            Noting.made.problem = EtcdUnavailable("it is far away")
+            passes(sentinel)
+            began = concurrency.now()
+            passes(sentinel)
+            assert concurrency.now() - began == pytest.approx(AGAIN_AFTER + 6, abs=0.01)
+
+    virtually(play)
+    assert [one.getMessage() for one in caplog.records] == [
+        "the sentinel of this process cannot renew its leases: it is far away"
+    ]
 
 
 def test_of_a_process_that_is_stopped_a_lease_is_renewed_once_and_later_not_even_looked_at(

@@ -16,7 +16,6 @@ from ftcoord.config import EtcdConfig
 from ftcoord.coordination import policy
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.quorum_records import parse_replica
-from ftcoord.etcd.api import Lease, Put, TxnResult
 from ftcoord.primitives import sentinel, sentinel_main, session
 from ftcoord.primitives.orphans import ProcessId
 from ftcoord.primitives.sentinel_orders import Order
@@ -77,25 +76,6 @@ class MarkStub:
         pass
 
 
-class _LeanClient:
-    """A client as a sentinel has it."""
-
-    def __init__(self, client: MemoryClient) -> None:
-        self._client = client
-
-    def grant(self, ttl: int, *, timeout: float) -> Lease:
-        return self._client.grant(ttl, timeout=timeout)
-
-    def txn(self, compares: Sequence[Any], puts: Sequence[Put], *, timeout: float) -> TxnResult:
-        return self._client.txn(compares, puts, timeout=timeout)
-
-    def renew(self, lease_id: int, *, timeout: float) -> int:
-        return self._client.renew(lease_id, timeout=timeout)
-
-    def revoke(self, lease_id: int, *, timeout: float) -> None:
-        self._client.revoke(lease_id, timeout=timeout)
-
-
 class SentinelStub:
     """The sentinel of one process: the program's own class, without its pipe and `/proc`. It runs in a process of its
     own while there is a lease to stand by.
@@ -107,7 +87,7 @@ class SentinelStub:
     def __init__(self, name: str, client: MemoryClient, begin: Callable[[Callable[[], None]], None]) -> None:
         self._name, self._begin = name, begin
         self._real = sentinel_main.Sentinel(self)  # type: ignore[arg-type]
-        self._real._etcds[0] = _LeanClient(client)  # type: ignore[assignment]
+        self._real._etcds[0] = sentinel_main.EtcdOfProcess(CONFIG, client)
         self._told = concurrency.event()
         self._orders: deque[Order] = deque()  # the pipe
         self._kept: dict[int, Order] = {}
