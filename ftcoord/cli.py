@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Final
+from typing import Final, TextIO
 
 from ftcoord import __version__
 from ftcoord.commands import completion
 from ftcoord.commands.codes import HEALTHY, INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE
 from ftcoord.commands.flags import resolve
-from ftcoord.commands.output import neutral
 from ftcoord.errors import ConfigError, EtcdUnavailable, FtcoordError, OutcomeUnknown
 
 FAMILIES: Final = {
@@ -38,6 +38,7 @@ EXIT_CODES: Final = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
+    _replace_what_lacks(sys.stdout, sys.stderr)
     given = sys.argv[1:] if arguments is None else arguments
     options = _parser(given[0] if given else "").parse_args(given)
     try:
@@ -59,8 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _replace_what_lacks(*streams: TextIO) -> None:
+    """Have these streams write an escape for each character that their encoding lacks, as that of an ASCII terminal
+    does, and not raise."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _complain(error: FtcoordError, code: int) -> int:
-    print(f"ftcoord: {neutral(str(error))}", file=sys.stderr)
+    print(f"ftcoord: {error}", file=sys.stderr)
     return code
 
 

@@ -338,7 +338,7 @@ def _endpoints(given: _Given | None) -> tuple[tuple[Endpoint, ...], bool | None]
 
 def _endpoint(name: str, item: str) -> tuple[str, Endpoint]:
     def refused(why: str) -> ConfigError:
-        return ConfigError(name, redacted(item), f"{why}; expected {_ENDPOINT_FORM}")
+        return ConfigError(name, redacted(_without_odd_port(item)), f"{why}; expected {_ENDPOINT_FORM}")
 
     url = _URL.fullmatch(item)
     if not item or url is None:
@@ -355,6 +355,14 @@ def _endpoint(name: str, item: str) -> tuple[str, Endpoint]:
     if address is None or host is None:
         raise refused("the host is neither a DNS name nor an IP address")
     return (scheme or "").lower(), Endpoint(host, _port(address["port"], refused))
+
+
+def _without_odd_port(item: str) -> str:
+    """An endpoint as an error may show it: what follows the host may be a password, unless it is a number."""
+    scheme, slashes, rest = item.rpartition("://")
+    host, colon, port = rest.partition("]:") if rest.startswith("[") else rest.partition(":")
+    is_harmless = re.fullmatch("[0-9]{0,5}", port) or re.fullmatch("[0-9a-fA-F:.]*:[0-9a-fA-F:.]*", port)
+    return item if is_harmless else f"{scheme}{slashes}{host}{colon}{HIDDEN}"
 
 
 def _port(port: str | None, refused: Callable[[str], ConfigError]) -> int:

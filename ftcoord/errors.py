@@ -10,6 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from ftcoord.escaping import neutral
+
 _E = TypeVar("_E", bound="FtcoordError")
 
 MORE_THREADS: Final = "raise the limit on threads (ulimit -u, or the container's limit on processes) if it is reached"
@@ -20,8 +22,11 @@ class FtcoordError(Exception):
     """The root of the tree: catch this to catch everything ftcoord raises.
 
     Errors can be copied into another process, as multiprocessing and concurrent.futures do. The copy has the same text
-    and attributes.
+    and attributes. `str` shows what others wrote with escapes, on one line.
     """
+
+    def __str__(self) -> str:
+        return neutral(super().__str__())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Python itself would call the constructor with the finished text, and a pool that cannot read an error breaks.

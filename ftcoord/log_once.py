@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from ftcoord.escaping import neutral
+
 
 class LogOnce:
     """Logs a text, unless it is the same as the last one. Not thread-safe.
@@ -17,7 +19,7 @@ class LogOnce:
 
     def say(self, text: str, level: int = logging.WARNING) -> None:
         """Log a text; at DEBUG if it equals the last one."""
-        self._log.log(logging.DEBUG if text == self._last else level, "%s", text)
+        self._log.log(logging.DEBUG if text == self._last else level, "%s", neutral(text))
         self._last = text
 
     def forget(self) -> None:

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from typing import Final
 
 from ftcoord.config import choice
+from ftcoord.escaping import neutral
 
 FORMAT_VARIABLE: Final = "FTCOORD_LOG_FORMAT"
 FACTS: Final = ("run", "round", "quorum", "member", "revision", "reason", "rank", "host", "replica")
@@ -35,15 +36,29 @@ def log_change(log: logging.Logger, text: str, level: int = logging.INFO, /, **f
     """
     known = {name: value for name, value in facts.items() if value not in (None, "")}
     shown = ", ".join(f"{name} {known[name]}" for name in ("member", "revision") if name in known)
-    log.log(level, "%s%s", text, f" [{shown}]" if shown else "", extra=known, stacklevel=2)
+    log.log(level, "%s", neutral(f"{text} [{shown}]" if shown else text), extra=known, stacklevel=2)
 
 
 def named(names: Iterable[str], count: int | None = None) -> str:
     """The first names, and how many more there are."""
-    known = list(names)
+    known = [neutral(name) for name in names]
     more = max(len(known) if count is None else count, len(known)) - SHOWN
     shown = ", ".join(known[:SHOWN])
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+class TextFormatter(logging.Formatter):
+    """One line for each record, with the text of others as escapes. Further lines, of tracebacks, begin with a space,
+    so that none of them passes for a record."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT, _TIME)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return neutral(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n ".join(map(neutral, super().format(record).split("\n")))
 
 
 class JsonFormatter(logging.Formatter):
@@ -87,7 +102,7 @@ def show_log_lines(env: Mapping[str, str] | None = None) -> None:
     if package.hasHandlers():
         return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(_TEXT, _TIME))
+    handler.setFormatter(JsonFormatter() if is_json else TextFormatter())
     package.addHandler(handler)
     level = variables.get("LOGLEVEL", "").strip().upper()
     if isinstance(logging.getLevelName(level), int):

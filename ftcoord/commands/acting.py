@@ -13,9 +13,10 @@ from typing import Any, Final
 from ftcoord.commands.codes import DONE, NOT_DONE
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, YES_FLAG, Flag, add, etcd_config
 from ftcoord.commands.jobs import add_job, client_of, terminal_of
-from ftcoord.commands.output import Terminal, neutral
+from ftcoord.commands.output import Terminal
 from ftcoord.config import full_text, seconds, whole
 from ftcoord.errors import ConfigError
+from ftcoord.escaping import neutral
 from ftcoord.operator.told import FORMAT, Done
 
 COMMON: Final = (*ETCD_FLAGS, KEYS_FLAG, YES_FLAG, *OUTPUT_FLAGS)

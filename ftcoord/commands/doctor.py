@@ -9,7 +9,8 @@ from typing import Any
 from ftcoord.commands.codes import HEALTHY, UNHEALTHY, UNREACHABLE
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add, etcd_config
 from ftcoord.commands.jobs import terminal_of
-from ftcoord.commands.output import Terminal, neutral
+from ftcoord.commands.output import Terminal
+from ftcoord.escaping import neutral
 from ftcoord.operator.told import Examination
 
 

@@ -10,8 +10,9 @@ from typing import Any, Final
 from ftcoord.commands.codes import HEALTHY, UNHEALTHY
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add
 from ftcoord.commands.jobs import RULE_FLAGS, add_job, client_of, rules_of, terminal_of
-from ftcoord.commands.output import Terminal, clock, neutral
+from ftcoord.commands.output import Terminal, clock
 from ftcoord.config import full_text
+from ftcoord.escaping import neutral
 from ftcoord.operator.past import explain, tell_history
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.told import Explanation, JobHistory, ToldEvent, no_such_job

@@ -9,7 +9,8 @@ from typing import Any
 from ftcoord.commands.codes import HEALTHY
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add
 from ftcoord.commands.jobs import client_of, terminal_of
-from ftcoord.commands.output import Terminal, neutral
+from ftcoord.commands.output import Terminal
+from ftcoord.escaping import neutral
 from ftcoord.operator.listing import read_jobs
 from ftcoord.operator.told import JobLine, JobList
 

@@ -11,8 +11,9 @@ from ftcoord import concurrency
 from ftcoord.commands.codes import HEALTHY, UNHEALTHY
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, Flag, add
 from ftcoord.commands.jobs import RULE_FLAGS, add_job, client_of, rules_of, terminal_of
-from ftcoord.commands.output import Terminal, clock, neutral
+from ftcoord.commands.output import Terminal, clock
 from ftcoord.config import full_text, whole
+from ftcoord.escaping import neutral
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.reading import ReadsLeases, read_job, read_leases
 from ftcoord.operator.status import Member, Rules, foremost, members_of, tell_job, with_leases

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, TextIO
 
+from ftcoord.escaping import neutral
 from ftcoord.operator.told import plain
 
 FORMATS: Final = ("table", "json", "yaml")
@@ -110,13 +111,6 @@ class _Column:
     def padded(self, text: str) -> str:
         space = " " * (self._width - _width(text))
         return f"{space}{text}" if self._is_right else f"{text}{space}"
-
-
-def neutral(text: str) -> str:
-    """A text of anybody's, safe for a terminal and on one line."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def clock(at: float, form: str = "%H:%M:%S") -> str:

@@ -14,8 +14,9 @@ from ftcoord.commands.codes import HEALTHY, UNHEALTHY, UNREACHABLE
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add, etcd_config
 from ftcoord.commands.jobs import RULE_FLAGS, add_job, rules_of, terminal_of
 from ftcoord.commands.looking import status_lines
-from ftcoord.commands.output import Terminal, neutral, to_line
+from ftcoord.commands.output import Terminal, to_line
 from ftcoord.config import full_text
+from ftcoord.escaping import neutral
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.told import JobStatus, Watched
 from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe

@@ -8,10 +8,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from ftcoord.config import EtcdConfig, redacted, whole
+from ftcoord.config import HIDDEN, EtcdConfig, redacted, whole
 from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import KEY_PREFIX, quorum_prefix
 from ftcoord.core.quorum import QuorumOptions
@@ -113,10 +114,12 @@ def parse_address(address: str) -> Job:
     given = dict(pairs)
     for key, value in pairs:
         if value != given[key]:
-            raise ConfigError(key, redacted(value), "it is given twice; give it once")
+            raise ConfigError(key, HIDDEN, "it is given twice; give it once")
     for key in given:
         if key not in _NUMBERS:
-            raise ConfigError(key, redacted(given[key]), f"an address takes {', '.join(_NUMBERS)}")
+            close = get_close_matches(key, _NUMBERS, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(key, HIDDEN, f"{hint}An address takes {', '.join(_NUMBERS)}")
     numbers = {key: _NUMBERS[key](key, value) for key, value in given.items()}
     job = Job(parts.scheme, parts.netloc, name, **numbers)
     job.config()

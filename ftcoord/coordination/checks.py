@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Final
 
+from ftcoord.escaping import neutral
+
 LARGEST: Final = 2**63 - 1
 """The largest integer of torchft's protocol."""
 TEN_YEARS: Final = 10.0 * 365 * 24 * 3600
@@ -54,4 +56,4 @@ def failed(code: str, message: str) -> RuntimeError:
 
 
 def _status(code: str, message: str) -> str:
-    return f'status: {code}, message: "{message}", details: [], metadata: MetadataMap {{ headers: {{}} }}'
+    return f'status: {code}, message: "{neutral(message)}", details: [], metadata: MetadataMap {{ headers: {{}} }}'

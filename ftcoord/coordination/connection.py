@@ -11,7 +11,7 @@ from typing import Final
 
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.failure import KNOWN, Failure
-from ftcoord.errors import ConfigError, EtcdError, ForkedProcessError
+from ftcoord.errors import EtcdError, ForkedProcessError
 from ftcoord.etcd.shared import SharedClient
 
 REQUEST_TIMEOUT: Final = 5.0
@@ -21,13 +21,10 @@ REQUEST_TIMEOUT: Final = 5.0
 def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
     """The job of an address, and a client whose etcd has answered.
 
-    Raises RuntimeError after `connect_timeout` seconds; and at once for a malformed address, whereas torchft waits.
+    Raises ConfigError at once for a malformed address, and RuntimeError after `connect_timeout` seconds.
     """
-    try:
-        job = parse_address(address)
-        client = SharedClient(replace(job.config(), request_timeout=REQUEST_TIMEOUT))
-    except ConfigError as error:
-        raise unreachable(address, connect_timeout, error) from None
+    job = parse_address(address)
+    client = SharedClient(replace(job.config(), request_timeout=REQUEST_TIMEOUT))
     with contextlib.ExitStack() as undo:
         undo.callback(client.close)
         try:

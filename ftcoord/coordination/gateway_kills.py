@@ -18,6 +18,7 @@ from ftcoord.coordination.manager_client import place_of
 from ftcoord.coordination.native_manager import NativeManager
 from ftcoord.coordination.rank_frames import KillOrder
 from ftcoord.errors import ThreadNotStarted
+from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Etcd
 from ftcoord.pool import DaemonPool
 from ftcoord.primitives.informer import Informer
@@ -90,23 +91,24 @@ class GatewayKills(Closing):
             try:
                 self._pool.submit(self._hand_on, address, order, deadline)
             except ThreadNotStarted as error:
-                log.warning("the order to end the manager at %s is not handed on: %s", address, error)
+                log.warning("the order to end the manager at %s is not handed on: %s", neutral(address), error)
 
     def _hand_on(self, address: str, order: OrderedKill, deadline: float) -> None:
         """On a thread of the pool, perhaps long after the order came."""
         if self._closed.is_set():
             return
+        shown, message = neutral(address), neutral(order.message)
         if concurrency.now() >= deadline:
-            log.warning("the order to end the manager at %s is not handed on: too many came before it", address)
+            log.warning("the order to end the manager at %s is not handed on: too many came before it", shown)
             return
         if not order.claim():
-            log.info("the order to end the manager at %s was withdrawn", address)
+            log.info("the order to end the manager at %s was withdrawn", shown)
             return
         problem = _kill(address, order.message, deadline)
         if problem:
-            log.warning("the manager at %s did not take the order to end (%s): %s", address, order.message, problem)
+            log.warning("the manager at %s did not take the order to end (%s): %s", shown, message, problem)
         else:
-            log.info("the manager at %s was ended: %s", address, order.message)
+            log.info("the manager at %s was ended: %s", shown, message)
             order.take()
 
 

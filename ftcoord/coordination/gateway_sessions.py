@@ -17,6 +17,7 @@ from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import BEAT_FRACTION, Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import ServerError, ThreadNotStarted
+from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Etcd
 from ftcoord.metrics import process as metrics
 from ftcoord.pool import DaemonPool
@@ -220,7 +221,8 @@ class GatewaySessions:
         try:
             left = self._leaving.submit(replica.leave, REVOKE_TIMEOUT)
         except ThreadNotStarted as error:
-            log.warning("replica %s has gone silent, and its lease is left to expire: %s", replica.replica_id, error)
+            name = neutral(replica.replica_id)
+            log.warning("replica %s has gone silent, and its lease is left to expire: %s", name, error)
             replica.orphan()
         else:
             left.add_done_callback(partial(_see_to, replica))
@@ -270,7 +272,8 @@ def _address_in(quorum: QuorumRecord | None, replica_id: str) -> str | None:
 def _see_to(replica: Replica, left: Future[None]) -> None:
     """Log an unexpected error; the lease then expires."""
     if (error := left.exception()) is not None:
-        log.error("replica %s did not leave, and its lease is left to expire", replica.replica_id, exc_info=error)
+        name = neutral(replica.replica_id)
+        log.error("replica %s did not leave, and its lease is left to expire", name, exc_info=error)
         replica.orphan()
 
 

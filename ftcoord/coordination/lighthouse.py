@@ -88,9 +88,9 @@ class LighthouseClient:
         addr: `etcd://h1:2379,h2:2379/job?min_replicas=2&join_timeout_ms=60000`, or `LighthouseServer.address()`.
         connect_timeout: how long to wait for etcd, a timedelta.
 
-    Raises TypeError and ValueError for bad arguments; RuntimeError at once for a malformed address, and after
-    `connect_timeout` if etcd does not answer. Every method raises TypeError, ValueError (a negative timedelta) or
-    OverflowError for bad arguments, and ForkedProcessError in a forked child.
+    Raises TypeError and ValueError for bad arguments, and its ConfigError for a malformed address, all at once;
+    RuntimeError after `connect_timeout` if etcd does not answer. Every method raises TypeError, ValueError (a negative
+    timedelta) or OverflowError for bad arguments, and ForkedProcessError in a forked child.
 
     A call of `quorum` keeps the replica alive while it waits, and counts as one beat when it returns. A client that
     nobody refers to is closed: its replicas leave at once, so nobody waits for them.

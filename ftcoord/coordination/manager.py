@@ -29,10 +29,10 @@ class ManagerServer:
         connect_timeout: how long to wait for etcd, a timedelta.
         quorum_retries: accepted, but not used: a request for a quorum is repeated until its timeout, whatever fails.
 
-    Raises TypeError, ValueError and OverflowError for bad arguments. Raises RuntimeError when it cannot listen, and
-    when etcd does not answer within `connect_timeout`. A manager that nobody refers to is shut down. If one of its
-    threads fails with an unexpected error, the error is logged and the manager leaves the job, so its ranks see that it
-    is gone.
+    Raises TypeError, ValueError and OverflowError for bad arguments, ConfigError for a malformed address. Raises
+    RuntimeError when it cannot listen, and when etcd does not answer within `connect_timeout`. A manager that nobody
+    refers to is shut down. If one of its threads fails with an unexpected error, the error is logged and the manager
+    leaves the job, so its ranks see that it is gone.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from ftcoord.coordination.ranks import GroupAsk, RankBarrier, RankRequest, VoteC
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import ServerError
+from ftcoord.escaping import neutral
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class WaitingCall(Generic[T]):
 
 def end_process(message: str) -> NoReturn:
     """Exit with status 1. `message` is the reason, for the log."""
-    log.error("killed: %s", message)
+    log.error("killed: %s", neutral(message))
     os._exit(1)
 
 

@@ -12,6 +12,7 @@ from ftcoord import concurrency
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest
 from ftcoord.core.round_situation import spelled
 from ftcoord.errors import EtcdError
+from ftcoord.escaping import neutral
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -51,8 +52,8 @@ class OtherLimits:
             return
         moment = concurrency.now()
         self.refusal = (
-            f"run {self._settings.run_id!r} has --nnodes={spelled(now.limits)}, as {other.host} wants, and this node"
-            f" has --nnodes={spelled(ask.limits)}: give all nodes the same, or this one another --rdzv-id"
+            f"run {self._settings.run_id!r} has --nnodes={spelled(now.limits)}, as {neutral(other.host)} wants, and"
+            f" this node has --nnodes={spelled(ask.limits)}: give all nodes the same, or this one another --rdzv-id"
         )
         if self._since is None:
             self._since = moment

@@ -26,6 +26,7 @@ from ftcoord.core.rendezvous import call_back, is_same_round, may_reopen
 from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, parse_join_request
 from ftcoord.core.round_situation import RoundOptions
 from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
+from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.logs import log_change
@@ -332,13 +333,13 @@ class Node:
         """For a run that is over: continue it, or raise the error that ends this node."""
         settings = self._settings
         if not pace.has_waited and self.round is None and may_reopen(now, settings.restart):
-            text = f"run {settings.run_id!r} is started again; it had ended: {now.closed}"
+            text = neutral(f"run {settings.run_id!r} is started again; it had ended: {now.closed}")
             log_change(log, text, run=settings.run_id, round=now.number, reason=now.closed, host=self.host)
             self._numbers.reopens = now.number
             return
         if pace.limits.refusal:  # it was never of this run, so it is no spare of it either
             raise RendezvousStateError(pace.limits.refusal)
-        text = f"run {settings.run_id!r} is over: {now.closed}"
+        text = neutral(f"run {settings.run_id!r} is over: {now.closed}")
         member = self.participant.member
         has_seat = member is not None and now.rank_of(member.id) is not None
         if not (pace.has_waited and self.round is None and now.size and not has_seat):

@@ -29,6 +29,7 @@ from ftcoord.core.round_poll import vacant
 from ftcoord.core.round_situation import RoundCandidate
 from ftcoord.core.strict import LARGEST
 from ftcoord.errors import ClientClosed, EtcdError, StateError
+from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, RangeResult, Span, exists
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.deaths import causes_known
@@ -262,4 +263,4 @@ def _log_why_not(run_id: str, now: AnyRound, outcome: str) -> None:
     if not now.closed:
         log.info("run %r is left to the others: they went on without this node", run_id)
     elif now.outcome != outcome:
-        log.warning("this node has %s, but run %r is already over: %s", outcome, run_id, now.closed)
+        log.warning("this node has %s, but run %r is already over: %s", outcome, run_id, neutral(now.closed))

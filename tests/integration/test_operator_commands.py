@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -298,6 +299,16 @@ def test_hostile_names_move_no_cursor(format: str, run: Commands, client: EtcdCl
         _, shown, told = run(*arguments, "-o", format)
         assert not set(shown + told) & {"\x1b", "\x07", "\u202e"}, arguments
     client.delete(Span(f"{prefix}/", is_prefix=True))
+
+
+def test_an_ascii_terminal_shows_the_names_of_all_jobs(etcd: EtcdServer, client: EtcdClient) -> None:
+    key = decided_key(run_prefix(KEY_PREFIX, "été"))
+    client.put(key, b"{}")
+    listed = [sys.executable, "-m", "ftcoord.cli", "ls", "--endpoints", etcd.get_endpoint()]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(listed, env=env, capture_output=True, check=True)
+    assert rb"\xe9t\xe9" in ended.stdout
+    client.delete(Span(key))
 
 
 def test_garbage_is_told_and_is_no_traceback(run: Commands, client: EtcdClient) -> None:

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from ftcoord import cli
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS
-from ftcoord.commands.output import WIDEST, Terminal, neutral, to_json, to_line, to_yaml
+from ftcoord.commands.output import WIDEST, Terminal, to_json, to_line, to_yaml
 from ftcoord.config import EtcdConfig
+from ftcoord.escaping import neutral
 from ftcoord.operator import told
 from ftcoord.operator.told import FORMAT, Done, Examination, Finding, JobLine, JobList
 

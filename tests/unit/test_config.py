@@ -13,7 +13,7 @@ from helpers import pem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls, parse_host
+from ftcoord.config import HIDDEN, Credentials, Endpoint, EtcdConfig, Tls, parse_host
 from ftcoord.errors import ConfigError
 
 SECRET = "s3cr3t-hunter2"
@@ -99,7 +99,14 @@ def test_malformed_endpoints_are_refused(value: str, source: str) -> None:
     assert error.key == source
     assert isinstance(error.value, str)
     plain = value.partition("?")[0].partition("#")[0]
-    assert error.value.partition("?")[0].partition("#")[0] in (plain, *(item.strip() for item in plain.split(",")))
+    shown, items = (
+        error.value.partition("?")[0].partition("#")[0],
+        (plain, *(item.strip() for item in plain.split(","))),
+    )
+    if shown.endswith(HIDDEN):  # what follows a host, and is no port, may be a password
+        assert any(item.startswith(shown.removesuffix(HIDDEN)) for item in items)
+    else:
+        assert shown in items
     assert str(error).startswith(f"{source}={error.value!r} ")
 
 
@@ -387,7 +394,7 @@ def test_a_refused_variable_is_named() -> None:
 
 
 def test_errors_use_the_names_the_caller_gives() -> None:
-    with pytest.raises(ConfigError, match=r"^rdzv_endpoint='a:x' "):
+    with pytest.raises(ConfigError, match=r"^rdzv_endpoint='a:\*\*\*' "):
         load("a:x", names={"endpoints": "rdzv_endpoint"})
     with pytest.raises(ConfigError, match=r"^ssl_cert='/c' "):
         load("a", cert="/c", names={"cert": "ssl_cert"})

@@ -22,6 +22,7 @@ MAX_LINES = 500
 
 FLOORS = (
     "ftcoord",
+    "escaping",
     "errors",
     "closing log_once python_queue",
     "concurrency",

@@ -11,8 +11,9 @@ from datetime import datetime
 import pytest
 
 from ftcoord.core.rendezvous_records import Round, RoundHead, Seat
-from ftcoord.errors import ConfigError
-from ftcoord.logs import SHOWN, JsonFormatter, log_change, named, show_log_lines
+from ftcoord.errors import ConfigError, EtcdError
+from ftcoord.log_once import LogOnce
+from ftcoord.logs import SHOWN, JsonFormatter, TextFormatter, log_change, named, show_log_lines
 from ftcoord.rendezvous.logs import round_line
 
 log = logging.getLogger("ftcoord.rendezvous.test")
@@ -48,6 +49,30 @@ def test_an_exception_stays_on_its_line(caplog: pytest.LogCaptureFixture) -> Non
     assert "\n" not in line
     assert "ValueError: of the\ntest" in json.loads(line)["exception"]
     assert json.loads(line)["message"] == "it failed: \x1b[2J\n"
+
+
+HOSTILE = "evil\x1b[2J\u202e\u200b\nE1127 00:00:00 1 root] FORGED"
+SHOWN_AS = r"evil\x1b[2J\u202e\u200b\nE1127 00:00:00 1 root] FORGED"
+
+
+def test_text_of_others_is_escaped_before_any_formatter_sees_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A user's own formatter, too, gets lines that move no cursor and forge no record."""
+    log_change(log, f"replica {HOSTILE} died", logging.WARNING, reason=HOSTILE)
+    LogOnce(log).say(HOSTILE)
+    log.warning("%s", EtcdError(HOSTILE))
+    assert [one.getMessage() for one in caplog.records] == [f"replica {SHOWN_AS} died", SHOWN_AS, SHOWN_AS]
+    assert named([HOSTILE, "b"]) == f"{SHOWN_AS}, b"
+
+
+def test_the_text_format_escapes_what_it_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        log.exception("replica %s", HOSTILE)
+    first, *traceback = TextFormatter().format(caplog.records[0]).split("\n")
+    assert first.endswith(f"] replica {SHOWN_AS}")
+    assert traceback[-1] == " E1127 00:00:00 1 root] FORGED"
+    assert all(line.isprintable() and line.startswith(" ") for line in traceback)
 
 
 def test_another_format_is_refused() -> None:

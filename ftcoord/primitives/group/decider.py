@@ -8,6 +8,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError
+from ftcoord.escaping import neutral
 from ftcoord.etcd.api import KeyValue, exists, unchanged
 from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
 from ftcoord.primitives.group.member_key import HeldAsk, MemberKey
@@ -173,7 +174,7 @@ class Decider:
         """Log the reason only when it changes."""
         if reason != self._said:
             self._said = reason
-            log.log(level, "member %s of %s: %s", self._member_key.id, self._prefix, reason)
+            log.log(level, "member %s of %s: %s", self._member_key.id, self._prefix, neutral(reason))
 
 
 def rest(members: int) -> float:
