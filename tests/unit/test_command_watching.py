@@ -78,7 +78,7 @@ def test_one_that_lost_etcd_says_so_once_and_shows_what_there_is_now_when_it_is_
     screen.hear(keys("finished"))
     screen.now = None
     lost = json.loads(*screen.hear(None))
-    assert (lost["connected"], lost["error"], lost["status"]["healthy"]) == (False, "it is away\x1b[2J", True)
+    assert (lost["connected"], lost["error"], lost["status"]["healthy"]) == (False, r"it is away\x1b[2J", True)
     assert screen.hear(None) == []
     assert screen.show.code() == 3
     screen.now = keys("failed")

@@ -159,7 +159,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a sentinel does not give up leases", "ftcoord.primitives.sentinel_main",
-        "etcd.revoke(one.id, timeout=CALL_TIMEOUT)", "pass", ALL,
+        "etcd.client.revoke(one.id, timeout=etcd.timeout)", "pass", ALL,
     ),
     Mutant(
         "a lease is trusted to its full TTL", "ftcoord.core.lease",
