@@ -174,7 +174,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS by PEM files, given as paths. `ca` None: gRPC's default roots. `cert` and `key` come together or not at all.
+    """TLS by PEM files, given as paths. `ca` None: the authorities that the system trusts. `cert` and `key` come
+    together or not at all.
 
     `server_name` is the name the server's certificate must carry, when it differs from the endpoint's host.
     """
@@ -230,7 +231,7 @@ class EtcdConfig:
         Args:
             endpoints: a comma-separated list or a sequence of ``host``, ``host:port`` or ``http(s)://host:port``. The
                 default port is 2379, the default endpoint 127.0.0.1:2379. Empty text counts as not given.
-            ca_cert: the path of a PEM file with CA certificates; by default gRPC's roots are used.
+            ca_cert: the path of a PEM file with CA certificates; by default those that the system trusts.
             cert: the path of the client certificate, a PEM file; goes with `key`.
             key: the path of its private key, a PEM file.
             server_name: the name in the server's certificate, if it differs from the endpoint's host.

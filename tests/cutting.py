@@ -25,6 +25,10 @@ class Cutter:
         """All that are open."""
         self._loop.call_soon_threadsafe(self._abort_all)
 
+    def freeze(self) -> None:
+        """Pass nothing on of what the callers of now send; their connections stay open."""
+        self._loop.call_soon_threadsafe(lambda: [transport.pause_reading() for transport in self._open])
+
     def __enter__(self) -> Cutter:
         server = self._loop.run_until_complete(self._loop.create_server(lambda: _Caller(self), "127.0.0.1", 0))
         self.port = server.sockets[0].getsockname()[1]

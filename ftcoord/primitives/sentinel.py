@@ -36,6 +36,7 @@ PAUSES: Final = (1.0, 300.0)
 long as the last: where none can run, many leases would each start one at every renewal."""
 ENDS_WITHIN: Final = 1.0
 """Seconds that a killed process may take to end. One that hangs in the kernel must not delay the renewals."""
+_AUTHORITIES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 _OUR_VARIABLES: Final = ("FTCOORD_", "ETCDCTL_")
 _ROOT: Final = str(Path(ftcoord.__file__).parent.parent)
 
@@ -233,6 +234,8 @@ def _environment() -> dict[str, str]:
     ftcoord by it."""
     names = [name for name in list(os.environ) if not name.startswith(_OUR_VARIABLES)]
     found = {name: os.environ.get(name) for name in names}
+    for name in _AUTHORITIES:  # it has its own working directory
+        found[name] = os.path.abspath(found[name] or "") if found.get(name) else None
     if not _is_installed():
         found["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [found.get("PYTHONPATH")])])
     return {name: value for name, value in found.items() if value is not None}

@@ -163,9 +163,7 @@ class Sentinel:
         except LeaseLost:  # the process finds out by itself
             del self._kept[one.id]
         except EtcdError as error:  # a lease outlives an outage of etcd
-            self._problem.say(
-                f"the sentinel of this process cannot renew its leases: {error}"
-            )
+            self._problem.say(f"the sentinel of this process cannot renew its leases: {error}")
             self._put_off(one.etcd)
         else:
             self._problem.forget()

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 import warm
+from cutting import Cutter
 from helpers import DEADLINE, eventually, in_fork, python
 
 from ftcoord.config import Credentials, EtcdConfig
@@ -89,6 +90,54 @@ def test_names_and_addresses(host: str) -> None:
             assert client.put("/key", b"").succeeded
 
 
+def test_proxies_for_the_web_are_not_asked(etcd: EtcdServer) -> None:
+    """A company's proxy refuses etcd's traffic, or reads it. gRPC reads these variables when a channel is made."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:  # who connects there gets no answer
+        there = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        env = {"http_proxy": there, "https_proxy": there, "grpc_proxy": there, "FTCOORD_ENDPOINTS": etcd.get_endpoint()}
+        code = "import ftcoord; print(ftcoord.EtcdClient().put('/proxied', b'').succeeded)"
+        with python("-c", code, env=env) as process:
+            assert process.communicate(timeout=DEADLINE)[0].split() == ["True"]
+
+
+def test_an_address_of_a_name_that_hangs_costs_nothing_once_it_is_known(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts connections and does not answer, as a stopped etcd does; the name has another address."""
+    with socket.create_server(("127.0.0.2", etcd.get_port())):
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, etcd.get_port())) for host in ("127.0.0.2", "127.0.0.1")
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        with connect(f"etcd.example:{etcd.get_port()}") as client:
+            assert client.get("/key", timeout=DEADLINE).revision
+            began = time.monotonic()
+            for _ in range(20):
+                client.put("/key", b"")
+            assert time.monotonic() - began < DEADLINE / 4
+
+
+def test_a_name_that_is_moved_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that does not resolve is named."""
+    where: list[str] = []
+
+    def look_up(host: str, port: int, **_: object) -> list[Any]:
+        if not where:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (where[0], port))]
+
+    with EtcdServer(host="127.0.0.1") as server:
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        with connect(f"etcd.example:{server.get_port()}") as client:
+            with pytest.raises(EtcdUnavailable, match=r"etcd\.example does not resolve"):
+                client.get("/key", timeout=0.5)
+            where[:] = ["127.0.0.3"]  # nobody listens there
+            with pytest.raises(EtcdUnavailable):
+                client.get("/key", timeout=0.5)
+            where[:] = ["127.0.0.1"]
+            assert client.get("/key", timeout=DEADLINE).revision
+
+
 # -- what it does when etcd fails -----------------------------------------------------------------------------------
 
 
@@ -119,6 +168,19 @@ def test_a_server_that_hangs_costs_no_more_than_the_timeout(fragile: EtcdServer)
             fresh.put("/key", b"2", timeout=0.5)
         fragile.resume()
         assert client.put("/key", b"3", timeout=DEADLINE).succeeded
+
+
+def test_a_connection_that_is_half_dead_is_replaced_though_there_is_one_endpoint(etcd: EtcdServer) -> None:
+    """gRPC itself would keep it for 15 s."""
+    with Cutter(etcd.get_port()) as line, connect(f"127.0.0.1:{line.port}") as client:
+        assert client.get("/key").revision
+        line.freeze()
+        began = time.monotonic()
+        with pytest.raises(EtcdUnavailable):
+            client.get("/key", timeout=1.5)
+        assert client.get("/key", timeout=DEADLINE).revision
+        assert time.monotonic() - began < 8
+        assert line.taken == 2
 
 
 def test_a_refused_write_never_left_and_is_sent_when_etcd_comes(fragile: EtcdServer) -> None:

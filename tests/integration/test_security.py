@@ -143,6 +143,14 @@ def test_mutual_tls(secure: SecureServer, authority: Authority, node: Issued, pr
             assert seen.events(1)[0].kv.value == b"1"
 
 
+def test_https_without_a_ca_trusts_what_the_system_trusts(
+    secure: SecureServer, authority: Authority, node: Issued, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", authority.cert)
+    with connect(url(secure), cert=node.cert, key=node.key) as client:
+        assert client.put(prefix, b"").succeeded
+
+
 def test_the_server_name_stands_in_for_the_host(
     secure: SecureServer, authority: Authority, node: Issued, prefix: str
 ) -> None:

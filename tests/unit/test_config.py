@@ -27,6 +27,8 @@ def files(tmp_path: Path) -> dict[str, str]:
         "cert": pem("CERTIFICATE"),
         "key": pem("PRIVATE KEY"),
         "rsa_key": pem("RSA PRIVATE KEY"),
+        "locked_key": pem("ENCRYPTED PRIVATE KEY"),
+        "marked": "\ufeff" + pem("CERTIFICATE"),
         "cut": pem("CERTIFICATE") + pem("CERTIFICATE")[:-30],
         "password": f"{SECRET}\n",
         "empty": "",
@@ -187,10 +189,10 @@ REFUSED_TLS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("key", "https://a", {"key": "key"}),
     *(
         ("ca_cert", "a", {"ca_cert": it})
-        for it in ("missing", "directory", "empty", "text", "key", "cut", "", "a\0b", 5)
+        for it in ("missing", "directory", "empty", "text", "key", "cut", "marked", "", "a\0b", 5)
     ),
     ("cert", "https://a", {"cert": "key", "key": "key"}),
-    *(("key", "https://a", {"cert": "cert", "key": it}) for it in ("cert", "missing")),
+    *(("key", "https://a", {"cert": "cert", "key": it}) for it in ("cert", "missing", "locked_key")),
     *(("server_name", "https://a", {"server_name": it}) for it in ("a:1", " ", "a b")),
 ]
 

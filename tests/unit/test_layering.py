@@ -41,7 +41,7 @@ FLOORS = (
     "core.quorum_history core.bystanders",
     "etcd.api etcd.release",
     "etcd.retry etcd.reading",
-    "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback",
+    "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback etcd.rpc.addresses",
     "etcd.rpc.messages etcd.rpc.errors",
     "etcd.rpc.codec",
     "etcd.rpc.transport",

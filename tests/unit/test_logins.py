@@ -69,7 +69,7 @@ def transport() -> Iterator[Transport]:
 
 
 def serve(transport: Transport, etcd: Guarded, monkeypatch: pytest.MonkeyPatch) -> Guarded:
-    monkeypatch.setattr(transport, "member", lambda: etcd)
+    monkeypatch.setattr(transport, "member", lambda *_: etcd)
     return etcd
 
 

@@ -23,6 +23,7 @@ from ftcoord.errors import (
 )
 from ftcoord.etcd.retry import retry
 from ftcoord.etcd.rpc import errors, messages
+from ftcoord.etcd.rpc.addresses import Address, Addresses
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.etcd.rpc.rollback import RollbackDetector
 from ftcoord.etcd.rpc.threads import GrpcThreads
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),  # only we know which calls may be repeated
+    ("grpc.enable_http_proxy", 0),  # http_proxy is for the web: a proxy would get the login and all keys
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -48,6 +51,8 @@ _NEEDS_LEADER = (("hasleader", "true"),)
 CLIENT_CLOSED = "this etcd client was closed; make a new one"
 SHORTEST_CALL = 0.05
 """The fewest seconds for a call, even if less is left: with none, it could not be answered at all."""
+SILENT_AFTER = 1.0
+"""Seconds without any answer after which a call that times out has its member connected to anew."""
 FIRST_LOGIN_PAUSE = 2.0
 """The most seconds until a refused login is tried again; then twice as long each time,"""
 LONGEST_LOGIN_PAUSE = 30.0
@@ -59,20 +64,24 @@ class _LoginRanOut(EtcdUnavailable):
 
 
 class Member:
-    """One endpoint: its channel, and when it last answered (monotonic seconds). Thread-safe."""
+    """One address of etcd: its channel, and when it last answered (monotonic seconds). Thread-safe."""
 
-    def __init__(self, endpoint: Endpoint, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
-        self.name = str(endpoint)
+    def __init__(self, address: Address, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
+        self.name = str(address)
+        self.has_answered = False  # on this channel; any thread, becomes True once
         self.alive_at = concurrency.now()  # any thread, as a whole: of two moments either one will do
         # Any thread, one step of a dict at a time; if two make the same callable, the last one stays.
         self._unary: dict[messages.Method, grpc.UnaryUnaryMultiCallable[Any, Any]] = {}
         options: tuple[tuple[str, Any], ...] = _OPTIONS
+        target = Endpoint(address.host, address.endpoint.port).target
+        if address.is_looked_up:  # a proxy in front of etcd goes by the name
+            options += (("grpc.default_authority", address.endpoint.target),)
         if tls is None or credentials is None:
-            self.channel = grpc.insecure_channel(endpoint.target, options)
+            self.channel = grpc.insecure_channel(target, options)
             return
-        if tls.server_name:
-            options += (("grpc.ssl_target_name_override", tls.server_name),)
-        self.channel = grpc.secure_channel(endpoint.target, credentials, options)
+        if tls.server_name or address.is_looked_up:
+            options += (("grpc.ssl_target_name_override", tls.server_name or address.endpoint.host),)
+        self.channel = grpc.secure_channel(target, credentials, options)
 
     def unary(self, method: messages.Method) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
         """How to call `method` on this member. Kept, because making it takes as long as the rest of a call's
@@ -84,6 +93,7 @@ class Member:
 
     def seen(self) -> None:
         self.alive_at = concurrency.now()
+        self.has_answered = True
 
 
 class Transport:
@@ -96,12 +106,16 @@ class Transport:
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config  # never changes
         self._owner = OwnerProcess("this etcd client belongs to the parent process")
-        # Guards the next three, and is never held during a call.
+        self._addresses = Addresses(config.endpoints)
+        # Guards the next five, and is never held during a call or a look-up.
         self._lock = concurrency.lock("Transport._lock")
         self._pem = _Pem.read(config.tls) if config.tls else None  # now: a failover must not need the files
-        self._index = 0  # of the endpoint in use
-        with quiet_grpc():
-            self._members = {0: self._new_member(0)}
+        self._index = 0  # of the address in use, among those that were found last
+        self._members: dict[Address, Member] = {}
+        self._has_others = len(config.endpoints) > 1  # whether another address may answer in place of this one
+        self._current: Member | None = None  # the member in use; None until the next call chooses it
+        with quiet_grpc():  # checks the process, and has gRPC read its settings with the first channel
+            grpc.insecure_channel("127.0.0.1:1", _OPTIONS).close()
         # Held during a login, so that a thousand waiting calls log in once. Written with the lock held, but for
         # `forget_token`, which may only make one login too many; read without it.
         self._token_lock = concurrency.lock("Transport._token_lock")
@@ -114,18 +128,37 @@ class Transport:
         self._rollback = RollbackDetector()
         self.closed = concurrency.event()  # set with `_lock` not held: `member()` looks at it with the lock held
 
-    def member(self) -> Member:
-        """The member in use."""
+    def member(self, deadline: float | None = None) -> Member:
+        """The member in use. Its name is looked up until `deadline`; None gives it the configured request timeout.
+
+        Raises ClientClosed, and EtcdUnavailable if no name of etcd is known by then.
+        """
+        if (member := self.current()) is not None:
+            return member
+        found = self._addresses.find(concurrency.now() + self.config.request_timeout if deadline is None else deadline)
+        with self._lock:
+            self._check_open()
+            if self._current is None:
+                self._members = {address: one for address, one in self._members.items() if address in found}
+                self._index %= len(found)
+                address = found[self._index]
+                if address not in self._members:
+                    credentials = self._pem.credentials() if self._pem else None
+                    self._members[address] = Member(address, self.config.tls, credentials)
+                self._current, self._has_others = self._members[address], len(found) > 1
+            return self._current
+
+    def current(self) -> Member | None:
+        """The member in use; None if none is known to work. Raises ClientClosed."""
         self.check_process()
         with self._lock:
-            if self.closed.is_set():
-                raise ClientClosed(CLIENT_CLOSED)
-            if self._index not in self._members:
-                self._members[self._index] = self._new_member(self._index)
-            return self._members[self._index]
+            self._check_open()
+            return self._current
 
-    def _new_member(self, index: int) -> Member:
-        return Member(self.config.endpoints[index], self.config.tls, self._pem.credentials() if self._pem else None)
+    def _check_open(self) -> None:
+        """With the lock held."""
+        if self.closed.is_set():
+            raise ClientClosed(CLIENT_CLOSED)
 
     def is_owner(self) -> bool:
         """False in a child that was forked after this was made."""
@@ -135,20 +168,24 @@ class Transport:
         """Raises ForkedProcessError in a child that was forked after this was made."""
         self._owner.check()
 
-    def blame(self, member: Member) -> None:
-        """Continue with the next endpoint, and with the certificates on disk now, unless another call already did.
+    def blame(self, member: Member, *, silent: bool = False) -> None:
+        """Continue with the next address, with names looked up again, and with the certificates on disk now, unless
+        another call already did. If the member was `silent` on a connection that worked before, connect to it anew.
 
         Calls that use the old channels keep them.
         """
         with self._lock:
-            if self._members.get(self._index) is not member:
+            if self._current is not member:
                 return
             if self._has_new_certificates():
                 log.info("the TLS files have changed: connecting to etcd with what they hold now")
                 self._members.clear()
-            if len(self.config.endpoints) > 1:
-                self._index = (self._index + 1) % len(self.config.endpoints)
-                log.debug("etcd member %s failed, trying %s", member.name, self.config.endpoints[self._index])
+            elif silent and member.has_answered:  # half-dead: gRPC would notice after 15 s
+                self._members = {address: one for address, one in self._members.items() if one is not member}
+            self._current = None
+            self._index += 1
+        log.debug("etcd at %s failed, trying the next address", member.name)
+        self._addresses.look_up_again()
 
     def _has_new_certificates(self) -> bool:
         if self.config.tls is None:
@@ -205,7 +242,7 @@ class Transport:
             return
         self.closed.set()
         with self._lock:
-            members, self._members = list(self._members.values()), {}
+            members, self._members, self._current = list(self._members.values()), {}, None
         for member in members:
             member.channel.close()
 
@@ -221,7 +258,7 @@ class Transport:
         return retry(lambda: attempt(deadline), (EtcdUnavailable,), deadline, self.closed)
 
     def _unary(self, method: messages.Method, request: Any, deadline: float, write: bool) -> Any:
-        member = self.member()
+        member = self.member(deadline)
         logs_in = method is not messages.KEEP_ALIVE or self._renewals_log_in
         token = self.token(deadline) if logs_in else self._token
         known = self._rollback.revision if method in _LINEARIZABLE else None
@@ -244,19 +281,20 @@ class Transport:
     def _attempt_timeout(self, deadline: float, write: bool) -> float:
         """Seconds for one attempt. A read leaves time to ask another member; a write is sent only once."""
         left = _left(deadline)
-        return left if write or len(self.config.endpoints) == 1 else max(left / 2, SHORTEST_CALL)
+        return left if write or not self._has_others else max(left / 2, SHORTEST_CALL)
 
     @contextmanager
     def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
         """Raises ftcoord's exceptions instead of gRPC's, whose long tracebacks add nothing."""
         self._threads.enter()
+        began = concurrency.now()
         try:
             yield
         except grpc.RpcError as error:
             log.debug("a call of etcd at %s failed: %r", member.name, error)
             failure = failure_of(error)
             if errors.blames_member(failure):
-                self.blame(member)
+                self.blame(member, silent=_shows_silence(failure, member, began))
             if self.config.credentials and errors.is_stale_token(failure.details):
                 self.forget_token(token)
                 raise _LoginRanOut(f"etcd at {member.name}: the login ran out: {failure.details}") from None
@@ -275,7 +313,7 @@ class Transport:
         """A token, or '' if authentication is off."""
         credentials = self.config.credentials
         assert credentials is not None
-        member = self.member()
+        member = self.member(deadline)
         method = messages.AUTHENTICATE
         request = messages.message("AuthenticateRequest")(name=credentials.user, password=credentials.password)
         try:
@@ -318,6 +356,13 @@ def failure_of(error: grpc.RpcError) -> errors.CallFailure:
     return errors.CallFailure(error.code().name, error.details() or "")
 
 
+def _shows_silence(failure: errors.CallFailure, member: Member, began: float) -> bool:
+    """Whether a call that began at that time shows that a member's connection does not work: a short one may just have
+    met a busy etcd."""
+    waited = concurrency.now() - began
+    return failure.code == "DEADLINE_EXCEEDED" and waited >= SILENT_AFTER and member.alive_at <= began
+
+
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     """The metadata of every call: fail fast on a member without a leader, and the login token if there is one."""
     return (*_NEEDS_LEADER, ("token", token)) if token else _NEEDS_LEADER
@@ -338,7 +383,7 @@ class _Pem:
     @classmethod
     def read(cls, tls: Tls) -> _Pem:
         return cls(
-            ca=files.pem("ca_cert", tls.ca, files.CERTIFICATE) if tls.ca else None,
+            ca=files.pem("ca_cert", tls.ca, files.CERTIFICATE) if tls.ca else files.system_authorities(),
             key=files.pem("key", tls.key, files.PRIVATE_KEY) if tls.key else None,
             cert=files.pem("cert", tls.cert, files.CERTIFICATE) if tls.cert else None,
         )

@@ -111,7 +111,7 @@ class WatchHub:
 
         Raises ClientClosed, and EtcdUnavailable when no thread can be started.
         """
-        self._transport.member()
+        self._transport.current()  # raises ClientClosed
         with self._lock:
             if self._transport.closed.is_set():
                 raise ClientClosed(CLIENT_CLOSED)
@@ -399,13 +399,13 @@ class _Stream:
 
     def _moved(self) -> bool:
         try:
-            return self._transport.member() is not self.member
+            return self._transport.current() is not self.member
         except ClientClosed:
             return True
 
     def _give_up(self, why: str) -> None:
         log.debug("watch stream: etcd at %s %s", self.member.name, why)
-        self._transport.blame(self.member)
+        self._transport.blame(self.member, silent=True)
         self.cancel()
 
 
