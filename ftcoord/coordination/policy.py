@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
@@ -165,6 +166,8 @@ class QuorumPolicy:
         """The last result of `_read_decided`."""
         self._known: dict[str, _Heard] = {}
         self._silent: dict[str, int] = {}
+        self._proved_at = self._silent_since = -inf
+        """When etcd was last known to take writes, and from when on silence counts: see `_judge`."""
         self._late = LateEnds(heartbeat_timeout)
         self._said = ""
         self._guard = InvariantGuard()
@@ -313,7 +316,12 @@ class QuorumPolicy:
         replicas = [(key, known.candidate) for key, known in self._known.items()]
         if self._silent_after is None:
             return [replica for _, replica in replicas], [], None
-        dies_at = {key: view.seen[key] + self._silent_after for key, _ in replicas}
+        # While etcd takes no writes, as when it has lost its leader, all are silent. That is nobody's own silence.
+        if view.changed_at - self._proved_at > self._silent_after / 2:
+            self._silent_since = view.changed_at
+        self._proved_at = view.changed_at
+        since = now if now - view.changed_at > self._silent_after / 2 else self._silent_since
+        dies_at = {key: max(view.seen[key], since) + self._silent_after for key, _ in replicas}
         self._confirm_silence([key for key, at in dies_at.items() if at <= now])
         alive = [replica for key, replica in replicas if key not in self._silent]
         silent = [replica for key, replica in replicas if key in self._silent]

@@ -175,9 +175,30 @@ def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> 
         roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
     )
     seen = {kv.key: 5.0 if kv.key.endswith("/a") else 0.0 for kv in later.members}
-    second = policy.decide(replace(later, seen=seen), "a", 5.8)
+    for at in (5.0, 5.4, 5.8):  # a goes on to beat, so etcd takes writes
+        policy.decide(replace(later, seen={**seen, later.members[0].key: at}, changed_at=at), "a", at)
+    second = policy.decide(replace(later, seen={**seen, later.members[0].key: 6.0}, changed_at=6.0), "a", 6.1)
     assert isinstance(second, Publish)
     assert [(one.kind, one.node, one.by) for one in second.events] == [("lost", "b", "a"), ("quorum", "", "a")]
+
+
+def test_the_silence_of_etcd_is_not_that_of_the_members() -> None:
+    """Whoever is first when etcd takes writes again finds all others silent; only later silence is their own."""
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 1.0, dict, HighestSeen())
+    asked = view(a=replica("a", 1), b=replica("b", 1), c=replica("c", 0), d=replica("d", 0))
+
+    def decide(now: float, **seen: float) -> Verdict[bytes]:
+        times = {layout.member_key(PREFIX, name): at for name, at in seen.items()}
+        return policy.decide(replace(asked, seen=times, changed_at=max(seen.values())), "a", now)
+
+    assert isinstance(decide(0.1, a=0.0, b=0.1, c=0.0, d=0.0), Wait)
+    assert isinstance(decide(2.9, a=0.0, b=0.1, c=0.0, d=0.0), Wait), "etcd has lost its leader"
+    first = decide(3.0, a=0.0, b=3.0, c=0.0, d=0.0)
+    assert isinstance(first, Wait), "it takes writes again, and b is the first"
+    assert first.until == 4.0
+    for at in (3.3, 3.6, 3.9):
+        assert isinstance(decide(at, a=at, b=at, c=0.0, d=0.0), Wait)
+    assert quorum_of(decide(4.1, a=4.0, b=4.1, c=0.0, d=0.0)).names == {"a", "b"}
 
 
 Causes: TypeAlias = Callable[[Iterable[str]], dict[str, tuple[str, int]]]
