@@ -15,7 +15,7 @@ from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumO
 from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_roster
 from ftcoord.core.quorum_history import LateEnds, lost_seats, quorum_events, signed
 from ftcoord.core.quorum_records import Profile, QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
-from ftcoord.core.strict import check_step
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import KeyValue
@@ -83,7 +83,7 @@ class HighestSeen:
         quorum = _quorums.read(key, value, roster)
         with self._lock:
             if self.highest != NOTHING_HEARD:
-                check_step(key, max(quorum.number, quorum.id), self.highest.either)
+                check_step(key, max(quorum.number, quorum.id), self.highest.either, LARGEST_DECIDED_STEP)
             self.highest = self.highest.and_of(quorum)
             if self._last is not None and self._last.id != quorum.id:
                 self.before = self._last

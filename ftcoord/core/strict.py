@@ -24,8 +24,10 @@ LARGEST: Final = 2**63 - 1
 LARGEST_COUNT: Final = 10**18
 """The largest number that is counted on from, such as a term's."""
 LARGEST_STEP: Final = 10**15
-"""By how much a number that others wrote may exceed all that is known here. Who counts on from it gets a number that
-all can read, whatever somebody wrote."""
+"""By how much a number that a member names may exceed all that is known here, or a decider does not count on from
+it."""
+LARGEST_DECIDED_STEP: Final = 10**17
+"""The same for a decided number. It is much more, since a reader may know less than the decider that counted on."""
 
 
 class Range(NamedTuple):
@@ -118,9 +120,9 @@ def part(key: str, raw: Raw, name: str) -> Raw:
     return found
 
 
-def check_step(key: str, number: int, known: int) -> None:
+def check_step(key: str, number: int, known: int, step: int) -> None:
     """Raises StateError for a number so far above the highest `known` one that nobody has counted to it since."""
-    if number > known + LARGEST_STEP:
+    if number > known + step:
         raise StateError(key, f"has the number {number}, which nobody has counted to: the highest known one is {known}")
 
 

@@ -21,7 +21,7 @@ from ftcoord.core.rendezvous_records import (
     parse_decided,
 )
 from ftcoord.core.round_situation import RoundOptions
-from ftcoord.core.strict import check_step
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.group.use import Use
 from ftcoord.rendezvous.policy import RendezvousPolicy
@@ -64,7 +64,7 @@ class RoundUse(Use[AnyRound, JoinRequest]):
     def parse(self, key: str, value: bytes) -> AnyRound:
         record = parse_decided(key, value)
         if self._highest:
-            check_step(key, record.number, self._highest)
+            check_step(key, record.number, self._highest, LARGEST_DECIDED_STEP)
         self._highest = max(self._highest, record.number)
         if not isinstance(record, RoundHead):
             return record

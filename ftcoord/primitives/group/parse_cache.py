@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from ftcoord.core.strict import LARGEST_COUNT, check_step
+from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP, check_step
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 
@@ -69,7 +69,7 @@ class ParsedKeys(Generic[M]):
     def _read(self, kv: KeyValue, highest: int) -> M | None:
         try:
             parsed = self._parse(kv.key, kv.value)
-            check_step(kv.key, parsed.highest, highest)
+            check_step(kv.key, parsed.highest, highest, LARGEST_STEP)
             return parsed
         except StateError as error:
             log.warning("a member counts as alive, and as asking for nothing: %s", error)

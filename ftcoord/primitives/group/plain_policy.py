@@ -10,7 +10,7 @@ from ftcoord import concurrency
 from ftcoord.core.layout import Span, member_of
 from ftcoord.core.outlook import Outlook
 from ftcoord.core.situation import Asking, Situation
-from ftcoord.core.strict import check_step
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import Naming, ParsedKey, ParsedKeys
@@ -51,7 +51,7 @@ class Heard(Generic[N]):
         record = self._parse(key, value)
         with self._lock:
             if self.highest:
-                check_step(key, record.number, self.highest)
+                check_step(key, record.number, self.highest, LARGEST_DECIDED_STEP)
             self.highest = max(self.highest, record.number)
         return record
 
