@@ -16,6 +16,7 @@ from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumO
 from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_roster
 from ftcoord.core.quorum_history import LateEnds, lost_seats, quorum_events, signed
 from ftcoord.core.quorum_records import Profile, QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import KeyValue
@@ -82,6 +83,8 @@ class HighestSeen:
         """Parse a decided record, and remember it. Raises StateError."""
         quorum = _quorums.read(key, value, roster)
         with self._lock:
+            if self.highest != NOTHING_HEARD:
+                check_step(key, max(quorum.number, quorum.id), self.highest.either, LARGEST_DECIDED_STEP)
             self.highest = self.highest.and_of(quorum)
             if self._last is not None and self._last.id != quorum.id:
                 self.before = self._last
@@ -186,10 +189,15 @@ class QuorumPolicy:
         verdict = self._guard.passed(verdict, check, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
-            self._seen.tries(verdict.record)
-            told = signed(self._events(view, previous, verdict.record), me, int(created * 1000))
-            published = replace(self._encoded(verdict, view, roster), events=told)
-            if previous is not None and previous.seated.keys() != verdict.record.seated.keys():
+            record = verdict.record
+            published = self._encoded(verdict, roster)
+            published = self._guard.passed(published, lambda one: self._read_back(one, view, record), now)
+            if isinstance(published, Wait):
+                return published
+            self._seen.tries(record)
+            told = signed(self._events(view, previous, record), me, int(created * 1000))
+            published = replace(published, events=told)
+            if previous is not None and previous.seated.keys() != record.seated.keys():
                 self._follow(view, previous, me)  # or nobody tells how members ended whose replicas are back
                 published = replace(published, nothing_follows=False)
             return published
@@ -275,14 +283,18 @@ class QuorumPolicy:
             return None
         return said or None
 
-    def _encoded(self, decision: Publish[QuorumRecord], view: View, known: Roster | None) -> Publish[bytes]:
+    def _encoded(self, decision: Publish[QuorumRecord], known: Roster | None) -> Verdict[bytes]:
         """The same decision, encoded for etcd."""
         head, changed = encode_quorum(decision.record, known)
-        key, puts, roster = decided_key(self._prefix), [], view.roster.value if view.roster else None
-        if changed is not None:
-            puts, roster = [(roster_key(key), changed)], changed
-        _quorums.note(key, head, roster, decision.record)
+        puts = [] if changed is None else [(roster_key(decided_key(self._prefix)), changed)]
         return Publish(head, decision.reason, decision.rule, puts, nothing_follows=decision.nothing_follows)
+
+    def _read_back(self, decision: Publish[bytes], view: View, quorum: QuorumRecord) -> None:
+        """Raises StateError if the others could not read this decision."""
+        key = decided_key(self._prefix)
+        roster = dict(decision.puts).get(roster_key(key), view.roster.value if view.roster else None)
+        parse_quorum(key, decision.record, roster)
+        _quorums.note(key, decision.record, roster, quorum)
 
     def _read_decided(self, view: View) -> tuple[QuorumRecord | None, Roster | None]:
         """The last quorum, and its roster as stored in etcd. Raises StateError."""
@@ -298,7 +310,7 @@ class QuorumPolicy:
     def _note(self, view: View, profiles: Mapping[str, Profile]) -> None:
         """The members, and what each was when it said what it says. Beats do not change since when it asks."""
         before, self._known = self._known, {}
-        for kv, record in self._members.of(view.members):
+        for kv, record in self._members.of(view.members, self._seen.highest.either):
             known = before.get(kv.key)
             # The whole value counts: an etcd that lost writes gives their revisions to others.
             if known is None or known.kv != kv:

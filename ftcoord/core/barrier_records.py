@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from ftcoord.core.strict import build, build_each, check_number, dump, load
-from ftcoord.errors import StateError
+from ftcoord.core.strict import LARGEST, Count, Range, Size, build, build_each, dump, load
+
+_Parties = Annotated[int, Range(1, LARGEST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,15 @@ class Arrival:
     """
 
     party: str
-    parties: int
-    after: int
-    known: int = 0
+    parties: _Parties
+    after: Count
+    known: Count = 0
     nonce: str = ""
+
+    @property
+    def highest(self) -> int:
+        """The highest number that it names."""
+        return max(self.after, self.known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +39,8 @@ class Passed:
     """The last generation that a live party passed, and its place among those that passed with it."""
 
     party: str
-    number: int
-    index: int
+    number: Count
+    index: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +55,8 @@ class Generation:
         by: the member that decided this, and the revision of the record before.
     """
 
-    number: int
-    parties: int
+    number: Count
+    parties: _Parties
     passed: tuple[Passed, ...]
     refused: tuple[str, ...] = ()
     by: str = ""
@@ -62,17 +69,10 @@ def encode(record: Arrival | Generation) -> bytes:
 
 def parse_arrival(key: str, value: bytes) -> Arrival:
     """Parse an arrival. Raises StateError."""
-    arrival = build(Arrival, key, load(key, value))
-    if arrival.parties < 1:
-        raise StateError(key, f"waits for {arrival.parties} parties, which cannot be")
-    check_number(key, arrival.after)
-    check_number(key, arrival.known)
-    return arrival
+    return build(Arrival, key, load(key, value))
 
 
 def parse_generation(key: str, value: bytes) -> Generation:
     """Parse the decided record. Raises StateError."""
     raw = load(key, value)
-    generation = build(Generation, key, {**raw, "passed": build_each(Passed, key, raw, "passed")})
-    check_number(key, generation.number)
-    return generation
+    return build(Generation, key, {**raw, "passed": build_each(Passed, key, raw, "passed")})

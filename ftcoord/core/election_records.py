@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftcoord.core.strict import build, check_number, dump, load
+from ftcoord.core.strict import Count, build, dump, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,13 @@ class Candidacy:
     """
 
     name: str
-    after: int = 0
+    after: Count = 0
     nonce: str = ""
+
+    @property
+    def highest(self) -> int:
+        """The highest number that it names."""
+        return self.after
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Term:
         by: the member that decided this, and the revision of the record before.
     """
 
-    number: int
+    number: Count
     member: str
     name: str
     by: str = ""
@@ -46,13 +51,9 @@ def encode(record: Candidacy | Term) -> bytes:
 
 def parse_candidacy(key: str, value: bytes) -> Candidacy:
     """Raises StateError."""
-    candidacy = build(Candidacy, key, load(key, value))
-    check_number(key, candidacy.after)
-    return candidacy
+    return build(Candidacy, key, load(key, value))
 
 
 def parse_term(key: str, value: bytes) -> Term:
     """Raises StateError."""
-    term = build(Term, key, load(key, value))
-    check_number(key, term.number)
-    return term
+    return build(Term, key, load(key, value))

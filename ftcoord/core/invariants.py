@@ -15,7 +15,7 @@ from ftcoord.core.barrier import BarrierSituation
 from ftcoord.core.barrier_records import Arrival, Generation
 from ftcoord.core.election import ElectionSituation
 from ftcoord.core.election_records import Term
-from ftcoord.core.layout import Span, roll_key, round_key, round_store_prefix
+from ftcoord.core.layout import Span, decided_key, roll_key, round_key, round_store_prefix
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.core.rendezvous_records import (
@@ -134,12 +134,13 @@ def check_fences(prefix: str, old: Round | None, number: int, decision: Publish[
 
 
 def check_roll(prefix: str, old: RoundHead | None, new: Round, decision: Publish[bytes]) -> None:
-    """Check S1 for a transaction that publishes a round whose roll may be stored beside it. Raises InvariantBroken.
+    """Check S1 for a transaction that publishes a round whose roll may be stored beside it. Raises InvariantBroken, and
+    StateError if nobody could read the record.
 
     `old` is the head that it replaces, None for a record with an inline roll. A reader of the record and of the keys
     that it names must get the decided round; later records of a round do not touch its roll.
     """
-    head = parse_decided("", decision.record)
+    head = parse_decided(decided_key(prefix), decision.record)
     if not isinstance(head, RoundHead):
         require("S1 one membership a round", head == replace(new, by=head.by) and not decision.beside)
         return

@@ -112,6 +112,11 @@ class Highest:
     number: int = 0
     id: int = 0
 
+    @property
+    def either(self) -> int:
+        """The higher one of both."""
+        return max(self.number, self.id)
+
     def and_of(self, quorum: QuorumRecord) -> Highest:
         """The highest, including this quorum."""
         return self.and_(quorum.number, quorum.id)

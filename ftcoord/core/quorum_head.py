@@ -29,7 +29,7 @@ from ftcoord.core.quorum_records import (
     profile_fields,
     request_of,
 )
-from ftcoord.core.strict import LARGEST, V3, Raw, build, build_each, check_number, dump, load, objects, part
+from ftcoord.core.strict import LARGEST, V3, Count, Raw, build, build_each, dump, load, objects, part
 from ftcoord.errors import StateError
 
 
@@ -88,8 +88,8 @@ class QuorumHead:
         shrink_only: of each seat, 1 for one that asks to let nobody new in, else 0.
     """
 
-    number: int
-    id: int
+    number: Count
+    id: Count
     roster: str
     left: tuple[int, ...]
     joined: tuple[JoinedSeat, ...]
@@ -225,8 +225,6 @@ def _parse_head(key: str, value: bytes) -> QuorumHead:
         "idle": build_each(IdleMember, key, raw, "idle"),
     }
     head = build(QuorumHead, key, {**raw, **columns, **lists})
-    check_number(key, head.number)
-    check_number(key, head.id)
     if not isfinite(head.created):
         raise StateError(key, "has a created that is no time")
     return head

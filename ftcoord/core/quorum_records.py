@@ -19,9 +19,10 @@ from typing import Any, Final
 
 from ftcoord.core.strict import (
     V3,
+    Count,
     Raw,
+    Size,
     build,
-    check_number,
     dump,
     json_problem,
     load,
@@ -50,7 +51,7 @@ class QuorumRequest:
     address: str
     store_address: str
     step: int
-    world_size: int
+    world_size: Size
     shrink_only: bool
     data: str
     commit_failures: int
@@ -69,7 +70,7 @@ class Profile:
     replica_id: str
     address: str
     store_address: str
-    world_size: int
+    world_size: Size
     data: str
     handles: tuple[str, ...]
 
@@ -100,12 +101,17 @@ class ReplicaRecord:
     """
 
     request: QuorumRequest
-    asked: int
-    after: int
+    asked: Count
+    after: Count
     beat: int
     profile: str = ""
-    heard: int = 0
+    heard: Count = 0
     leaving: str = ""
+
+    @property
+    def highest(self) -> int:
+        """The highest number that it names."""
+        return max(self.after, self.heard)
 
     def completed(self, profiles: Mapping[str, Profile]) -> QuorumRequest | None:
         """The whole request, with the profile that is known by its digest; None if it is not among them."""
@@ -237,10 +243,7 @@ def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     """Raises StateError."""
     raw = load(key, value, V3)
     stays = {"leaving": ""} if raw.get("profile") else {}  # who leaves writes its record whole
-    record = build(ReplicaRecord, key, {**raw, **stays, "request": _parse_request(key, raw)})
-    check_number(key, record.after)
-    check_number(key, record.heard)
-    return record
+    return build(ReplicaRecord, key, {**raw, **stays, "request": _parse_request(key, raw)})
 
 
 def _parse_request(key: str, raw: Raw) -> QuorumRequest:

@@ -18,15 +18,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 from ftcoord.core.event_records import WorkerFailure, failures_from
 from ftcoord.core.strict import (
+    LARGEST_COUNT,
     V3,
+    Count,
+    Range,
     Raw,
+    Size,
     build,
     build_each,
-    check_number,
     dump,
     load,
 )
@@ -38,6 +41,7 @@ _RECORDS: Final = 4
 _MOST_CHUNKS: Final = 2**20
 """The most chunks of a roll, which anybody may have written: nobody has so many nodes."""
 _LONGEST_ROLL_ID: Final = 128
+_Port = Annotated[int, Range(0, 2**16 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +68,28 @@ class JoinRequest:
 
     node: str
     address: str
-    port: int
-    after: int
+    port: _Port
+    after: Count
     host: str
     nonce: str
     min_nodes: int
     max_nodes: int
-    seated: int = 0
-    reopens: int = -1
+    seated: Count = 0
+    reopens: Annotated[int, Range(-1, LARGEST_COUNT)] = -1
     leaving: str = ""
     holds: str = ""
     failed: tuple[WorkerFailure, ...] = ()
-    failed_at: int = 0
+    failed_at: Size = 0
 
     @property
     def limits(self) -> tuple[int, int]:
         """The fewest and the most nodes of a round."""
         return self.min_nodes, self.max_nodes
+
+    @property
+    def highest(self) -> int:
+        """The highest number that it names."""
+        return max(self.after, self.seated, self.reopens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,7 @@ class Away:
     """A live member that a round was formed without: it last had a seat in `round`, and has not come back since."""
 
     member: str
-    round: int
+    round: Count
 
 
 @dataclass(frozen=True)
@@ -121,16 +130,16 @@ class Round:
         drained: the nodes that an operator wants to leave, and a few that did. They get no seat any more.
     """
 
-    number: int
+    number: Count
     seats: tuple[Seat, ...]
     address: str
-    port: int
+    port: _Port
     away: tuple[Away, ...] = ()
-    min_nodes: int = 0
-    max_nodes: int = 0
+    min_nodes: Size = 0
+    max_nodes: Size = 0
     ready: bool = False
     recalled: str = ""
-    waiting: int = 0
+    waiting: Size = 0
     closed: str = ""
     outcome: str = ""
     before: str = ""
@@ -193,17 +202,17 @@ class RoundHead:
     The other fields are those of a Round.
     """
 
-    number: int
-    size: int
+    number: Count
+    size: Annotated[int, Range(1, LARGEST_COUNT)]
     roll: str
-    chunks: int
+    chunks: Annotated[int, Range(1, _MOST_CHUNKS)]
     address: str
-    port: int
-    min_nodes: int = 0
-    max_nodes: int = 0
+    port: _Port
+    min_nodes: Size = 0
+    max_nodes: Size = 0
     ready: bool = False
     recalled: str = ""
-    waiting: int = 0
+    waiting: Size = 0
     closed: str = ""
     outcome: str = ""
     before: str = ""
@@ -416,8 +425,6 @@ def parse_join_request(key: str, value: bytes) -> JoinRequest:
     """Parse a request. Raises StateError."""
     raw = load(key, value, V3)
     ask = build(JoinRequest, key, {**raw, "failed": failures_from(key, raw, "failed")})
-    check_number(key, ask.after)
-    check_number(key, ask.seated)
     if not 1 <= ask.min_nodes <= ask.max_nodes:
         raise StateError(key, f"asks for rounds of {ask.min_nodes} to {ask.max_nodes} nodes, which cannot be")
     return ask
@@ -430,8 +437,7 @@ def parse_decided(key: str, value: bytes) -> Round | RoundHead:
     if "seats" in raw:
         return _round(key, raw)
     head = build(RoundHead, key, raw)
-    check_number(key, head.number)
-    if not 1 <= head.chunks <= _MOST_CHUNKS or head.size < 1 or not _is_roll_id(head.roll):
+    if not _is_roll_id(head.roll):
         raise StateError(key, "names no roll that a round may have, so it is not ftcoord's")
     return head
 
@@ -448,9 +454,7 @@ def parse_round(key: str, value: bytes) -> Round:
 
 def _round(key: str, raw: Raw) -> Round:
     lists = {"seats": build_each(Seat, key, raw, "seats"), "away": build_each(Away, key, raw, "away")}
-    round_ = build(Round, key, {**raw, **lists})
-    check_number(key, round_.number)
-    return round_
+    return build(Round, key, {**raw, **lists})
 
 
 def parse_chunk(key: str, value: bytes) -> RollChunk:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ftcoord.errors import StateError
 
@@ -22,7 +22,25 @@ LARGEST: Final = 2**63 - 1
 """The largest number in a record."""
 
 LARGEST_COUNT: Final = 10**18
-"""The largest number that is counted on from, such as a term's: there is room for more."""
+"""The largest number that is counted on from, such as a term's."""
+LARGEST_STEP: Final = 10**15
+"""By how much a number that a member names may exceed all that is known here, or a decider does not count on from
+it."""
+LARGEST_DECIDED_STEP: Final = 10**17
+"""The same for a decided number. It is much more, since a reader may know less than the decider that counted on."""
+
+
+class Range(NamedTuple):
+    """The numbers that a field may hold. Without one, that is -LARGEST to LARGEST."""
+
+    lowest: int
+    highest: int
+
+
+Count = Annotated[int, Range(0, LARGEST_COUNT)]
+"""A number that is counted on from, or was counted to; 0 for none."""
+Size = Annotated[int, Range(0, LARGEST)]
+"""How much, or how many, of something, or a revision of etcd."""
 
 Record = TypeVar("Record")
 Raw = Mapping[str, Any]
@@ -32,16 +50,19 @@ Raw = Mapping[str, Any]
 def dump(record: object, version: int = VERSION) -> bytes:
     """The record as JSON, with the layout's version. The same record always gives the same bytes."""
     raw = {"v": version, **_plain(record)}
-    return _encode(raw).encode()
+    text = _encode(raw)
+    if "\\ud" in text:  # a worker's exception, or a host's name, may hold half a character, which nobody would read
+        text = _encode(json.loads(_encode_utf8(raw).encode(errors="replace")))
+    return text.encode()
 
 
 def load(key: str, value: bytes, version: int = VERSION) -> Raw:
     """The unchecked fields of a record that has its own key. Raises StateError, also for a record of another
     version."""
     try:
-        raw = json.loads(value)
+        raw = _read(value.decode())
     except (ValueError, RecursionError) as error:
-        raise StateError(key, "does not hold JSON, so it is not ftcoord's") from error
+        raise StateError(key, f"does not hold JSON, so it is not ftcoord's: {error}") from error
     if not isinstance(raw, dict):
         raise StateError(key, "does not hold a JSON object, so it is not ftcoord's")
     found = raw.pop("v", None)
@@ -71,8 +92,10 @@ def _problem(record: str, raw: Raw, form: _Form) -> str:
     for (name, wanted), value in zip(form.types.items(), form.values(raw), strict=True):
         if wanted is list and (type(value) is not list or not _are(form.items[name], value)):
             return f"has no list of {name}"
-        if wanted is not list and not _are(wanted, (value,)):
+        if wanted is not list and type(value) is not wanted:
             return f"has a {name} that is no {wanted.__name__}"
+        if wanted is int and not form.ranges[name].lowest <= value <= form.ranges[name].highest:
+            return f"has the {name} {value}, which nobody has counted to, so it is not ftcoord's"
     raise AssertionError("nothing is wrong")
 
 
@@ -97,10 +120,10 @@ def part(key: str, raw: Raw, name: str) -> Raw:
     return found
 
 
-def check_number(key: str, number: int) -> None:
-    """Raises StateError for a number that cannot have been counted to."""
-    if not 0 <= number <= LARGEST_COUNT:
-        raise StateError(key, f"has the number {number}, which nobody has counted to, so it is not ftcoord's")
+def check_step(key: str, number: int, known: int, step: int) -> None:
+    """Raises StateError for a number so far above the highest `known` one that nobody has counted to it since."""
+    if number > known + step:
+        raise StateError(key, f"has the number {number}, which nobody has counted to: the highest known one is {known}")
 
 
 def json_problem(text: str) -> str:
@@ -108,10 +131,19 @@ def json_problem(text: str) -> str:
     if not text:
         return ""
     try:
-        json.loads(text)
+        _read(text)
     except (ValueError, RecursionError) as error:
         return str(error)
     return ""
+
+
+def _read(text: str) -> Any:
+    """Parsed JSON. Raises ValueError, also for texts that UTF-8 cannot carry: torchft's protocol could not pass them
+    on."""
+    found = json.loads(text)
+    if "\\ud" in text or "\\uD" in text or not text.isascii():  # an escape or a letter that may be half of a character
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
 
 
 def _plain(record: object) -> dict[str, Any]:
@@ -120,7 +152,9 @@ def _plain(record: object) -> dict[str, Any]:
 
 
 # A record has no cycles, so nobody need look for them.
-_encode: Final = json.JSONEncoder(default=_plain, separators=(",", ":"), sort_keys=True, check_circular=False).encode
+_ENCODING: Final[Mapping[str, Any]] = {"separators": (",", ":"), "sort_keys": True, "check_circular": False}
+_encode: Final = json.JSONEncoder(default=_plain, **_ENCODING).encode
+_encode_utf8: Final = json.JSONEncoder(default=_plain, ensure_ascii=False, **_ENCODING).encode
 
 
 class _Form:
@@ -128,12 +162,13 @@ class _Form:
     at once."""
 
     def __init__(self, kind: type) -> None:
+        self.ranges = {name: _range_of(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
         hints = get_type_hints(kind)
         self.items = {name: get_args(hint)[0] for name, hint in hints.items() if _is_plain_list(hint)}
         """The fields that are lists of texts or numbers in JSON, and which of the two."""
         self.types = {name: list if name in self.items else get_origin(hint) or hint for name, hint in hints.items()}
         self.kinds = tuple(self.types.values())
-        self.numbers = [at for at, wanted in enumerate(self.kinds) if wanted is int]
+        self.numbers = [(at, *self.ranges[name]) for at, name in enumerate(self.types) if self.types[name] is int]
         self.lists = [(at, self.items[name]) for at, name in enumerate(self.types) if name in self.items]
         self.values: Callable[[Raw], tuple[Any, ...]] = _all(itemgetter, tuple(self.types))
         self.attributes: Callable[[object], tuple[Any, ...]] = _all(attrgetter, tuple(self.types))
@@ -141,8 +176,8 @@ class _Form:
     def fitting(self, values: Sequence[Any]) -> Sequence[Any] | None:
         """Values of the right types, with tuples for the lists; None if a number is out of range, or a list has another
         element."""
-        for at in self.numbers:
-            if not -LARGEST <= values[at] <= LARGEST:
+        for at, lowest, highest in self.numbers:
+            if not lowest <= values[at] <= highest:
                 return None
         if not self.lists:
             return values
@@ -152,6 +187,10 @@ class _Form:
                 return None
             found[at] = tuple(found[at])
         return found
+
+
+def _range_of(hint: Any) -> Range:
+    return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Range)), Range(-LARGEST, LARGEST))
 
 
 def _is_plain_list(hint: Any) -> bool:

@@ -7,14 +7,21 @@ write. The version exposes a late copy of an old write, and the end of a lease c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 from ftcoord.core.layout import timers_span
-from ftcoord.core.strict import build, dump, load, part
+from ftcoord.core.strict import LARGEST, Range, Size, build, dump, load, part
 from ftcoord.errors import StateError
 
 RELEASED: Final = b""
 """The value of a slot without a timer."""
+SLOTS: Final = 8192
+"""How many timers a process may hold at once."""
+LONGEST_TTL: Final = 3600
+"""Seconds that a worker's lease may live after its last renewal."""
+_MOST_MS: Final = 10**15
+"""Milliseconds, some 30,000 years: no clock shows more, and arithmetic on it is exact."""
+_Ms = Annotated[int, Range(0, _MOST_MS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +38,12 @@ class Worker:
     """
 
     host: str
-    pid: int
-    start: int
+    pid: Annotated[int, Range(1, 2**22)]
+    start: Size
     node: str
-    rank: int
-    ledger: int
-    ttl: int
+    rank: Annotated[int, Range(-1, LARGEST)]
+    ledger: Annotated[int, Range(-1, 2**31 - 1)]
+    ttl: Annotated[int, Range(1, LONGEST_TTL)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +64,12 @@ class Timer:
 
     worker: Worker
     scope: str
-    after_ms: int
-    left_ms: int
-    at_ms: int
+    after_ms: _Ms
+    left_ms: _Ms
+    at_ms: _Ms
     wall_ms: int
-    slot: int
-    token: int
+    slot: Annotated[int, Range(0, SLOTS - 1)]
+    token: Size
     expired: str = ""
     reaped: bool = False
 
@@ -80,6 +87,4 @@ def parse_timer(key: str, value: bytes) -> Timer | None:
     timer = build(Timer, key, {**raw, "worker": build(Worker, key, part(key, raw, "worker"))})
     if timers_span("", timer.worker.host).start not in key:
         raise StateError(key, "holds a timer of another host, so it is not ftcoord's")
-    if timer.worker.pid < 1 or timer.worker.ttl < 1 or min(timer.left_ms, timer.slot, timer.token) < 0:
-        raise StateError(key, "holds numbers that no timer has, so it is not ftcoord's")
     return timer

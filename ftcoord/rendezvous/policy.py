@@ -244,7 +244,7 @@ class RendezvousPolicy:
 
     def _situation(self, view: View, previous: Round | None, since: tuple[float, int], now: float) -> RoundSituation:
         before, self._candidates = self._candidates, {}
-        for kv, ask in self._members.of(view.members):
+        for kv, ask in self._members.of(view.members, self._last.highest):
             seen, one = view.seen[kv.key], before.get(kv.key)
             if one is None or one.ask is not ask or one.seen != seen:
                 one = RoundCandidate(member_of(kv.key), ask, seen, kv.mod_revision)

@@ -21,6 +21,7 @@ from ftcoord.core.rendezvous_records import (
     parse_decided,
 )
 from ftcoord.core.round_situation import RoundOptions
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.group.use import Use
 from ftcoord.rendezvous.policy import RendezvousPolicy
@@ -50,6 +51,8 @@ class RoundUse(Use[AnyRound, JoinRequest]):
         self._read: tuple[str, RollChunk, int] | None = None  # replaced as a whole, by any thread
         """The roll of which a chunk was last read, the chunk, and its number: all records of a round have the same
         roll."""
+        self._highest = 0  # any thread
+        """The highest number of a record."""
 
     @property
     def prefix(self) -> str:
@@ -60,6 +63,9 @@ class RoundUse(Use[AnyRound, JoinRequest]):
 
     def parse(self, key: str, value: bytes) -> AnyRound:
         record = parse_decided(key, value)
+        if self._highest:
+            check_step(key, record.number, self._highest, LARGEST_DECIDED_STEP)
+        self._highest = max(self._highest, record.number)
         if not isinstance(record, RoundHead):
             return record
         read = self._read

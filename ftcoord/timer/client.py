@@ -18,14 +18,14 @@ from torch.distributed.elastic.timer import TimerClient
 from ftcoord import concurrency
 from ftcoord.config import MAX_SECONDS, EtcdConfig, redacted, whole
 from ftcoord.core.layout import KEY_PREFIX, timer_key
-from ftcoord.core.timer_records import RELEASED, Timer, Worker, encode
+from ftcoord.core.timer_records import LONGEST_TTL, RELEASED, SLOTS, Timer, Worker, encode
 from ftcoord.errors import ClientClosed, ConfigError, ThreadFailed
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.log_once import LogOnce
 from ftcoord.primitives.leased_keys import LeasedKeys, Render
 from ftcoord.timer.environment import inherited
-from ftcoord.timer.ledger import SLOTS, Ledger
+from ftcoord.timer.ledger import Ledger
 from ftcoord.timer.process import host_id, this_process
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ ACQUIRE_TIMEOUT: Final = 1.0
 LONGEST_SCOPE: Final = 1024
 """Characters of a scope's name that are recorded: the last ones, where torch puts the line number."""
 
-_ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
+_ttl = whole(2, LONGEST_TTL, " (seconds); etcd on default settings grants no lease shorter than 2 s")
 
 
 @dataclass(frozen=True, slots=True)

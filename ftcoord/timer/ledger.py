@@ -11,9 +11,9 @@ import mmap
 import os
 from typing import Final
 
+from ftcoord.core.timer_records import SLOTS
+
 LEDGER_NAME: Final = "ftcoord-timers"
-SLOTS: Final = 8192
-"""How many timers a process may hold at once."""
 _WIDTH: Final = 8
 
 

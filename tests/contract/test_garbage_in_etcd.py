@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,9 +18,10 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.layout import decided_key, roster_key
+from ftcoord.core.layout import decided_key, member_id, member_key, roster_key
 from ftcoord.core.quorum_head import encode_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord, encode
+from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
@@ -87,7 +89,7 @@ class Pair:
 
     def __init__(self, client: EtcdClient, prefix: str) -> None:
         job = Job("etcd", "", prefix, min_replicas=2)
-        self.key = decided_key(job.prefix)
+        self.prefix, self.key = job.prefix, decided_key(job.prefix)
         self._replicas = [Replica(client, job, name, keeps_lease=True) for name in "xy"]
         self._threads = ThreadPoolExecutor(2)
 
@@ -104,6 +106,12 @@ class Pair:
                 raise one
             assert list(one.requests) == asked
         return told[0]  # type: ignore[return-value]
+
+    def decider_sees(self) -> Iterable[str]:
+        """The members that the decider sees."""
+        members = [one._participant.member for one in self._replicas]
+        views = [member.group._members.mirror for member in members if member is not None]
+        return [key for view in views if view is not None for key in view.kvs]
 
     def may_ask(self) -> bool:
         """Whether neither of them knows of a record that it cannot read."""
@@ -163,3 +171,33 @@ def test_the_roster_of_another_quorum(pair: Pair, client: EtcdClient) -> None:
     client.delete(Span(pair.key, is_prefix=True))
     eventually(pair.may_ask, what="both hear that it is gone")
     assert pair.ask(2).number > 1
+
+
+@pytest.mark.parametrize("beyond", [0, 10**6, 10**18 - 10**15])
+def test_a_member_that_names_a_number_to_which_nobody_has_counted(pair: Pair, client: EtcdClient, beyond: int) -> None:
+    """The first one is as far as a decider counts on. All go on while that member lives, and when it is gone."""
+    before = pair.ask(1).number
+    number = min(before + LARGEST_STEP + beyond, LARGEST_COUNT)
+    lease = client.grant(60).id
+    rogue = ReplicaRecord(replace(REQUEST, replica_id="rogue"), 0, number, 1, heard=number)
+    client.put(member_key(pair.prefix, member_id(lease)), encode(rogue), lease)
+    eventually(lambda: pair.ask(2) and len(pair.decider_sees()) == 3, what="the decider sees it")
+    numbers = [pair.ask(step).number for step in range(3, 6)]
+    client.revoke(lease)
+    numbers += [pair.ask(step).number for step in range(6, 9)]
+    assert before < numbers[0]
+    assert numbers == sorted(set(numbers))
+    assert (numbers[-1] > number) is (beyond == 0)
+
+
+def test_a_decided_number_to_which_nobody_has_counted(pair: Pair, client: EtcdClient) -> None:
+    """Nobody who has refused it counts on from it when its key is deleted."""
+    number = pair.ask(1).number
+    decided = client.get(pair.key).one
+    assert decided is not None
+    client.put(pair.key, json.dumps({**json.loads(decided.value), "number": 10**18}).encode(), decided.lease)
+    with pytest.raises(StateError, match="nobody has counted to"):
+        pair.ask(2)
+    client.delete(Span(pair.key, is_prefix=True))
+    eventually(pair.may_ask, what="both hear that it is gone")
+    assert number < pair.ask(2).number < 10**12

@@ -11,6 +11,7 @@ import pytest
 from accidents import Forgetful, Rewinding, cut_off, settle
 from helpers import DEADLINE, eventually
 
+from ftcoord.core.election_records import Candidacy
 from ftcoord.core.layout import timer_key
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Put, Span, WatchItem
@@ -231,8 +232,9 @@ def test_another_value_with_the_same_revision_is_read_again() -> None:
     after = before._replace(value=b"after")
     reading = ParsedKey(lambda key, value: value)
     assert [reading.of(kv) for kv in (before, before, after)] == [b"before", b"before", b"after"]
-    readings = ParsedKeys(lambda key, value: value)
-    assert [readings.of([kv]) for kv in (before, after)] == [[(before, b"before")], [(after, b"after")]]
+    readings = ParsedKeys(lambda key, value: Candidacy(value.decode()))
+    read = [readings.of([kv]) for kv in (before, after)]
+    assert read == [[(before, Candidacy("before"))], [(after, Candidacy("after"))]]
 
 
 # -- those who are told -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import election, layout
 from ftcoord.core.barrier import BarrierSituation
 from ftcoord.core.barrier_records import Arrival, Generation, Passed
+from ftcoord.core.barrier_records import encode as encode_barrier
 from ftcoord.core.election import ElectionSituation
 from ftcoord.core.election_records import Candidacy, Term
 from ftcoord.core.election_records import encode as encode_election
@@ -33,10 +35,12 @@ from ftcoord.core.rendezvous import decide as decide_round
 from ftcoord.core.rendezvous_records import Away, JoinRequest, Round, encode
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.situation import Asking, Situation
+from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import Etcd, KeyValue, Span
 from ftcoord.primitives.group.invariant_guard import DECIDE_AGAIN_AFTER, InvariantGuard
 from ftcoord.primitives.group.policy import View
+from ftcoord.recipes.barrier import BarrierUse
 from ftcoord.recipes.election import ElectionUse
 from ftcoord.rendezvous.policy import RendezvousPolicy
 from ftcoord.testing import MemoryEtcd
@@ -385,6 +389,74 @@ def test_no_fence_is_left_out(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> No
     verdict = policy.decide(members, "a", 0.0)
     assert isinstance(verdict, Wait)
     assert "S3" in verdict.reason
+
+
+# -- numbers that others name ------------------------------------------------------------------------------------
+
+
+def round_number(rogue: int, known: int) -> Verdict[bytes]:
+    asked = {"a": asks("a", after=known), "b": asks("b", after=known), "c": asks("c", after=rogue)}
+    members = view({layout.member_key(PREFIX, one): encode(member.ask) for one, member in asked.items()})
+    with MemoryEtcd() as memory:
+        policy = RendezvousPolicy(PREFIX, RoundOptions(), memory.client())
+        policy._last.highest = known
+        return policy.decide(members, "a", 60.0)
+
+
+def quorum_number(rogue: int, known: int) -> Verdict[bytes]:
+    records = {one.member: ReplicaRecord(one.request, one.asked, 0, 0, heard=known) for one in TWO.members}
+    records["c"] = ReplicaRecord(replace(TWO.members[0].request, replica_id="c"), 1, 0, 0, heard=rogue)
+    members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
+    seen = HighestSeen()
+    seen.highest = Highest(known, known)
+    return QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), 60.0, dict, seen).decide(members, "a", 60.0)
+
+
+def term_number(rogue: int, known: int) -> Verdict[bytes]:
+    asked = {"a": Candidacy("a", known), "c": Candidacy("c", rogue)}
+    members = view({layout.member_key(PREFIX, one): encode_election(ask) for one, ask in asked.items()})
+    use = ElectionUse(PREFIX)
+    use._heard.highest = known
+    return use.policy().decide(members, "a", 60.0)
+
+
+def generation_number(rogue: int, known: int) -> Verdict[bytes]:
+    asked = [Arrival("a", 1, known, known), Arrival("c", 1, 0, rogue)]
+    members = view({layout.member_key(PREFIX, one.party): encode_barrier(one) for one in asked})
+    use = BarrierUse(PREFIX)
+    use._heard.highest = known
+    return use.policy().decide(members, "a", 60.0)
+
+
+USES = pytest.mark.parametrize("decide", [round_number, quorum_number, term_number, generation_number])
+
+
+@USES
+@pytest.mark.parametrize("known", [0, 5, 10**15 + 5, 10**17])
+def test_nobody_counts_on_from_a_number_that_a_member_made_up(
+    decide: Callable[[int, int], Verdict[bytes]], known: int
+) -> None:
+    """Up to LARGEST_STEP above the highest known number somebody may have counted."""
+    for rogue, number in {
+        known + LARGEST_STEP: known + LARGEST_STEP + 1,
+        known + LARGEST_STEP + 1: known + 1,
+        LARGEST_COUNT: known + 1,
+    }.items():
+        verdict = decide(rogue, known)
+        assert isinstance(verdict, Publish), verdict
+        assert json.loads(verdict.record)["number"] == number
+
+
+@USES
+def test_what_nobody_could_read_is_not_published(
+    decide: Callable[[int, int], Verdict[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    verdict = decide(0, LARGEST_COUNT)
+    assert isinstance(verdict, Wait)
+    assert "nobody could read it" in verdict.reason
+    assert f"number {LARGEST_COUNT + 1}" in verdict.reason
+    assert verdict.until == 60.0 + DECIDE_AGAIN_AFTER
+    assert "nobody could read it" in caplog.text
 
 
 def test_another_error_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP, check_step
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Naming(Protocol):
+    """What a member asks: it names numbers that the next decision counts on from."""
+
+    @property
+    def highest(self) -> int: ...
+
+
+M = TypeVar("M", bound=Naming)
 
 
 class ParsedKey(Generic[T]):
@@ -28,24 +39,25 @@ class ParsedKey(Generic[T]):
         return self._known[1]
 
 
-class ParsedKeys(Generic[T]):
+class ParsedKeys(Generic[M]):
     """The value of each member, as parsed by `parse(key, value)`. Members for which it raises StateError are kept
-    apart."""
+    apart, and so are those that name a number to which nobody has counted."""
 
-    def __init__(self, parse: Callable[[str, bytes], T]) -> None:
+    def __init__(self, parse: Callable[[str, bytes], M]) -> None:
         self._parse = parse
-        self._known: dict[str, tuple[bytes, T | None]] = {}
+        self._known: dict[str, tuple[bytes, M | None]] = {}
         self.unreadable: Sequence[str] = ()
         """The keys of the members that could not be read in the last call of `of`: they are alive, but their asks are
         unknown."""
 
-    def of(self, members: Sequence[KeyValue]) -> list[tuple[KeyValue, T]]:
-        """The members that can be read, in the order given."""
+    def of(self, members: Sequence[KeyValue], highest: int = LARGEST_COUNT) -> list[tuple[KeyValue, M]]:
+        """The members that can be read, in the order given. `highest`: the highest number that is known here, for
+        whoever counts on from theirs."""
         before, self._known, said, unreadable = self._known, {}, [], []
         for kv in members:
             known = before.get(kv.key)
             if known is None or known[0] != kv.value:
-                known = kv.value, self._read(kv)
+                known = kv.value, self._read(kv, highest)
             self._known[kv.key] = known
             if known[1] is not None:
                 said.append((kv, known[1]))
@@ -54,9 +66,11 @@ class ParsedKeys(Generic[T]):
         self.unreadable = unreadable
         return said
 
-    def _read(self, kv: KeyValue) -> T | None:
+    def _read(self, kv: KeyValue, highest: int) -> M | None:
         try:
-            return self._parse(kv.key, kv.value)
+            parsed = self._parse(kv.key, kv.value)
+            check_step(kv.key, parsed.highest, highest, LARGEST_STEP)
+            return parsed
         except StateError as error:
             log.warning("a member counts as alive, and as asking for nothing: %s", error)
             return None

@@ -10,12 +10,13 @@ from ftcoord import concurrency
 from ftcoord.core.layout import Span, member_of
 from ftcoord.core.outlook import Outlook
 from ftcoord.core.situation import Asking, Situation
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
-from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
+from ftcoord.primitives.group.parse_cache import Naming, ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
 
-A = TypeVar("A")
+A = TypeVar("A", bound=Naming)
 
 
 class Numbered(Protocol):
@@ -49,6 +50,8 @@ class Heard(Generic[N]):
         """Parse a decided record, and remember it. Raises StateError."""
         record = self._parse(key, value)
         with self._lock:
+            if self.highest:
+                check_step(key, record.number, self.highest, LARGEST_DECIDED_STEP)
             self.highest = max(self.highest, record.number)
         return record
 
@@ -99,7 +102,7 @@ class PlainPolicy(Generic[N, A]):
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read."""
         previous = self._decided.of(view.decided) if view.decided else None
-        members = [Asking(member_of(kv.key), ask) for kv, ask in self._members.of(view.members)]
+        members = [Asking(member_of(kv.key), ask) for kv, ask in self._members.of(view.members, self._heard.highest)]
         # An etcd that lost its last writes may show an older record than this participant has heard of.
         unreadable = frozenset(map(member_of, self._members.unreadable))
         situation = Situation(members, previous, view.vanished, self._heard.highest, unreadable)
@@ -111,4 +114,6 @@ class PlainPolicy(Generic[N, A]):
         base = view.decided.mod_revision if view.decided else 0
         record = replace(verdict.record, by=f"{me} {base}")  # type: ignore[type-var]
         writes = self._writes(record)
-        return Publish(self._rules.encode(record), verdict.reason, verdict.rule, writes.puts, writes.deletes)
+        value = self._rules.encode(record)
+        published = Publish(value, verdict.reason, verdict.rule, writes.puts, writes.deletes)
+        return self._guard.passed(published, lambda one: self._rules.parse_record("decided", one.record), now)

@@ -6,13 +6,11 @@ import abc
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic
 
 from ftcoord.core.outlook import Outlook
-from ftcoord.primitives.group.plain_policy import Heard, N, PlainPolicy, PlainRules, Writes
+from ftcoord.primitives.group.plain_policy import A, Heard, N, PlainPolicy, PlainRules, Writes
 from ftcoord.primitives.group.use import Use
-
-A = TypeVar("A")
 
 
 class PlainUse(Use[N, A], abc.ABC, Generic[N, A]):

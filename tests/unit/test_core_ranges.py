@@ -1,0 +1,146 @@
+"""What nobody of ours has written: numbers out of their range, and texts that UTF-8 cannot carry, in all records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ftcoord.coordination.rank_frames import encode_call, parse_call
+from ftcoord.coordination.ranks import RankRequest
+from ftcoord.core import barrier_records, election_records, quorum_records, rendezvous_records, strict, timer_records
+from ftcoord.core.barrier_records import Arrival, Generation, Passed, parse_arrival, parse_generation
+from ftcoord.core.election_records import Candidacy, Term, parse_candidacy, parse_term
+from ftcoord.core.event_records import WorkerFailure
+from ftcoord.core.heartbeat_records import Beat, parse_beat
+from ftcoord.core.heartbeat_records import encode as encode_beat
+from ftcoord.core.layout import timer_key
+from ftcoord.core.quorum_head import encode_quorum, parse_quorum
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
+from ftcoord.core.rendezvous_records import (
+    JoinRequest,
+    Round,
+    RoundHead,
+    parse_decided,
+    parse_join_request,
+)
+from ftcoord.core.timer_records import Timer, Worker, parse_timer
+from ftcoord.errors import StateError
+
+KEY = timer_key("/run", "h1", 0xAB, "1")
+REQUEST = QuorumRequest("a", "here", "there", 1, 2, False, "", 0, ("h",))
+QUORUM, ROSTER = encode_quorum(QuorumRecord(7, 7, (), (), 0.0))
+ASK = JoinRequest("n", "host", 1, 0, "host", "x", 1, 2)
+WORKER = Worker(host="h1", pid=7, start=1000, node="node7", rank=3, ledger=5, ttl=10)
+TIMER = Timer(WORKER, "scope", after_ms=60_000, left_ms=50_000, at_ms=100_000, wall_ms=5_000_000, slot=1, token=99)
+
+Parse = Callable[[str, bytes], object]
+RECORDS: dict[str, tuple[Parse, bytes]] = {
+    "candidacy": (parse_candidacy, election_records.encode(Candidacy("a"))),
+    "term": (parse_term, election_records.encode(Term(1, "m", "a"))),
+    "arrival": (parse_arrival, barrier_records.encode(Arrival("a", 2, 0))),
+    "generation": (parse_generation, barrier_records.encode(Generation(1, 2, (Passed("a", 1, 0),)))),
+    "replica": (parse_replica, quorum_records.encode(ReplicaRecord(REQUEST, 1, 1, 1))),
+    "quorum": (lambda key, value: parse_quorum(key, value, ROSTER), QUORUM),
+    "join": (parse_join_request, rendezvous_records.encode(ASK)),
+    "round": (parse_decided, rendezvous_records.encode(Round(1, (), "", 0))),
+    "head": (parse_decided, rendezvous_records.encode(RoundHead(1, 1, "1-a-b", 1, "", 0))),
+    "timer": (parse_timer, timer_records.encode(TIMER)),
+    "beat": (parse_beat, encode_beat(Beat("a", ""))),
+}
+COUNT = (0, strict.LARGEST_COUNT)
+PORT = (0, 65535)
+RANGES = [
+    ("candidacy", "after", *COUNT),
+    ("term", "number", *COUNT),
+    ("arrival", "after", *COUNT),
+    ("arrival", "known", *COUNT),
+    ("arrival", "parties", 1, strict.LARGEST),
+    ("generation", "number", *COUNT),
+    ("generation", "passed.0.number", *COUNT),
+    ("replica", "after", *COUNT),
+    ("replica", "heard", *COUNT),
+    ("replica", "asked", *COUNT),
+    ("replica", "request.world_size", 0, strict.LARGEST),
+    ("quorum", "number", *COUNT),
+    ("quorum", "id", *COUNT),
+    ("join", "after", *COUNT),
+    ("join", "seated", *COUNT),
+    ("join", "reopens", -1, strict.LARGEST_COUNT),
+    ("join", "port", *PORT),
+    ("round", "number", *COUNT),
+    ("round", "port", *PORT),
+    ("head", "number", *COUNT),
+    ("head", "size", 1, strict.LARGEST_COUNT),
+    ("head", "chunks", 1, 2**20),
+    ("timer", "slot", 0, timer_records.SLOTS - 1),
+    ("timer", "token", 0, strict.LARGEST),
+    ("timer", "left_ms", 0, 10**15),
+    ("timer", "at_ms", 0, 10**15),
+    ("timer", "worker.pid", 1, 2**22),
+    ("timer", "worker.ledger", -1, 2**31 - 1),
+    ("timer", "worker.ttl", 1, 3600),
+]
+
+
+def with_field(value: bytes, path: str, new: object) -> bytes:
+    raw: Any = json.loads(value)
+    *steps, name = path.split(".")
+    inner = raw
+    for step in steps:
+        inner = inner[int(step)] if step.isdigit() else inner[step]
+    assert name in inner
+    inner[name] = new
+    return json.dumps(raw).encode()
+
+
+@pytest.mark.parametrize(("record", "path", "lowest", "highest"), RANGES)
+def test_every_number_has_its_range(record: str, path: str, lowest: int, highest: int) -> None:
+    parse, value = RECORDS[record]
+    for number in (lowest, highest):
+        parse(KEY, with_field(value, path, number))
+    for number in (lowest - 1, highest + 1, 2**64, -(2**64)):
+        with pytest.raises(StateError, match="nobody has counted to") as caught:
+            parse(KEY, with_field(value, path, number))
+        assert caught.value.key == KEY
+        assert path.rpartition(".")[2] in str(caught.value)
+
+
+TEXTS = ["candidacy.name", "term.name", "arrival.party", "replica.request.address", "join.host", "timer.scope"]
+
+
+@pytest.mark.parametrize("path", [*TEXTS, "beat.name", "round.before"])
+def test_half_a_character_is_no_text(path: str) -> None:
+    record, _, field = path.partition(".")
+    parse, value = RECORDS[record]
+    parse(KEY, with_field(value, field, "\U0001f600 \\ud800"))
+    for text in ("\ud800", "x\udfff", "\ude00\ud83d"):
+        halved = with_field(value, field, text)
+        for one in (halved, halved.replace(b"\\ud", b"\\uD"), json.dumps(json.loads(halved), ensure_ascii=False)):
+            with pytest.raises(StateError, match="utf-8"):
+                parse(KEY, one if isinstance(one, bytes) else one.encode(errors="surrogatepass"))
+
+
+@pytest.mark.parametrize(("record", "path"), [("replica", "request.data"), ("beat", "data")])
+def test_nor_is_it_data(record: str, path: str) -> None:
+    parse, value = RECORDS[record]
+    parse(KEY, with_field(value, path, '{"a": "\\ud83d\\ude00"}'))
+    with pytest.raises(StateError, match="utf-8"):
+        parse(KEY, with_field(value, path, '{"a": "\\ud800"}'))
+
+
+def test_nor_does_a_rank_send_it_to_a_manager() -> None:
+    call = RankRequest(0, 1, "m", False, 0, 5.0, "handle")
+    assert parse_call(encode_call(call)) == call
+    with pytest.raises(ValueError, match="utf-8"):
+        parse_call(encode_call(call).replace(b'"handle":"handle"', b'"handle":"\\ud800"'))
+
+
+def test_what_a_process_cannot_choose_is_written_so_that_others_can_read_it() -> None:
+    """A worker's exception may quote half a character."""
+    odd = replace(ASK, failed=(WorkerFailure(1, exception="ValueError: \udc80 \U0001f600"),))
+    (failure,) = parse_join_request(KEY, rendezvous_records.encode(odd)).failed
+    assert failure.exception == "ValueError: ? \U0001f600"
