@@ -47,7 +47,7 @@ FLOORS = (
     "etcd.rpc.watch etcd.rpc.batching",
     "etcd.client",
     "etcd.shared etcd.namespace",
-    "embedded.ports embedded.binary embedded.supervisor",
+    "embedded.ports embedded.binary embedded.supervisor embedded.rpc",
     "embedded.process",
     "embedded.member",
     "embedded.server embedded.cluster",

@@ -236,9 +236,11 @@ def test_passwords_come_as_the_agent_got_them(told: list[EtcdConfig], user: str)
 
 def test_an_embedded_etcd_has_nothing_of_the_environments(told: list[EtcdConfig]) -> None:
     config = EtcdConfig.load("127.0.0.1:5", env={})
-    env = {"FTCOORD_CA_CERT": "/nowhere", "FTCOORD_PASSWORD": "x", VARIABLE: describe("/p", config)}
-    inherited(env)
-    assert told == [config]
+    with_login = EtcdConfig.load("127.0.0.1:5", env={}, user="root", password="its own")
+    for one in (config, with_login):
+        text = describe("/p", one, with_password=True)
+        inherited({"FTCOORD_CA_CERT": "/nowhere", "FTCOORD_PASSWORD": "x", VARIABLE: text})
+    assert told == [config, with_login]
 
 
 def test_a_worker_that_nobody_told() -> None:
