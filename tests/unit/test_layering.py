@@ -143,6 +143,7 @@ FLOORS = (
     "commands.serving",
     "commands",
     "cli _torchrun",
+    "__main__",
 )
 """Lowest first: modules, or whole packages. What is on a floor imports from the floors below, and from its own package
 where that stands here as a whole. A package whose modules have floors stands above them for what it says itself."""

@@ -45,7 +45,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ftcoord.timer.EtcdTimerClient("job", ttl=2.5), "ttl=2.5"),  # type: ignore[arg-type]
     (lambda: ftcoord.timer.EtcdTimerClient("job", "a b"), "endpoints"),
     (lambda: ftcoord.timer.EtcdTimerClient("job", key_prefix="x"), "key_prefix="),
-    (lambda: ftcoord.timer.EtcdTimerClient(None, "host"), "run=None"),
+    (lambda: ftcoord.timer.EtcdTimerClient(None, "host"), "run is missing"),
     (lambda: ftcoord.timer.EtcdTimerServer(" "), "run="),
     (lambda: ftcoord.timer.EtcdTimerServer("job", max_interval=0), "max_interval=0"),
     (lambda: ftcoord.timer.active(""), "run="),
@@ -56,7 +56,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ftcoord.Heartbeat("job", "me", math.nan), "ttl=nan"),
     (lambda: ftcoord.Heartbeat("job", "me", 5, math.inf), "data="),
     (lambda: ftcoord.Heartbeat("job", "me", 5, "x" * 2**20), "data="),
-    (lambda: ftcoord.watch_heartbeats(None), "run=None"),  # type: ignore[arg-type]
+    (lambda: ftcoord.watch_heartbeats(None), "run is missing"),  # type: ignore[arg-type]
 ]
 
 

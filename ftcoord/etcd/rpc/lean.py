@@ -162,6 +162,10 @@ class LeanClient:
         found = self._call(messages.ALARMS, messages.message("AlarmRequest")(), timeout)
         return [(f"{one.member_id:x}", messages.ALARM_NAMES.get(one.alarm, str(one.alarm))) for one in found.alarms]
 
+    def requires_login(self) -> bool:
+        """As `EtcdClient.requires_login`."""
+        return bool(self._token_of(concurrency.now() + self._config.request_timeout))
+
     def close(self) -> None:
         """Close the connection; the next call opens another one."""
         connection, self._connection = self._connection, None
