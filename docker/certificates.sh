@@ -26,12 +26,12 @@ sign() {  # NAME EXTENSIONS SIGNER...
 {
     request ca
     sign ca "basicConstraints=critical,CA:TRUE;keyUsage=critical,keyCertSign" -signkey ca.key
-    leaf="basicConstraints=CA:FALSE;keyUsage=critical,digitalSignature;extendedKeyUsage=serverAuth,clientAuth"
+    leaf="basicConstraints=CA:FALSE;keyUsage=critical,digitalSignature;extendedKeyUsage="
     hosts="DNS:localhost,IP:127.0.0.1,DNS:etcd-1,DNS:etcd-2,DNS:etcd-3"
     request server
-    sign server "$leaf;subjectAltName=$hosts" -CA ca.pem -CAkey ca.key -CAcreateserial
+    sign server "${leaf}serverAuth;subjectAltName=$hosts" -CA ca.pem -CAkey ca.key -CAcreateserial
     request client
-    sign client "$leaf" -CA ca.pem -CAkey ca.key -CAcreateserial
+    sign client "${leaf}clientAuth" -CA ca.pem -CAkey ca.key -CAcreateserial
 } 2> openssl.log || { cat openssl.log >&2; exit 1; }
 rm -f openssl.log ca.srl
 echo "made certificates in $directory"

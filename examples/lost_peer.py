@@ -1,7 +1,8 @@
 """Workers that hear of a peer's death at once, and of what it died, long before a collective of NCCL's times out:
 
-    ftcoord server                                                             # in one shell: an etcd
-    export FTCOORD_ENDPOINTS=127.0.0.1:2379                                    # in two others
+    ftcoord server --data-dir=etcd-data                                        # in one shell: an etcd
+    export FTCOORD_ENDPOINTS=127.0.0.1:2379 FTCOORD_USER=root                  # in two others
+    export FTCOORD_PASSWORD_FILE=$PWD/etcd-data/password
     RANK=0 WORLD_SIZE=2 python examples/lost_peer.py                           # and with RANK=1
 
 `kill -9` one of them: the other one says who died of what, and ends, so that whoever started it can start it again.

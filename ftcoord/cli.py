@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     _replace_what_lacks(sys.stdout, sys.stderr)
     given = sys.argv[1:] if arguments is None else arguments
-    options = _parser(given[0] if given else "").parse_args(given)
+    if not given:
+        _parser().print_help()
+        return HEALTHY
+    options = _parser(given[0]).parse_args(given)
     try:
         resolve(options)
         return int(options.run(options))

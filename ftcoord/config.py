@@ -51,6 +51,12 @@ def redacted(value: object) -> object:
     return re.sub(r"([?#]).*", rf"\1{HIDDEN}", HIDDEN + at + rest if at else rest, flags=re.DOTALL)
 
 
+def without_etcd(env: Mapping[str, str]) -> dict[str, str]:
+    """These variables, but for those that name an etcd or a login to it."""
+    names = {name for variables in _VARIABLES.values() for name in variables}
+    return {name: value for name, value in env.items() if name not in names}
+
+
 def key_path(key: str, value: object) -> str:
     """A parser for key prefixes, without a slash at the end. Raises ConfigError."""
     prefix = value.strip().rstrip("/") if isinstance(value, str) else ""

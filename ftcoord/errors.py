@@ -62,13 +62,15 @@ class ConfigError(FtcoordError, ValueError):
 
     Args:
         key: the setting, as the user wrote it (``lease_ttl``, ``FTCOORD_ENDPOINTS``).
-        value: what it was set to (never a secret). A copy of the error has the `repr` of a value that another process
-            may not be able to read.
+        value: what it was set to (never a secret); None if it is missing. A copy of the error has the `repr` of a value
+            that another process may not be able to read.
         allowed: what would have been accepted.
     """
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
-        super().__init__(f"{key}={value!r} is not valid: {allowed}")
+        super().__init__(
+            f"{key} is missing: {allowed}" if value is None else f"{key}={value!r} is not valid: {allowed}"
+        )
         self.key = key
         self.value = value
         self.allowed = allowed

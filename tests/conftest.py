@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Final
 
 import crashes
 import kept
@@ -19,6 +18,7 @@ from helpers import DEADLINE
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
+from ftcoord.etcd.api import Delete, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.sentinel import Sentinel
 
@@ -106,8 +106,6 @@ def no_sentinel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(Sentinel, "of_process", lambda: None)
 
 
-EVERYTHING: Final = {"key": "AA==", "range_end": "AA=="}
-"""From the least key to the end, as etcd's gateway takes it."""
 _numbers = itertools.count(1)
 
 
@@ -140,7 +138,8 @@ def the_shared_etcd_is_empty() -> Iterator[None]:
     yield
     for server, _ in _shared:
         if server.is_running():
-            server.http("POST", "/v3/kv/deleterange", EVERYTHING)
+            with server.get_client() as client:
+                client.txn([], [Delete(Span("", is_prefix=True))])
 
 
 @pytest.fixture

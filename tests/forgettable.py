@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from helpers import ask_etcd
+
 import ftcoord
 import ftcoord.coordination
 import ftcoord.timer
@@ -27,6 +29,7 @@ from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.core.layout import config_key
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.rpc.protobuf import declare
 from ftcoord.primitives.renewal import Renewer
 from ftcoord.timer.listing import Subscription
 
@@ -198,6 +201,10 @@ MAKERS: dict[str, Callable[[str, str], object]] = {
 """By the names under which they are public."""
 
 
+LEASES = declare("tests.leases", {"Lease": "id 1 int64", "Leases": "leases 2 Lease*"})["Leases"]
+"""The LeaseLeasesResponse."""
+
+
 @dataclass(frozen=True)
 class Left:
     """What is there of such objects: threads and processes of this process, leases and keys in etcd."""
@@ -223,8 +230,8 @@ def look(etcd: ftcoord.EtcdServer, client: EtcdClient, run: str) -> Left:
     """What is there now. Leases only where they hold a key of the run, or none that remains."""
     found = client.range(Get(Span(f"/ftcoord/v1/{run}", is_prefix=True))).kvs
     kept = {kv.lease for kv in found if any(part in kv.key for part in KEPT)}
-    answer = etcd.http("POST", "/v3/lease/leases", {}) or {}
-    leases = frozenset(str(one["ID"]) for one in answer.get("leases", ())) - {str(lease) for lease in kept}
+    answer = LEASES.FromString(ask_etcd(etcd.get_endpoint(), "Lease/LeaseLeases"))
+    leases = frozenset(str(one.id) for one in answer.leases) - {str(lease) for lease in kept}
     keys = frozenset(kv.key for kv in found if kv.lease not in kept)
     return Left(threads(), children(), leases, keys)
 

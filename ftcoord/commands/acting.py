@@ -160,7 +160,7 @@ def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
     if options.yes:
         return
     if not sys.stdin.isatty():
-        raise ConfigError("--yes", "0", "nobody is there to be asked: give --yes to do it")
+        raise ConfigError("--yes", None, "nobody is there to be asked, so give it to do this")
     for line in what:
         print(neutral(line), file=sys.stderr)
     print("do it? [y/N] ", end="", file=sys.stderr, flush=True)

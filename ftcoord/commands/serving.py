@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -57,6 +58,9 @@ _SERVER_FLAGS: Final = (
         text,
         None,
         "FOLDER",
+    ),
+    Flag(
+        "--no-login", "FTCOORD_SERVER_NO_LOGIN", "let all users of this host, and all who reach it, in", whole(0, 1), 0
     ),
 )
 _METRICS_FLAGS: Final = (
@@ -113,7 +117,8 @@ def add_commands(commands: Any) -> None:
     server = commands.add_parser(
         "server",
         help="run an embedded etcd server on this host until Ctrl-C",
-        description="Run an embedded etcd server on this host until Ctrl-C. Exits with status 1 if etcd ends.",
+        description="Run an embedded etcd server on this host until Ctrl-C, with a login whose password is in its data"
+        " folder. Exits with status 1 if etcd ends.",
     )
     add(server, _SERVER_FLAGS)
     server.set_defaults(run=_server)
@@ -147,12 +152,16 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _server(options: argparse.Namespace) -> int:
+    from ftcoord.embedded.member import USER
     from ftcoord.embedded.server import EtcdServer
 
     ended = _event_of_the_end()
-    with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir) as etcd:
+    login = not options.no_login
+    with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir, login=login) as etcd:
         endpoint = etcd.get_endpoint()
-        print(f"etcd serves on {endpoint}; Ctrl-C ends it", flush=True)
+        print(f"etcd serves on {endpoint}; Ctrl-C ends it. In the shells that use it:", flush=True)
+        if login:
+            print(f"export FTCOORD_USER={USER} FTCOORD_PASSWORD_FILE={shlex.quote(etcd.password_file())}", flush=True)
         print(f"torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint={endpoint} --rdzv-id=RUN ...", flush=True)
         _advise(etcd)
         while etcd.is_running() and not ended.wait(SIGNAL_INTERVAL):

@@ -8,14 +8,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from ftcoord.config import without_etcd
 
 
 class Agent:
     """One torchrun agent; its output, and that of its workers, goes to `<folder>/<name>.log`.
 
-    `program` is the module that is run as torchrun.
+    `program` is the module that is run as torchrun; `variables` are added to its environment,
+    which names no other etcd.
     """
 
     def __init__(
@@ -25,12 +28,14 @@ class Agent:
         torchrun: Sequence[str],
         script: Sequence[str],
         program: str = "torch.distributed.run",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.lost = False
         self.log = folder / f"{name}.log"
         command = [sys.executable, "-m", program, *torchrun, *script]
-        environment = {**os.environ, "DEMO_AGENT": name, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        ours = {"DEMO_AGENT": name, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**without_etcd(os.environ), **ours, **(variables or {})}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, start_new_session=True

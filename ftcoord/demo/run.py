@@ -62,6 +62,8 @@ class Demo:
         self._progress = folder / "progress.jsonl"
         self._progress.touch()
         self._tick = concurrency.event()
+        login = server.config().credentials
+        self._login = {"FTCOORD_USER": login.user, "FTCOORD_PASSWORD": login.password} if login else {}
 
     def play(self) -> None:
         """Run the whole demo. Raises DemoError."""
@@ -151,7 +153,7 @@ class Demo:
             f"--rdzv-id={self._run}",
         ]
         for name in names:
-            agent = Agent(name, self._folder, torchrun, [str(_SCRIPT), str(self._folder)])
+            agent = Agent(name, self._folder, torchrun, [str(_SCRIPT), str(self._folder)], variables=self._login)
             self._agents[name] = agent
             self._stack.callback(agent.stop)
         pids = ", ".join(f"{name} (pid {self._agents[name].pid})" for name in names)
@@ -248,7 +250,7 @@ def run_demo(folder: Path | None) -> None:
     logging.basicConfig(filename=folder / "demo.log", level=logging.INFO)
     with ExitStack() as stack:
         stack.enter_context(no_orphans())
-        server = stack.enter_context(EtcdServer(log_path=str(folder / "etcd.log")))
+        server = stack.enter_context(EtcdServer(log_path=str(folder / "etcd.log"), login=True))
         client = stack.enter_context(server.get_client())
         demo = Demo(folder, server, client, stack)
         demo._say(f"etcd {client.status().version} serves on {server.get_endpoint()}")

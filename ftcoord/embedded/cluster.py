@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from ftcoord import concurrency
 from ftcoord.embedded.member import POLL_INTERVAL, EtcdMember
 from ftcoord.embedded.ports import PortLost
-from ftcoord.errors import ConfigError, ServerError
+from ftcoord.errors import ConfigError, EtcdError, ServerError
 
 logger = logging.getLogger(__name__)
+
+_STATUS_TIMEOUT = 2.0
 
 
 class EtcdCluster:
@@ -179,9 +181,12 @@ class EtcdCluster:
 
     def _leader(self) -> int | None:
         """The member that claims to lead, in the highest term: a member that was just resumed may still claim to."""
-        claims = []
+        from ftcoord.embedded import rpc  # loads gRPC
+
+        claims: list[tuple[int, int]] = []
         for i in self._active():
-            status = self.members[i].http("POST", "/v3/maintenance/status", {})
-            if status is not None and status.get("leader", "0") == status["header"]["member_id"]:
-                claims.append((int(status["header"]["raft_term"]), i))
+            with contextlib.suppress(EtcdError):
+                status = rpc.status(self.members[i].config(_STATUS_TIMEOUT))
+                if status.leader == status.header.member_id:
+                    claims.append((status.header.raft_term, i))
         return max(claims)[1] if claims else None

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from ftcoord import concurrency
+from ftcoord.config import Credentials, Endpoint, EtcdConfig
 from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
 from ftcoord.embedded.ports import LOOPBACK, PortLost, ReservedPort, join, listen_address, local_address
 from ftcoord.embedded.process import SupervisedProcess
-from ftcoord.errors import ConfigError, ServerError
+from ftcoord.errors import ConfigError, EtcdError, ServerError
 from ftcoord.etcd.release import EMBEDDED_NAMES
 
 POLL_INTERVAL = 0.02
@@ -25,6 +27,12 @@ POLL_INTERVAL = 0.02
 
 _HTTP_TIMEOUT = 2.0
 _LOG_LINES = 12
+
+USER = "root"
+"""The user of an etcd with a login."""
+_PASSWORD_FILE = "password"
+_CHEAP_HASH = "--bcrypt-cost=4"
+"""A random password cannot be guessed, however quickly its hash is computed; and each login computes it."""
 
 
 class EtcdMember:
@@ -44,6 +52,9 @@ class EtcdMember:
         extra_args: further etcd flags, last on its command line. Anyone on the machine can read them.
         name: the member's name in its cluster. In etcd it is prefixed with ``ftcoord-``, so that clients know that
             ftcoord started this member.
+        login: whether etcd requires a login: the user ``root``, with a random password. It is in the file
+            ``password`` (mode 0600) of etcd's data, so that a later start on the same data has the same one. A start
+            without `login` on such data switches it off.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -60,6 +71,7 @@ class EtcdMember:
         election_timeout_ms: int = 1000,
         extra_args: Sequence[str] = (),
         name: str = "default",
+        login: bool = False,
     ) -> None:
         _check(port, heartbeat_interval_ms, election_timeout_ms, extra_args)
         self.name = f"{EMBEDDED_NAMES}{name}"
@@ -70,8 +82,11 @@ class EtcdMember:
         self._flags = [
             f"--heartbeat-interval={heartbeat_interval_ms}",
             f"--election-timeout={election_timeout_ms}",
+            *([_CHEAP_HASH] if login else ()),
             *extra_args,
         ]
+        self._login = login
+        self._password = ""  # of the data: there is one too if its login is to be switched off
         self._client_port: ReservedPort | None = None
         self._peer_port: ReservedPort | None = None
         self._process: SupervisedProcess | None = None
@@ -98,6 +113,14 @@ class EtcdMember:
     def get_endpoint(self) -> str:
         """``host:port`` for clients."""
         return join(self.get_host(), self.get_port())
+
+    def config(self, request_timeout: float = 5.0) -> EtcdConfig:
+        """How clients reach it: its endpoint, and its login if it has one. Raises ServerError if never started."""
+        return self._config(self._login, request_timeout)
+
+    def password_file(self) -> str:
+        """The path of the file with the login's password; empty without a login."""
+        return os.path.join(self._data, _PASSWORD_FILE) if self._login else ""
 
     @property
     def pid(self) -> int:
@@ -137,7 +160,7 @@ class EtcdMember:
     def http(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout: float = _HTTP_TIMEOUT
     ) -> dict[str, Any] | None:
-        """Send a request to etcd's HTTP side, such as the JSON gateway ``/v3/...``; returns the JSON object.
+        """Send a request to etcd's HTTP side, such as ``/version``; returns the JSON object.
 
         None for any answer but status 200 with a JSON object, and for no answer within `timeout` seconds.
         """
@@ -179,6 +202,7 @@ class EtcdMember:
             data = self._data = self._data_dir or os.path.join(str(scratch), "data")
             try:
                 os.makedirs(data, mode=0o700, exist_ok=True)
+                self._password = _password_in(data, create=self._login)
                 self._log = None
                 if stderr is None:
                     self._log = Path(self._wanted_log or os.path.join(scratch or data, "etcd.log"))
@@ -207,11 +231,12 @@ class EtcdMember:
         self._paused = False
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until etcd serves.
+        """Wait until etcd serves, and requires a login or none, as was asked for.
 
         Raises:
             PortLost: etcd ended because one of its ports is in use.
-            ServerError: etcd ended, or did not serve within `timeout` seconds. The message has the end of its log.
+            ServerError: etcd ended, or did not serve within `timeout` seconds. The message has the end of its log. Or
+                its data has users of its own.
         """
         deadline = concurrency.now() + timeout
         while not self.healthy(min(_HTTP_TIMEOUT, max(POLL_INTERVAL, deadline - concurrency.now()))):
@@ -221,6 +246,8 @@ class EtcdMember:
             if concurrency.now() >= deadline:
                 raise self._startup_error(f"etcd did not serve within {timeout:.3g} s")
             concurrency.sleep(POLL_INTERVAL)
+        if self._password:
+            self._set_login(max(1.0, deadline - concurrency.now()))
 
     def kill(self) -> None:
         """End etcd with SIGKILL, as in a crash. Its data and port are kept for `restart`."""
@@ -269,6 +296,20 @@ class EtcdMember:
         for port in self._ports():
             port.release()
 
+    def _config(self, login: bool, request_timeout: float) -> EtcdConfig:
+        user = Credentials(USER, self._password) if login else None
+        endpoint = Endpoint(self.get_host(), self.get_port())
+        return EtcdConfig((endpoint,), credentials=user, request_timeout=request_timeout)
+
+    def _set_login(self, timeout: float) -> None:
+        from ftcoord.embedded import rpc  # loads gRPC
+
+        try:
+            rpc.set_login(self._config(True, timeout), self._login)
+        except EtcdError as error:
+            todo = "choose another data_dir, or leave its users as they are: start it without a login (`--no-login`)"
+            raise ServerError(f"cannot set the login of the etcd in {self._data}: {error}; {todo}") from None
+
     def _started(self) -> SupervisedProcess:
         if self._process is None:
             raise ServerError("etcd is not started: call start() first")
@@ -282,8 +323,15 @@ class EtcdMember:
         return f"http://{join(LOOPBACK, self._peer_port.number)}"
 
     def _arguments(self, data_dir: str, initial_cluster: str) -> list[str]:
-        """etcd's flags: only those that every version from 3.4 to 3.6 has."""
+        """etcd's flags: only those that every version from 3.4 on has.
+
+        A web page of any site can send requests to this machine's ports. etcd refuses those that name another host (DNS
+        rebinding), and has no JSON gateway, which takes writes that a browser sends without asking first.
+        """
+        hosts = dict.fromkeys((LOOPBACK, "localhost", "::1", self._host))
         return [
+            f"--host-whitelist={','.join(hosts)}",
+            "--enable-grpc-gateway=false",
             f"--name={self.name}",
             f"--data-dir={data_dir}",
             f"--listen-client-urls=http://{join(self._host, self.get_port())}",
@@ -327,6 +375,21 @@ def _end(process: SupervisedProcess, ports: Sequence[ReservedPort]) -> None:
     process.close()
     for port in ports:
         port.release()
+
+
+def _password_in(data_dir: str, create: bool) -> str:
+    """The password in the file there; a new one if it is to be created; else, empty. Raises OSError."""
+    path, flags = os.path.join(data_dir, _PASSWORD_FILE), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    if not create and not os.path.exists(path):
+        return ""
+    with open(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
+        password = file.read().strip()
+        if create and not password:
+            password = secrets.token_urlsafe(24)
+            file.write(f"{password}\n")
+            file.flush()
+            os.fsync(file.fileno())  # before etcd requires it
+    return password
 
 
 def _check(port: int, heartbeat_ms: int, election_ms: int, extra_args: Sequence[str]) -> None:

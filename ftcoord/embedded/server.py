@@ -39,6 +39,9 @@ class EtcdServer(EtcdMember):
             than 1.5 times this.
         extra_args: further etcd flags, last on its command line. Anyone on the machine can read them.
         name: the member's name; in etcd it is prefixed with ``ftcoord-``.
+        login: whether etcd requires a login: the user ``root``, with a random password, which `config` and
+            `get_client` use. It is in the file ``password`` (mode 0600) of etcd's data, so that a later start on the
+            same data has the same one. A start without `login` on such data switches it off.
 
     Raises ConfigError if an argument is not valid.
     """
@@ -54,7 +57,8 @@ class EtcdServer(EtcdMember):
         Raises:
             ConfigError: `stderr` is ``subprocess.PIPE``.
             ServerError: it is already started, there is no etcd binary, the port is in use, or etcd ended or did not
-                serve in time; the message then has the end of etcd's log. Nothing is left behind.
+                serve in time; the message then has the end of etcd's log. Or its data has users of its own. Nothing is
+                left behind.
         """
         if self._process is not None:
             raise ServerError(f"etcd is started already on {self.get_endpoint()}: use it, or call stop() or restart()")
@@ -83,7 +87,7 @@ class EtcdServer(EtcdMember):
         """
         from ftcoord.etcd.client import EtcdClient
 
-        return EtcdClient(self.get_endpoint())
+        return EtcdClient(self.config())
 
     def __enter__(self: _Self) -> _Self:
         self.start()

@@ -245,6 +245,13 @@ class EtcdClient(KeyCalls, Closing):
         """The version of the member that answers, such as "3.5.21". Raises the errors of every call."""
         return self.status().version
 
+    def requires_login(self) -> bool:
+        """Whether etcd requires a login, as a client with a user can tell. It may log in.
+
+        Raises EtcdAuthError when that is refused, and the errors of every call.
+        """
+        return bool(self._transport.token())
+
     def close(self) -> None:
         """End all watches and connections. Idempotent; does nothing in a forked child.
 

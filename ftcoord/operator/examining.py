@@ -9,7 +9,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import runs_span
-from ftcoord.errors import EtcdAuthError, EtcdError
+from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace
 from ftcoord.etcd.api import Compare, Get, Put
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.operator.findings import EndpointFacts, EtcdFacts
@@ -35,6 +35,7 @@ def examine(config: EtcdConfig, key_prefix: str) -> EtcdFacts:
         return facts
     etcd = EtcdClient(replace(config, endpoints=tuple(there)))
     try:
+        facts = replace(facts, is_login_off=facts.has_login and not etcd.requires_login())
         facts = _with_rights_to_write(etcd, _with_rights_to_read(etcd, _with_alarms(etcd, facts)))
         return facts if facts.cannot_read else _with_leftovers(etcd, facts)
     except EtcdError as error:
@@ -81,6 +82,8 @@ def _with_rights_to_write(etcd: EtcdClient, facts: EtcdFacts) -> EtcdFacts:
     try:
         etcd.txn([never], [Put(key, b"")])
         granted_and_revoked = _timed(lambda: etcd.revoke(etcd.grant(SHORT_TTL).id), WRITES_TIMED)
+    except EtcdNoSpace:
+        return replace(facts, is_full=True)
     except EtcdAuthError as error:
         return replace(facts, cannot_write=str(error))
     return replace(facts, write_seconds=granted_and_revoked / 2)

@@ -53,6 +53,8 @@ class EtcdFacts:
         endpoints: the facts of each endpoint that the user gave.
         is_loopback: whether all of them are on this machine.
         has_tls, has_login: how the connection is made.
+        is_login_off: whether there is a user, but etcd requires no login.
+        is_full: whether etcd refused a write for want of space.
         key_prefix: the prefix of the jobs' keys.
         alarms: member ids and their alarms; None if the user may not see them.
         read_seconds, write_seconds: the latency of a linearizable read, and of a write through the log; None if there
@@ -73,6 +75,8 @@ class EtcdFacts:
     cannot_write: str = ""
     over: Sequence[str] = ()
     idle: Sequence[str] = ()
+    is_login_off: bool = False
+    is_full: bool = False
 
 
 def findings(facts: EtcdFacts) -> Examination:
@@ -95,8 +99,8 @@ def findings(facts: EtcdFacts) -> Examination:
 
 
 _ALARM: Final = "look at `etcdctl alarm list`"
+_NO_SPACE: Final = "NOSPACE"
 _ALARMS: Final = {
-    "NOSPACE": "make room: `etcdctl compact REVISION`, `etcdctl defrag`, then `etcdctl alarm disarm`; no job can write",
     "CORRUPT": "replace that member by an empty one: its data differs from the others'",
 }
 
@@ -106,6 +110,8 @@ def _alarms(facts: EtcdFacts) -> Iterator[Finding]:
         do = "look with a user that may: `etcdctl --user root alarm list`"
         yield Finding(HINT, "alarms", "this user may not see them", do)
     for member, name in facts.alarms or ():
+        if name == _NO_SPACE:  # see `_space`
+            continue
         yield Finding(PROBLEM, "alarm", f"member {member} raises {name}", _ALARMS.get(name, _ALARM))
 
 
@@ -135,6 +141,8 @@ def _members(facts: EtcdFacts) -> Iterator[Finding]:
         if status.is_learner:
             yield Finding(HINT, f"member {endpoint}", "is a learner", "promote it, or do not give it as an endpoint")
         for error in status.errors:
+            if _NO_SPACE in error:
+                continue
             yield Finding(PROBLEM, f"member {endpoint}", error, "look into its log")
     if len(leaders) > 1:
         do = "give the endpoints of one cluster: a job that uses several has no one order of events"
@@ -155,7 +163,28 @@ def _releases(facts: EtcdFacts) -> Iterator[Finding]:
         yield Finding(HINT, "release", "the members have several", "finish the upgrade")
 
 
+def _is_full(facts: EtcdFacts) -> bool:
+    told = [error for _, status in _answering(facts) for error in status.errors]
+    return facts.is_full or any(_NO_SPACE in one for one in (*told, *(name for _, name in facts.alarms or ())))
+
+
+def _full(facts: EtcdFacts) -> Finding:
+    """etcd before 3.6 does not report its quota; one that is full below the default has another."""
+    sizes = [
+        f"{endpoint} has {_mib(status.db_size)} of {_mib(status.db_quota) if status.db_quota else 'an unknown quota'}"
+        for endpoint, status in _answering(facts)
+    ]
+    do = (
+        "make room: `etcdctl compact REVISION`, `etcdctl defrag` for each member, then `etcdctl alarm disarm`; until"
+        " then no job can write"
+    )
+    return Finding(PROBLEM, "space", f"is used up (NOSPACE): {', '.join(sizes)}", do)
+
+
 def _space(facts: EtcdFacts) -> Iterator[Finding]:
+    if _is_full(facts):
+        yield _full(facts)
+        return
     for endpoint, status in _answering(facts):
         quota, is_known = status.db_quota or DEFAULT_QUOTA, status.db_quota > 0
         said = f"{_mib(status.db_size)} of {_mib(quota)}{'' if is_known else ' (if the quota is the default)'}"
@@ -220,7 +249,10 @@ def _security(facts: EtcdFacts) -> Iterator[Finding]:
     else:
         do = "use https:// endpoints and --ca-cert: whoever is on this network may read and change jobs"
         yield Finding(HINT, "TLS", "is off", do)
-    if not facts.has_login and not facts.is_loopback:
+    if facts.is_login_off:
+        do = "switch them on (`etcdctl auth enable`), or leave out the user"
+        yield Finding(HINT, "login", "logins are off: anyone who reaches etcd may write; your user is ignored", do)
+    elif not facts.has_login and not facts.is_loopback:
         do = "if etcd has no users, whoever reaches it may end jobs: give jobs a user and a role of their own"
         yield Finding(HINT, "login", "there is none", do)
 

@@ -65,11 +65,10 @@ def open_run(params: RendezvousParameters) -> OpenedRun:
         log.warning("no --rdzv-id was given: every job without one on this etcd belongs to the same run, 'none'")
     if settings.etcd is not None:
         return OpenedRun(settings, connect(settings.etcd), None)
-    server = EtcdServer()
+    server = EtcdServer(login=True)
     server.start()
-    config = EtcdConfig.load(server.get_endpoint(), env={}, request_timeout=settings.request_timeout)
     try:
-        return OpenedRun(settings, connect(config), server)
+        return OpenedRun(settings, connect(server.config(settings.request_timeout)), server)
     except RendezvousConnectionError:
         server.stop()
         raise

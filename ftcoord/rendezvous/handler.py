@@ -288,8 +288,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             undo.callback(self._leave, "it could not prepare")
             self._resources.ends.callback(Exporting(metrics_at).close)
             if self._settings.timers:
+                is_embedded = self._settings.etcd is None
                 self._resources.ends.callback(
-                    serve_timers(self._settings.prefix, self._etcd, self._resources.note_expiring)
+                    serve_timers(self._settings.prefix, self._etcd, self._resources.note_expiring, is_embedded)
                 )
             children = self._children = MarkedChildren()
             self._resources.ends.callback(children.close)

@@ -218,6 +218,12 @@ class RendezvousSettings:
         etcd = _etcd(endpoint, found, env)
         if etcd is not None:
             found["request_timeout"] = _Found("request_timeout", etcd.request_timeout)
+        elif isinstance(max_nodes, int) and max_nodes > 1:
+            allowed = (
+                "embedded serves this agent only: --nnodes must be 1, or start `ftcoord server` and name it in the"
+                " --rdzv-endpoint of all nodes"
+            )
+            raise ConfigError("--nnodes", f"{min_nodes}:{max_nodes}", allowed)
         own = {field.name for field in fields(cls)}
         return cls(
             backend=text("backend", backend),
@@ -286,7 +292,7 @@ def _etcd(endpoint: str, found: Mapping[str, _Found], env: Mapping[str, str] | N
         if name in found and found[name].value is not False:
             item = found[name]
             shown = "https" if name == "secure" else redacted(item.value)
-            allowed = "leave it out: the embedded etcd is local, in plaintext and without users"
+            allowed = "leave it out: the embedded etcd is local, in plaintext, and has a login of its own"
             raise ConfigError(item.name, shown, allowed)
     return None
 

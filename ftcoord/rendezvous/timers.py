@@ -12,7 +12,9 @@ from ftcoord.etcd.shared import SharedClient
 from ftcoord.timer.environment import VARIABLE, describe
 
 
-def serve_timers(prefix: str, etcd: SharedClient, expiring: Callable[[TimerInfo], object]) -> Callable[[], None]:
+def serve_timers(
+    prefix: str, etcd: SharedClient, expiring: Callable[[TimerInfo], object], is_embedded: bool
+) -> Callable[[], None]:
     """Start a timer server for this host, and let workers started from now on find it; returns the function that ends
     both.
 
@@ -27,6 +29,6 @@ def serve_timers(prefix: str, etcd: SharedClient, expiring: Callable[[TimerInfo]
     server = EtcdTimerServer(Namespace(prefix, etcd), expiring=expiring)
     server.start()
     ends.callback(server.stop)
-    os.environ[VARIABLE] = describe(prefix, etcd.config)
+    os.environ[VARIABLE] = describe(prefix, etcd.config, with_password=is_embedded)
     ends.callback(os.environ.pop, VARIABLE, None)
     return ends.close

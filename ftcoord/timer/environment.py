@@ -1,7 +1,7 @@
 """What an agent passes to its workers in their environment: the run whose timers it serves, and how to reach its etcd.
 
-The password is not included: an agent takes it only from the environment, or from a file named there, so workers have
-it.
+The password is included only for an embedded etcd. Else an agent takes it from the environment, or from a file named
+there, so workers have it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VARIABLE: Final = "FTCOORD_TIMERS"
 _PASSWORDS: Final = ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_USER", "ETCDCTL_PASSWORD")
 
 
-def describe(prefix: str, config: EtcdConfig) -> str:
+def describe(prefix: str, config: EtcdConfig, with_password: bool = False) -> str:
     """The variable's value for a run."""
     tls, login = config.tls, config.credentials
     told: dict[str, object] = {
@@ -32,6 +32,7 @@ def describe(prefix: str, config: EtcdConfig) -> str:
         "key": tls.key if tls else None,
         "server_name": tls.server_name if tls else None,
         "user": login.user if login else None,
+        "password": login.password if login and with_password else None,
     }
     return json.dumps({name: value for name, value in told.items() if value is not None})
 

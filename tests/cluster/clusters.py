@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import threading
 from typing import Protocol
 
-from helpers import DEADLINE
+from helpers import DEADLINE, set_alarm
 from lines import Lines
 
 from ftcoord.config import EtcdConfig
@@ -116,12 +114,7 @@ def revokes_wrongly(cluster: Cluster) -> bool:
 
 def alarm(cluster: Cluster, on: bool) -> None:
     """Raise the alarm NOSPACE, as a member does that has no space left, or disarm it."""
-    body = {"action": "ACTIVATE" if on else "DEACTIVATE", "memberID": "1", "alarm": "NOSPACE"}
-    host, _, port = cluster.endpoints.split(",")[0].rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE)
-    connection.request("POST", "/v3/maintenance/alarm", json.dumps(body))
-    assert connection.getresponse().status == http.client.OK
-    connection.close()
+    set_alarm(cluster.endpoints.split(",")[0], on)
 
 
 def pass_time(seconds: float) -> None:

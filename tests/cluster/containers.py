@@ -12,7 +12,10 @@ from typing import Any
 from clusters import SIZE
 from helpers import DEADLINE, eventually
 
+from ftcoord.config import Endpoint, EtcdConfig
+from ftcoord.embedded import rpc
 from ftcoord.embedded.ports import ReservedPort
+from ftcoord.errors import EtcdError
 
 HOST = "127.0.0.1"
 REMOVE = "down -v -t 0"
@@ -126,21 +129,22 @@ class ContainerCluster:
         docker("network", "connect", alias, f"{self._project}_{network}", self._id(i))
 
     def _await(self, i: int) -> None:
-        eventually(lambda: (self._ask(i, "GET", "/health") or {}).get("health") == "true", f"member {i} to serve")
+        eventually(lambda: (self._ask(i, "/health") or {}).get("health") == "true", f"member {i} to serve")
 
     def _leader(self) -> list[int]:
         """The member that claims to lead, in the highest term, if there is one."""
-        claims = []
+        claims: list[tuple[int, int]] = []
         for i in range(SIZE):
-            status = self._ask(i, "POST", "/v3/maintenance/status")
-            if status is not None and status.get("leader", "0") == status["header"]["member_id"]:
-                claims.append((int(status["header"]["raft_term"]), i))
+            with contextlib.suppress(EtcdError):
+                status = rpc.status(EtcdConfig((Endpoint(HOST, self._ports[i]),), request_timeout=2))
+                if status.leader == status.header.member_id:
+                    claims.append((status.header.raft_term, i))
         return [max(claims)[1]] if claims else []
 
-    def _ask(self, i: int, method: str, path: str) -> dict[str, Any] | None:
+    def _ask(self, i: int, path: str) -> dict[str, Any] | None:
         connection = http.client.HTTPConnection(HOST, self._ports[i], timeout=2)
         try:
-            connection.request(method, path, body="{}" if method == "POST" else None)
+            connection.request("GET", path)
             response = connection.getresponse()
             answer: dict[str, Any] | None = json.loads(response.read()) if response.status == 200 else None
             return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,11 @@ class Guarded:
 @contextmanager
 def project(command: str, name: str, ports: list[int], override: str) -> Iterator[tuple[Compose, dict[str, str]]]:
     """A project of its own, with other ports; it is removed in the end."""
-    variables = {**os.environ, **{f"FTCOORD_ETCD_PORT_{number}": str(port) for number, port in enumerate(ports, 1)}}
+    variables = {
+        **os.environ,
+        "ETCD_ROOT_PASSWORD": ROOTS,
+        **{f"FTCOORD_ETCD_PORT_{number}": str(port) for number, port in enumerate(ports, 1)},
+    }
     files = ["-f", "docker-compose.yml", "-f", f"docker-compose.{override}.yml"]
 
     def compose(*arguments: str) -> str:
@@ -64,6 +69,22 @@ def healthy(compose: Compose) -> bool:
     return states.stdout.split() == ["healthy"] * 3
 
 
+def inspected(compose: Compose, what: str) -> set[str]:
+    """The words of this part of `docker inspect` of the three."""
+    shown = subprocess.run(
+        ["docker", "inspect", "-f", f"{{{{json .{what}}}}}", *compose("ps", "-q").split()],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return set(re.findall(r"[\w.-]+", shown.stdout))
+
+
+def purposes(certificate: Path) -> str:
+    command = ["openssl", "x509", "-in", certificate, "-noout", "-ext", "extendedKeyUsage"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def test_mutual_tls(
     image: None,
     docker_compose_command: str,
@@ -78,6 +99,8 @@ def test_mutual_tls(
     with project(docker_compose_command, f"{docker_compose_project_name}tls", free, "tls") as (compose, _):
         compose("up", "-d")
         eventually(lambda: healthy(compose), what="three members are healthy")
+        assert not inspected(compose, "Mounts") & {"ca.key"}
+        assert "TLS Web Server" not in purposes(tmp_path / "tls" / "client.pem")
         endpoints = [f"https://127.0.0.1:{port}" for port in free]
         files = {name: tmp_path / "tls" / file for name, file in FILES.items()}
         with EtcdClient(EtcdConfig.load(endpoints, env={}, **files)) as client:
@@ -91,21 +114,29 @@ def test_mutual_tls(
 FILES = {"ca_cert": "ca.pem", "cert": "client.pem", "key": "client.key"}
 
 
-USER, PASSWORD = "ftcoord", "swordfish"
+USER, PASSWORD, ROOTS = "ftcoord", "swordfish", "mackerel"
 
 
 @pytest.fixture
-def guarded(image: None, docker_compose_command: str, docker_compose_project_name: str) -> Iterator[Guarded]:
-    """A cluster with users."""
+def guarded(
+    image: None, docker_compose_command: str, docker_compose_project_name: str, tmp_path: Path
+) -> Iterator[Guarded]:
+    """A cluster with users. Their passwords are in no command line."""
+    calls, recorder = tmp_path / "calls", tmp_path / "compose"
+    recorder.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {docker_compose_command} "$@"\n')
+    recorder.chmod(0o700)
     free = free_ports()
     name = f"{docker_compose_project_name}auth"
     with project(docker_compose_command, name, free, "auth") as (compose, variables):
         compose("up", "-d")
         eventually(lambda: healthy(compose), what="three members are healthy")
         script = [ROOT / "docker" / "users.sh", "-p", name]
-        for _ in range(2):  # the second time, they are there
-            environment = {**variables, "COMPOSE": docker_compose_command, "FTCOORD_PASSWORD": PASSWORD}
+        for compose_named in ({"COMPOSE": str(recorder)}, {}):  # the second time, they are there
+            environment = {**variables, **compose_named, "FTCOORD_PASSWORD": PASSWORD, "ETCD_ROOT_PASSWORD": ROOTS}
             subprocess.run(script, env=environment, check=True, capture_output=True, timeout=DEADLINE)
+        assert "user add" in calls.read_text()
+        assert not {PASSWORD, ROOTS} & set(re.split(r"[\s:=]", calls.read_text()))
+        assert ROOTS not in inspected(compose, "Config.Healthcheck")
         yield Guarded(name, free, compose)
         eventually(lambda: healthy(compose), what="they are healthy still")
 

@@ -10,11 +10,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from helpers import DEADLINE, eventually, in_fork
+from helpers import DEADLINE, ask_etcd, eventually, in_fork, set_alarm
 from members import Door
 from rdzv_nodes import spawn
 from torch.distributed import DistNetworkError, DistStoreError
 
+from ftcoord.embedded import rpc
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdNoSpace, OutcomeUnknown
 from ftcoord.etcd.api import Etcd, Get, Lease, Put, Span, TxnResult
@@ -277,8 +278,7 @@ def test_an_etcd_that_is_full_serves_again_once_what_the_error_says_was_done() -
         last = store.get("big")
         client.compact(client.get("/").revision)
         eventually(lambda: _size_when_defragmented(server) < 4_000_000, "the space is given back")
-        disarm = {"action": "DEACTIVATE", "memberID": str(client.status().member_id), "alarm": "NOSPACE"}
-        assert server.http("POST", "/v3/maintenance/alarm", disarm, timeout=DEADLINE) is not None
+        set_alarm(server.get_endpoint(), False, client.status().member_id)
         assert store.get("big") == last
         store.set("big", b"small")
         assert store.get("big") == b"small"
@@ -291,10 +291,8 @@ def _write_over(store: EtcdStore, times: int) -> None:
 
 
 def _size_when_defragmented(server: EtcdServer) -> int:
-    assert server.http("POST", "/v3/maintenance/defragment", {}, timeout=DEADLINE) is not None
-    status = server.http("POST", "/v3/maintenance/status", {}, timeout=DEADLINE)
-    assert status is not None
-    return int(status["dbSize"])
+    ask_etcd(server.get_endpoint(), "Maintenance/Defragment")
+    return int(rpc.status(server.config(DEADLINE)).db_size)
 
 
 def test_no_time_at_all(client: EtcdClient, prefix: str) -> None:

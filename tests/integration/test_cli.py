@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,16 +33,26 @@ def alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_server_serves_until_it_is_told_to_end(number: int) -> None:
-    with start("server", "--port", "0") as process:
-        assert process.stdout is not None
-        endpoint = re.search(r"serves on (\S+);", process.stdout.readline())
-        assert endpoint is not None
-        with EtcdClient(EtcdConfig.load(endpoint[1], env={})) as client:
-            assert client.status().revision >= 1
-        process.send_signal(number)
-        assert process.wait(DEADLINE) == 0
+@pytest.mark.parametrize(
+    ("number", "flags"), [(signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGTERM, ["--no-login"])]
+)
+def test_server_serves_until_it_is_told_to_end(number: int, flags: list[str], tmp_path: Path) -> None:
+    """What it prints are commands that let the shells that use it in, also after the next start."""
+    for _ in range(2):
+        with start("server", "--port", "0", f"--data-dir={tmp_path / 'its data'}", *flags) as process:
+            assert process.stdout is not None
+            endpoint = re.search(r"serves on (\S+);", process.stdout.readline())
+            assert endpoint is not None
+            login = {}
+            if not flags:
+                words = shlex.split(process.stdout.readline())
+                assert words.pop(0) == "export"
+                login = dict(word.split("=", 1) for word in words)
+            assert f"--rdzv-endpoint={endpoint[1]} " in process.stdout.readline()
+            with EtcdClient(EtcdConfig.load(endpoint[1], env=login)) as client:
+                client.put("/key", b"", timeout=DEADLINE)
+            process.send_signal(number)
+            assert process.wait(DEADLINE) == 0
 
 
 @pytest.mark.parametrize("floor", [(3, 0), (99,)], ids=["new enough", "old"])
@@ -105,6 +116,14 @@ def is_worker_in(folder: Path, pid: int) -> bool:
         return os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "ftcoord", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE)
+    assert done.stdout.startswith("usage: ftcoord ")
+    assert "doctor" in done.stdout
 
 
 def test_wrong_use_is_refused() -> None:

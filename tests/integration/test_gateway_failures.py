@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE, eventually, set_alarm
 from natives import TIMED_OUT, Natives
 from test_gateway import asked, job_of, members, pytestmark  # noqa: F401
 
@@ -50,19 +50,12 @@ def test_calls_time_out_while_etcd_is_gone_and_are_answered_when_it_is_back(
 
 def test_what_etcd_refuses_is_unavailable_with_what_to_do(natives: Natives, fragile: EtcdServer) -> None:
     with Gateway(job_of(fragile, min_replicas=1)) as gateway:
-        alarm(fragile, "ACTIVATE")
+        set_alarm(fragile.get_endpoint(), True)
         for call in (quorum(natives, gateway, "x"), beat(natives, gateway, "y")):
             with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*NOSPACE.*etcdctl alarm disarm"):
                 call.result(DEADLINE)
-        alarm(fragile, "DEACTIVATE")
+        set_alarm(fragile.get_endpoint(), False)
         assert len(quorum(natives, gateway, "x").result(DEADLINE)["members"]) == 1
-
-
-def alarm(etcd: EtcdServer, action: str) -> None:
-    """As if its quota were used up, or no longer."""
-    with etcd.get_client() as client:
-        asked = {"action": action, "memberID": str(client.status().member_id), "alarm": "NOSPACE"}
-    assert etcd.http("POST", "/v3/maintenance/alarm", asked, timeout=DEADLINE) is not None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
-from helpers import DEADLINE, eventually, python
+from helpers import DEADLINE, eventually, python, set_alarm
 from pages import write_quorum
 from rdzv_nodes import MakeNodes, spawn, waits
 from replicas import ReplicaProcess
@@ -141,7 +141,7 @@ def test_only_a_node_that_can_be_spared_is_drained(make_nodes: MakeNodes, run: C
     assert code == 1
     assert "1 of at least 2 nodes would be left of 'short'" in said
     code, _, said = run("drain", "short", id_, "--force")
-    assert (code, "--yes" in said) == (2, True)
+    assert (code, "--yes is missing" in said) == (2, True)
     assert not two[0].signalled()
     assert run("drain", "short", id_, "--yes", "--force")[0] == 0
     assert run("drain", "short", id_, "--yes", "--force")[1].startswith("left alone: ")
@@ -334,6 +334,22 @@ def test_nobody_knows_this_job(run: Commands) -> None:
         assert "ftcoord ls" in shown + told
     found = run.json("status", "nobody")
     assert (found["exists"], found["healthy"]) == (False, False)
+
+
+def test_the_doctor_of_an_etcd_without_space_and_without_logins(fragile: EtcdServer) -> None:
+    """Its user is ignored, and it is told what to do about the space, once."""
+    set_alarm(fragile.get_endpoint(), True)
+    command = [sys.executable, "-m", "ftcoord", "doctor", "--endpoints", fragile.get_endpoint(), "--output", "json"]
+    env = {**os.environ, "FTCOORD_USER": "job1", "FTCOORD_PASSWORD": "swordfish"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=DEADLINE)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)["findings"]
+    (space,) = [one for one in found if one["level"] == "problem"]
+    assert space["about"] == "space"
+    assert re.fullmatch(r"is used up \(NOSPACE\): localhost:\d+ has [\d.]+ MiB of an unknown quota", space["found"])
+    assert "alarm disarm" in space["do"]
+    assert [one["found"].split(":")[0] for one in found if one["about"] == "login"] == ["logins are off"]
+    assert not {one["about"] for one in found if "NOSPACE" in one["found"]} - {"space"}
 
 
 def test_the_doctor_says_what_it_looked_at(run: Commands) -> None:

@@ -35,6 +35,8 @@ from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls, 
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
+JSON_GATEWAY = "--enable-grpc-gateway"
+"""Lets users be added by it: an etcd that ftcoord starts has it switched off."""
 
 
 # -- certificates ---------------------------------------------------------------------------------------------------
@@ -90,7 +92,7 @@ class SecureServer(EtcdServer):
     def __init__(self, authority: Authority, *extra_args: str, days: int = 2) -> None:
         own = authority.issue(f"server-{days}", "DNS:localhost", "DNS:etcd.example", days=days)
         tls = (f"--cert-file={own.cert}", f"--key-file={own.key}", f"--trusted-ca-file={authority.cert}")
-        super().__init__(extra_args=[*tls, "--client-cert-auth", *extra_args])
+        super().__init__(extra_args=[*tls, "--client-cert-auth", JSON_GATEWAY, *extra_args])
         self.issued = own
         self.secure_port = ReservedPort(LOOPBACK)
 
@@ -369,7 +371,7 @@ def ask(server: EtcdServer, what: str, **body: object) -> None:
 @pytest.fixture
 def guarded() -> Iterator[EtcdServer]:
     """An etcd with users, whose tokens live for 2 s, and may be killed."""
-    with EtcdServer(extra_args=[f"--auth-token-ttl={TOKEN_TTL}"]) as server:
+    with EtcdServer(extra_args=[f"--auth-token-ttl={TOKEN_TTL}", JSON_GATEWAY]) as server:
         add_users(server)
         ask(server, "enable")
         yield server
@@ -377,7 +379,7 @@ def guarded() -> Iterator[EtcdServer]:
 
 @pytest.fixture(scope="module")
 def guarded_for_all() -> Iterator[EtcdServer]:
-    with EtcdServer() as server:
+    with EtcdServer(extra_args=[JSON_GATEWAY]) as server:
         add_users(server)
         ask(server, "enable")
         yield server
@@ -521,7 +523,7 @@ def test_many_threads_log_in_once(guarded_for_all: EtcdServer) -> None:
 
 def test_a_user_where_authentication_is_off_and_then_switched_on() -> None:
     seen = Seen()
-    with EtcdServer() as server, trainer(server) as client, Session(client, 60) as session:
+    with EtcdServer(extra_args=[JSON_GATEWAY]) as server, trainer(server) as client, Session(client, 60) as session:
         client.put("/job/key", b"1", session.lease_id)
         client.watch(Span("/job/key"), 1, seen)
         seen.events(1)

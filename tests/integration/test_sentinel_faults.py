@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from helpers import DEADLINE, eventually, freeze, open_files
+from helpers import DEADLINE, eventually, freeze, open_files, set_alarm
 from victims import KILLED, LONG_TTL, SHORT_TTL, Holder, Victim, a_process, runs, sentinels_of
 
 from ftcoord.config import EtcdConfig
@@ -82,8 +82,7 @@ def test_killed_in_every_order_with_the_leader(cluster: EtcdCluster, prefix: str
 def test_where_etcd_takes_no_cause_the_lease_is_given_up_all_the_same(fragile: EtcdServer, prefix: str) -> None:
     """NOSPACE: it takes neither a key nor a lease."""
     with fragile.get_client() as client, a_process(fragile.get_endpoint(), client, prefix) as victim:
-        alarm = {"action": "ACTIVATE", "memberID": "1", "alarm": "NOSPACE"}
-        assert fragile.http("POST", "/v3/maintenance/alarm", alarm) is not None
+        set_alarm(fragile.get_endpoint(), True)
         victim.kill()
         assert victim.await_end() == ""
 

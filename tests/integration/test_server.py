@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
+import http.client
+import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -20,11 +23,14 @@ import pytest
 from helpers import DEADLINE, eventually, freeze, own_port
 
 import ftcoord
+from ftcoord.config import Credentials, Endpoint, EtcdConfig
+from ftcoord.embedded import rpc
 from ftcoord.embedded.binary import find_etcd
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.member import EtcdMember
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import ConfigError, ForkedProcessError, ServerError
+from ftcoord.errors import ConfigError, EtcdAuthError, EtcdNoSpace, ForkedProcessError, ServerError
+from ftcoord.etcd.client import EtcdClient
 
 
 def alive(pid: int) -> bool:
@@ -38,15 +44,14 @@ def alive(pid: int) -> bool:
 
 
 def put(member: EtcdMember, key: str, value: str) -> None:
-    body = {"key": base64.b64encode(key.encode()).decode(), "value": base64.b64encode(value.encode()).decode()}
-    eventually(lambda: member.http("POST", "/v3/kv/put", body) is not None, f"put {key}")
+    with EtcdClient(member.config(DEADLINE)) as client:
+        client.put(key, value.encode())
 
 
 def get(member: EtcdMember, key: str) -> str | None:
-    answer = member.http("POST", "/v3/kv/range", {"key": base64.b64encode(key.encode()).decode()}, timeout=DEADLINE)
-    assert answer is not None
-    values = [base64.b64decode(kv["value"]).decode() for kv in answer.get("kvs", [])]
-    return values[0] if values else None
+    with EtcdClient(member.config(DEADLINE)) as client:
+        found = client.get(key).one
+    return found.value.decode() if found else None
 
 
 @pytest.fixture
@@ -73,6 +78,74 @@ def cluster(scratch: Path) -> Iterator[EtcdCluster]:
 
 def listening_socket() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
+
+
+# -- who is let in ----------------------------------------------------------------------------------------------------
+
+
+def post(member: EtcdMember, host: str, path: str = "/v3/kv/put") -> int:
+    """The status of what a page of any site may send without asking first: a form, or text."""
+    connection = http.client.HTTPConnection("127.0.0.1", member.get_port(), timeout=DEADLINE)
+    try:
+        body = json.dumps({"key": "YQ==", "value": "YQ=="})
+        connection.request("POST", path, body, {"Host": host, "Content-Type": "text/plain"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_web_pages_reach_no_key(cluster: EtcdCluster) -> None:
+    with EtcdServer() as server:
+        for member in (server, *cluster.members):
+            own = f"127.0.0.1:{member.get_port()}"
+            assert post(member, own) == http.client.NOT_FOUND
+            assert post(member, f"evil.example:{member.get_port()}") == http.client.MISDIRECTED_REQUEST
+            answers = [post(member, host, "/health") for host in (own, "localhost", "[::1]:1", "evil.example")]
+            assert answers == [http.client.METHOD_NOT_ALLOWED] * 3 + [http.client.MISDIRECTED_REQUEST]
+            assert get(member, "a") is None
+
+
+def anonymous(server: EtcdServer) -> EtcdClient:
+    return EtcdClient(EtcdConfig.load(server.get_endpoint(), env={}, request_timeout=DEADLINE))
+
+
+def test_a_login_is_kept_with_the_data(tmp_path: Path, scratch: Path) -> None:
+    """Also when it is switched off for a while, and where a start was killed in between."""
+    passwords = set()
+    for login in (True, True, False, True):
+        with EtcdServer(tmp_path, login=login) as server:
+            put(server, "a", "1")
+            server.restart()
+            assert get(server, "a") == "1"
+            with anonymous(server) as client:
+                if login:
+                    with pytest.raises(EtcdAuthError):
+                        client.get("a")
+                else:
+                    assert client.get("a").one is not None
+        passwords.add((tmp_path / "password").read_text().strip())
+    assert len(passwords) == 1
+    assert len(passwords.pop()) == 32
+    assert stat.S_IMODE((tmp_path / "password").stat().st_mode) == 0o600
+
+
+def test_a_start_that_was_killed_half_way_is_completed(tmp_path: Path, scratch: Path) -> None:
+    """The user is there, with a password that nobody knows; logins are off."""
+    half = EtcdConfig((Endpoint("127.0.0.1", 1),), credentials=Credentials("root", "unknown"))
+    with EtcdServer(tmp_path) as server:
+        rpc.set_login(replace(half, endpoints=server.config().endpoints), True)
+        rpc.set_login(replace(half, endpoints=server.config().endpoints), False)
+    with EtcdServer(tmp_path, login=True) as server:
+        put(server, "a", "1")
+
+
+def test_the_users_of_an_etcd_are_left_as_they_are(tmp_path: Path, scratch: Path) -> None:
+    with EtcdServer(tmp_path) as server:
+        own = replace(server.config(), credentials=Credentials("root", "secret"))
+        rpc.set_login(own, True)
+    with pytest.raises(ServerError, match=r"authentication failed.*--no-login") as caught:
+        EtcdServer(tmp_path, login=True).start()
+    assert "secret" not in str(caught.value)
 
 
 # -- start, stop, restart ---------------------------------------------------------------------------------------------
@@ -154,11 +227,14 @@ def test_given_port_log_and_host(tmp_path: Path) -> None:
 
 def test_out_of_space_is_still_started(scratch: Path) -> None:
     with EtcdServer(extra_args=["--quota-backend-bytes=1000000"]) as server:
-        value = base64.b64encode(b"x" * 500_000).decode()
-        eventually(
-            lambda: server.http("POST", "/v3/kv/put", {"key": "YQ==", "value": value}, timeout=DEADLINE) is None,
-            "etcd refuses a write",
-        )
+        with server.get_client() as client:
+
+            def fill() -> None:
+                while True:
+                    client.put("a", b"x" * 500_000, timeout=DEADLINE)
+
+            with pytest.raises(EtcdNoSpace):
+                fill()
         server.restart()
         assert server.healthy(DEADLINE)
 

@@ -285,7 +285,9 @@ class Node(Role):
 
     # -- timers -------------------------------------------------------------------------------------------------------
 
-    def serve_timers(self, prefix: str, etcd: Any, expiring: Callable[[TimerInfo], object]) -> Callable[[], None]:
+    def serve_timers(
+        self, prefix: str, etcd: Any, expiring: Callable[[TimerInfo], object], is_embedded: bool
+    ) -> Callable[[], None]:
         """The real server, on a thread of the simulation's."""
         server = timers.EtcdTimerServer(Namespace(prefix, etcd), expiring=expiring, reap=self._reap)
         resources = server._resources

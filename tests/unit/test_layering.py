@@ -48,7 +48,7 @@ FLOORS = (
     "etcd.rpc.watch etcd.rpc.batching",
     "etcd.client",
     "etcd.shared etcd.namespace",
-    "embedded.ports embedded.binary embedded.supervisor",
+    "embedded.ports embedded.binary embedded.supervisor embedded.rpc",
     "embedded.process",
     "embedded.member",
     "embedded.server embedded.cluster",
@@ -144,6 +144,7 @@ FLOORS = (
     "commands.serving",
     "commands",
     "cli _torchrun",
+    "__main__",
 )
 """Lowest first: modules, or whole packages. What is on a floor imports from the floors below, and from its own package
 where that stands here as a whole. A package whose modules have floors stands above them for what it says itself."""

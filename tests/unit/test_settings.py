@@ -152,9 +152,17 @@ def test_nowhere_an_endpoint_means_this_machine() -> None:
 
 
 def test_embedded() -> None:
-    settings = parse({"read_timeout": "4", "protocol": "http"}, endpoint=" Embedded ", env={"FTCOORD_ENDPOINTS": "a"})
+    env = {"FTCOORD_ENDPOINTS": "a"}
+    settings = parse({"read_timeout": "4", "protocol": "http"}, endpoint=" Embedded ", max_nodes=1, env=env)
     assert settings.etcd is None
     assert settings.request_timeout == 4.0
+
+
+@pytest.mark.parametrize("min_nodes", [1, 2])
+def test_embedded_is_for_one_node(min_nodes: int) -> None:
+    """The others would each wait beside an etcd of their own."""
+    with pytest.raises(ConfigError, match=rf"^--nnodes='{min_nodes}:2' .*serves this agent only.*`ftcoord server`"):
+        parse(endpoint="embedded", min_nodes=min_nodes)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +270,7 @@ def test_refused_arguments(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(**arguments)
     assert caught.value.key == key
-    assert caught.value.key + "=" in str(caught.value)
+    assert str(caught.value).startswith(f"{key} is missing: " if value is None else f"{key}=")
 
 
 def test_fewer_at_most_than_at_least() -> None:

@@ -45,7 +45,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ftcoord.timer.EtcdTimerClient("job", ttl=2.5), "ttl=2.5"),  # type: ignore[arg-type]
     (lambda: ftcoord.timer.EtcdTimerClient("job", "a b"), "endpoints"),
     (lambda: ftcoord.timer.EtcdTimerClient("job", key_prefix="x"), "key_prefix="),
-    (lambda: ftcoord.timer.EtcdTimerClient(None, "host"), "run=None"),
+    (lambda: ftcoord.timer.EtcdTimerClient(None, "host"), "run is missing"),
     (lambda: ftcoord.timer.EtcdTimerServer(" "), "run="),
     (lambda: ftcoord.timer.EtcdTimerServer("job", max_interval=0), "max_interval=0"),
     (lambda: ftcoord.timer.active(""), "run="),
@@ -56,7 +56,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ftcoord.Heartbeat("job", "me", math.nan), "ttl=nan"),
     (lambda: ftcoord.Heartbeat("job", "me", 5, math.inf), "data="),
     (lambda: ftcoord.Heartbeat("job", "me", 5, "x" * 2**20), "data="),
-    (lambda: ftcoord.watch_heartbeats(None), "run=None"),  # type: ignore[arg-type]
+    (lambda: ftcoord.watch_heartbeats(None), "run is missing"),  # type: ignore[arg-type]
 ]
 
 
@@ -236,9 +236,11 @@ def test_passwords_come_as_the_agent_got_them(told: list[EtcdConfig], user: str)
 
 def test_an_embedded_etcd_has_nothing_of_the_environments(told: list[EtcdConfig]) -> None:
     config = EtcdConfig.load("127.0.0.1:5", env={})
-    env = {"FTCOORD_CA_CERT": "/nowhere", "FTCOORD_PASSWORD": "x", VARIABLE: describe("/p", config)}
-    inherited(env)
-    assert told == [config]
+    with_login = EtcdConfig.load("127.0.0.1:5", env={}, user="root", password="its own")
+    for one in (config, with_login):
+        text = describe("/p", one, with_password=True)
+        inherited({"FTCOORD_CA_CERT": "/nowhere", "FTCOORD_PASSWORD": "x", VARIABLE: text})
+    assert told == [config, with_login]
 
 
 def test_a_worker_that_nobody_told() -> None:

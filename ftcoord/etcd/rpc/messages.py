@@ -59,6 +59,10 @@ _MESSAGES: Final[dict[str, str]] = {
     "MemberListResponse": "header 1 Header, members 2 Member*",
     "AuthenticateRequest": "name 1 string, password 2 string",
     "AuthenticateResponse": "header 1 Header, token 2 string",
+    "AuthUserRequest": "name 1 string, password 2 string",
+    "AuthUserGrantRoleRequest": "user 1 string, role 2 string",
+    "AuthSwitchRequest": "",
+    "AuthResponse": "header 1 Header",
 }
 
 PUT_EVENT: Final = 0
@@ -108,3 +112,8 @@ STATUS = Method("Maintenance/Status", "StatusRequest", "StatusResponse")
 ALARMS = Method("Maintenance/Alarm", "AlarmRequest", "AlarmResponse")
 MEMBERS = Method("Cluster/MemberList", "MemberListRequest", "MemberListResponse")
 AUTHENTICATE = Method("Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse")
+USER_ADD = Method("Auth/UserAdd", "AuthUserRequest", "AuthResponse")
+USER_CHANGE_PASSWORD = Method("Auth/UserChangePassword", "AuthUserRequest", "AuthResponse")
+USER_GRANT_ROLE = Method("Auth/UserGrantRole", "AuthUserGrantRoleRequest", "AuthResponse")
+AUTH_ENABLE = Method("Auth/AuthEnable", "AuthSwitchRequest", "AuthResponse")
+AUTH_DISABLE = Method("Auth/AuthDisable", "AuthSwitchRequest", "AuthResponse")
