@@ -23,8 +23,8 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
 
     Raises RuntimeError after `connect_timeout` seconds; and at once for a malformed address, whereas torchft waits.
     """
+    job = job_of(address, connect_timeout)
     try:
-        job = parse_address(address)
         client = SharedClient(replace(job.config(), request_timeout=REQUEST_TIMEOUT))
     except ConfigError as error:
         raise unreachable(address, connect_timeout, error) from None
@@ -36,6 +36,14 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
             raise unreachable(address, connect_timeout, error) from None
         undo.pop_all()
     return job, client
+
+
+def job_of(address: str, connect_timeout: float) -> Job:
+    """The job of an address. Raises RuntimeError, before any socket is opened."""
+    try:
+        return parse_address(address)
+    except ConfigError as error:
+        raise unreachable(address, connect_timeout, error) from None
 
 
 def unreachable(address: str, connect_timeout: float, problem: object, who: str = "etcd") -> RuntimeError:
