@@ -66,6 +66,10 @@ class ReplicaProcess:
     def metadata(self, manager: str, rank: int) -> str:
         return str(self._order("metadata", manager=manager, rank=rank).result(DEADLINE))
 
+    def waiting(self, manager: str) -> int:
+        """How many ranks of a manager in this process wait for the others."""
+        return int(self._order("waiting", manager=manager).result(DEADLINE))
+
     def guarded(self) -> int:
         """Wait until a sentinel stands beside it and knows its leases; the sentinel's pid."""
         return int(self._order("guarded", timeout=DEADLINE).result(DEADLINE))

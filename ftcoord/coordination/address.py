@@ -6,10 +6,11 @@ The address contains the options, so nothing has to be stored before a job start
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Final
+from ipaddress import ip_address
+from typing import Any, Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from ftcoord.config import HIDDEN, EtcdConfig, redacted, whole
@@ -38,7 +39,9 @@ class Job:
         min_replicas: the fewest replicas that form a quorum.
         join_timeout_ms: how long a quorum waits for replicas that are alive but do not ask.
         heartbeat_timeout_ms: how long a replica counts as alive after its last beat.
-        allow_kill: 1 if anyone who reaches a manager's port may end its process; else 0.
+        allow_kill: 1 if anyone whom a manager's port serves may end its process; else 0.
+        native: 1 if a manager's port serves torchft's own classes too, and so anyone who reaches it; else 0.
+        bind: the address at which managers listen; empty for the one that they publish.
         history_ttl: seconds for which the job's history outlives its last replica; 0 for no history.
     """
 
@@ -50,6 +53,8 @@ class Job:
     heartbeat_timeout_ms: int = 5_000
     allow_kill: int = 0
     history_ttl: int = HISTORY_TTL
+    native: int = 0
+    bind: str = ""
 
     @property
     def prefix(self) -> str:
@@ -76,21 +81,31 @@ class Job:
         return replace(self, scheme=scheme, endpoints=",".join(map(str, config.endpoints)))
 
     def __str__(self) -> str:
-        query = {name: getattr(self, name) for name in _NUMBERS}
-        if not self.allow_kill:
-            del query["allow_kill"]
-        if self.history_ttl == HISTORY_TTL:
-            del query["history_ttl"]
+        query = {name: getattr(self, name) for name in _OPTIONS}
+        for name, default in _UNSAID.items():
+            if query[name] == default:
+                del query[name]
         return f"{self.scheme}://{self.endpoints}/{quote(self.name, safe='')}?{urlencode(query)}"
 
 
-_NUMBERS: Final = {
+def _address(key: str, value: str) -> str:
+    try:
+        return str(ip_address(value.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        raise ConfigError(key, redacted(value), "give an IP address without a port, as 10.0.0.7 or 0.0.0.0") from None
+
+
+_OPTIONS: Final[dict[str, Callable[[str, str], Any]]] = {
     "min_replicas": whole(1, 2**31 - 1),
     "join_timeout_ms": whole(0, DAY_MS),
     "heartbeat_timeout_ms": whole(10, DAY_MS),
     "allow_kill": whole(0, 1),
     "history_ttl": whole(0, 10**9),
+    "native": whole(0, 1),
+    "bind": _address,
 }
+_UNSAID: Final = {"allow_kill": 0, "history_ttl": HISTORY_TTL, "native": 0, "bind": ""}
+"""Options that are left out of an address when they have these values."""
 
 
 def fresh_name() -> str:
@@ -116,11 +131,11 @@ def parse_address(address: str) -> Job:
         if value != given[key]:
             raise ConfigError(key, HIDDEN, "it is given twice; give it once")
     for key in given:
-        if key not in _NUMBERS:
-            close = get_close_matches(key, _NUMBERS, n=1)
+        if key not in _OPTIONS:
+            close = get_close_matches(key, _OPTIONS, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise ConfigError(key, HIDDEN, f"{hint}An address takes {', '.join(_NUMBERS)}")
-    numbers = {key: _NUMBERS[key](key, value) for key, value in given.items()}
-    job = Job(parts.scheme, parts.netloc, name, **numbers)
+            raise ConfigError(key, HIDDEN, f"{hint}An address takes {', '.join(_OPTIONS)}")
+    options = {key: _OPTIONS[key](key, value) for key, value in given.items()}
+    job = Job(parts.scheme, parts.netloc, name, **options)
     job.config()
     return job

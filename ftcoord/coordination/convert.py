@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ftcoord.coordination import checks
+from ftcoord.coordination.tokens import without_token
 from ftcoord.coordination.types import Quorum as QuorumReply
 from ftcoord.coordination.types import QuorumMember, QuorumResult, Timestamp
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
@@ -32,7 +33,7 @@ def _members(quorum: QuorumRecord) -> list[QuorumMember]:
 def _member(request: QuorumRequest) -> QuorumMember:
     return QuorumMember(
         request.replica_id,
-        request.address,
+        without_token(request.address),
         request.store_address,
         request.step,
         request.world_size,

@@ -15,6 +15,7 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import BEAT_FRACTION, Replica
+from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import ServerError, ThreadNotStarted
 from ftcoord.escaping import neutral
@@ -150,7 +151,8 @@ class GatewaySessions:
         session = next((one for one in sessions if one.replica.was(member)), None)
         if session is None:
             return None
-        return session.manager or _address_in(session.replica.quorum, session.replica.replica_id)
+        address = session.manager or _address_in(session.replica.quorum, session.replica.replica_id)
+        return address and parted(address)[0]
 
     def close(self) -> None:
         """Drop all replicas. Idempotent. Call it when no call is in progress.

@@ -10,6 +10,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from ftcoord.coordination.convert import timestamp
+from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.core.strict import json_problem
 from ftcoord.etcd.rpc.protobuf import declare
@@ -70,7 +71,7 @@ def quorum_response(quorum: QuorumRecord) -> bytes:
 def _member(request: QuorumRequest) -> Any:
     return _MESSAGES["QuorumMember"](
         replica_id=request.replica_id,
-        address=request.address,
+        address=parted(request.address)[0],  # who calls a gateway has shown no right to a token
         store_address=request.store_address,
         step=request.step,
         world_size=request.world_size,

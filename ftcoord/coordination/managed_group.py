@@ -8,17 +8,20 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.connection import connect, torchft_errors
+from ftcoord.coordination.connection import connect, job_of, torchft_errors
 from ftcoord.coordination.kills import ends_here, watch_kills
+from ftcoord.coordination.own_place import in_url, own_place
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.rank_port import RankPort, listen, stop_listening
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.coordination.replica import Replica
+from ftcoord.core.manager_address import TOKEN_BYTES, with_token
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import EtcdError, ServerError
 from ftcoord.logs import show_if_asked
@@ -50,7 +53,7 @@ class ManagedGroup:
     Args:
         identity: the group's constants.
         lighthouse_addr: the job's address.
-        bind: where to listen for the ranks.
+        bind: where to listen for the ranks, see `own_place`.
         heartbeat_interval: seconds between beats, if beats are judged.
         connect_timeout: seconds to wait for etcd.
 
@@ -77,7 +80,8 @@ class ManagedGroup:
         with ExitStack() as ends:
             try:
                 ends.callback(Exporting.of_environment().close)
-                listener = listen(bind)
+                place, host = own_place(bind, identity.hostname, job_of(lighthouse_addr, connect_timeout))
+                listener = listen(place)
                 ends.callback(stop_listening, listener)
                 job, etcd = connect(lighthouse_addr, connect_timeout)
                 ends.callback(etcd.close)
@@ -87,11 +91,12 @@ class ManagedGroup:
                 ends.callback(watch_kills(etcd, job.prefix, ends_here(self._replica.was), self._fail).close)
                 interval = heartbeat_interval if job.heartbeat_timeout < LEASE_FLOOR else None
                 self._start_beats(interval, job.heartbeat_timeout, ends)
-                self.address = f"http://{_in_url(identity.hostname)}:{listener.getsockname()[1]}"
+                token, address = token_hex(TOKEN_BYTES), f"http://{in_url(host)}:{listener.getsockname()[1]}"
+                self.address = with_token(address, token)
                 ranks = RankGroup(identity.replica_id, identity.world_size, self._ask, bool(job.allow_kill))
-                ends.callback(RankPort(listener, ranks, self._fail).close)
-                ends.callback(ranks.close, self.address)  # before the port's: so waiting ranks hear of it
-                ranks.listen_at(self.address)
+                ends.callback(RankPort(listener, ranks, token, bool(job.native), self._fail).close)
+                ends.callback(ranks.close, address)  # before the port's: so waiting ranks hear of it
+                ranks.listen_at(address)
                 self._ends.append(ends.pop_all())
             finally:  # before what was made ends: a thread of it that has failed may wait for this
                 self._made.set()
@@ -182,7 +187,3 @@ class ManagedGroup:
             what = self._identity.replica_id
             log.critical("manager %s leaves the job, for a thread of it has failed: %r", what, error)
             self.close()
-
-
-def _in_url(hostname: str) -> str:
-    return f"[{hostname}]" if ":" in hostname and not hostname.startswith("[") else hostname

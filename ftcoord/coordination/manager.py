@@ -20,8 +20,8 @@ class ManagerServer:
         replica_id: the group's name; no two groups may have the same.
         lighthouse_addr: the job's address, see `LighthouseClient`.
         hostname: the name or address by which others reach this host; for `address()`.
-        bind: where to listen, such as `[::]:29512` or `0.0.0.0:0`; port 0 takes a free one. There is no login: anyone
-            who reaches the port can vote.
+        bind: where to listen, such as `10.0.0.7:29512` or `0.0.0.0:0`; port 0 takes a free one. `[::]`, which torchft's
+            Manager gives, stands for the address of `hostname`; to listen everywhere, the job's address has `bind=::`.
         store_addr: `host:port` of the store of its ranks.
         world_size: the number of its ranks.
         heartbeat_interval: a timedelta: how often it beats if the job's heartbeat timeout is below 3 s. Otherwise its
@@ -64,7 +64,8 @@ class ManagerServer:
         self._cancel_close = concurrency.when_forgotten(self, self._group.close)
 
     def address(self) -> str:
-        """`http://hostname:port`, for ManagerClient, here and in other groups."""
+        """`http://hostname:port#token`, for ManagerClient. Whoever knows it can act as a rank of this group: it belongs
+        into no log. torchft's own classes take it too, and do not use the token."""
         return self._group.address
 
     def shutdown(self) -> None:

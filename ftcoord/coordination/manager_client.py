@@ -18,8 +18,9 @@ from ftcoord.coordination.failure import RANK_NOT_FOUND, TRANSPORT_ERROR, Failur
 from ftcoord.coordination.native_manager import NativeManager
 from ftcoord.coordination.rank_frames import KillOrder, MetadataQuery, RankCall, TimedVote
 from ftcoord.coordination.rank_group import NoSuchRank, RankGroup
-from ftcoord.coordination.rank_sockets import AnotherProtocol, RankSocket, RankSockets
+from ftcoord.coordination.rank_sockets import AnotherProtocol, RankSocket, RankSockets, TokenRefused
 from ftcoord.coordination.ranks import RankRequest
+from ftcoord.coordination.tokens import with_known_token, without_token
 from ftcoord.coordination.types import QuorumResult
 
 LOOKUP_INTERVAL: Final = 0.1
@@ -37,7 +38,8 @@ class ManagerClient:
     """One rank's calls to its manager, or to another group's: ftcoord's or torchft's own. Thread-safe.
 
     Args:
-        addr: `ManagerServer.address()`, `http://host:port`.
+        addr: `ManagerServer.address()`, or an address from a quorum that this process got: `http://host:port`, and
+            the manager's token unless it is torchft's own.
         connect_timeout: how long to wait for the manager, a timedelta.
 
     Raises RuntimeError when the manager is not reached in that time. The constructor and every method raise TypeError,
@@ -48,11 +50,11 @@ class ManagerClient:
     def __new__(cls, addr: str, connect_timeout: timedelta) -> ManagerClient:
         # torchft's own tests rely on `mock`'s autospec not seeing the signature, as with a native class.
         client = super().__new__(cls)
-        client._address = checks.string("addr", addr)
+        client._address, token = with_known_token(checks.string("addr", addr))
         client._pid = os.getpid()
-        client._way = ManagerWay(addr)
+        client._way = ManagerWay(client._address, token)
         concurrency.when_forgotten(client, client._way.close)
-        if RankGroup.at(addr) is None:
+        if RankGroup.at(client._address) is None:
             client._way.find(checks.seconds("connect_timeout", connect_timeout))
         return client
 
@@ -98,8 +100,10 @@ class ManagerClient:
             handle=checks.string("reconfigure_handle", reconfigure_handle),
             init_sync=checks.boolean("init_sync", init_sync),
         )
-        result = self._call(request, request.timeout)
-        return result if isinstance(result, QuorumResult) else result_of(result)
+        answer = self._call(request, request.timeout)
+        result = answer if isinstance(answer, QuorumResult) else result_of(answer)
+        result.recover_src_manager_address = without_token(result.recover_src_manager_address)
+        return result
 
     def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
         """Vote on a step, and wait until all ranks of the group have voted; returns whether all voted yes.
@@ -171,10 +175,11 @@ class ManagerWay:
 
     Args:
         address: `http://host:port`.
+        token: the manager's; empty if it is not known, as of torchft's own.
     """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, token: str) -> None:
+        self._address, self._token = address, token
         # Any thread, as a whole: two that find the manager at the same time find the same one.
         self._calls: ManagerCalls | None = None
 
@@ -187,10 +192,10 @@ class ManagerWay:
             raise unreachable(self._address, timeout, error, "it is that of a manager") from None
         while True:
             try:
-                self._calls = calls_to(*place, deadline)
+                self._calls = calls_to(*place, self._token, deadline)
                 return
             except OSError as error:
-                if concurrency.now() + LOOKUP_INTERVAL >= deadline:
+                if isinstance(error, TokenRefused) or concurrency.now() + LOOKUP_INTERVAL >= deadline:
                     raise unreachable(self._address, timeout, error, "its manager") from None
             concurrency.sleep(LOOKUP_INTERVAL)
 
@@ -205,7 +210,7 @@ class ManagerWay:
 
     def _call(self, call: RankCall, deadline: float) -> Any:
         if self._calls is None:  # it was in this process, which it is not any more
-            self._calls = calls_to(*place_of(self._address), deadline)
+            self._calls = calls_to(*place_of(self._address), self._token, deadline)
         try:
             return self._calls.call(call, deadline)
         except AnotherProtocol:  # a manager of torchft's has taken the place of ours, or ours has just died
@@ -227,10 +232,10 @@ def place_of(address: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
-def calls_to(host: str, port: int, deadline: float) -> ManagerCalls:
+def calls_to(host: str, port: int, token: str, deadline: float) -> ManagerCalls:
     """Connect to the manager that listens there. Raises OSError."""
     try:
-        return RankSockets(host, port, RankSocket(host, port, deadline))
+        return RankSockets(host, port, token, RankSocket(host, port, token, deadline))
     except AnotherProtocol:
         return NativeManager(host, port, deadline)
 
@@ -245,6 +250,6 @@ def call_here(group: RankGroup, call: RankCall, deadline: float) -> Any:
     if isinstance(call, TimedVote):
         return group.vote(call.rank, call.step, call.yes).wait(deadline)
     if isinstance(call, MetadataQuery):
-        metadata = group.metadata(call.rank)
+        metadata = group.metadata(call.rank).wait(deadline)
         return RANK_NOT_FOUND if metadata is None else metadata
     return group.kill(call.message)

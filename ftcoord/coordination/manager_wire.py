@@ -11,6 +11,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from ftcoord.coordination.types import QuorumResult
+from ftcoord.core.manager_address import parted
 from ftcoord.etcd.rpc.protobuf import declare
 from ftcoord.etcd.rpc.quiet_grpc import grpc
 
@@ -59,8 +60,10 @@ def read(kind: str, message: bytes) -> Any:
 
 
 def write_result(result: QuorumResult, commit_failures: int) -> bytes:
-    """The answer to one rank. `commit_failures` is the highest number of any replica."""
+    """The answer to one rank, without a token: native ranks have shown none. `commit_failures` is the highest number
+    of any replica."""
     fields = {name: getattr(result, name) for name in (*_PLAIN, *_LISTS)}
+    fields["recover_src_manager_address"] = parted(result.recover_src_manager_address)[0]
     fields |= {name: value for name in _OPTIONAL if (value := getattr(result, name)) is not None}
     return write("ManagerQuorumResponse", commit_failures=commit_failures, **fields)
 

@@ -15,14 +15,14 @@ from ftcoord.coordination.failure import RANK_NOT_FOUND, Failure
 from ftcoord.coordination.manager_wire import MANAGER_SERVICE, read, write, write_result
 from ftcoord.coordination.native_calls import abort, answering, serve, time_left
 from ftcoord.coordination.rank_group import RankGroup
-from ftcoord.coordination.ranks import RankRequest
+from ftcoord.coordination.ranks import MOST_CALLS, RankRequest
 from ftcoord.coordination.splice import SpliceEnd
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
 
-MOST_CALLS: Final = 1024
-"""The most calls that may wait at a time, each with a thread. Further ones are refused: else anyone who reaches the
-port could use up all threads of the process."""
+SPARE_CALLS: Final = 64
+"""The most calls in progress, each with a thread, above those that all ranks may have waiting. Further ones are
+refused: else anyone who reaches the port could use up all threads of the process."""
 SERVER_STOP_TIMEOUT: Final = 2.0
 """Seconds that calls in progress get to notice that the server has stopped."""
 
@@ -36,7 +36,8 @@ class NativeRanks:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._pool = DaemonPool(MOST_CALLS, "ftcoord-native")  # so no call queues behind those that wait
+        self._most_calls = SPARE_CALLS + 2 * MOST_CALLS * group.world_size  # requests and votes
+        self._pool = DaemonPool(self._most_calls, "ftcoord-native")  # so no call queues behind those that wait
         self._server: grpc.Server | None = None
         self._place: str | int = ""  # where it listens: a name in Linux's abstract namespace, else a port
 
@@ -64,7 +65,7 @@ class NativeRanks:
         calls |= {"ShouldCommit": self._commit, "Kill": self._kill}
         with quiet_grpc():
             pool = cast(ThreadPoolExecutor, self._pool)  # gRPC only submits calls to it
-            server = grpc.server(pool, options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MOST_CALLS)
+            server = grpc.server(pool, options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=self._most_calls)
             serve(server, MANAGER_SERVICE, calls)
             if sys.platform == "linux":  # nothing is left there when the process is killed
                 self._place = f"ftcoord-{uuid.uuid4().hex}"
@@ -102,7 +103,9 @@ class NativeRanks:
 
     def _metadata(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with answering(context):
-            metadata = self._group.metadata(read("CheckpointMetadataRequest", message).rank)
+            query = read("CheckpointMetadataRequest", message)
+            deadline = concurrency.now() + time_left(context)
+            metadata = self._group.metadata(query.rank).wait(deadline, context.add_callback)
             if metadata is None:
                 abort(context, RANK_NOT_FOUND)
             return write("CheckpointMetadataResponse", checkpoint_metadata=metadata)

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from ftcoord.coordination.checks import TEN_YEARS
 from ftcoord.coordination.convert import result_fields
+from ftcoord.coordination.crowd import Crowd, Unfinished
 from ftcoord.coordination.failure import KNOWN, RANK_NOT_FOUND, Failure
 from ftcoord.coordination.rank_frames import (
     FrameReader,
@@ -38,6 +40,8 @@ class RankConnection(asyncio.Protocol):
         call_soon: calls a function on the loop's thread.
         ask_soon: asks for the group's quorum, which takes time.
         on_lost: called when the connection has ended.
+        idle: the port's connections that make no call now.
+        unfinished: those that have sent a part of one.
     """
 
     def __init__(
@@ -47,9 +51,12 @@ class RankConnection(asyncio.Protocol):
         call_soon: Callable[[Callable[[], None]], None],
         ask_soon: Callable[[GroupAsk], None],
         on_lost: Callable[[], None],
+        idle: Crowd,
+        unfinished: Unfinished,
     ) -> None:
         self._group, self._transport, self._call_soon, self._ask_soon = group, transport, call_soon, ask_soon
         self._on_lost, self._frames = on_lost, FrameReader()
+        self._idle, self._unfinished, self._noted = idle, unfinished, 0
         self._waiting: WaitingCall[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -59,12 +66,19 @@ class RankConnection(asyncio.Protocol):
                 self._begin_soon(parse_call(payload))
         except ValueError as error:
             self._refuse(error)
+        self._note_unfinished(self._frames.unfinished)  # usually 0 before and after: a call comes as a whole
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._note_unfinished(0)
         waiting = self._end_wait()
         if waiting is not None:
             waiting.leave()
         self._on_lost()
+
+    def _note_unfinished(self, size: int) -> None:
+        if size != self._noted:
+            self._noted = size
+            self._unfinished.note(self._transport, size)
 
     def _begin_soon(self, call: RankCall) -> None:
         """Make the call after two turns of the loop. A busy loop finds this call and closed connections at the same
@@ -93,6 +107,7 @@ class RankConnection(asyncio.Protocol):
         if self._waiting is not None or self._transport.get_write_buffer_size():
             self._refuse("it made a call before it had the answer to the last one")
             return
+        self._idle.forget(self._transport)  # before its vote answers others, which are idle then
         try:
             self._make(call)
         except NoSuchRank as error:
@@ -104,8 +119,8 @@ class RankConnection(asyncio.Protocol):
         elif isinstance(call, TimedVote):
             self._await(self._group.vote(call.rank, call.step, call.yes), call.timeout, bool)
         elif isinstance(call, MetadataQuery):
-            metadata = self._group.metadata(call.rank)
-            self._answer(RANK_NOT_FOUND if metadata is None else metadata)
+            # The peer closes the connection when its time is over.
+            self._await(self._group.metadata(call.rank), TEN_YEARS, _metadata_or_failure)
         else:
             self._answer(self._group.kill(call.message))
 
@@ -147,4 +162,9 @@ class RankConnection(asyncio.Protocol):
         return waiting
 
     def _answer(self, answer: object) -> None:
+        self._idle.note(self._transport)
         self._transport.write(frame(encode_answer(answer)))
+
+
+def _metadata_or_failure(metadata: str | None) -> str | Failure:
+    return RANK_NOT_FOUND if metadata is None else metadata

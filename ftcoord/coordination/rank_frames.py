@@ -1,7 +1,7 @@
 """The protocol between ftcoord's own ranks and managers: a greeting, then frames of JSON.
 
-A rank sends HELLO and is answered with WELCOME. Then it makes one call at a time: a frame with the call, and a frame
-with the answer. Closing the connection withdraws the call.
+A rank sends HELLO and its manager's token in one line, and is answered with WELCOME, or with WRONG_TOKEN. Then it makes
+one call at a time: a frame with the call, and a frame with the answer. Closing the connection withdraws the call.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from typing import Any, Final
 from ftcoord.coordination.checks import TEN_YEARS
 from ftcoord.coordination.failure import Failure
 from ftcoord.coordination.ranks import RankRequest
+from ftcoord.core.manager_address import TOKEN_BYTES
 from ftcoord.core.strict import build, dump, load
 from ftcoord.errors import StateError
 
-HELLO: Final = b"ftcoord/1 rank to manager\n"
+HELLO: Final = b"ftcoord/2 rank to manager\n"
 """Longer than the 24 bytes of HTTP/2's preface, so torchft's own manager refuses it at once."""
-WELCOME: Final = b"ftcoord/1 manager\n"
+GREETING_SIZE: Final = len(HELLO) + 2 * TOKEN_BYTES + 1
+"""The bytes of a whole greeting."""
+WELCOME: Final = b"ftcoord/2 manager\n"
+WRONG_TOKEN: Final = b"ftcoord/2 refused\n"
+"""As long as WELCOME, so a rank reads either in the same way."""
 LARGEST_MESSAGE: Final = 4 * 1024 * 1024
 """The most bytes of a call or an answer, as in gRPC."""
 _LENGTH: Final = struct.Struct(">I")
@@ -61,6 +66,11 @@ _CALLS: Final[Mapping[str, type[RankCall]]] = {
 _NAMES: Final = {kind: name for name, kind in _CALLS.items()}
 
 
+def greeting(token: str) -> bytes:
+    """What a rank sends first. An empty token stands for one that is not known: the manager may be torchft's."""
+    return HELLO + token.rjust(2 * TOKEN_BYTES, "-").encode() + b"\n"
+
+
 def frame(payload: bytes) -> bytes:
     """The payload, preceded by its length."""
     return _LENGTH.pack(len(payload)) + payload
@@ -71,6 +81,11 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+
+    @property
+    def unfinished(self) -> int:
+        """How many bytes of an incomplete message are there."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads that are now complete. Raises ValueError for one longer than LARGEST_MESSAGE, as soon as its

@@ -93,10 +93,16 @@ class RankGroup:
         self._barrier = RankBarrier(world_size, ask)
         self._votes = VoteCounter(world_size)
         self._metadata: dict[int, str] = {}  # any thread, one step of a dict at a time
+        """Of each rank's last request that a quorum answered."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of its ranks."""
+        return self._world_size
 
     @staticmethod
     def at(address: str) -> RankGroup | None:
-        """The group whose manager has this address, if it is in this process."""
+        """The group whose manager has this address, which is without its token, if it is in this process."""
         return _local.get(address)
 
     def listen_at(self, address: str) -> None:
@@ -110,8 +116,9 @@ class RankGroup:
         Raises NoSuchRank: such a rank would count in place of a missing one.
         """
         self._check(request.rank)
-        self._metadata[request.rank] = request.metadata
         outcome, ask_for_all = self._barrier.join(request)
+        outcome.add_done_callback(lambda _: self._note_metadata(request, outcome))  # before the rank's own, so that
+        # who was answered finds it
         return WaitingCall(outcome, lambda: self._barrier.leave(request.rank, outcome)), ask_for_all
 
     def result(self, quorum: QuorumRecord, request: RankRequest) -> QuorumResult:
@@ -124,9 +131,23 @@ class RankGroup:
         outcome = self._votes.cast(rank, step, yes)
         return WaitingCall(outcome, lambda: self._votes.leave(rank, outcome))
 
-    def metadata(self, rank: int) -> str | None:
-        """The metadata of a rank's last request for a quorum; None if it never made one."""
-        return self._metadata.get(rank)
+    def metadata(self, rank: int) -> WaitingCall[str | None]:
+        """The metadata of a rank's last request that a quorum answered; None if none was.
+
+        What no quorum answered does not count: peers load what it names. But a peer may know the quorum before this
+        manager does. So if the group has asked with other metadata, this waits until that request has ended.
+        """
+        outcome: Future[str | None] = Future()
+        known, asked = self._metadata.get(rank), self._barrier.asked_last(rank)
+        if asked is None or asked[0].metadata == known:
+            outcome.set_result(known)
+        else:  # at once if it has ended
+            asked[1].add_done_callback(lambda _: outcome.set_result(self._metadata.get(rank)))
+        return WaitingCall(outcome, lambda: True)
+
+    def _note_metadata(self, request: RankRequest, outcome: Future[QuorumRecord]) -> None:
+        if outcome.exception() is None:
+            self._metadata[request.rank] = request.metadata
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self._world_size:

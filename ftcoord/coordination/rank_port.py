@@ -1,13 +1,16 @@
 """The port of a manager: one TCP port for ftcoord's own ranks and torchft's native ones.
 
 An event loop on one thread serves all connections, so a waiting call costs no thread. The first bytes of a connection
-show its kind. The bytes of native ranks are forwarded to a gRPC server, see `native_ranks`.
+show its kind. Those of ftcoord's ranks have the manager's token in them; a connection without it is closed. torchft's
+native ranks have none to show, so they are served only if the job's address says so (`native=1`): their bytes are
+forwarded to a gRPC server, see `native_ranks`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import math
 import os
@@ -20,9 +23,17 @@ from typing import Any, Final
 
 from ftcoord import concurrency, fork
 from ftcoord.coordination.askers import Askers
+from ftcoord.coordination.crowd import Crowd, Unfinished
 from ftcoord.coordination.native_ranks import NativeRanks
 from ftcoord.coordination.rank_connection import RankConnection
-from ftcoord.coordination.rank_frames import HELLO, WELCOME
+from ftcoord.coordination.rank_frames import (
+    GREETING_SIZE,
+    HELLO,
+    LARGEST_MESSAGE,
+    WELCOME,
+    WRONG_TOKEN,
+    greeting,
+)
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.splice import SpliceEnd
 from ftcoord.coordination.tcp import keep_alive
@@ -33,9 +44,18 @@ HTTP2: Final = b"PRI * HTTP/2.0"
 """The first bytes of a gRPC connection."""
 GREETING_TIMEOUT: Final = 20.0
 """Seconds that a connection may stay open without a greeting."""
-MOST_NEWCOMERS: Final = 512
-"""The most connections that may be open without a greeting; beyond that the oldest are closed. Else anyone who reaches
-the port could use up the process's file descriptors, of which it often has 1,024."""
+FRAME_TIMEOUT: Final = 20.0
+"""Seconds that a call may take from its first byte to its last."""
+# The most connections of each kind, and bytes of unfinished calls: so many, and so many for each rank. See `crowd`.
+MOST_NEWCOMERS: Final = (128, 2)
+"""Without a greeting. More than are accepted in some turns of the loop: their greetings were not looked for yet."""
+MOST_IDLE: Final = (256, 4)
+"""With a greeting, but without a call in progress: of ranks, and of peers that heal from this group."""
+MOST_NATIVE: Final = (64, 4)
+"""Of native ranks and peers. Each of them takes two file descriptors or three."""
+MOST_UNFINISHED: Final = (8 * LARGEST_MESSAGE, 64 * 1024)
+ACCEPTED_AT_ONCE: Final = 32
+"""Connections that are accepted in one turn of the loop."""
 REPEAT_INTERVAL: Final = 60.0
 """Seconds until a persistent system error is logged again."""
 BACKLOG: Final = 1024
@@ -82,23 +102,38 @@ class RankPort:
     Args:
         listener: see `listen`.
         group: the ranks.
+        token: what ftcoord's own ranks and peers must show.
+        native: whether torchft's own are served; they show nothing.
         failed: called when its thread fails.
     """
 
-    def __init__(self, listener: socket.socket, group: RankGroup, failed: Callable[[BaseException], None]) -> None:
-        self._group, self._failed = group, failed
+    def __init__(
+        self,
+        listener: socket.socket,
+        group: RankGroup,
+        token: str,
+        native: bool,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._group, self._failed, self._greeting, self._serves_native = group, failed, greeting(token), native
+        self._has_refused_native = False  # only the loop's thread
         self._native, self._askers = NativeRanks(group), Askers(self._call_soon)
         self._open: set[asyncio.Transport] = set()  # only the loop's thread, as all of asyncio's objects
-        self._newcomers: dict[asyncio.Transport, None] = {}  # likewise; the oldest first
-        self._listener, self._loop = listener, asyncio.new_event_loop()
-        self._loop.set_exception_handler(_ErrorLog())
+        ranks = group.world_size
+        self._newcomers, self._idle, self._natives = (
+            Crowd(most + each * ranks) for most, each in (MOST_NEWCOMERS, MOST_IDLE, MOST_NATIVE)
+        )
+        self._unfinished = Unfinished(MOST_UNFINISHED[0] + MOST_UNFINISHED[1] * ranks, FRAME_TIMEOUT)
+        self._listener, self._loop, self._errors = listener, asyncio.new_event_loop(), _ErrorLog()
+        self._loop.set_exception_handler(self._errors)
         # Any thread adds, one step of a deque at a time; two that wake the loop at the same time do so once too often.
         self._due: deque[Callable[[], None]] = deque()
         self._is_woken = False
         with contextlib.ExitStack() as undo:
             undo.callback(self._loop.close)
             make = partial(_Newcomer, self._loop, self._watch_end, self._greet)
-            self._server = self._loop.run_until_complete(self._loop.create_server(make, sock=listener))
+            made = self._loop.create_server(make, sock=listener, backlog=ACCEPTED_AT_ONCE)
+            self._server = self._loop.run_until_complete(made)
             listener.listen(BACKLOG)  # asyncio has set its own, smaller one: so many it accepts at a time
             self._thread = concurrency.thread(self._run, "ftcoord-ranks")
             self._thread.start()
@@ -154,15 +189,14 @@ class RankPort:
     def _greet(self, transport: asyncio.Transport, said: bytes, on_end: Callable[[], None]) -> bool:
         """Hand a connection to its protocol, if the bytes received show which one; returns whether they do."""
         if said.startswith(HELLO):
-            self._newcomers.pop(transport, None)
-            transport.write(WELCOME)
-            rank = RankConnection(self._group, transport, self._call_soon, self._askers.ask, on_end)
-            transport.set_protocol(rank)
-            rank.data_received(said[len(HELLO) :])
-            return True
+            return len(said) >= GREETING_SIZE and self._welcome(transport, said, on_end)
         if said.startswith(HTTP2):
-            self._newcomers.pop(transport, None)
-            end = SpliceEnd(on_end)
+            if not self._serves_native:
+                self._refuse_native(transport)
+                return False
+            self._newcomers.forget(transport)
+            self._natives.note(transport)
+            end = SpliceEnd(on_end, partial(self._natives.note, transport))
             transport.set_protocol(end)
             end.connection_made(transport)
             task = self._loop.create_task(self._join_native(end, said))
@@ -174,13 +208,38 @@ class RankPort:
             transport.abort()
         return False
 
+    def _welcome(self, transport: asyncio.Transport, said: bytes, on_end: Callable[[], None]) -> bool:
+        if not hmac.compare_digest(said[:GREETING_SIZE], self._greeting):
+            log.info("a connection was closed: it did not show this manager's token")
+            transport.write(WRONG_TOKEN)
+            transport.close()
+            return False
+        self._newcomers.forget(transport)
+        self._idle.note(transport)
+        transport.write(WELCOME)
+        rank = RankConnection(
+            self._group, transport, self._call_soon, self._askers.ask, on_end, self._idle, self._unfinished
+        )
+        transport.set_protocol(rank)
+        rank.data_received(said[GREETING_SIZE:])
+        return True
+
+    def _refuse_native(self, transport: asyncio.Transport) -> None:
+        transport.abort()
+        if not self._has_refused_native:
+            self._has_refused_native = True
+            log.warning(
+                "a connection of torchft's own classes was closed: a manager of ftcoord serves them only if the job's"
+                " address has native=1, and then serves everyone who reaches its port"
+            )
+
     async def _join_native(self, rank: SpliceEnd, said: bytes) -> None:
         """Connect a native rank to the gRPC server. Bytes that it sends meanwhile wait."""
         assert rank.transport is not None
         try:
             service = await self._native.connect(self._loop, lambda: SpliceEnd(lambda: None))
         except OSError as error:
-            log.error("a native rank was not served: %s", error)
+            self._errors.note("a native rank was not served", error)
             rank.transport.abort()
             return
         rank.join(service, said)
@@ -188,18 +247,15 @@ class RankPort:
     def _watch_end(self, transport: asyncio.Transport) -> Callable[[], None]:
         """Note a new connection; returns the function to call when it ends."""
         self._open.add(transport)
-        self._newcomers[transport] = None
-        if len(self._newcomers) > MOST_NEWCOMERS:
-            oldest = next(iter(self._newcomers))
-            del self._newcomers[oldest]
-            oldest.abort()
+        self._newcomers.note(transport)
         descriptor = transport.get_extra_info("socket").fileno()
         fork.hide(descriptor)
 
         def ended() -> None:
             fork.unhide(descriptor)
             self._open.discard(transport)
-            self._newcomers.pop(transport, None)
+            for crowd in (self._newcomers, self._idle, self._natives):
+                crowd.forget(transport)
 
         return ended
 
@@ -264,7 +320,11 @@ class _ErrorLog:
         if not isinstance(error, OSError):
             log.error("a connection of a rank failed: %s", text, exc_info=error)
             return
+        self.note(f"a connection of a rank failed: {text}", error)
+
+    def note(self, text: str, error: OSError) -> None:
+        """Log an error of the system, unless the same was logged a short time ago."""
         now = concurrency.now()
         if now - self._said.get(text, -math.inf) >= REPEAT_INTERVAL:
             self._said[text] = now
-            log.error("a connection of a rank failed: %s: %s. The manager goes on without it", text, error)
+            log.error("%s: %s. The manager goes on without it", text, error)

@@ -9,13 +9,14 @@ from typing import Any, Final
 from ftcoord import concurrency, fork
 from ftcoord.coordination.failure import TRANSPORT_ERROR, Failure
 from ftcoord.coordination.rank_frames import (
-    HELLO,
     LARGEST_MESSAGE,
     WELCOME,
+    WRONG_TOKEN,
     FrameReader,
     RankCall,
     encode_call,
     frame,
+    greeting,
     parse_answer,
 )
 from ftcoord.coordination.tcp import keep_alive
@@ -27,20 +28,24 @@ class AnotherProtocol(ConnectionError):
     """The process that listens there is not one of ftcoord's managers; it may be one of torchft's own."""
 
 
+class TokenRefused(ConnectionError):
+    """The manager there requires another token."""
+
+
 class RankSocket:
     """One connection, for one call at a time.
 
-    Raises ConnectionError, TimeoutError or another OSError when it cannot be made before the monotonic `deadline`, and
-    AnotherProtocol.
+    Raises ConnectionError, TimeoutError or another OSError when it cannot be made before the monotonic `deadline`;
+    AnotherProtocol; and TokenRefused.
     """
 
-    def __init__(self, host: str, port: int, deadline: float) -> None:
+    def __init__(self, host: str, port: int, token: str, deadline: float) -> None:
         self._socket = socket.create_connection((host, port), _left(deadline))
         fork.hide(self._socket.fileno())
         with ExitStack() as undo:
             undo.callback(self.close)
             keep_alive(self._socket)
-            self._socket.sendall(HELLO)
+            self._socket.sendall(greeting(token))
             self._await_welcome(deadline)
             undo.pop_all()
 
@@ -86,7 +91,12 @@ class RankSocket:
             except ConnectionResetError:
                 more = b""
             said += more
-            if not more or not WELCOME.startswith(said):
+            if said == WRONG_TOKEN:
+                raise TokenRefused(
+                    "the manager there requires another token: take the address from ManagerServer.address() as it is,"
+                    " or from the last quorum in this process"
+                )
+            if not more or not (WELCOME.startswith(said) or WRONG_TOKEN.startswith(said)):
                 raise AnotherProtocol("what listens there did not answer as a manager of ftcoord")
 
     def _receive(self, deadline: float) -> bytes:
@@ -105,12 +115,12 @@ class RankSockets:
     """As many connections as there are calls in progress. Thread-safe: it only takes from a list and adds to it.
 
     Args:
-        host, port: the manager's.
+        host, port, token: the manager's.
         first: an existing connection.
     """
 
-    def __init__(self, host: str, port: int, first: RankSocket) -> None:
-        self._host, self._port = host, port
+    def __init__(self, host: str, port: int, token: str, first: RankSocket) -> None:
+        self._host, self._port, self._token = host, port, token
         self._idle = [first]
 
     def call(self, call: RankCall, deadline: float) -> Any:
@@ -138,7 +148,7 @@ class RankSockets:
             try:
                 connection = self._idle.pop()
             except IndexError:
-                return RankSocket(self._host, self._port, deadline)
+                return RankSocket(self._host, self._port, self._token, deadline)
             if connection.is_usable:
                 return connection
             connection.close()

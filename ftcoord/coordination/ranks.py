@@ -9,16 +9,21 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.core.vote import Vote, different_steps, tally
-from ftcoord.errors import FtcoordError
+from ftcoord.errors import FtcoordError, ServerError
 from ftcoord.metrics import process as metrics
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+MOST_CALLS: Final = 4
+"""The most calls of one rank that wait at a time: it makes one, and another one when it has given up the first and that
+is not known here yet. A later call ends the oldest: else anyone who reaches a manager could make any number wait."""
 _INTERRUPTED: Final = "the rank that asked for the whole group was interrupted: ask again"
 
 
@@ -67,26 +72,38 @@ class RankBarrier:
         self._lock = concurrency.lock("RankBarrier._lock")
         self._there: dict[int, _Calls] = {}  # by rank; guarded by _lock, as are the calls in it
         self._closed: Exception | None = None  # guarded by _lock
+        self._asked: dict[int, tuple[RankRequest, Future[QuorumRecord]]] = {}  # replaced under _lock
+        """By rank: the request with which the group asked last, and its outcome, which always comes."""
         self._last_number = 0  # guarded by _lock
         """The number of the last quorum that was reported to ranks."""
 
     def join(self, request: RankRequest) -> tuple[Future[QuorumRecord], GroupAsk | None]:
         """This rank's future answer; and for the last rank, the object with which to ask for the group's quorum.
 
-        If a rank calls several times, its last request counts, and all of its calls are answered; even one that comes
-        while the group's request is in progress.
+        If a rank calls several times, its last request counts, and its last MOST_CALLS calls are answered; even one
+        that comes while the group's request is in progress.
         """
         future: Future[QuorumRecord] = Future()
         with self._lock:
             if self._closed is not None:
                 future.set_exception(self._closed)
                 return future, None
-            self._there.setdefault(request.rank, {})[future] = request
-            if len(self._there) < self._world_size:
-                return future, None
-            all_there, self._there = self._there, {}  # from here on they belong to this thread
+            calls = self._there.setdefault(request.rank, {})
+            calls[future] = request
+            superseded = _take_oldest(calls)
+            is_last = len(self._there) >= self._world_size
+            if is_last:
+                all_there, self._there = self._there, {}  # from here on they belong to this thread
+                self._asked = {rank: [*calls.items()][-1][::-1] for rank, calls in all_there.items()}
+        _fail(superseded, _superseded(request.rank))  # without the lock: callbacks run in it
+        if not is_last:
+            return future, None
         futures = _futures(all_there)
         return future, GroupAsk(lambda: self._ask_for(all_there, request), lambda error: _fail(futures, error))
+
+    def asked_last(self, rank: int) -> tuple[RankRequest, Future[QuorumRecord]] | None:
+        """The request of a rank with which the group asked last, and its outcome, which always comes."""
+        return self._asked.get(rank)
 
     def leave(self, rank: int, future: Future[QuorumRecord]) -> bool:
         """A rank gave up a call, before or after the group asked. Always True: see `WaitingCall`."""
@@ -132,11 +149,24 @@ class RankBarrier:
         return _futures(second)
 
 
+def _take_oldest(calls: dict[Future[T], Any]) -> list[Future[T]]:
+    """Take the calls of a rank above MOST_CALLS out: the oldest, of which there is one at the most."""
+    if len(calls) <= MOST_CALLS:
+        return []
+    oldest = next(iter(calls))
+    del calls[oldest]
+    return [oldest]
+
+
+def _superseded(rank: int) -> ServerError:
+    return ServerError(f"{MOST_CALLS} later calls of rank {rank} came: a rank makes one call at a time")
+
+
 def _futures(there: Mapping[int, _Calls]) -> list[Future[QuorumRecord]]:
     return [future for calls in there.values() for future in calls]
 
 
-def _fail(futures: Iterable[Future[QuorumRecord]], error: Exception) -> None:
+def _fail(futures: Iterable[Future[T]], error: Exception) -> None:
     for future in futures:
         future.set_exception(error)
 
@@ -153,7 +183,7 @@ class VoteCounter:
 
     def cast(self, rank: int, step: int, yes: bool) -> Future[bool]:
         """Vote. The future says whether all voted yes, as soon as a call of each rank waits. All of these calls are
-        answered.
+        answered, of each rank the last MOST_CALLS.
 
         The first time that ranks vote on different steps, that is logged; their votes still count together.
         """
@@ -162,13 +192,17 @@ class VoteCounter:
             if self._closed is not None:
                 future.set_exception(self._closed)
                 return future
-            self._waiting[future] = Vote(rank, step, yes)
+            superseded = self._add(future, Vote(rank, step, yes))
             outcome = tally(self._waiting.values(), self._world_size)
-            if outcome is None:
-                return future
-            answered, self._waiting = self._waiting, {}
+            answered: dict[Future[bool], Vote] = {}
+            if outcome is not None:
+                answered, self._waiting = self._waiting, {}
             steps = "" if self._has_warned else different_steps(answered.values())
             self._has_warned |= bool(steps)
+        # Without the lock: callbacks of a future run in `set_result`. `leave` finds these calls gone already.
+        _fail(superseded, _superseded(rank))
+        if outcome is None:
+            return future
         if steps:
             log.warning(
                 "ranks vote on different steps: %s. The votes count together, as in torchft, but the ranks should name"
@@ -176,10 +210,19 @@ class VoteCounter:
                 steps,
             )
         metrics.VOTES.add("commit" if outcome else "abort")
-        # Without the lock: callbacks of a future run in `set_result`. `leave` finds these calls gone already.
         for one in answered:
             one.set_result(outcome)
         return future
+
+    def _add(self, future: Future[bool], vote: Vote) -> list[Future[bool]]:
+        """Under the lock: note a call; returns that which it ends."""
+        self._waiting[future] = vote
+        if len(self._waiting) <= MOST_CALLS:
+            return []
+        superseded = _take_oldest({call: one for call, one in self._waiting.items() if one.rank == vote.rank})
+        for call in superseded:
+            del self._waiting[call]
+        return superseded
 
     def leave(self, rank: int, future: Future[bool]) -> bool:
         """A rank gave up a call, which withdraws its vote. False if the vote has counted: the outcome is about to

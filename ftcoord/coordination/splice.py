@@ -7,10 +7,15 @@ from collections.abc import Callable
 
 
 class SpliceEnd(asyncio.Protocol):
-    """One of the two connections. For the loop's thread."""
+    """One of the two connections. For the loop's thread.
 
-    def __init__(self, on_lost: Callable[[], None]) -> None:
-        self._on_lost = on_lost
+    Args:
+        on_lost: called when it has ended.
+        on_data: called when bytes have come.
+    """
+
+    def __init__(self, on_lost: Callable[[], None], on_data: Callable[[], None] = lambda: None) -> None:
+        self._on_lost, self._on_data = on_lost, on_data
         self.transport: asyncio.Transport | None = None
         self._other: asyncio.Transport | None = None
         self.tasks: set[asyncio.Task[None]] = set()
@@ -34,6 +39,7 @@ class SpliceEnd(asyncio.Protocol):
             transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
+        self._on_data()
         if self._other is not None:
             self._other.write(data)
 

@@ -11,7 +11,7 @@ stands for one content, whatever etcd has lost or whoever wrote it, so a profile
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from operator import attrgetter
@@ -48,7 +48,7 @@ class QuorumRequest:
     """
 
     replica_id: str
-    address: str
+    address: str = field(repr=False)  # it may have a token, see `core.manager_address`
     store_address: str
     step: int
     world_size: Size
@@ -68,7 +68,7 @@ class Profile:
     """What a replica says of itself in all of its requests; the fields are those of QuorumRequest."""
 
     replica_id: str
-    address: str
+    address: str = field(repr=False)
     store_address: str
     world_size: Size
     data: str

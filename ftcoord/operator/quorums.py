@@ -12,6 +12,7 @@ from typing import Final
 
 from ftcoord.core.invariants import InvariantBroken, check_quorum
 from ftcoord.core.layout import member_of
+from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import Profile, QuorumRecord, ReplicaRecord, parse_replica
@@ -166,7 +167,7 @@ def _statuses(previous: QuorumRecord | None, replicas: Sequence[_Replica]) -> tu
                 request.commit_failures,
                 request.shrink_only,
                 request.world_size,
-                request.address,
+                parted(request.address)[0],
                 replica.since,
                 heals_from=sources.get(replica.name, "") if rank is not None else "",
                 store_address=request.store_address,

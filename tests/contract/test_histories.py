@@ -120,7 +120,7 @@ def play(kind: str, rounds: Sequence[Round], etcd: EtcdClient) -> list[dict[str,
                 until_heard(kind, job, etcd, len(newcomers))
             last = happens.asks.keys()
             futures |= {name: group_ask(ranks[name], **happens.asks[name]) for name in last - newcomers}
-            names = {manager.address(): name for name, manager in managers.items()}
+            names = {manager.address().partition("#")[0]: name for name, manager in managers.items()}
             told.append({name: _plain(future.result(DEADLINE), names) for name, future in futures.items()})
     return told
 

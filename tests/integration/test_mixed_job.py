@@ -102,7 +102,7 @@ class MixedJob:
 
 @pytest.fixture
 def mixed(fragile: EtcdServer, tmp_path: Path) -> Iterator[MixedJob]:
-    job = f"etcd://{fragile.get_endpoint()}/mixed?min_replicas=2"
+    job = f"etcd://{fragile.get_endpoint()}/mixed?min_replicas=2&native=1"
     with ExitStack() as stack:
         gateway = stack.enter_context(Gateway(job))
         yield MixedJob(job, gateway, tmp_path, stack)

@@ -222,6 +222,11 @@ def test_quorums_are_told_and_a_manager_is_killed(etcd: EtcdServer, run: Command
         found = run.json("status", "replicas")["quorum"]
         names = [one["replica_id"] for one in found["replicas"]]
         assert (found["state"], found["size"], found["max_step"], names) == ("training", 1, 3, ["r1"])
+        address, _, token = manager.partition("#")
+        assert [one["address"] for one in found["replicas"]] == [address]
+        told = [run(command, "replicas") for command in ("status", "why", "history")]
+        assert len(token) == 32
+        assert token not in repr([found, told])
         assert run("kill", "replicas", "nobody", "--yes")[0] == 1
         code, shown, _ = run("kill", "replicas", "r1", "--yes")
         assert code == 0

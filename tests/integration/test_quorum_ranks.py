@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from helpers import DEADLINE, eventually, own_port
 from rdzv_nodes import spawn
 from replicas import ReplicaProcess, replica_processes
 
-from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer
+from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer, managed_group
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.core.layout import kill_key, member_of, members_span
@@ -47,14 +46,8 @@ class Group:
         return told[0][0]
 
     def await_quorum_call(self) -> None:
-        """Until the manager has heard of rank 1, which then asks for the first time."""
-        eventually(lambda: metadata_of(self.address, 1) is not None, "rank 1 asks")
-
-
-def metadata_of(address: str, rank: int) -> str | None:
-    with contextlib.suppress(RuntimeError):  # rank not found
-        return ManagerClient(address, LONG)._checkpoint_metadata(rank, LONG)
-    return None
+        """Until rank 1 waits for rank 0."""
+        eventually(lambda: self.zero.waiting(self.address) == 1, "rank 1 asks")
 
 
 @pytest.fixture
@@ -72,7 +65,7 @@ class Here:
         self.server = ManagerServer("a", job, "localhost", "[::]:0", "store", 2, timedelta(seconds=1), LONG, 0)
         self.one, self.address = one, self.server.address()
         self.zero = ManagerClient(self.address, LONG)
-        ranks = RankGroup.at(self.address)
+        ranks = RankGroup.at(self.address.partition("#")[0])
         assert ranks is not None
         self._ranks = ranks
 
@@ -218,9 +211,17 @@ def test_what_a_rank_voted_before_it_was_killed_does_not_count(here: Here) -> No
         here.zero.should_commit(0, 0, True, SHORT)
 
 
-def test_metadata_is_known_as_soon_as_its_rank_has_asked(here: Here) -> None:
-    here.one.quorum(here.address, 1)
+def test_metadata_counts_once_a_quorum_has_answered_it(here: Here) -> None:
+    """Peers load what it names: nobody may name it who takes no part."""
+    asked = here.one.quorum(here.address, 1)
     here.await_requests(1)
+    with pytest.raises(RuntimeError, match="rank not found"):
+        here.zero._checkpoint_metadata(1, LONG)
+    here.zero._quorum(0, 0, "weights 0", False, True, 0, LONG)
+    assert here.zero._checkpoint_metadata(1, LONG) == "weights 1"
+    asked.result(DEADLINE)
+    with pytest.raises(TimeoutError):
+        here.zero._quorum(1, 0, "forged", False, True, 0, SHORT)
     assert here.zero._checkpoint_metadata(1, LONG) == "weights 1"
 
 
@@ -242,12 +243,12 @@ def test_a_manager_that_is_shut_down_ends_the_calls_of_its_ranks(here: Here, cal
 
 
 def test_what_the_manager_before_was_told_does_not_count(group: Group) -> None:
-    """The rank that waits hears that it died, at once; its client goes on with the next one at that address."""
+    """The rank that waits hears that it died, at once. The next one has the same port, and another token."""
     job, first = group.zero.job, group.zero
     assert group.train(0) == 1
     with replica_processes(job, 1) as (group.zero,):
         first.kill()
-        assert group.zero.manage("a", world_size=2, bind=group.bind) == group.address
+        group.address = group.zero.manage("a", world_size=2, bind=group.bind)
         with pytest.raises(TimeoutError):
             group.zero.commit(group.address, 0, 0, timeout=3).result(DEADLINE)
         assert group.train(0) == 1
@@ -256,18 +257,21 @@ def test_what_the_manager_before_was_told_does_not_count(group: Group) -> None:
             second.kill()
             with pytest.raises(RuntimeError, match=f"{GONE}|Unavailable"):
                 waiting.result(DEADLINE)
-            assert group.zero.manage("a", world_size=2, bind=group.bind) == group.address
+            group.address = group.zero.manage("a", world_size=2, bind=group.bind)
             votes = [group.one.commit(group.address, 1, 1), group.zero.commit(group.address, 0, 1)]
             assert [vote.result(DEADLINE) for vote in votes] == [True, True]
 
 
-def test_a_manager_is_looked_for_until_it_is_there(etcd: EtcdServer, prefix: str) -> None:
+def test_a_manager_is_looked_for_until_it_is_there(
+    etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1"
-    port = own_port()
-    with replica_processes(job, 1) as (zero,):
-        looking = spawn(partial(ManagerClient, f"http://localhost:{port}", LONG))
-        zero.manage("a", bind=f"[::]:{port}")
-        assert looking.result(DEADLINE)._quorum(0, 0, "", False, True, 0, LONG).replica_ids == ["a"]
+    port, token = own_port(), "0123456789abcdef" * 2
+    monkeypatch.setattr(managed_group, "token_hex", lambda _size: token)
+    looking = spawn(partial(ManagerClient, f"http://localhost:{port}#{token}", LONG))
+    server = ManagerServer("a", job, "localhost", f"[::]:{port}", "store", 1, timedelta(seconds=1), LONG, 0)
+    assert looking.result(DEADLINE)._quorum(0, 0, "", False, True, 0, LONG).replica_ids == ["a"]
+    server.shutdown()
 
 
 def test_a_failed_call_of_the_group_reaches_all_ranks_at_once(etcd: EtcdServer, prefix: str) -> None:

@@ -32,6 +32,7 @@ def test_defaults_are_those_of_torchfts_command() -> None:
         Job("etcd", "h1:1,h2:2", "job"),
         Job("etcds", "[::1]:1", "a/b?c#d", 2, 0, 10, 1),
         Job("etcd", "", "job", 7),
+        Job("etcd", "h1:1", "job", native=1, bind="::1"),
     ],
 )
 def test_an_address_is_parsed_as_it_was_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +68,9 @@ def test_the_address_of_a_lighthouse_is_refused_with_both_ways_out() -> None:
         ("etcd://h1/job?join_timeout_ms=-1", "join_timeout_ms"),
         ("etcd://h1/job?heartbeat_timeout_ms=9", "heartbeat_timeout_ms"),
         ("etcd://h1/job?min_replica=2", "min_replica"),
+        ("etcd://h1/job?native=yes", "native"),
+        ("etcd://h1/job?bind=10.0.0.7:29512", "bind"),
+        ("etcd://h1/job?bind=", "bind"),
         ("etcd://h1:port/job", "endpoints"),
         ("etcd://u:SECRET@h1/job", "endpoints"),
         ("etcd://h1:SECRET/job", "endpoints"),

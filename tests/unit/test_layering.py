@@ -30,6 +30,7 @@ FLOORS = (
     "config metrics.process",
     "metrics.exporter logs",
     "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values core.store_history",
+    "core.manager_address",
     "core.event_records core.seating",
     "core.verdict core.situation core.causes core.election_records core.barrier_records",
     "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records core.death_records",
@@ -98,9 +99,13 @@ FLOORS = (
     "rendezvous",
     (
         "coordination.address coordination.checks coordination.history coordination.peers coordination.policy "
-        "coordination.ranks coordination.splice coordination.tcp coordination.types"
+        "coordination.crowd coordination.ranks coordination.splice coordination.tcp "
+        "coordination.tokens coordination.types"
     ),
-    "coordination.askers coordination.convert coordination.failure coordination.manager_wire coordination.use",
+    (
+        "coordination.askers coordination.convert coordination.failure coordination.manager_wire "
+        "coordination.own_place coordination.use"
+    ),
     (
         "coordination.connection coordination.lighthouse_wire coordination.native_calls coordination.rank_frames "
         "coordination.rank_group coordination.replica"

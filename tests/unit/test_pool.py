@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 
 import pytest
-from helpers import DEADLINE
+from helpers import DEADLINE, eventually
 
+from ftcoord import pool as pool_module
 from ftcoord.pool import DaemonPool
 
 
@@ -55,6 +56,25 @@ def test_a_thread_that_is_free_is_used_again() -> None:
         idents.add(done.result(DEADLINE))
     pool.close()
     assert len(idents) < 100
+
+
+def test_threads_without_a_call_end_and_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "IDLE_TIMEOUT", 0.05)
+    pool, gate = DaemonPool(2, "ftcoord-idle"), Gate()
+    for _ in range(2):
+        calls = [pool.submit(gate.pass_through, name) for name in ("first", "second")]
+        gate.open()
+        for call in calls:
+            call.result(DEADLINE)
+        eventually(lambda: not [one for one in threading.enumerate() if one.name == "ftcoord-idle"], "they end")
+    pool.close()
+
+
+def test_a_call_that_comes_as_its_thread_ends_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "IDLE_TIMEOUT", 0.0)
+    pool = DaemonPool(1, "ftcoord-idle")
+    assert [pool.submit(int, "7").result(DEADLINE) for _ in range(2000)] == [7] * 2000
+    pool.close()
 
 
 def test_what_a_call_raises_is_for_whoever_holds_the_future(pool: DaemonPool) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import NEEDS_TORCHFT
 
 import ftcoord
 
@@ -33,3 +34,70 @@ def test_the_modules_beside_a_script_can_be_imported(options: list[str], tmp_pat
 
     expected = "missed --step 1\n" if options else "found --step 1\n"
     assert printed() == printed("-m", "ftcoord.torchft") == expected
+
+
+def run(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """`python -m ftcoord.torchft` with these arguments, and no lighthouse but that of `env`."""
+    source = str(Path(str(ftcoord.__file__)).parent.parent)
+    own = {name: value for name, value in os.environ.items() if name != "TORCHFT_LIGHTHOUSE"}
+    command = [sys.executable, "-m", "ftcoord.torchft", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env={**own, "PYTHONPATH": source, **env}, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_usage_is_printed_where_it_is_asked_for_or_needed(tmp_path: Path) -> None:
+    for asked in ("--help", "-h"):
+        told = run(asked, folder=tmp_path)
+        assert (told.returncode, told.stderr) == (0, "")
+        assert told.stdout.startswith("usage: python -m ftcoord.torchft (SCRIPT | -m MODULE)")
+    for lacks in ((), ("-m",)):
+        told = run(*lacks, folder=tmp_path)
+        assert (told.returncode, told.stdout) == (2, "")
+        assert told.stderr.startswith("usage: python -m ftcoord.torchft (SCRIPT | -m MODULE)")
+
+
+def test_a_missing_lighthouse_is_one_line(tmp_path: Path) -> None:
+    """It is missing when torchft looks for it; a script may set it itself."""
+    script = tmp_path / "train.py"
+    script.write_text("import os\nprint(os.environ['TORCHFT_LIGHTHOUSE'])\n")
+    told = run(str(script), folder=tmp_path)
+    assert told.returncode == 1
+    assert told.stderr.startswith("TORCHFT_LIGHTHOUSE is not set: set it to the address of the job, etcd://")
+    assert told.stderr.count("\n") == 1
+    assert run(str(script), folder=tmp_path, TORCHFT_LIGHTHOUSE="etcd://h/job").stdout == "etcd://h/job\n"
+    script.write_text("{}['RANK']\n")
+    assert "KeyError: 'RANK'" in run(str(script), folder=tmp_path).stderr
+
+
+SPAWNS = """
+import multiprocessing, sys
+import torchft._torchft  # at the top, so a child that imports this module does it first
+
+def report(number=0):
+    print("replaced" if hasattr(sys.modules["torchft._torchft"], "__ftcoord__") else "native", flush=True)
+
+if __name__ == "__main__":
+    report()
+    if sys.argv[1] == "torch":
+        import torch.multiprocessing
+        torch.multiprocessing.spawn(report, nprocs=2)
+    else:
+        child = multiprocessing.get_context(sys.argv[1]).Process(target=report)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+"""
+
+
+@NEEDS_TORCHFT
+@pytest.mark.parametrize(
+    ("main", "way", "processes"),
+    [("spawns.py", "torch", 3), ("spawns.py", "spawn", 2), ("-m spawns", "spawn", 2), ("spawns.py", "forkserver", 2)],
+)
+def test_what_is_replaced_here_is_replaced_in_the_processes_that_it_spawns(
+    main: str, way: str, processes: int, tmp_path: Path
+) -> None:
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    told = run(*main.split(), way, folder=tmp_path)
+    assert (told.returncode, told.stdout) == (0, "replaced\n" * processes), told.stderr

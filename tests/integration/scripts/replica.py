@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer
+from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.primitives.sentinel import Sentinel
 
 CONNECT = timedelta(seconds=60)
@@ -65,6 +66,12 @@ class Process:
 
     def metadata(self, manager: str, rank: int) -> str:
         return self._rank(manager, 0)._checkpoint_metadata(rank, CONNECT)
+
+    def waiting(self, manager: str) -> int:
+        """How many ranks of a manager in this process wait for the others."""
+        group = RankGroup.at(manager.partition("#")[0])
+        assert group is not None
+        return len(group._barrier._there)
 
     def _rank(self, manager: str, rank: int) -> ManagerClient:
         if (manager, rank) not in self._ranks:

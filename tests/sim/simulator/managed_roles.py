@@ -51,7 +51,7 @@ class TaskFuture(Future[T]):
 class PortStub:
     """In place of `RankPort`: all ranks are in their manager's process, and need none."""
 
-    def __init__(self, _listener: object, group: RankGroup, _fail: object) -> None:
+    def __init__(self, _listener: object, group: RankGroup, *_rest: object) -> None:
         self._group = group  # as the port does: nobody else has it
 
     def close(self) -> None:
@@ -66,6 +66,9 @@ def managers_installed(world: World) -> Iterator[None]:
         put(ranks, "Future", TaskFuture)
         put(managed_group, "RankPort", PortStub)
         put(managed_group, "listen", lambda _bind: SimpleNamespace(getsockname=lambda: ("", next(numbers))))
+        put(managed_group, "own_place", lambda *_: ("", "localhost"))
+        put(managed_group, "job_of", lambda *_: None)
+        put(managed_group, "token_hex", lambda size: "0" * 2 * size)  # a history depends on its seed only
         put(managed_group, "stop_listening", lambda _listener: None)
         put(managed_group, "show_if_asked", lambda: None)
         put(managed_group, "Exporting", SimpleNamespace(of_environment=NoNumbers))

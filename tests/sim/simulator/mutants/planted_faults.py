@@ -313,7 +313,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a group asks without its last rank", "ftcoord.coordination.ranks",
-        "if len(self._there) < self._world_size:", "if len(self._there) < self._world_size - 1:", VOTES,
+        "is_last = len(self._there) >= self._world_size", "is_last = len(self._there) >= self._world_size - 1", VOTES,
     ),
     Mutant(
         "a group asks for a rank that has given up", "ftcoord.coordination.ranks",
