@@ -45,7 +45,7 @@ from ftcoord.rendezvous.node import SHUT_DOWN, Node
 from ftcoord.rendezvous.orphans import MarkedChildren
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.rendezvous.signals import raised_as_exceptions, why_process_ends
+from ftcoord.rendezvous.signals import raised_as_exceptions, reason_of, why_process_ends
 from ftcoord.rendezvous.timers import serve_timers
 from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch
@@ -265,7 +265,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         except RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
-        self._leave("finished" if error is None else type(error).__name__)
+        self._leave("finished" if error is None else reason_of(error))
         return self._told
 
     def _why_failed(self, error: ChildFailedError | None) -> WorkerFailure | None:

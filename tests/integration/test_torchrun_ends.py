@@ -76,7 +76,7 @@ def test_an_agent_that_is_told_to_stop_is_said_to_have_been(
         job.agents["b"].signal(signal.SIGTERM)
         job.agents["b"].wait()
         second = job.round_of("ac", kind="started", after=[first])
-        told = f"{host} left (SignalException)"
+        told = f"{host} was stopped by SIGTERM"
         assert any(told in line for line in job.agents["a"].terminal().splitlines()), job.story()
         assert cli.main(["why", job.run_id, "--endpoints", etcd.get_endpoint(), "-o", "json"]) == 0
         why = json.loads(capsys.readouterr().out)
@@ -84,6 +84,7 @@ def test_an_agent_that_is_told_to_stop_is_said_to_have_been(
         assert "It was told to stop" in why["do"]
         job.agents["c"].signal(signal.SIGINT)
         job.round_of("a", kind="started", after=[first, second])
+        assert f"(pid {job.agents['c'].pid}) was stopped by Ctrl-C (SIGINT)" in job.agents["a"].terminal(), job.story()
         job.expect_exit(1, "bc")
         eventually(lambda: not job.processes("bc"), lambda: f"nothing of them is left\n{job.story()}")
         job.finish("a")
