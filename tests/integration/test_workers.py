@@ -234,6 +234,24 @@ def test_an_error_file_that_is_none_says_nothing(
     watch.end()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+def test_an_error_file_that_is_no_file_holds_nobody_up(
+    kind: str, children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    """A hostile worker has put it there. A device would never end."""
+    error_file, real = tmp_path / "error.json", tmp_path / "real.json"
+    real.write_text(json.dumps(RAISES))
+    if kind == "pipe":
+        os.mkfifo(error_file)
+    else:
+        error_file.symlink_to("/dev/zero" if kind == "device" else real)
+    process = worker(env=ranked(1, error_file))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    process.communicate(b".", timeout=DEADLINE)
+    assert failed.get(timeout=DEADLINE).line == f"worker {process.pid} (rank 9, local rank 1) exited with code 3"
+    watch.end()
+
+
 def test_one_that_raised_something_is_told_though_its_peer_ended_first(
     children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
 ) -> None:
