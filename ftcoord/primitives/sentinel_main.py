@@ -40,7 +40,7 @@ from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.rpc.lean import LeanClient
 from ftcoord.pidfd import LONGEST_POLL
-from ftcoord.primitives.orphans import Orphans, ProcessId
+from ftcoord.primitives.orphans import Orphans
 from ftcoord.primitives.sentinel_orders import Order, config_from
 from ftcoord.primitives.watched_process import WatchedProcess
 
@@ -50,6 +50,8 @@ CALL_TIMEOUT: Final = 1.0
 """Seconds that one call may take: meanwhile the sentinel sees nothing else."""
 AGAIN_AFTER: Final = 0.5
 """Seconds between two attempts to renew, or to bury."""
+NEXT_LOOK_AFTER: Final = 0.1
+"""Seconds between two looks for orphans, once the leases are given up."""
 DEATHS_AT_ONCE: Final = 100
 """Causes in one transaction: etcd takes 128 operations."""
 EXEC: Final = "became another program (exec)"
@@ -80,7 +82,6 @@ class Sentinel:
         self._etcds: dict[int, LeanClient] = {}
         self._kept: dict[int, _Kept] = {}
         self._mark = ""
-        self._workers: list[ProcessId] = []
 
     def next_due(self) -> float:
         """When `renew` has something to do; infinite: not before another order comes."""
@@ -102,7 +103,7 @@ class Sentinel:
         elif "stack" in order:
             self._process.know_program(order["stack"])
         elif "orphans" in order:
-            self._mark, self._workers = order["orphans"], [ProcessId(*one) for one in order["workers"]]
+            self._mark = order["orphans"]
         else:
             self._kept.pop(order["drop"], None)
 
@@ -144,10 +145,10 @@ class Sentinel:
         value = encode(Death(self._process.cause(fate), int(concurrency.wall() * 1000)))
         last = concurrency.now() + max((one.times.ttl for one in self._kept.values()), default=0)
         self._give_up_all(value)  # first: else the others would see workers end, and not know why
-        with Orphans("" if fate else self._mark, self._workers) as orphans:
-            while (left := orphans.look()) or (self._kept and concurrency.now() < last):
-                orphans.wait() if left else concurrency.sleep(AGAIN_AFTER)
-                self._give_up_all(value)  # also while orphans are left: the others need not wait for those
+        orphans = Orphans("" if fate else self._mark)
+        while orphans.look() or (self._kept and concurrency.now() < last):
+            concurrency.sleep(AGAIN_AFTER if self._kept else NEXT_LOOK_AFTER)
+            self._give_up_all(value)  # also while orphans are left: the others need not wait for those
 
     def _give_up_all(self, value: bytes) -> None:
         for number, leases in groupby(sorted(self._kept.values(), key=attrgetter("etcd")), attrgetter("etcd")):

@@ -68,14 +68,22 @@ class HandlerResources:
         """When the agent was asked to stop the workers of this round, on this host's wall clock."""
         self.left = False  # any thread; becomes True once
 
-    def watch_workers(self, round_: AnyRound, children: MarkedChildren | None) -> None:
-        """Report a failed worker at once. If they cannot be watched, the other nodes learn of it from the agent."""
+    def watch_workers(self, round_: AnyRound, children: MarkedChildren | None, *, starting: bool = False) -> None:
+        """Report a failed worker at once. If they cannot be watched, the other nodes learn of it from the agent.
+
+        Args:
+            starting: the agent is about to start them. Call this once more when it has.
+        """
         if children is None:
+            return
+        if self.watch is not None:
+            self.watch.all_started()
             return
         try:
             failed = functools.partial(self.node.worker_failed, round_)
-            self.watch = WorkerWatch(children.mark, failed, _unwatched, lambda pid: self.timers.get(pid, ""))
-            children.note_workers(self.watch.pids)
+            self.watch = WorkerWatch(
+                children.mark, failed, _unwatched, lambda pid: self.timers.get(pid, ""), starting=starting
+            )
         except (OSError, ThreadNotStarted) as error:
             log.debug("the workers are not watched: %s", error)
 
@@ -196,6 +204,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         began = concurrency.now()
         with self._recorded("next_rendezvous"), raised_as_exceptions():
             round_, rank = self._join()
+            self._expect_workers(round_)
         metrics.note_round(self._settings.run_id, round_.number, rank, round_.size, concurrency.now() - began)
         self._log(round_line(self._settings.run_id, round_, rank), round_, round_.before, rank)
         ended = f"; the round before ended: {round_.before}" if round_.before else ""
@@ -293,8 +302,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 )
             children = self._children = MarkedChildren()
             self._resources.ends.callback(children.close)
-            if self._settings.orphans == "end":
-                children.end_with_this_process()
             try:
                 self._node.participant.prepare()
             except UNANSWERED as error:
@@ -335,6 +342,17 @@ class EtcdRendezvousHandler(RendezvousHandler):
             fence=round_key(prefix, round_.number),
         )
         return rank
+
+    def _expect_workers(self, round_: AnyRound) -> None:
+        """Prepare for workers, before the agent starts the first one: this process may be killed right after that, and
+        the worker may end before the agent looks at it."""
+        children, member = self._children, self._node.participant.member
+        if children is not None and self._settings.orphans == "end":
+            children.end_with_this_process()
+            if member is not None:
+                member.session.introduce()
+        if concurrency.is_main_thread():  # as an agent's: the watch looks for its workers again and again
+            self._resources.watch_workers(round_, children, starting=True)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -103,6 +103,21 @@ def test_a_failure_lets_those_go_that_are_done_and_wait_for_others(etcd: EtcdSer
         job.expect_exit(0, "b")
 
 
+def test_workers_that_fail_at_once_are_named_in_every_round(
+    etcd: EtcdServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before torch's agent looks at them for the first time: the commonest error of all."""
+    with Job(tmp_path, etcd.get_endpoint(), "1", restarts=3) as job:
+        job.start("a", entry=["no_such_script.py"])
+        job.expect_exit(1, "a")
+        assert cli.main(["history", job.run_id, "--endpoints", etcd.get_endpoint(), "-o", "json"]) == 0
+        events = json.loads(capsys.readouterr().out)["events"]
+        failures = [event["reason"] for event in events if event["kind"] == "failed"]
+        assert len(failures) == 4, events
+        assert all("(rank 0, local rank 0) exited with code 2" in one for one in failures), failures
+        assert "came back for a new round" not in job.terminals()
+
+
 def test_a_typo_costs_no_run_id(etcd: EtcdServer, tmp_path: Path) -> None:
     with Job(tmp_path, etcd.get_endpoint(), "2", "idle.py", restarts=0) as job:
         job.start("ab", entry=["no_such_script.py"])

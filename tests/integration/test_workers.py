@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.primitives import watched_process
 from ftcoord.primitives.orphans import MARK
+from ftcoord.primitives.watched_process import own_thread
 from ftcoord.rendezvous import workers
 from ftcoord.rendezvous.handler import HandlerResources
 from ftcoord.rendezvous.orphans import MarkedChildren, ProcessMark
@@ -40,7 +41,9 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedChildren]:
     marked = MarkedChildren()
     yield marked
     marked.close()
-    for pidfd, one in _workers(marked.mark):  # of a test that failed: they would be workers of the next one
+    for pidfd, one in _workers(
+        marked.mark, own_thread()
+    ):  # of a test that failed: they would be workers of the next one
         os.close(pidfd)
         os.kill(one.pid, signal.SIGKILL)
 
@@ -130,7 +133,7 @@ def test_a_worker_that_was_started_just_now_is_seen(children: MarkedChildren) ->
     """Its parent goes on before the kernel has laid out its environment."""
     for _ in range(100):
         process = worker()
-        found = list(_workers(children.mark))
+        found = list(_workers(children.mark, own_thread()))
         end(process)
         assert [one.pid for _, one in found] == [process.pid]
         os.close(found[0][0])
