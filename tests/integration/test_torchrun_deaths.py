@@ -131,7 +131,7 @@ def test_what_an_agent_leaves_behind_ends_though_it_ends_in_an_orderly_way(etcd:
     with warm.python("-c", ORDERLY, etcd.get_endpoint(), run) as agent:
         assert agent.stdout is not None
         worker, sentinel = map(int, agent.stdout.readline().split())
-        assert PROGRAM in command(sentinel)
+        eventually(lambda: PROGRAM in command(sentinel), "its sentinel is another program by now")
         agent.communicate(".", timeout=DEADLINE)
         assert agent.returncode == 0
         eventually(lambda: not runs(worker), "its worker ends")
