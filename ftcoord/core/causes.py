@@ -51,8 +51,8 @@ _PEERS: Final = (
     "connectionreseterror",
 )
 """Texts of torch, NCCL and Gloo about a lost peer, in lower case."""
-OBEYED: Final = ("SignalException", "KeyboardInterrupt")
-"""The reasons of an agent that leaves because it was asked to stop."""
+OBEYED: Final = "was stopped by "
+"""The beginning of the reason of an agent that leaves because it was asked to stop, before the signal's name."""
 _SPENT: Final = "ChildFailedError"
 """The reason of an agent that leaves because its workers have failed too often."""
 
@@ -94,7 +94,7 @@ def _weight_of_failure(failure: WorkerFailure) -> Weight:
 
 def in_causal_order(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
     """The ends, the first cause first. Ends written at the same revision stay in the given order."""
-    stopping = {end.node for end in ends if end.kind == "left" and any(word in end.reason for word in OBEYED)}
+    stopping = {end.node for end in ends if end.kind == "left" and OBEYED in end.reason}
     first_seen = _first_seen(ends)
     has_lost = any(end.kind == "lost" and not _is_late(end, first_seen) for end in ends)
 
@@ -140,6 +140,11 @@ def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
 def follows(failure: WorkerFailure) -> bool:
     """Whether a failure is probably a consequence of another; that includes abort(), which backends' watchdogs call."""
     return failure.signal == _SIGABRT or _weight_of_failure(failure) >= Weight.FOLLOWS
+
+
+def told_leaving(hosts: str, why: str) -> str:
+    """Who left, and why, in one line."""
+    return f"{hosts} {why}" if why.startswith(OBEYED) else f"{hosts} left ({why})"
 
 
 def told_end(end: HistoryEvent) -> str:

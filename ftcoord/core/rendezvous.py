@@ -47,7 +47,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from ftcoord.core.causes import told_ends
+from ftcoord.core.causes import told_ends, told_leaving
 from ftcoord.core.forming import FORMING, form
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous_records import (
@@ -212,7 +212,8 @@ def _why_gone(gone: Sequence[Seat], leaving: Mapping[str, str], deaths: Mapping[
     died = [deaths[seat.member] for seat in gone if seat.host not in said and seat.member in deaths]
     silent = [seat.host for seat in gone if seat.host not in said and seat.member not in deaths]
     parts = [_some(died, "; ")] if died else []
-    parts += [f"{_names(said)} left ({', '.join(sorted(set(said.values())))})"] if said else []
+    for why in sorted(set(said.values())):
+        parts.append(told_leaving(_names(host for host in said if said[host] == why), why))
     parts += [f"{_names(silent)} is gone (its lease ended)"] if silent else []
     return "; ".join(parts)
 

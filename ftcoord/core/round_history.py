@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ftcoord.core.causes import in_causal_order
+from ftcoord.core.causes import in_causal_order, told_leaving
 from ftcoord.core.event_records import EventKind, HistoryEvent, WorkerFailure
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, Seat
 
@@ -106,7 +106,7 @@ def _said(ask: JoinRequest, round_: Round, revision: int) -> list[HistoryEvent]:
     failed = [failure_event(round_.number, ask.host, ask.node, one) for one in ask.failed]
     said = [replace(event, noted=min(ask.failed_at or revision, revision)) for event in failed]
     if ask.leaving:
-        reason = f"{ask.host} left ({ask.leaving})"
+        reason = told_leaving(ask.host, ask.leaving)
         said.append(HistoryEvent("left", round_.number, ask.host, ask.node, reason, noted=revision))
     return said
 

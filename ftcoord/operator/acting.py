@@ -31,14 +31,17 @@ CLOSED_TTL: Final = 3600
 def evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
     """Revoke a member's lease, after writing why; returns whether it was still there.
 
+    `cause` is what is said of the member, such as `evicted by ann@desk: it smells`.
+
     Raises EtcdError; OutcomeUnknown if the cause is written and the lease may live. It may be called again.
 
     The cause is written first: without it, the others would give the member time to come back to its seat.
     """
-    grave = etcd.grant(REMEMBERED_FOR)
+    grave, who = etcd.grant(REMEMBERED_FOR), member.host or member.owner
+    cause = f"{who} was {cause}"
     death = Put(death_key(member.prefix, member.id), encode(Death(cause, int(concurrency.wall() * 1000))), grave.id)
     is_there = Compare(member.kv.key, "lease", "=", member.kv.lease)
-    told = ordered(etcd, member.prefix, f"{member.host or member.owner}: {cause}", member.host or member.owner, by)
+    told = ordered(etcd, member.prefix, cause, who, by)
     if not etcd.txn([is_there], [death, *told]).succeeded:
         etcd.revoke(grave.id)
         return False

@@ -241,7 +241,7 @@ def _advice(first: HistoryEvent | None) -> str:
     if first.kind == "lost":
         return f"See whether the host of {first.who} runs, and whether it reaches etcd; replace it if not."
     if first.kind == "left":
-        obeyed = any(word in first.reason for word in OBEYED)
+        obeyed = OBEYED in first.reason
         return "It was told to stop: by the scheduler, or by hand. Nothing is broken." if obeyed else ""
     if "evicted by" in first.reason:
         return "It was evicted by hand: ask who did it before it comes back."

@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 SHORTEST_RENEWAL_TIMEOUT = 0.25
 """Seconds that a renewal may take even if many others wait behind it."""
 INTRODUCED_AFTER = 0.5
-"""Seconds after which a lease is told to the sentinel. To start that costs a tenth of a second of a processor, which a
-round that forms just then, and a session that ends soon, need not pay for."""
+"""Seconds after which a lease is told to the sentinel, unless `KeptLease.introduce` is called before. To start that
+costs a tenth of a second of a processor, which a round that forms just then, and a session that ends soon, need not pay
+for."""
 
 Clock: TypeAlias = Callable[[], float]
 Listener: TypeAlias = Callable[[SessionState], None]
@@ -267,6 +268,12 @@ class KeptLease:
         due = self._times.resume_at(now)
         self._renewer.schedule(self, due, hasten=due <= now)
 
+    def introduce(self) -> None:
+        """Tell the bystander of the lease now, for an owner that leaves others behind if its process dies."""
+        if self._bystander is not None:
+            self._bystander.keep(self.id, self._times.ttl, self._times.sent_at)
+            self._tell_of_end()
+
     def renew(self, timeout: float) -> None:
         """Renew once now, whether it is kept or not. Raises LeaseLost and EtcdError."""
         sent_at = self._renewer.clock()
@@ -295,16 +302,20 @@ class KeptLease:
         if self._bystander is not None:
             self._bystander.drop(self.id)
 
+    def _tell_of_end(self) -> None:
+        """Tell the bystander again if renewals have ended: it may have been told of one since."""
+        if self._bystander is not None and not self.kept:
+            if self._dropped:
+                self._bystander.drop(self.id)
+            else:
+                self._bystander.rest(self.id)
+
     # -- the renewer's thread -----------------------------------------------------------------------------------
 
     def renew_on_schedule(self, timeout: float) -> float | None:
         """Renew once, in `timeout` seconds; when to do it again, or None if there is nothing to keep for now."""
         due = self._keep_on_schedule(timeout)
-        if self._bystander is not None and not self.kept:  # that may have been said before this told of a renewal
-            if self._dropped:
-                self._bystander.drop(self.id)
-            else:
-                self._bystander.rest(self.id)
+        self._tell_of_end()
         return due
 
     def _keep_on_schedule(self, timeout: float) -> float | None:

@@ -19,7 +19,6 @@ import ftcoord
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.fork import OwnerProcess
-from ftcoord.primitives.orphans import ProcessId
 from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
 from ftcoord.primitives.sentinel_pipe import SentinelPipe
 from ftcoord.primitives.watched_process import own_pidfd, own_stack
@@ -28,8 +27,9 @@ log = logging.getLogger(__name__)
 
 SWITCH: Final = "FTCOORD_SENTINEL"
 """The variable that switches sentinels off if it is 0."""
-NOT_MEANT: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""The signals that ask a process to end: none of them ends a sentinel."""
+NOT_MEANT: Final = signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+"""The signals that others send: none that can be blocked ends a sentinel. A scheduler sends SIGUSR1 and others to all
+processes of a node. Not those of this program's own faults."""
 PROGRAM: Final = "ftcoord.primitives.sentinel_main"
 PAUSES: Final = (1.0, 300.0)
 """Seconds from the start of a process that fails to the next start: the first pause, and the longest. Each is twice as
@@ -42,7 +42,8 @@ _ROOT: Final = str(Path(ftcoord.__file__).parent.parent)
 
 
 class Sentinel:
-    """Starts the process beside this one with the first lease, and ends it with the last. Thread-safe.
+    """Starts the process beside this one with the first lease, and ends it with the last, unless it is to end this
+    process's orphans: then it stays until this process has ended. Thread-safe.
 
     If it cannot be started, or ends, one warning is logged. The leases then depend on this process alone, until the
     next order starts another one. Does nothing in a forked child.
@@ -54,7 +55,7 @@ class Sentinel:
         self._lock = concurrency.lock("Sentinel._lock")
         self._etcds: dict[EtcdConfig, int] = {}
         self._kept: dict[int, Order] = {}  # the order that told of each lease
-        self._orphans = Order(orphans="", workers=())
+        self._mark = ""  # of the processes to end with this one
         self._process: _Process | None = None
         self._pause = PAUSES[0]
         self._next_start = -math.inf
@@ -109,15 +110,15 @@ class Sentinel:
                 order = self._kept[lease_id] = {**self._kept[lease_id], "rests": True}
                 self._send(order)
 
-    def end_orphans(self, mark: str, workers: Sequence[ProcessId] = ()) -> None:
-        """If this process dies, end all processes with this mark, see `ftcoord.primitives.orphans`; none if it is
-        empty. Also these `workers`, though they may not show it."""
+    def end_orphans(self, mark: str) -> None:
+        """When this process has ended, however it ends, end all processes with this mark, see
+        `ftcoord.primitives.orphans`. A sentinel runs from now on until then. May be repeated."""
         if not self._owner.is_current:
             return
         with self._lock:
-            self._orphans = Order(orphans=mark, workers=workers)
-            self._send(self._orphans)
-            self._end_if_idle()
+            self._mark = mark
+            if not self._send(Order(orphans=mark)):
+                self._start()
 
     def drop(self, lease_id: int) -> None:
         """Stop guarding a lease. Idempotent."""
@@ -132,7 +133,7 @@ class Sentinel:
     # -- with the lock held -------------------------------------------------------------------------------------
 
     def _end_if_idle(self) -> None:
-        if not self._kept and not self._orphans["orphans"]:
+        if not self._kept and not self._mark:
             self._end()
             self._etcds.clear()
             self._next_start = -math.inf  # it did not fail
@@ -156,7 +157,7 @@ class Sentinel:
         for config, number in self._etcds.items():
             yield Order(etcd=number, config=config_raw(config))
         yield from self._kept.values()
-        yield self._orphans
+        yield Order(orphans=self._mark)
 
     def _end(self) -> None:
         process, self._process = self._process, None

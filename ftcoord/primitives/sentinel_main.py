@@ -43,7 +43,7 @@ from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable, LeaseLost, O
 from ftcoord.etcd.api import EtcdCalls, Put
 from ftcoord.log_once import LogOnce
 from ftcoord.pidfd import LONGEST_POLL
-from ftcoord.primitives.orphans import Orphans, ProcessId
+from ftcoord.primitives.orphans import Orphans
 from ftcoord.primitives.sentinel_orders import Order, config_from
 from ftcoord.primitives.watched_process import WatchedProcess
 
@@ -59,6 +59,8 @@ CLIENT: Final = "ftcoord.etcd.client"
 """The module that loads gRPC, which takes a tenth of a second: a thread does it while the sentinel already watches."""
 AGAIN_AFTER: Final = 0.5
 """Seconds between two attempts to renew, or to bury."""
+NEXT_LOOK_AFTER: Final = 0.1
+"""Seconds between two looks for orphans, once the leases are given up."""
 DEATHS_AT_ONCE: Final = 100
 """Causes in one transaction: etcd takes 128 operations."""
 EXEC: Final = "became another program (exec)"
@@ -119,7 +121,6 @@ class Sentinel:
         self._problem = LogOnce(log)
         self._kept: dict[int, _Kept] = {}
         self._mark = ""
-        self._workers: list[ProcessId] = []
 
     def next_due(self) -> float:
         """When `renew` has something to do; infinite: not before another order comes."""
@@ -141,7 +142,7 @@ class Sentinel:
         elif "stack" in order:
             self._process.know_program(order["stack"])
         elif "orphans" in order:
-            self._mark, self._workers = order["orphans"], [ProcessId(*one) for one in order["workers"]]
+            self._mark = order["orphans"]
         else:
             self._kept.pop(order["drop"], None)
 
@@ -186,10 +187,10 @@ class Sentinel:
         value = encode(Death(self._process.cause(fate), int(concurrency.wall() * 1000)))
         last = concurrency.now() + max((one.times.ttl for one in self._kept.values()), default=0)
         self._give_up_all(value)  # first: else the others would see workers end, and not know why
-        with Orphans("" if fate else self._mark, self._workers) as orphans:
-            while (left := orphans.look()) or (self._kept and concurrency.now() < last):
-                orphans.wait() if left else concurrency.sleep(AGAIN_AFTER)
-                self._give_up_all(value)  # also while orphans are left: the others need not wait for those
+        orphans = Orphans("" if fate else self._mark)
+        while orphans.look() or (self._kept and concurrency.now() < last):
+            concurrency.sleep(AGAIN_AFTER if self._kept else NEXT_LOOK_AFTER)
+            self._give_up_all(value)  # also while orphans are left: the others need not wait for those
 
     def _give_up_all(self, value: bytes) -> None:
         for number, leases in groupby(sorted(self._kept.values(), key=attrgetter("etcd")), attrgetter("etcd")):

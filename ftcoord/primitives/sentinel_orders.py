@@ -21,8 +21,8 @@ class Order(TypedDict, total=False):
             `rests`: do not renew it. May be repeated.
         stack: where the stack of the process's program begins. Not on the command line, which everybody may read.
         drop: a lease that no longer needs the sentinel.
-        orphans, workers: the mark of the processes to end if this one dies, empty for none; and the known ones of them,
-            each as the fields of a `ProcessId`, see `ftcoord.primitives.orphans`.
+        orphans: the mark of the processes to end when this one has ended, empty for none; see
+            `ftcoord.primitives.orphans`.
     """
 
     etcd: int
@@ -36,7 +36,6 @@ class Order(TypedDict, total=False):
     stack: int
     drop: int
     orphans: str
-    workers: Sequence[Sequence[int]]
 
 
 def line_of(order: Order) -> bytes:

@@ -115,6 +115,12 @@ class Session(Closing):
         """Renew once now, within `timeout` seconds. Raises LeaseLost when the lease is gone, and EtcdError."""
         self._kept.renew(timeout)
 
+    def introduce(self) -> None:
+        """Have the sentinel know of this lease now, instead of half a second after the grant. Does nothing without
+        `deaths`, and in a forked child."""
+        if not self._closed and self._owner.is_current:
+            self._kept.introduce()
+
     def orphan(self) -> None:
         """Stop renewing, without revoking: the keys live until the TTL is over.
 

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.pidfd import has_ended as pidfd_has_ended
@@ -26,7 +26,7 @@ _INFO: Final = struct.Struct("=Q52xi")
 """The fields of it: the mask of what is asked for, or was answered, and the exit status."""
 _WITH_EXIT: Final = 1 << 3
 """PIDFD_INFO_EXIT in that mask (Linux 6.15). It is answered once the process has been reaped."""
-_STATE, _PARENT, _FLAGS, _STARTED, _STACK, _ENVIRONMENT, _EXIT_STATUS = 0, 1, 6, 19, 25, 47, 49
+_STATE, _FLAGS, _STARTED, _STACK, _ENVIRONMENT, _EXIT_STATUS = 0, 6, 19, 25, 47, 49
 """Fields of /proc/PID/stat, after the name of the program."""
 _DOES_NOT_RUN: Final = frozenset("TtZXx")
 """States in it: stopped, traced, zombie, dead."""
@@ -192,41 +192,14 @@ def _name(number: int) -> str:
         return "a real-time signal"
 
 
-class Kin(NamedTuple):
-    """When a process was started, in the kernel's ticks since boot; its parent's number; and where the stack of its
-    program begins, 0 if that is unknown.
-
-    Number and start name one process: a number is given again, but not within a tick. A process that is forked keeps
-    its parent's stack until it becomes another program, which gets its stack at a random address.
-    """
-
-    born: int
-    parent: int
-    stack: int
+def own_thread() -> Path:
+    """This thread in /proc, for `children_of`. Raises OSError without /proc."""
+    return Path(_PROC, os.readlink(Path(_PROC, "thread-self")))
 
 
-def kin_of(pid: int) -> Kin | None:
-    """None if it is gone."""
-    fields = _stat(pid)
-    return None if fields is None else Kin(int(fields[_STARTED]), int(fields[_PARENT]), _stack_in(fields))
-
-
-def children_of_thread() -> list[int]:
-    """The children that this thread has started. Linux lists children by thread, and a process may have hundreds of
-    threads. Raises OSError if the kernel has no such list."""
-    return _children_in(Path(_PROC, "thread-self"))
-
-
-def children_of_process() -> list[int]:
-    """Those of all threads; none if the kernel has no such lists. Raises OSError without /proc."""
-    found = list[int]()
-    for thread in Path(_PROC, "self", "task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            found += _children_in(thread)
-    return found
-
-
-def _children_in(thread: Path) -> list[int]:
+def children_of(thread: Path) -> list[int]:
+    """The children that a thread of this process has started. Linux lists children by thread, and a process may have
+    hundreds of threads. Raises OSError if the kernel has no such list."""
     return [*map(int, (thread / "children").read_text(encoding="ascii").split())]
 
 

@@ -45,7 +45,7 @@ from ftcoord.rendezvous.node import SHUT_DOWN, Node
 from ftcoord.rendezvous.orphans import MarkedChildren
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.rendezvous.signals import raised_as_exceptions, why_process_ends
+from ftcoord.rendezvous.signals import raised_as_exceptions, reason_of, why_process_ends
 from ftcoord.rendezvous.timers import serve_timers
 from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch
@@ -68,14 +68,22 @@ class HandlerResources:
         """When the agent was asked to stop the workers of this round, on this host's wall clock."""
         self.left = False  # any thread; becomes True once
 
-    def watch_workers(self, round_: AnyRound, children: MarkedChildren | None) -> None:
-        """Report a failed worker at once. If they cannot be watched, the other nodes learn of it from the agent."""
+    def watch_workers(self, round_: AnyRound, children: MarkedChildren | None, *, starting: bool = False) -> None:
+        """Report a failed worker at once. If they cannot be watched, the other nodes learn of it from the agent.
+
+        Args:
+            starting: the agent is about to start them. Call this once more when it has.
+        """
         if children is None:
+            return
+        if self.watch is not None:
+            self.watch.all_started()
             return
         try:
             failed = functools.partial(self.node.worker_failed, round_)
-            self.watch = WorkerWatch(children.mark, failed, _unwatched, lambda pid: self.timers.get(pid, ""))
-            children.note_workers(self.watch.pids)
+            self.watch = WorkerWatch(
+                children.mark, failed, _unwatched, lambda pid: self.timers.get(pid, ""), starting=starting
+            )
         except (OSError, ThreadNotStarted) as error:
             log.debug("the workers are not watched: %s", error)
 
@@ -196,6 +204,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         began = concurrency.now()
         with self._recorded("next_rendezvous"), raised_as_exceptions():
             round_, rank = self._join()
+            self._expect_workers(round_)
         metrics.note_round(self._settings.run_id, round_.number, rank, round_.size, concurrency.now() - began)
         self._log(round_line(self._settings.run_id, round_, rank), round_, round_.before, rank)
         ended = f"; the round before ended: {round_.before}" if round_.before else ""
@@ -265,7 +274,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         except RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
-        self._leave("finished" if error is None else type(error).__name__)
+        self._leave("finished" if error is None else reason_of(error))
         return self._told
 
     def _why_failed(self, error: ChildFailedError | None) -> WorkerFailure | None:
@@ -294,8 +303,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 )
             children = self._children = MarkedChildren()
             self._resources.ends.callback(children.close)
-            if self._settings.orphans == "end":
-                children.end_with_this_process()
             try:
                 self._node.participant.prepare()
             except UNANSWERED as error:
@@ -336,6 +343,17 @@ class EtcdRendezvousHandler(RendezvousHandler):
             fence=round_key(prefix, round_.number),
         )
         return rank
+
+    def _expect_workers(self, round_: AnyRound) -> None:
+        """Prepare for workers, before the agent starts the first one: this process may be killed right after that, and
+        the worker may end before the agent looks at it."""
+        children, member = self._children, self._node.participant.member
+        if children is not None and self._settings.orphans == "end":
+            children.end_with_this_process()
+            if member is not None:
+                member.session.introduce()
+        if concurrency.is_main_thread():  # as an agent's: the watch looks for its workers again and again
+            self._resources.watch_workers(round_, children, starting=True)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -45,14 +45,25 @@ def raised_as_exceptions() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def reason_of(error: BaseException) -> str:
+    """Why an agent that ends with this exception leaves, for the other nodes."""
+    if isinstance(error, SignalException):
+        number = signal.Signals(error.sigval)
+    elif isinstance(error, KeyboardInterrupt):
+        number = signal.SIGINT
+    else:
+        return type(error).__name__
+    return f"{OBEYED}{'Ctrl-C (SIGINT)' if number == signal.SIGINT else number.name}"
+
+
 def why_process_ends() -> str:
     """Why this process ends, for a node whose agent has not reported it.
 
     torch's agent turns a signal into an exception, and ends its process without a call to the rendezvous. Python keeps
     the exception with which the main thread ended.
     """
-    name = type(getattr(sys, "last_value", None)).__name__
-    return name if name in OBEYED else "its process ends"
+    last = getattr(sys, "last_value", None)
+    return reason_of(last) if isinstance(last, SignalException | KeyboardInterrupt) else "its process ends"
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

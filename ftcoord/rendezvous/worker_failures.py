@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -82,12 +82,26 @@ class WorkerProcess:
 def raised_in(error_file: str) -> Raised:
     """The exception in torch's error file."""
     try:
-        if os.path.getsize(error_file) > LARGEST_ERROR_FILE:
-            return NOTHING_RAISED
-        found = json.loads(Path(error_file).read_text(encoding="utf-8", errors="replace"))
+        text = _text_in(error_file)
+        found = json.loads(text.decode("utf-8", errors="replace")) if len(text) <= LARGEST_ERROR_FILE else None
     except (OSError, ValueError, RecursionError):  # none, or not whole: nothing depends on it but a text
         return NOTHING_RAISED
     return _raised(found)
+
+
+def _text_in(error_file: str) -> bytes:
+    """At most one byte more than `LARGEST_ERROR_FILE`. Raises OSError if it is no file.
+
+    The worker may have made anything of it. A pipe, a device, or a link to one would hold up the agent, or never end.
+    """
+    with open(error_file, "rb", opener=_open_no_link) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        return file.read(LARGEST_ERROR_FILE + 1)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def failure_in(error: ChildFailedError) -> WorkerFailure | None:

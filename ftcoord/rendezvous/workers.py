@@ -3,7 +3,7 @@ hang.
 
 torch's agent polls its workers in a loop, and calls the rendezvous only while all are healthy. When one has failed it
 stops the others (SIGTERM, SIGKILL after 30 s), and only then comes back for another round. The other nodes need not
-wait for that.
+wait for that. An agent that polls unhealthy workers first never calls: so the watch begins before it starts them.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.core.causes import first_failure, follows
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.pidfd import P_PIDFD, open_pidfd
+from ftcoord.pidfd import P_PIDFD, has_ended, open_pidfd
 from ftcoord.primitives.orphans import bears
 from ftcoord.primitives.step_thread import StepThread
 from ftcoord.primitives.watched_process import (
     RECENT,
-    children_of_thread,
+    children_of,
     is_being_started,
     oom_kills,
+    own_thread,
     status_after_wait,
 )
 from ftcoord.rendezvous.signals import handled_signals
@@ -46,16 +48,22 @@ class _Seen(NamedTuple):
 
 STARTS_WITHIN: Final = 0.25
 """Seconds that the kernel may take for a child that was just started; it takes less than a millisecond."""
+LOOK_EVERY: Final = 0.005, 0.01
+"""Seconds between two looks for workers that are being started, as nothing reports a start: the least, and the part of
+the time since the watch began. A Python that does not find its script lives for longer than the least."""
 
 
 class WorkerWatch:
-    """Watches the workers of one round, on its own thread, until one fails or `end()`. Call it from one thread.
+    """Watches the workers of one round, on its own thread, until one fails or `end()`. Call it from one thread, which
+    is the one that starts the workers.
 
     Args:
         mark: the mark in the workers' environment; see `ftcoord.primitives.orphans`.
         failed: called once, on the watch's thread, with the failure of the first worker that failed.
         timer_of: returns the expiration timer for which a worker was killed, by its pid; empty for none.
         broken: called on that thread with an unexpected error, which is also logged: the watch has then ended.
+        starting: the workers are still to be started, until `all_started()`. One that ends before its environment could
+            be read has no ranks.
 
     Raises ThreadNotStarted, and OSError if a process cannot be watched.
     """
@@ -66,32 +74,44 @@ class WorkerWatch:
         failed: Callable[[WorkerFailure], None],
         broken: Callable[[BaseException], object],
         timer_of: Callable[[int], str] = lambda pid: "",
+        *,
+        starting: bool = False,
     ) -> None:
         self._failed, self._timer_of, self._memory = failed, timer_of, oom_kills(os.getpid())
         self._agents_own = _agents_own()
         self._first: _Seen | None = None  # set once, by the thread
+        self._mark, self._agent, self._began = mark, own_thread(), concurrency.now()  # never change
+        self._before = frozenset(children_of(self._agent)) if starting else frozenset[int]()  # never changes
+        self._workers: dict[int, WorkerProcess] = {}  # by pidfds; replaced as a whole, so any thread may read it
+        self._running: dict[int, WorkerProcess] = {}  # only the thread, once that runs
+        self._sees_starts = starting  # never changes
+        self._is_starting = starting  # only the thread, once that runs
+        self._have_started = not starting  # any thread; becomes True once
         with ExitStack() as undo:
             self._reader, self._writer = os.pipe()
             undo.callback(os.close, self._reader)
             undo.callback(os.close, self._writer)
-            self._workers = dict(_workers(mark))  # by pidfds; never changes
-            self._running = dict(self._workers)  # only the thread, once that runs
-            for pidfd in self._workers:
-                undo.callback(os.close, pidfd)
+            undo.callback(self._close_workers)
+            if not starting:
+                self._look()
             self._thread = StepThread(self._step, "ftcoord-workers", self._wake, lambda: None, broken)
-            if self._running:
+            if self._running or starting:
                 self._thread.start()
             self._ends = undo.pop_all()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the workers."""
-        return [worker.pid for worker in self._workers.values()]
+    def all_started(self) -> None:
+        """Look for workers once more, and then no longer."""
+        self._have_started = True
+        self._wake()
 
     def end(self) -> None:
         """Stop watching. Call it once."""
         self._thread.close()
         self._ends.close()
+
+    def _close_workers(self) -> None:
+        for pidfd in self._workers:
+            os.close(pidfd)
 
     def failure(self, stopped_at: float | None = None) -> WorkerFailure | None:
         """The failure of the worker that failed first, by everything that the workers have left by now; None if none
@@ -134,15 +154,36 @@ class WorkerWatch:
         waits = select.poll()
         for descriptor in (self._reader, *self._running):
             waits.register(descriptor, select.POLLIN)
-        ended = {descriptor for descriptor, _ in waits.poll(None if self._memory is None else 1000 * RECENT)}
+        ended = {descriptor for descriptor, _ in waits.poll(self._longest_wait())}
+        if self._is_starting:
+            self._is_starting = not self._have_started  # before the look, which is the last one then
+            self._look()
         if self._memory is not None and not ended:  # or an old OOM kill would explain a SIGKILL hours later
             self._memory.note()
-        for pidfd in () if self._thread.closed else ended:
+        if self._reader in ended and not self._thread.closed:
+            os.read(self._reader, 1)
+        for pidfd in () if self._thread.closed else ended - {self._reader}:
             if self._tells(self._running.pop(pidfd), _status(pidfd)):
                 self._running.clear()
+                self._is_starting = False
                 break
-        if not self._running and not self._thread.closed:  # who was told may have ended this, and closed the pipe
+        # Who was told may have ended this, and closed the pipe.
+        if not self._running and not self._is_starting and not self._thread.closed:
             self._thread.close()
+
+    def _longest_wait(self) -> float | None:
+        """Milliseconds; None for any time."""
+        if self._is_starting:
+            least, part = LOOK_EVERY
+            return 1000 * max(least, part * (concurrency.now() - self._began))
+        return None if self._memory is None else 1000 * RECENT
+
+    def _look(self) -> None:
+        """Find the workers that were started since the last look."""
+        known = self._before | {one.pid for one in self._workers.values()}
+        new = dict(_workers(self._mark, self._agent, known, or_ended=self._sees_starts))
+        self._running |= new
+        self._workers = {**self._workers, **new}
 
     def _tells(self, worker: WorkerProcess, status: int | None) -> bool:
         """Report a worker that ended with this status, if it failed; returns whether it did."""
@@ -170,15 +211,30 @@ def _agents_own() -> set[int]:
     return {0, *stops, *((128 + number) << 8 for number in stops)}
 
 
-def _workers(mark: str) -> Iterator[tuple[int, WorkerProcess]]:
-    """The marked children that this thread started, by their pidfds: the agent starts its workers on the thread that
-    calls the rendezvous."""
-    for pid in children_of_thread():
+def _workers(
+    mark: str, agent: Path, known: Set[int] = frozenset(), *, or_ended: bool = False
+) -> Iterator[tuple[int, WorkerProcess]]:
+    """The marked children that the agent's thread has started, by their pidfds; with `or_ended` also those that have
+    ended, and show nothing any longer."""
+    for pid in children_of(agent):
+        if pid in known:
+            continue
         _await_start(pid)
-        with suppress(OSError):  # it has ended
-            if bears(pid, mark):
-                worker = WorkerProcess.of(pid)
-                yield open_pidfd(pid), worker
+        with suppress(OSError), ExitStack() as undo:  # it was waited for, or is another user's
+            pidfd = open_pidfd(pid)
+            undo.callback(os.close, pidfd)
+            worker = _marked(pid, mark) or (WorkerProcess(pid) if or_ended and has_ended(pidfd) else None)
+            if worker is not None:
+                undo.pop_all()
+                yield pidfd, worker
+
+
+def _marked(pid: int, mark: str) -> WorkerProcess | None:
+    """None for a process that does not show the mark, or shows nothing, as it has ended."""
+    with suppress(OSError):
+        if bears(pid, mark):
+            return WorkerProcess.of(pid)
+    return None
 
 
 def _await_start(pid: int) -> None:

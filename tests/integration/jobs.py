@@ -203,11 +203,7 @@ class Job:
         return address
 
     def await_watched(self, address: str) -> None:
-        """Wait until the agents of a round watch their workers.
-
-        If a worker fails earlier, only its own agent can report that: torch's agent first looks at its workers
-        `monitor_interval` after it has started them.
-        """
+        """Wait until the agents of a round watch their workers, which they do a moment after the start."""
         for name in {event.agent for event in self.rounds("started")[address]}:
             pids = [event.pid for event in self.rounds("started")[address] if event.agent == name]
             agent = self.agents[name]

@@ -90,7 +90,7 @@ def test_an_evicted_node_is_called_back_with_the_reason(make_nodes: MakeNodes, r
     assert code == 0
     assert shown.startswith("evicted ")
     why = eventually(lambda: run.json("status", "evicting")["rounds"]["recalled"], "the round is recalled")
-    assert re.fullmatch(r"evicted by \S+@\S+: it smells .*", why, re.DOTALL)
+    assert re.fullmatch(r"\S+ \(pid \d+\) was evicted by \S+@\S+: it smells .*", why, re.DOTALL)
     assert run("evict", "evicting", one["member"], "--yes")[0] == 1
 
 

@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from helpers import DEADLINE, eventually, freeze
-from jobs import SCRIPTS
 from victims import KILLED, LONG_TTL, PROGRAM, SHORT_TTL, Victim, a_process, runs
 
 import ftcoord
@@ -23,7 +23,7 @@ from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of
-from ftcoord.primitives.orphans import MARK, Orphans, ProcessId
+from ftcoord.primitives.orphans import MARK, Orphans
 from ftcoord.primitives.sentinel import Sentinel
 from ftcoord.primitives.sentinel_orders import config_from, config_raw
 from ftcoord.primitives.watched_process import WatchedProcess, fate_of, own_pidfd
@@ -62,11 +62,13 @@ def test_a_death_is_told_of_all_members_that_the_process_was(etcd: EtcdServer, c
         assert causes_of(client, prefix, members) == dict.fromkeys(members, cause)
 
 
-def test_signals_that_end_a_process_politely_are_not_meant_for_it(victim: Victim) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(victim.sentinel, number)
-    os.kill(victim.pid, signal.SIGTERM)
-    assert victim.await_end().endswith("was killed by signal 15 (SIGTERM)")
+def test_signals_that_a_scheduler_sends_to_all_processes_are_not_meant_for_it(victim: Victim) -> None:
+    """Such as SIGUSR1, some time before it ends them."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if number not in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+            os.kill(victim.sentinel, number)
+    os.kill(victim.pid, signal.SIGUSR1)
+    assert victim.await_end().endswith("was killed by signal 10 (SIGUSR1)")
 
 
 def test_it_is_in_no_session_of_the_process_and_knows_no_secret_by_its_command_line(victim: Victim) -> None:
@@ -272,103 +274,19 @@ def test_orphans_are_ended_and_nobody_else(monkeypatch: pytest.MonkeyPatch, pidf
         dies = [start(ours, "sleep", "600"), start(ours, sys.executable, "-uc", stubborn)]
         dies.append(start(ours, sys.executable, "-uc", parent))
         lives = [start(others, "sleep", "600"), start({}, "sleep", "600"), start({MARK: ""}, "sleep", "600")]
-        with Orphans("") as nobody:
-            assert not nobody.look()
+        assert not Orphans("").look()
         for process in dies[1:]:
             assert process.stdout is not None
             process.stdout.readline()  # it, or its child, ignores SIGTERM from now on
-        with Orphans(mark, grace=0.2) as orphans:
-            while orphans.look():
-                orphans.wait()
+        orphans = Orphans(mark, grace=0.2)
+        while orphans.look():
+            threading.Event().wait(0.05)
         assert [process.wait(DEADLINE) for process in dies[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
         dies[2].wait(DEADLINE)
         assert [process.poll() for process in lives] == [None] * 3
 
 
-@pytest.mark.parametrize("pidfds", ["there", "refused"])
-def test_orphans_that_have_written_over_their_environment_are_ended_and_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, pidfds: str, mark: str
-) -> None:
-    """A worker that was named, and what a marked one has forked. Not one that nobody named, nor what it has forked; and
-    no other program that a named one has become."""
-    if pidfds == "refused":
-        monkeypatch.setattr(os, "pidfd_open", refused)
-    script, others = str(SCRIPTS / "hiding.py"), a_mark()
-    with ExitStack() as ends:
-
-        def start(of: str, *arguments: str) -> tuple[subprocess.Popen[str], int]:
-            """A process, and the number that it tells."""
-            process = subprocess.Popen(
-                [sys.executable, script, *arguments],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, MARK: of},
-                start_new_session=True,
-            )
-            assert process.stdout is not None
-            told = int(process.stdout.readline())
-            ends.callback(process.stdout.close)
-            ends.callback(process.wait)
-            ends.callback(process.kill)
-            return process, told
-
-        named, (parent, forked) = start(mark), start(mark, "child")
-        unnamed, (stranger, strangers) = start(others), start(others, "child")
-        another, _ = start(mark, "exec")
-        ends.callback(stop, strangers)
-        workers = [worker(process.pid) for process in (named[0], another)]
-        wrongly = [worker(unnamed[0].pid)._replace(born=1)]  # its number was given to another one
-        another.send_signal(signal.SIGUSR1)
-        eventually(lambda: b"elsewhere" in environment(another.pid), "it is another program")
-        with Orphans(mark, [*workers, *wrongly], grace=60) as orphans:
-            while orphans.look():
-                orphans.wait()
-        assert [process.wait(DEADLINE) for process in (named[0], parent)] == [-signal.SIGTERM] * 2
-        eventually(lambda: not runs(forked), "what a marked one has forked has ended")
-        assert [process.poll() for process in (unnamed[0], stranger, another)] == [None] * 3
-        assert runs(strangers), "what a stranger has forked"
-
-
-def test_a_worker_that_was_forked_is_ended_with_what_it_forked_and_nobody_else(mark: str) -> None:
-    """It shows what the dead process was started with, which has no mark. So does another child of that one."""
-    with ExitStack() as ends:
-        agent = subprocess.Popen(
-            [sys.executable, str(SCRIPTS / "forking.py")], stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert agent.stdout is not None
-        ends.callback(agent.communicate)
-        ends.callback(agent.kill)
-        pids = [int(one) for one in agent.stdout.readline().split()]
-        for pid in pids:
-            ends.callback(stop, pid)
-        forked, below, program, other = pids
-        eventually(lambda: b"sleep" in Path(f"/proc/{program}/cmdline").read_bytes(), "it is another program")
-        named = [worker(forked), worker(program)._replace(stack=worker(forked).stack)]  # as before it became one
-        agent.kill()
-        agent.wait(DEADLINE)
-        with Orphans(mark, named, grace=60) as orphans:
-            while orphans.look():
-                orphans.wait()
-        eventually(lambda: not (runs(forked) or runs(below)), "the worker has ended, and what it has forked")
-        assert runs(program)
-        assert runs(other)
-
-
-def worker(pid: int) -> ProcessId:
-    found = ProcessId.of(pid)
-    assert found is not None
-    return found
-
-
-def environment(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def stop(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
 def test_nobody_is_left_with_a_mark_that_nobody_has() -> None:
-    with Orphans("nobody has this one") as orphans:
-        assert not orphans.look()
+    orphans = Orphans("nobody has this one")
+    assert orphans.look(), "one may be just being started"
+    assert not orphans.look()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import warm
-from helpers import eventually
-from jobs import SCRIPTS, Job
-from test_torchrun import decided
+from helpers import DEADLINE, eventually
+from jobs import Job
+from test_torchrun import decided, keys
 from victims import runs
 
 from ftcoord.demo.agents import descendants
@@ -20,11 +20,32 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.primitives.orphans import GRACE
 from ftcoord.primitives.sentinel import PROGRAM
 
+DEAF = "trap '' INT TERM USR1; exec sleep 600"
+"""A worker that heeds no signal but SIGKILL."""
+ORDERLY = """
+import subprocess, sys
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from ftcoord.primitives.sentinel import Sentinel
+from ftcoord.rendezvous.create import create_handler
+
+endpoint, run = sys.argv[1:]
+handler = create_handler(RendezvousParameters("etcd-v3", endpoint, run, 1, 1))
+handler.next_rendezvous()
+worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(worker.pid, Sentinel.of_process().pid, flush=True)
+sys.stdin.read(1)
+if run == "tidy":
+    worker.kill()
+    worker.wait()
+handler.shutdown()
+"""
+"""An agent that knows nothing of its worker in the end, unless it is tidy."""
+
 
 def run_of_one(folder: Path, endpoint: str, **conf: object) -> Job:
-    """A run with one agent and one worker, which does not end by SIGTERM, and hides its environment at SIGUSR1."""
+    """A run with one agent and one worker, which does not end by SIGTERM."""
     folder.mkdir()
-    env = {"STUBBORN": "a", "TITLED": "a"}
+    env = {"STUBBORN": "a"}
     return Job(folder, endpoint, "1", "idle.py", conf={"lease_ttl": 600, **conf}, env=env)
 
 
@@ -33,6 +54,12 @@ def worker_of(job: Job) -> int:
     job.round_of("a", kind="started")
     (started,) = job.events("started")
     return started.pid
+
+
+def deaf_worker_of(job: Job) -> int:
+    """The pid of the one DEAF worker, once it heeds no signal."""
+    (pid,) = eventually(lambda: [pid for pid in job.processes("a") if command(pid) == "sleep\x00600\x00"], job.story)
+    return pid
 
 
 def sentinel_of(job: Job) -> int:
@@ -80,45 +107,59 @@ def test_the_worker_of_an_agent_that_is_killed_ends_and_that_of_another_run_live
         assert [event.pid for event in lives.events("finished")] == [other]
 
 
-def test_a_worker_that_has_written_over_its_environment_ends_too_and_no_other_runs(
-    etcd: EtcdServer, tmp_path: Path
+@pytest.mark.parametrize("after", [0.0, 0.15, 0.3])
+def test_the_worker_of_an_agent_that_is_killed_just_after_its_start_ends_and_the_cause_is_known(
+    etcd: EtcdServer, tmp_path: Path, after: float
 ) -> None:
-    """As `setproctitle` does: its mark is not to be seen any longer."""
-    endpoint = etcd.get_endpoint()
-    with ExitStack() as ends:
-        dies, lives = (
-            ends.enter_context(run_of_one(tmp_path / name, endpoint)) for name in ("titled-dies", "titled-lives")
-        )
-        workers = []
-        for job in (dies, lives):
-            job.start("a")
-            pid = worker_of(job)
-            workers.append(pid)
-            ends.callback(kill, os.pidfd_open(pid))  # the job would not find it
-            sentinel_of(job)
-            job.await_watched(job.round_of("a", kind="started"))
-            os.kill(pid, signal.SIGUSR1)
-            eventually(lambda pid=pid: Path(f"/proc/{pid}/environ").read_bytes().endswith(b"\0\0"), "it is hidden")
-        orphan, other = workers
-        kill_agent(dies)
-        eventually(lambda: not runs(orphan), lambda: f"its worker {orphan} ends\n{dies.story()}")
-        assert runs(other), lives.story()
-        lives.finish("a")
+    """The lease is younger than half a second. It has 600 s."""
+    with run_of_one(tmp_path / f"young-{after}", etcd.get_endpoint()) as job:
+        job.start("a", entry=["--no-python", "/bin/sh", "-c", DEAF])
+        agent = job.agents["a"].pid
+        deaf_worker_of(job)
+        threading.Event().wait(after)
+        kill_agent(job)
+        eventually(lambda: not job.processes("a"), lambda: f"its worker ends\n{job.story()}")
+        (death,) = eventually(lambda: keys(etcd, job, "deaths/"), "the cause is written")
+        assert f"(pid {agent}) was killed by signal 9 (SIGKILL)" in death.value.decode()
+        assert not keys(etcd, job, "members/"), "its lease is revoked"
 
 
-def test_a_worker_that_the_agent_has_forked_ends_too(etcd: EtcdServer, tmp_path: Path) -> None:
-    """`start_method=fork`: it shows the agent's own environment, which has no mark."""
-    agent = warm.Popen([sys.executable, str(SCRIPTS / "forked_worker.py"), etcd.get_endpoint(), str(tmp_path)])
-    with ExitStack() as ends:
-        ends.callback(agent.communicate)
-        ends.callback(agent.kill)
-        eventually(lambda: (tmp_path / "noted").exists(), "the agent has told of its worker")
-        (worker,) = (int(file.name.partition("-")[2]) for file in tmp_path.glob("worker-*"))
-        ends.callback(kill, os.pidfd_open(worker))
-        eventually(lambda: any(PROGRAM in command(pid) for pid in descendants(agent.pid)), "it has a sentinel")
-        agent.kill()
-        agent.wait()
+@pytest.mark.parametrize("run", ["forgets", "tidy"])
+def test_what_an_agent_leaves_behind_ends_though_it_ends_in_an_orderly_way(etcd: EtcdServer, run: str) -> None:
+    """A signal's handler raises while it starts a worker: torch does not know of that worker, and sends it nothing.
+    The sentinel of an agent that leaves nobody ends too."""
+    with warm.python("-c", ORDERLY, etcd.get_endpoint(), run) as agent:
+        assert agent.stdout is not None
+        worker, sentinel = map(int, agent.stdout.readline().split())
+        eventually(lambda: PROGRAM in command(sentinel), "its sentinel is another program by now")
+        agent.communicate(".", timeout=DEADLINE)
+        assert agent.returncode == 0
         eventually(lambda: not runs(worker), "its worker ends")
+        eventually(lambda: not runs(sentinel), "its sentinel ends")
+
+
+def test_no_worker_stays_however_often_ctrl_c_is_pressed(etcd: EtcdServer, tmp_path: Path) -> None:
+    """While the agent stops its workers, it gets more signals, and gives up. The workers heed none."""
+    with run_of_one(tmp_path / "impatient", etcd.get_endpoint()) as job:
+        job.start("a", entry=["--no-python", "/bin/sh", "-c", DEAF])
+        deaf_worker_of(job)
+        while job.agents["a"].exit_code is None:
+            job.agents["a"].signal(signal.SIGINT)
+            threading.Event().wait(0.05)
+        eventually(lambda: not job.processes("a"), lambda: f"its worker ends\n{job.story()}")
+
+
+def test_a_signal_to_all_processes_of_a_node_leaves_no_worker(etcd: EtcdServer, tmp_path: Path) -> None:
+    """As a scheduler sends before it takes the node away. The agent ends by it, and the worker does not."""
+    with run_of_one(tmp_path / "preempted", etcd.get_endpoint()) as job:
+        job.start("a", entry=["--no-python", "/bin/sh", "-c", DEAF])
+        agent = job.agents["a"].pid
+        for pid in (deaf_worker_of(job), sentinel_of(job), agent):
+            os.kill(pid, signal.SIGUSR1)
+        job.agents["a"].wait()
+        (death,) = eventually(lambda: keys(etcd, job, "deaths/"), "the cause is written")
+        assert f"(pid {agent}) was killed by signal 10 (SIGUSR1)" in death.value.decode()
+        eventually(lambda: not job.processes("a"), lambda: f"its worker ends\n{job.story()}")
 
 
 def test_workers_are_left_alone_where_that_is_wanted(etcd: EtcdServer, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_an_agent_that_is_told_to_stop_is_said_to_have_been(
         job.agents["b"].signal(signal.SIGTERM)
         job.agents["b"].wait()
         second = job.round_of("ac", kind="started", after=[first])
-        told = f"{host} left (SignalException)"
+        told = f"{host} was stopped by SIGTERM"
         assert any(told in line for line in job.agents["a"].terminal().splitlines()), job.story()
         assert cli.main(["why", job.run_id, "--endpoints", etcd.get_endpoint(), "-o", "json"]) == 0
         why = json.loads(capsys.readouterr().out)
@@ -84,6 +84,7 @@ def test_an_agent_that_is_told_to_stop_is_said_to_have_been(
         assert "It was told to stop" in why["do"]
         job.agents["c"].signal(signal.SIGINT)
         job.round_of("a", kind="started", after=[first, second])
+        assert f"(pid {job.agents['c'].pid}) was stopped by Ctrl-C (SIGINT)" in job.agents["a"].terminal(), job.story()
         job.expect_exit(1, "bc")
         eventually(lambda: not job.processes("bc"), lambda: f"nothing of them is left\n{job.story()}")
         job.finish("a")
@@ -100,6 +101,21 @@ def test_a_failure_lets_those_go_that_are_done_and_wait_for_others(etcd: EtcdSer
         job.order("fail")
         job.expect_exit(1, "a")
         job.expect_exit(0, "b")
+
+
+def test_workers_that_fail_at_once_are_named_in_every_round(
+    etcd: EtcdServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before torch's agent looks at them for the first time: the commonest error of all."""
+    with Job(tmp_path, etcd.get_endpoint(), "1", restarts=3) as job:
+        job.start("a", entry=["no_such_script.py"])
+        job.expect_exit(1, "a")
+        assert cli.main(["history", job.run_id, "--endpoints", etcd.get_endpoint(), "-o", "json"]) == 0
+        events = json.loads(capsys.readouterr().out)["events"]
+        failures = [event["reason"] for event in events if event["kind"] == "failed"]
+        assert len(failures) == 4, events
+        assert all("(rank 0, local rank 0) exited with code 2" in one for one in failures), failures
+        assert "came back for a new round" not in job.terminals()
 
 
 def test_a_typo_costs_no_run_id(etcd: EtcdServer, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.primitives import watched_process
 from ftcoord.primitives.orphans import MARK
+from ftcoord.primitives.watched_process import own_thread
 from ftcoord.rendezvous import workers
 from ftcoord.rendezvous.handler import HandlerResources
 from ftcoord.rendezvous.orphans import MarkedChildren, ProcessMark
@@ -40,7 +41,9 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedChildren]:
     marked = MarkedChildren()
     yield marked
     marked.close()
-    for pidfd, one in _workers(marked.mark):  # of a test that failed: they would be workers of the next one
+    for pidfd, one in _workers(
+        marked.mark, own_thread()
+    ):  # of a test that failed: they would be workers of the next one
         os.close(pidfd)
         os.kill(one.pid, signal.SIGKILL)
 
@@ -130,7 +133,7 @@ def test_a_worker_that_was_started_just_now_is_seen(children: MarkedChildren) ->
     """Its parent goes on before the kernel has laid out its environment."""
     for _ in range(100):
         process = worker()
-        found = list(_workers(children.mark))
+        found = list(_workers(children.mark, own_thread()))
         end(process)
         assert [one.pid for _, one in found] == [process.pid]
         os.close(found[0][0])
@@ -227,6 +230,24 @@ def test_an_error_file_that_is_none_says_nothing(
 ) -> None:
     error_file = tmp_path / "error.json"
     error_file.write_text(text)
+    process = worker(env=ranked(1, error_file))
+    watch = WorkerWatch(children.mark, failed.put, unbroken)
+    process.communicate(b".", timeout=DEADLINE)
+    assert failed.get(timeout=DEADLINE).line == f"worker {process.pid} (rank 9, local rank 1) exited with code 3"
+    watch.end()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+def test_an_error_file_that_is_no_file_holds_nobody_up(
+    kind: str, children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
+) -> None:
+    """A hostile worker has put it there. A device would never end."""
+    error_file, real = tmp_path / "error.json", tmp_path / "real.json"
+    real.write_text(json.dumps(RAISES))
+    if kind == "pipe":
+        os.mkfifo(error_file)
+    else:
+        error_file.symlink_to("/dev/zero" if kind == "device" else real)
     process = worker(env=ranked(1, error_file))
     watch = WorkerWatch(children.mark, failed.put, unbroken)
     process.communicate(b".", timeout=DEADLINE)

@@ -40,6 +40,7 @@ from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
 from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.rendezvous.signals import reason_of
 from ftcoord.rendezvous.worker_failures import WorkerProcess
 from ftcoord.rendezvous.workers import WorkerWatch, _agents_own
 from ftcoord.testing import MemoryEtcd, Scheduler
@@ -388,9 +389,9 @@ def kernel_of(job: Job) -> Iterator[None]:
         job.node_now.told.append(event["message"])
 
     with installed(job.plan.seed, job.sentinel, lambda _kept: None), replacing() as put:
-        put(handlers, "WorkerWatch", lambda *given: job.node_now.watch(*given))
+        put(handlers, "WorkerWatch", lambda *given, starting: job.node_now.watch(*given))
         put(handlers, "serve_timers", lambda *given: job.node_now.serve_timers(*given))
-        put(handlers, "why_process_ends", lambda: type(job.node_now.ended).__name__)
+        put(handlers, "why_process_ends", lambda: reason_of(job.node_now.ended))
         put(handlers, "construct_and_record_rdzv_event", record)
         put(timers, "host_id", lambda: job.node_now.name)
         put(timers, "lives", lambda worker: job.node_now.runs_worker(worker.pid))
@@ -474,11 +475,11 @@ class Injector:
     def _eviction(self, node: Node) -> str:
         members = find_members(self._job.observer, KEY_PREFIX, "run", node.name)
         evict_members(self._job.observer, "run", members, "evicted by ann@desk: it smells", "ann@desk")
-        return "evicted by ann@desk: it smells"
+        return f"{node.name} was evicted by ann@desk: it smells"
 
     def _preemption(self, node: Node) -> str:
         node.stop_agent(self._draw.choice((0.0, 0.5, 2.0)))
-        return f"{node.name} left (SignalException)"
+        return f"{node.name} was stopped by SIGTERM"
 
     def _host_loss(self, node: Node) -> str:
         node.process.kill(with_host=True)

@@ -14,8 +14,9 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import QuorumPolicy
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.layout import decided_key, members_span
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, parse_replica
+from ftcoord.core.layout import decided_key, member_id, members_span, roster_key
+from ftcoord.core.quorum_head import encode_quorum
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, parse_replica
 from ftcoord.core.verdict import Verdict
 from ftcoord.etcd.api import Compare, Etcd, Get, Op, Put, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.primitives.group.policy import View
@@ -95,6 +96,26 @@ def test_the_decider_s_ask_is_written_though_no_decision_is_due(world: World) ->
         quorum = ask(other, 1)
         join()
         assert [request.step for request in quorum.requests] == [1, 1]
+
+
+@simulated
+def test_a_seat_of_an_earlier_member_takes_the_present_one_s_request_back(world: World) -> None:
+    """A lease was lost just when the request under it was answered, and the replica had asked again under another: a
+    later quorum would seat it, though it does not ask."""
+    with replica_of(world.etcd.client(), PAIR, "a") as replica:
+        join = in_background(lambda: ask(replica, 0))
+        world.until(lambda: asked(world, PAIR, "a") == 1, "it asks")
+        lost = replica.lease
+        world.etcd.expire(lost)
+        world.until(lambda: asked(world, PAIR, "a") and replica.lease != lost, "it asks under another lease")
+        request = QuorumRequest("a", "", "", 0, 1, False, "", 0, ())
+        head, roster = encode_quorum(QuorumRecord(1, 1, (QuorumSeat(member_id(lost), 99, request),), (), 0.0))
+        assert roster is not None
+        key = decided_key(PAIR.prefix)
+        world.observer.txn([], [Put(roster_key(key), roster, 0), Put(key, head, 0)])
+        join()
+        (kv,) = world.observer.range(Get(members_span(PAIR.prefix))).kvs
+        assert not parse_replica(kv.key, kv.value).asked, "it asks for nothing"
 
 
 @simulated

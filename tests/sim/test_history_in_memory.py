@@ -396,7 +396,7 @@ def test_what_is_done_by_hand_is_in_the_history_with_who_did_it(world: World) ->
     remains = next(iter(remains_of_all(world.observer, KEY_PREFIX)))
     assert remove(world.observer, KEY_PREFIX, remains, "joe@desk")
     done = [(one.event.who, one.event.by, one.event.reason) for one in history(world) if one.event.kind == "ordered"]
-    evicted = f"{spare.name}: evicted by ann@desk: it smells"
+    evicted = f"{spare.name} was evicted by ann@desk: it smells"
     assert done[0] == (spare.name, "ann@desk", evicted)
     assert done[1][:2] == ("", "joe@desk")
     assert done[1][2].startswith("its keys were deleted by joe@desk: ")

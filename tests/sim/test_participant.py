@@ -445,6 +445,23 @@ def test_a_member_that_fails_at_a_record_is_lost_whichever_thread_read_it() -> N
     play()
 
 
+@simulated
+def test_no_lease_is_left_of_a_member_that_was_made_while_its_participant_was_stopped(world: World) -> None:
+    """etcd takes two seconds for the grant, and whoever stops does not wait for it."""
+
+    def fate(call: Call) -> Fate:
+        return Fate(arrives=1.0, answers=1.0) if call.method == "grant" else DELIVERED
+
+    one = caller(world, "one", world.etcd.client(fate))
+    asking = Asking(one)
+    world.sleep(random.uniform(0, 1.9))
+    one.participant.stop()
+    one.participant.leave(1.0)
+    assert isinstance(asking.end().error, Left)
+    world.sleep(3 * TTL)
+    assert not world.etcd.leases
+
+
 # -- writes that are batched, and deciders that are stuck -------------------------------------------------------------
 
 

@@ -42,7 +42,7 @@ from ftcoord.primitives.sentinel import SentinelFor
 from ftcoord.primitives.session import Session
 from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
-from ftcoord.testing import DELIVERED, LOST_ANSWER, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky
+from ftcoord.testing import DELIVERED, LOST_ANSWER, LOST_REQUEST, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 
@@ -96,6 +96,26 @@ def test_a_session_is_suspended_before_anybody_can_see_its_lease_end(world: Worl
     client.reconnect()
     world.until(lambda: session.state is LOST, "it is told")
     assert [state for state, _ in told] == [SUSPENDED, LOST]
+
+
+@simulated
+def test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer_comes(world: World) -> None:
+    """etcd counts the TTL from before the answer. Each answer takes up to 3 s; then nothing is answered any more."""
+    ttl, sent = 3 * TTL, [concurrency.now()]
+    cut_at = random.uniform(0, 5 * ttl)
+
+    def fate(call: Call) -> Fate:
+        if call.method != "renew":
+            return DELIVERED
+        if concurrency.now() > cut_at:
+            return LOST_REQUEST
+        sent.append(concurrency.now())
+        return Fate(answers=random.uniform(0, 3))
+
+    session = Session(world.etcd.client(fate), ttl)
+    world.until(lambda: session.state is SUSPENDED, "it is suspended", 10 * ttl)
+    assert concurrency.now() == pytest.approx(sent[-1] + TRUST_FOR * ttl, abs=0.2)
+    session.orphan()
 
 
 @simulated

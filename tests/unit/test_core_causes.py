@@ -84,8 +84,8 @@ INJECTED = {
     "an agent's death": Injected(
         lambda node, chance: end("died", node, "was killed by signal 9 (SIGKILL)"), (0.001, 0.3)
     ),
-    "an eviction": Injected(lambda node, chance: end("died", node, "evicted by somebody"), (0.001, 0.3)),
-    "a preemption": Injected(lambda node, chance: end("left", node, "left (SignalException)"), (0.001, 0.3)),
+    "an eviction": Injected(lambda node, chance: end("died", node, f"{node} was evicted by somebody"), (0.001, 0.3)),
+    "a preemption": Injected(lambda node, chance: end("left", node, f"{node} was stopped by SIGTERM"), (0.001, 0.3)),
     "a lost host": Injected(lambda node, chance: end("lost", node, "is gone (its lease ended)"), (10.0, 12.0), True),
 }
 
@@ -172,7 +172,7 @@ def test_a_host_that_was_lost_long_after_something_ended_is_not_to_blame(what: W
 
 def test_a_worker_that_ends_since_its_agent_stops_it_is_no_cause() -> None:
     """It may handle SIGTERM, and end with whatever code it likes."""
-    left = replace(end("left", "node1", "left (SignalException)"), noted=20)
+    left = replace(end("left", "node1", "node1 was stopped by SIGTERM"), noted=20)
     for what in (killed(15), exited(143), exited(1)):
         stopped = replace(failed("node1", what), noted=10)
         assert in_causal_order([stopped, left])[0] == left
@@ -219,6 +219,6 @@ def test_a_worker_that_its_agent_kills_since_that_was_told_to_stop_is_no_cause()
     """It did not heed SIGTERM, and the agent says only at its end that it was told to."""
     killed = WorkerFailure(11, 0, 0, -1, 9, "was killed by signal 9 (SIGKILL)")
     failed = HistoryEvent("failed", 1, "host1", "a", failures=(killed,), noted=10)
-    left = HistoryEvent("left", 1, "host1", "a", "host1 leaves: SignalException", noted=20)
+    left = HistoryEvent("left", 1, "host1", "a", "host1 was stopped by SIGTERM", noted=20)
     assert in_causal_order([failed, left]) == [left, failed]
     assert in_causal_order([failed]) == [failed]

@@ -507,10 +507,10 @@ def test_a_recall_leaves_a_round_ready() -> None:
 
 
 def test_who_says_that_it_leaves_is_gone_at_once() -> None:
-    verdict = judge([asks("A"), asks("B", leaving="SignalException")], RUNNING, (1, 2))
-    assert is_recall(verdict, RUNNING, "hostB left (SignalException)")
-    both = judge([asks("B", leaving="SignalException")], a_round("A B C"), (1, 3))
-    assert is_recall(both, a_round("A B C"), "hostB left (SignalException); hostA, hostC is gone (its lease ended)")
+    verdict = judge([asks("A"), asks("B", leaving="was stopped by SIGTERM")], RUNNING, (1, 2))
+    assert is_recall(verdict, RUNNING, "hostB was stopped by SIGTERM")
+    both = judge([asks("B", leaving="was stopped by SIGTERM")], a_round("A B C"), (1, 3))
+    assert is_recall(both, a_round("A B C"), "hostB was stopped by SIGTERM; hostA, hostC is gone (its lease ended)")
 
 
 def test_of_two_incarnations_of_one_node_the_newer_counts() -> None:

@@ -217,7 +217,7 @@ def test_a_member_is_evicted_and_all_can_read_by_whom(site: Site) -> None:
     death = site.client.get(death_key(run_prefix("/f", "a/b"), member)).one
     assert death is not None
     cause = json.loads(death.value)["cause"]
-    assert cause == "evicted by ann through the page of me@here, from 192.0.2.7: it smells"
+    assert cause == "host of n was evicted by ann through the page of me@here, from 192.0.2.7: it smells"
     assert site.order().status == 409
 
 

@@ -28,8 +28,8 @@ class Machine:
     def listdir(self, _directory: str) -> list[str]:
         return ["self", *map(str, sorted(self.running))]
 
-    def seen(self, pid: int, mark: str) -> orphans._Seen | None:
-        return orphans._Seen(mark == MARK, hides=False, born=pid, parent=1, stack=pid) if pid in self.running else None
+    def bears(self, pid: int, mark: str) -> bool:
+        return mark == MARK and pid in self.running
 
     def open_pidfd(self, pid: int) -> int:
         if len(self.open) >= self._room:
@@ -41,9 +41,6 @@ class Machine:
     def send(self, descriptor: int, _number: int) -> None:
         self.running.discard(self.open[descriptor])
 
-    def has_ended(self, descriptor: int) -> bool:
-        return self.open[descriptor] not in self.running
-
     def close(self, descriptor: int) -> None:
         del self.open[descriptor]
 
@@ -54,20 +51,20 @@ def ended(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Callable[[], Non
     def play() -> None:
         with ExitStack() as ends:
             patch = ends.enter_context(monkeypatch.context())
-            patch.setattr(orphans, "_seen", machine.seen)
+            patch.setattr(orphans, "bears", machine.bears)
             patch.setattr(os, "listdir", machine.listdir)
             patch.setattr(os, "close", machine.close)
-            for name in ("open_pidfd", "send", "has_ended"):
+            for name in ("open_pidfd", "send"):
                 patch.setattr(pidfd, name, getattr(machine, name))
-            with Orphans(MARK) as found:
-                while found.look():
-                    concurrency.sleep(0.5)
+            found = Orphans(MARK)
+            while found.look():
+                concurrency.sleep(0.5)
 
     return play
 
 
 def test_more_than_there_is_room_for_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(count=25, room=10)
+    machine = Machine(count=25, room=1)
     Scheduler(0).run(ended(monkeypatch, machine))
     assert not machine.running
     assert not machine.open

@@ -14,7 +14,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Lease, Op
 from ftcoord.primitives import sentinel_main
-from ftcoord.primitives.orphans import GRACE, ProcessId
+from ftcoord.primitives.orphans import GRACE
 from ftcoord.primitives.sentinel_main import (
     AGAIN_AFTER,
     CALL_TIMEOUT,
@@ -251,24 +251,15 @@ class Stubborn:
 
     made: list[Stubborn]
 
-    def __init__(self, mark: str, _workers: Sequence[ProcessId] = ()) -> None:
+    def __init__(self, mark: str) -> None:
         self.mark, self._deadline = mark, concurrency.now() + GRACE
         self.first_look: float | None = None
         Stubborn.made.append(self)
-
-    def __enter__(self) -> Stubborn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def look(self) -> bool:
         if self.first_look is None:
             self.first_look = concurrency.now()
         return bool(self.mark) and concurrency.now() < self._deadline
-
-    def wait(self) -> None:
-        concurrency.sleep(AGAIN_AFTER)
 
 
 @pytest.fixture
@@ -284,7 +275,7 @@ def test_it_tries_to_bury_until_the_leases_have_ended(monkeypatch: pytest.Monkey
 
     def play() -> None:
         with standing_by(monkeypatch) as (sentinel, _):
-            sentinel.obey(Order(orphans="mark", workers=()))
+            sentinel.obey(Order(orphans="mark"))
             Noting.made.problem = EtcdUnavailable("it is away")
             sentinel.bury()
             assert concurrency.now() == pytest.approx(TTL, abs=2)
@@ -303,7 +294,7 @@ def test_orphans_that_do_not_end_do_not_hold_up_the_leases(
 
     def play() -> None:
         with standing_by(monkeypatch) as (sentinel, _):
-            sentinel.obey(Order(orphans="mark", workers=()))
+            sentinel.obey(Order(orphans="mark"))
             Noting.made.problem = EtcdUnavailable("it elects a leader")
             revoked: list[float] = []
             monkeypatch.setattr(Noting, "revoke", lambda *_, **__: revoked.append(concurrency.now()))
@@ -321,7 +312,7 @@ def test_nobody_ends_the_orphans_of_a_process_that_lives_on(
 ) -> None:
     def play() -> None:
         with standing_by(monkeypatch) as (sentinel, _):
-            sentinel.obey(Order(orphans="mark", workers=()))
+            sentinel.obey(Order(orphans="mark"))
             sentinel.bury("became another program")
             assert not any(one.mark for one in orphans)
 

@@ -2,8 +2,7 @@
 takes two seconds of a processor.
 
 The file orders/crash-<global rank> makes that rank exit 1, once. Workers of the agents that are named in STUBBORN take
-no notice of SIGTERM either. Those that are named in TITLED write over what `/proc` shows as their environment once they
-get SIGUSR1, as `setproctitle` does.
+no notice of SIGTERM either.
 """
 
 from __future__ import annotations
@@ -14,13 +13,10 @@ import sys
 import threading
 from pathlib import Path
 
-from hiding import hide_environment
 from report import report
 
 if os.environ["FTCOORD_AGENT"] in os.environ.get("STUBBORN", ""):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if os.environ["FTCOORD_AGENT"] in os.environ.get("TITLED", ""):
-    signal.signal(signal.SIGUSR1, lambda *_: hide_environment())
 orders = Path(os.environ["FTCOORD_JOB"]) / "orders"
 crash = orders / f"crash-{os.environ['RANK']}"
 tick = threading.Event()

@@ -8,7 +8,7 @@ import math
 import random
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ftcoord import concurrency
@@ -17,7 +17,6 @@ from ftcoord.coordination import policy
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.primitives import sentinel, sentinel_main, session
-from ftcoord.primitives.orphans import ProcessId
 from ftcoord.primitives.sentinel_orders import Order
 from ftcoord.rendezvous import handler
 from ftcoord.testing import MemoryClient
@@ -41,10 +40,14 @@ class Ports:
 class WorkerStub:
     """In place of `WorkerWatch`: a worker fails when the simulation says so."""
 
-    pids: Sequence[int] = ()
-
     def __init__(
-        self, _mark: str, failed: Callable[[WorkerFailure], None], _broken: object, _timer_of: Callable[[int], str]
+        self,
+        _mark: str,
+        failed: Callable[[WorkerFailure], None],
+        _broken: object,
+        _timer_of: Callable[[int], str],
+        *,
+        starting: bool,
     ) -> None:
         self._failed, self.watches = failed, True
         self._first: WorkerFailure | None = None
@@ -67,9 +70,6 @@ class MarkStub:
     mark = "simulated"
 
     def end_with_this_process(self) -> None:
-        pass
-
-    def note_workers(self, pids: Iterable[int]) -> None:
         pass
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class SentinelStub:
         if self._kept.pop(lease_id, None) is not None:
             self._tell(Order(drop=lease_id))
 
-    def end_orphans(self, mark: str, workers: Sequence[ProcessId] = ()) -> None:
+    def end_orphans(self, mark: str) -> None:
         pass
 
     def _tell(self, order: Order) -> None:
