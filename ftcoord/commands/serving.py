@@ -26,6 +26,7 @@ from ftcoord.metrics.exporter import (
     MetricsAddress,
     MetricsServer,
     ServingTls,
+    host_names,
     listening_host,
     port_number,
     prometheus,
@@ -61,6 +62,14 @@ _SERVER_FLAGS: Final = (
 )
 _METRICS_FLAGS: Final = (
     Flag("--metrics-host", "FTCOORD_METRICS_HOST", "the address to serve metrics on", listening_host, LOOPBACK, "HOST"),
+    Flag(
+        "--metrics-host-names",
+        "FTCOORD_METRICS_HOST_NAMES",
+        "host names accepted in the Host header of scrapes, such as n1,n2",
+        text,
+        "",
+        "LIST",
+    ),
     Flag("--metrics-cert", "FTCOORD_METRICS_CERT", "serve metrics over TLS, with this certificate", metavar="FILE"),
     Flag("--metrics-key", "FTCOORD_METRICS_KEY", "the private key of that certificate", metavar="FILE"),
     Flag(
@@ -149,6 +158,7 @@ def _demo(options: argparse.Namespace) -> int:
 def _server(options: argparse.Namespace) -> int:
     from ftcoord.embedded.server import EtcdServer
 
+    warn_of(options.host, "can write all keys of this etcd unless it asks for a login; its traffic is plain text")
     ended = _event_of_the_end()
     with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir) as etcd:
         endpoint = etcd.get_endpoint()
@@ -182,6 +192,8 @@ def _gateway(options: argparse.Namespace) -> int:
     show_if_asked()  # it speaks for many replicas: a line for each of them is for who asks for it
     metrics_at = _metrics_address(options) if options.metrics_port is not None else None
     page = _gateway_page(options)
+    host, _ = listen_address("--listen", options.listen)
+    warn_of(host, "can join and stop the job, and have its replicas run code: torchft's protocol has no login")
     ended = _event_of_the_end()
     with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting, page() as served:
         print(f"gateway serves on {gateway.address()}; Ctrl-C ends it", flush=True)
@@ -245,7 +257,9 @@ def _metrics(options: argparse.Namespace) -> int:
 def _metrics_address(options: argparse.Namespace) -> MetricsAddress:
     """Raises ConfigError."""
     tls = ServingTls.load(options.metrics_cert, options.metrics_key, options.metrics_client_ca)
-    return MetricsAddress(options.metrics_host, options.metrics_port, tls)
+    address = MetricsAddress(options.metrics_host, options.metrics_port, tls, host_names(options.metrics_host_names))
+    warn_of(address.host, address.open_to)
+    return address
 
 
 def _event_of_the_end() -> concurrency.Event:

@@ -26,7 +26,7 @@ FLOORS = (
     "closing log_once python_queue",
     "concurrency",
     "files fork pidfd pool metrics.series",
-    "config metrics.process",
+    "config metrics.http metrics.process",
     "metrics.exporter logs",
     "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values core.store_history",
     "core.event_records core.seating",
