@@ -187,7 +187,9 @@ def _advise(etcd: EtcdServer) -> None:
 
 def _gateway(options: argparse.Namespace) -> int:
     from ftcoord.coordination import Gateway
+    from ftcoord.coordination.gateway_limits import raise_descriptor_limit
 
+    raise_descriptor_limit()
     text("--etcd", options.etcd)  # it has no default
     show_if_asked()  # it speaks for many replicas: a line for each of them is for who asks for it
     metrics_at = _metrics_address(options) if options.metrics_port is not None else None
