@@ -102,7 +102,7 @@ class _Index:
 
     async def index(self, request: Request) -> Response:
         if self._only and request.query_params.get("job") != self._only:
-            return RedirectResponse(f"/?{urlencode({'job': self._only})}")
+            return RedirectResponse(f"./?{urlencode({'job': self._only})}")
         return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
 
 
