@@ -248,6 +248,7 @@ def _metrics(options: argparse.Namespace) -> int:
     from ftcoord.metrics.runs import RunsCollector
 
     show_log_lines()
+    warn_of(address.host, address.open_to)
     ended = _event_of_the_end()
     with MetricsServer(address, RunsCollector(config, options.key_prefix).collect) as server:
         print(f"the metrics of all runs are at {server.url}; Ctrl-C ends it", flush=True)
@@ -259,9 +260,7 @@ def _metrics(options: argparse.Namespace) -> int:
 def _metrics_address(options: argparse.Namespace) -> MetricsAddress:
     """Raises ConfigError."""
     tls = ServingTls.load(options.metrics_cert, options.metrics_key, options.metrics_client_ca)
-    address = MetricsAddress(options.metrics_host, options.metrics_port, tls, host_names(options.metrics_host_names))
-    warn_of(address.host, address.open_to)
-    return address
+    return MetricsAddress(options.metrics_host, options.metrics_port, tls, host_names(options.metrics_host_names))
 
 
 def _event_of_the_end() -> concurrency.Event:
