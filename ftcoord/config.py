@@ -178,6 +178,11 @@ class Endpoint:
         return self.target
 
 
+def exposure(host: str, what: str) -> str:
+    """The warning for an address to listen on: what whoever reaches it can do. Empty for this machine's own."""
+    return "" if Endpoint(host.strip("[]")).is_loopback else f"whoever reaches {host} {what}"
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """TLS by PEM files, given as paths. `ca` None: the authorities that the system trusts. `cert` and `key` come

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
 
 from helpers import DEADLINE
 
@@ -96,3 +100,44 @@ def write_quorum(client: EtcdClient, job: str, steps: Mapping[str, int]) -> None
     key = decided_key(prefix)
     head, roster = quorum_head.encode_quorum(quorum)
     client.txn((), [Put(key, head), Put(roster_key(key), roster)])
+
+
+class PrefixProxy:
+    """A reverse proxy on this host, which serves another server below a path. The path without a slash is redirected.
+
+    Args:
+        upstream: the address of the other server.
+        prefix: the path, such as `/ops/ft`.
+    """
+
+    def __init__(self, upstream: str, prefix: str) -> None:
+        parts = urlsplit(upstream)
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                method, path, _ = self.rfile.readline().decode().split(" ")
+                headers = list(iter(self.rfile.readline, b"\r\n"))
+                if not path.startswith(f"{prefix}/"):
+                    answer = f"301 Moved\r\nLocation: {prefix}/" if path == prefix else "404 Not Found"
+                    self.wfile.write(f"HTTP/1.1 {answer}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+                    return
+                length = sum(int(one.split(b":")[1]) for one in headers if one.lower().startswith(b"content-length:"))
+                kept = [one for one in headers if not one.lower().startswith(b"connection:")]
+                head = f"{method} {path.removeprefix(prefix)} HTTP/1.1\r\nConnection: close\r\n".encode()
+                with socket.create_connection((parts.hostname, parts.port)) as onward, suppress(OSError):
+                    onward.sendall(head + b"".join(kept) + b"\r\n" + self.rfile.read(length))
+                    while some := onward.recv(1 << 16):
+                        self.connection.sendall(some)
+
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()

@@ -14,9 +14,10 @@ from ftcoord import __version__
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.commands.jobs import RULE_FLAGS, rules_of
-from ftcoord.config import HIDDEN, Endpoint, EtcdConfig, listen_address, text
+from ftcoord.config import HIDDEN, EtcdConfig, exposure, listen_address, text
 from ftcoord.errors import ConfigError, FtcoordError
 from ftcoord.files import contents
+from ftcoord.metrics.exporter import host_names
 
 HOST_NAMES_FLAG: Final = Flag(
     "--host-names",
@@ -83,15 +84,15 @@ def about_page(config: EtcdConfig, key_prefix: str) -> dict[str, Any]:
     }
 
 
-def host_names_of(options: argparse.Namespace) -> list[str]:
+def host_names_of(options: argparse.Namespace) -> tuple[str, ...]:
     """The names by which browsers may call the page."""
-    return [name.strip().lower() for name in options.host_names.split(",") if name.strip()]
+    return host_names(options.host_names)
 
 
 def warn_of(host: str, what: str) -> None:
-    """Say what whoever reaches an address can do, unless that is this machine's own."""
-    if not Endpoint(host.strip("[]")).is_loopback:
-        print(f"ftcoord: whoever reaches this address {what}", file=sys.stderr)
+    """Print what whoever reaches an address can do, unless that is this machine's own."""
+    if warning := exposure(host, what):
+        print(f"ftcoord: {warning}", file=sys.stderr)
 
 
 def token_of(env: Mapping[str, str]) -> str:

@@ -27,6 +27,7 @@ from ftcoord.metrics.exporter import (
     MetricsAddress,
     MetricsServer,
     ServingTls,
+    host_names,
     listening_host,
     port_number,
     prometheus,
@@ -65,6 +66,14 @@ _SERVER_FLAGS: Final = (
 )
 _METRICS_FLAGS: Final = (
     Flag("--metrics-host", "FTCOORD_METRICS_HOST", "the address to serve metrics on", listening_host, LOOPBACK, "HOST"),
+    Flag(
+        "--metrics-host-names",
+        "FTCOORD_METRICS_HOST_NAMES",
+        "host names accepted in the Host header of scrapes, such as n1,n2",
+        text,
+        "",
+        "LIST",
+    ),
     Flag("--metrics-cert", "FTCOORD_METRICS_CERT", "serve metrics over TLS, with this certificate", metavar="FILE"),
     Flag("--metrics-key", "FTCOORD_METRICS_KEY", "the private key of that certificate", metavar="FILE"),
     Flag(
@@ -155,6 +164,7 @@ def _server(options: argparse.Namespace) -> int:
     from ftcoord.embedded.member import USER
     from ftcoord.embedded.server import EtcdServer
 
+    warn_of(options.host, "can write all keys of this etcd unless it asks for a login; its traffic is plain text")
     ended = _event_of_the_end()
     login = not options.no_login
     with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir, login=login) as etcd:
@@ -186,11 +196,15 @@ def _advise(etcd: EtcdServer) -> None:
 
 def _gateway(options: argparse.Namespace) -> int:
     from ftcoord.coordination import Gateway
+    from ftcoord.coordination.gateway_limits import raise_descriptor_limit
 
+    raise_descriptor_limit()
     text("--etcd", options.etcd)  # it has no default
     show_if_asked()  # it speaks for many replicas: a line for each of them is for who asks for it
     metrics_at = _metrics_address(options) if options.metrics_port is not None else None
     page = _gateway_page(options)
+    host, _ = listen_address("--listen", options.listen)
+    warn_of(host, "can join and stop the job, and have its replicas run code: torchft's protocol has no login")
     ended = _event_of_the_end()
     with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting, page() as served:
         print(f"gateway serves on {gateway.address()}; Ctrl-C ends it", flush=True)
@@ -243,6 +257,7 @@ def _metrics(options: argparse.Namespace) -> int:
     from ftcoord.metrics.runs import RunsCollector
 
     show_log_lines()
+    warn_of(address.host, address.open_to)
     ended = _event_of_the_end()
     with MetricsServer(address, RunsCollector(config, options.key_prefix).collect) as server:
         print(f"the metrics of all runs are at {server.url}; Ctrl-C ends it", flush=True)
@@ -254,7 +269,7 @@ def _metrics(options: argparse.Namespace) -> int:
 def _metrics_address(options: argparse.Namespace) -> MetricsAddress:
     """Raises ConfigError."""
     tls = ServingTls.load(options.metrics_cert, options.metrics_key, options.metrics_client_ca)
-    return MetricsAddress(options.metrics_host, options.metrics_port, tls)
+    return MetricsAddress(options.metrics_host, options.metrics_port, tls, host_names(options.metrics_host_names))
 
 
 def _event_of_the_end() -> concurrency.Event:

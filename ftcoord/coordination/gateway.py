@@ -22,7 +22,8 @@ from ftcoord.coordination import peers
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import REQUEST_TIMEOUT
 from ftcoord.coordination.gateway_kills import GatewayKills
-from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
+from ftcoord.coordination.gateway_limits import CALL_THREADS, MOST_RPCS, WaitingCalls, address_of, most_connections
+from ftcoord.coordination.gateway_sessions import GatewaySessions
 from ftcoord.coordination.lighthouse_wire import (
     HEARTBEAT_RESPONSE,
     SERVICE,
@@ -31,6 +32,7 @@ from ftcoord.coordination.lighthouse_wire import (
     read_quorum_request,
 )
 from ftcoord.coordination.native_calls import answering, serve, time_left
+from ftcoord.coordination.pending_call import PendingCall
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import ServerError, ThreadNotStarted
 from ftcoord.etcd.client import EtcdClient
@@ -39,11 +41,10 @@ from ftcoord.pool import DaemonPool
 
 log = logging.getLogger(__name__)
 
-CALL_THREADS: Final = 1024
-"""The most threads for calls: enough for about 500 replicas. A quorum call holds a thread while it waits, and so does a
-beat while etcd is unreachable. Calls must not queue behind each other, since none is answered before all replicas have
-asked. Threads are made when they are needed, so a high limit costs nothing. As many other threads talk to etcd for the
-quorum calls, so that each call ends in time even if etcd does not answer."""
+IDLE_TIMEOUT: Final = 60.0
+"""Seconds after which a connection without calls is ended, but at least twice the heartbeat timeout."""
+HANDSHAKE_TIMEOUT: Final = 10.0
+"""Seconds that a new connection has until it must use gRPC's protocol."""
 
 _Self = TypeVar("_Self", bound="Gateway")
 
@@ -122,6 +123,7 @@ class _Service:
         self._beat_timeout = min(job.heartbeat_timeout, REQUEST_TIMEOUT)
         # Any thread replaces it as a whole; two that do so at once only encode the same quorum twice.
         self._last_response: tuple[QuorumRecord, bytes] | None = None
+        self._waiting = WaitingCalls()
         self._asks = DaemonPool(CALL_THREADS, "ftcoord-asks")
         self._kills = GatewayKills(etcd, job.prefix, lambda member: self._sessions.manager_of(member))
         ended = functools.partial(peers.ended, port)
@@ -149,9 +151,10 @@ class _Service:
             caller = PendingCall()
             if not context.add_callback(caller.leave):  # gRPC calls it on a thread of its own, when the call ends
                 raise TimeoutError("the caller went away")
-            deadline = concurrency.now() + time_left(context)
-            quorum = self._asks.submit(self._sessions.ask, request, deadline, caller)
-            return self._response(_in_time(quorum, deadline, caller))
+            deadline, peer = concurrency.now() + time_left(context), context.peer()
+            with self._waiting.waiting(request.replica_id, address_of(peer), caller):
+                quorum = self._asks.submit(self._sessions.ask, request, peer, deadline, caller)
+                return self._response(_in_time(quorum, deadline, caller))
 
     def _heartbeat(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with answering(context):
@@ -175,7 +178,8 @@ class _Service:
 def _bind(host: str, port: int, job: Job, pool: DaemonPool) -> tuple[grpc.Server, int]:
     """Make a server that listens; returns it and its port. Raises ServerError."""
     with quiet_grpc():
-        server = grpc.server(cast(ThreadPoolExecutor, pool), options=_options(job))  # gRPC only submits calls to it
+        executor = cast(ThreadPoolExecutor, pool)  # gRPC only submits calls to it
+        server = grpc.server(executor, options=_options(job), maximum_concurrent_rpcs=MOST_RPCS)
         try:
             return server, server.add_insecure_port(f"{host}:{port}")
         except RuntimeError:
@@ -208,6 +212,10 @@ def _options(job: Job) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", half),
         ("grpc.http2.ping_timeout_ms", half),  # newer releases wait a minute, whatever the line above says
         ("grpc.http2.max_pings_without_data", 0),
+        # Newcomers are refused before no descriptor is left for etcd's connection. Who says nothing makes room.
+        ("grpc.max_allowed_incoming_connections", most_connections()),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT * 1000)),
+        ("grpc.max_connection_idle_ms", int(max(2 * job.heartbeat_timeout, IDLE_TIMEOUT) * 1000)),
     ]
 
 

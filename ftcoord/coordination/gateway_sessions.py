@@ -13,6 +13,8 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
+from ftcoord.coordination.gateway_limits import MOST_IDS, MOST_IDS_OF_ADDRESS, Shares, address_of
+from ftcoord.coordination.pending_call import PendingCall
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.replica import BEAT_FRACTION, Replica
 from ftcoord.core.manager_address import parted
@@ -26,6 +28,9 @@ from ftcoord.primitives.group.pace import TakeoverToken
 
 log = logging.getLogger(__name__)
 
+CUT_OFF: Final = "its connection to the gateway closed and its heartbeats stopped"
+SILENT: Final = "its heartbeats to the gateway stopped"
+"""Why a replica counts as dead."""
 REVOKE_TIMEOUT: Final = 2.0
 """Seconds that etcd may take to revoke the lease of a replica that has gone silent."""
 SWEEP_INTERVAL: Final = 0.1
@@ -40,8 +45,9 @@ reconnects for its next beat."""
 class _GatewaySession:
     """One replica. All but `replica` is guarded by the lock of its GatewaySessions."""
 
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
+    def __init__(self, replica: Replica, address: str) -> None:
+        self.replica, self.address = replica, address
+        """The replica, and the address that its share of ids is taken from: of who first sent its id."""
         self.manager = ""
         """The address of its manager, from its last request to this gateway; empty before that."""
         self.last_sign_at = 0.0
@@ -109,7 +115,8 @@ class GatewaySessions:
         self._silent_after = max(timeout, LEASE_FLOOR)
         self._takeover = TakeoverToken()
         self._lock = concurrency.lock("GatewaySessions._lock")
-        self._sessions: dict[str, _GatewaySession] = {}  # guarded by _lock
+        self._sessions: dict[str, _GatewaySession] = {}  # guarded by _lock, as the next
+        self._shares = Shares("replicas", MOST_IDS, MOST_IDS_OF_ADDRESS)
         self._failed = False  # guarded by _lock
         self._closed = concurrency.event()  # set under _lock
         self._leaving = DaemonPool(4, "ftcoord-leaving")
@@ -124,15 +131,15 @@ class GatewaySessions:
 
     def beat(self, replica_id: str, peer: str, deadline: float) -> None:
         """Note a beat of a replica from `peer`. Raises what `Replica.beat` raises, and ServerError."""
-        with self._visit(replica_id) as session:
+        with self._visit(replica_id, peer) as session:
             with self._lock:
                 session.note_beat(peer, concurrency.now())
             if self._should_forward(session):
                 session.replica.beat(deadline)
 
-    def ask(self, request: QuorumRequest, deadline: float, caller: PendingCall) -> QuorumRecord:
+    def ask(self, request: QuorumRequest, peer: str, deadline: float, caller: PendingCall) -> QuorumRecord:
         """The next quorum with this replica in it. Raises what `Replica.ask` raises, and ServerError."""
-        with self._visit(request.replica_id) as session:
+        with self._visit(request.replica_id, peer) as session:
             with self._lock:
                 is_news, session.manager = session.manager != request.address, request.address
             if is_news:
@@ -166,7 +173,7 @@ class GatewaySessions:
         self._leaving.close()
 
     @contextmanager
-    def _visit(self, replica_id: str) -> Iterator[_GatewaySession]:
+    def _visit(self, replica_id: str, peer: str) -> Iterator[_GatewaySession]:
         """While this is open, the replica does not count as silent."""
         with self._lock:
             if self._closed.is_set():
@@ -175,7 +182,9 @@ class GatewaySessions:
                 raise ServerError("this gateway has failed, see its log; restart it")
             session = self._sessions.get(replica_id)
             if session is None:
-                session = self._sessions[replica_id] = _GatewaySession(self._new_replica(replica_id))
+                address = address_of(peer)
+                self._shares.take(address)
+                session = self._sessions[replica_id] = _GatewaySession(self._new_replica(replica_id), address)
                 metrics.GATEWAY_REPLICAS.set(len(self._sessions), self._job.name)
             session.calls += 1
             session.last_sign_at = concurrency.now()
@@ -209,8 +218,8 @@ class GatewaySessions:
     def _run_sweeper(self) -> None:
         try:
             while not self._closed.wait(SWEEP_INTERVAL):
-                for session in self._take_silent(self._cut_off()):
-                    self._end_lease(session.replica)
+                for session, cause in self._take_silent(self._cut_off()).items():
+                    self._end_lease(session.replica, cause)
         finally:
             if sys.exc_info()[1] is not None:
                 log.exception("the gateway has failed; restart it")
@@ -218,10 +227,11 @@ class GatewaySessions:
                     self._failed = True
                 self._orphan_all()
 
-    def _end_lease(self, replica: Replica) -> None:
+    def _end_lease(self, replica: Replica, cause: str) -> None:
         """End the lease of a silent replica that was dropped: nobody else would, and it would be renewed forever."""
+        log.warning("replica %r counts as dead: %s", replica.replica_id, cause)
         try:
-            left = self._leaving.submit(replica.leave, REVOKE_TIMEOUT)
+            left = self._leaving.submit(replica.leave, REVOKE_TIMEOUT, cause)
         except ThreadNotStarted as error:
             name = neutral(replica.replica_id)
             log.warning("replica %s has gone silent, and its lease is left to expire: %s", name, error)
@@ -241,19 +251,22 @@ class GatewaySessions:
                     kept.stands(now)
         return {kept: peer for kept, peer in quiet.items() if peer in ended}
 
-    def _take_silent(self, cut_off: Mapping[_GatewaySession, str]) -> list[_GatewaySession]:
-        """Drop and return the replicas that have been silent too long, or are cut off."""
+    def _take_silent(self, cut_off: Mapping[_GatewaySession, str]) -> dict[_GatewaySession, str]:
+        """Drop and return the replicas that have been silent too long, or are cut off, each with the reason."""
         with self._lock:
             if self._closed.is_set():
-                return []
+                return {}
             now = concurrency.now()
             since = now - self._silent_after
-            silent = [one for one, kept in self._sessions.items() if not kept.calls and kept.last_sign_at < since]
-            for one, kept in self._sessions.items():
+            gone = dict[_GatewaySession, str]()
+            for kept in self._sessions.values():
                 if kept.is_quiet(now) and cut_off.get(kept) == kept.peer:  # else it has come back meanwhile
-                    log.debug("replica %s is connected no longer", one)
-                    silent.append(one)
-            gone = [self._sessions.pop(one) for one in set(silent)]
+                    gone[kept] = CUT_OFF
+                elif not kept.calls and kept.last_sign_at < since:
+                    gone[kept] = SILENT
+            for kept in gone:
+                del self._sessions[kept.replica.replica_id]
+                self._shares.give_back(kept.address)
             metrics.GATEWAY_REPLICAS.set(len(self._sessions), self._job.name)
             return gone
 
@@ -277,22 +290,3 @@ def _see_to(replica: Replica, left: Future[None]) -> None:
         name = neutral(replica.replica_id)
         log.error("replica %s did not leave, and its lease is left to expire", name, exc_info=error)
         replica.orphan()
-
-
-class PendingCall:
-    """A caller that waits for a quorum, and may go away."""
-
-    def __init__(self) -> None:
-        self.gone = concurrency.event()
-        self._replica: Replica | None = None  # set by the thread that asks, read by that of `leave`
-
-    def waits_for(self, replica: Replica) -> None:
-        """Note the replica before it asks. `ask` checks `gone` after this, so one of the two notices a caller that
-        leaves now."""
-        self._replica = replica
-
-    def leave(self) -> None:
-        """The caller no longer waits. Does not block."""
-        self.gone.set()
-        if self._replica is not None:
-            self._replica.nudge()

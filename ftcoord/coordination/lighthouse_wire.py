@@ -11,8 +11,7 @@ from google.protobuf.message import DecodeError
 
 from ftcoord.coordination.convert import timestamp
 from ftcoord.core.manager_address import parted
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
-from ftcoord.core.strict import json_problem
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, data_problem
 from ftcoord.etcd.rpc.protobuf import declare
 
 SERVICE: Final = "torchft.LighthouseService"
@@ -39,8 +38,8 @@ def read_quorum_request(message: bytes) -> QuorumRequest:
     if not asked.HasField("requester"):
         raise ValueError("the request names no requester")
     member = asked.requester
-    if problem := json_problem(member.data):
-        raise ValueError(f"the data of the request is not JSON: {problem}")
+    if problem := data_problem(member.data):
+        raise ValueError(f"the data of the request is no JSON object: {problem}")
     return QuorumRequest(
         replica_id=member.replica_id,
         address=member.address,

@@ -14,11 +14,12 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
-from ftcoord.core.layout import members_span
+from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
+from ftcoord.core.layout import death_key, member_id, members_span
 from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
-from ftcoord.etcd.api import Etcd, Get
+from ftcoord.etcd.api import Etcd, Get, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import log_change, named
 from ftcoord.metrics import process as metrics
@@ -150,16 +151,28 @@ class Replica:
         rejoin."""
         self._participant.wait_for(lambda: not self._participant.joined, timeout)
 
-    def leave(self, timeout: float) -> None:
-        """Leave at once, and say so. Idempotent; takes at most `timeout` seconds, and does not raise, if etcd is
-        unreachable."""
+    def leave(self, timeout: float, cause: str = "") -> None:
+        """Leave at once, and say so; or with a `cause`, write that it died of that. Idempotent; takes at most `timeout`
+        seconds, and does not raise, if etcd is unreachable."""
         within = TimeLimit.of(timeout)
         self._participant.stop()
-        if self._participant.joined:
+        if cause and self._participant.joined:
+            self._write_death(cause, within)
+        elif self._participant.joined:
             word = replace(idle(nothing_of(self.replica_id)), leaving=LEFT)
             until = within.deadline - TAKE_BACK_TIMEOUT  # then its lease is given up, which counts for more
             self._participant.withdraw(word, min(timeout, WORD_TIMEOUT), for_all=True, until=until)
         self._participant.leave(within.left())
+
+    def _write_death(self, cause: str, within: TimeLimit) -> None:
+        """Before its lease ends: whoever sees that reads the cause."""
+        value = encode(Death(cause, int(concurrency.wall() * 1000)))
+        key = death_key(self._job.prefix, member_id(self.lease))
+        try:
+            grave = self._etcd.grant(REMEMBERED_FOR, timeout=min(within.left(), WORD_TIMEOUT)).id
+            self._etcd.txn([], [Put(key, value, grave)], timeout=min(within.left(), WORD_TIMEOUT))
+        except EtcdError as error:
+            log.debug("why replica %r is gone is not written: %s", self.replica_id, error)
 
     def orphan(self) -> None:
         """Stop taking part, without revoking: for the others it is alive until its lease expires. Idempotent."""

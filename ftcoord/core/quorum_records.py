@@ -298,6 +298,12 @@ def _progress(request: QuorumRequest) -> Progress:
 
 
 def check_data(key: str, data: str) -> None:
-    """Raises StateError naming the key, if what a replica wants others to know is no JSON."""
-    if problem := json_problem(data):
-        raise StateError(key, f"has a request whose data is no JSON: {problem}")
+    """Raises StateError naming the key, if what a replica wants others to know is no JSON object."""
+    if problem := data_problem(data):
+        raise StateError(key, f"has a request whose data is no JSON object: {problem}")
+
+
+def data_problem(data: str) -> str:
+    """Why torchft's clients could not read the data of a request; empty if they can. Empty data are none."""
+    problem = json_problem(data)
+    return problem or ("" if not data or data.lstrip().startswith("{") else "it must begin with {")

@@ -25,7 +25,7 @@ from ftcoord import concurrency
 from ftcoord.config import full_text, whole
 from ftcoord.dashboard.acts import PageActor, read_order
 from ftcoord.dashboard.board import Board, LeaseBook, Shown, TooManyViewers, Viewing
-from ftcoord.dashboard.guarding import HEADERS, is_allowed_host, is_token
+from ftcoord.dashboard.guarding import HEADERS, is_token
 from ftcoord.dashboard.pages import Wanted, members_on, page_of
 from ftcoord.dashboard.pasts import Past
 from ftcoord.dashboard.refusals import peer_of, reason_of, refusal, sender_of, status_of
@@ -38,6 +38,7 @@ from ftcoord.errors import (
     ThreadNotStarted,
 )
 from ftcoord.metrics.exporter import Collect, exposed
+from ftcoord.metrics.http import is_allowed_host
 from ftcoord.operator.job_keys import LeaseTime
 from ftcoord.operator.told import plain
 
@@ -101,7 +102,7 @@ class _Index:
 
     async def index(self, request: Request) -> Response:
         if self._only and request.query_params.get("job") != self._only:
-            return RedirectResponse(f"/?{urlencode({'job': self._only})}")
+            return RedirectResponse(f"./?{urlencode({'job': self._only})}")
         return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
 
 

@@ -1,10 +1,9 @@
-"""Who may send requests to the dashboard: checks the `Host` that a browser names, and the token for orders. Pure."""
+"""Who may send requests to the dashboard: checks the site that a browser names, and the token for orders. Pure."""
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -21,21 +20,6 @@ HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 """The headers of every answer. They disable inline scripts and styles."""
-
-
-def is_allowed_host(header: str, names: Collection[str]) -> bool:
-    """Whether a request's `Host` is an address, localhost, or one of these names, in lower case.
-
-    Another site can make its own name resolve to this address (DNS rebinding). But it cannot make a browser name an
-    address instead of that name.
-    """
-    host = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
-    host = host.lower().rstrip(".")
-    try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return host == "localhost" or host in names
-    return True
 
 
 def is_of_another_site(headers: Mapping[str, str]) -> bool:

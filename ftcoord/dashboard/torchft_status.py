@@ -17,7 +17,7 @@ def status_page(status: JobStatus, leases: Mapping[str, LeaseTime], now: float) 
         leases: the members' leases, as far as they are known.
         now: seconds since 1970.
     """
-    live = f"/?{urlencode({'job': status.job})}"
+    live = f"./?{urlencode({'job': status.job})}"
     body = "\n".join(_lines(status.quorum, leases, now))
     return f"""<!doctype html>
 <html lang="en">
@@ -25,8 +25,8 @@ def status_page(status: JobStatus, leases: Mapping[str, LeaseTime], now: float) 
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(status.job)} · Lighthouse status · ftcoord</title>
-<link rel="icon" href="/static/icon.svg" type="image/svg+xml">
-<link rel="stylesheet" href="/static/page.css">
+<link rel="icon" href="static/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="static/page.css">
 </head>
 <body data-link="live">
 <main>

@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+import socket
+import ssl
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from ftcoord import __version__, concurrency, files, fork
+from ftcoord import __version__, concurrency, files
 from ftcoord.closing import Closing
-from ftcoord.config import parse_host, redacted, text, whole
-from ftcoord.errors import ConfigError, ServerError
+from ftcoord.config import exposure, parse_host, redacted, text, whole
+from ftcoord.errors import ConfigError, ServerError, ThreadNotStarted
 from ftcoord.fork import OwnerProcess
+from ftcoord.metrics.http import MOST_SCRAPERS, HttpServer, is_allowed_host
 from ftcoord.metrics.process import SERIES
 from ftcoord.metrics.series import SECONDS, Distribution, Series
 
@@ -27,6 +31,7 @@ log = logging.getLogger(__name__)
 PORT_VARIABLE: Final = "FTCOORD_METRICS_PORT"
 HOST_VARIABLE: Final = "FTCOORD_METRICS_HOST"
 CERT_VARIABLE: Final = "FTCOORD_METRICS_CERT"
+HOST_NAMES_VARIABLE: Final = "FTCOORD_METRICS_HOST_NAMES"
 KEY_VARIABLE: Final = "FTCOORD_METRICS_KEY"
 CLIENT_CA_VARIABLE: Final = "FTCOORD_METRICS_CLIENT_CA"
 LOOPBACK: Final = "127.0.0.1"
@@ -42,6 +47,11 @@ def listening_host(key: str, value: object) -> str:
     if host is None:
         raise ConfigError(key, redacted(value), "give a name or an address of this host, such as 127.0.0.1 or ::")
     return host
+
+
+def host_names(listed: str) -> tuple[str, ...]:
+    """The names in a list such as `n1,n2`, in lower case."""
+    return tuple(name.strip().lower() for name in listed.split(",") if name.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +79,37 @@ class ServingTls:
 
 @dataclass(frozen=True, slots=True)
 class MetricsAddress:
-    """Where to serve metrics. Port 0 takes a free one."""
+    """Where to serve metrics. Port 0 takes a free one. `host_names` are accepted in the Host header, besides addresses,
+    localhost, `host` and this host's own name; in lower case."""
 
     host: str
     port: int
     tls: ServingTls | None = None
+    host_names: tuple[str, ...] = ()
+
+    @property
+    def open_to(self) -> str:
+        """What whoever reaches the address can do."""
+        if self.tls is not None and self.tls.client_ca:
+            return "can read the metrics with a certificate of the clients' authority"
+        return "can read the metrics, with the names of runs: they have no login"
 
     @classmethod
     def of_environment(cls, env: Mapping[str, str] | None = None) -> MetricsAddress | None:
         """The address in the environment; None if metrics are not to be served. Raises ConfigError."""
         variables = os.environ if env is None else env
-        port, host, cert, key, client_ca = (
+        port, host, names, cert, key, client_ca = (
             variables.get(name, "").strip()
-            for name in (PORT_VARIABLE, HOST_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, CLIENT_CA_VARIABLE)
+            for name in (
+                *(PORT_VARIABLE, HOST_VARIABLE, HOST_NAMES_VARIABLE),
+                *(CERT_VARIABLE, KEY_VARIABLE, CLIENT_CA_VARIABLE),
+            )
         )
         if not port:
             return None
         tls = ServingTls.load(cert, key, client_ca)
-        return cls(listening_host(HOST_VARIABLE, host or LOOPBACK), port_number(PORT_VARIABLE, port), tls)
+        host = listening_host(HOST_VARIABLE, host or LOOPBACK)
+        return cls(host, port_number(PORT_VARIABLE, port), tls, host_names(names))
 
 
 def prometheus() -> ModuleType:
@@ -110,7 +133,7 @@ class MetricsServer(Closing):
     """Serves the metrics of `collect` over HTTP, until `close()` or until nobody refers to it.
 
     Each scrape runs on its own thread, with its own registry, so it contains nothing of other users of
-    prometheus_client in the process. It does not serve in a forked child. `close()` may take half a second.
+    prometheus_client in the process. It does not serve in a forked child. `close()` waits for no peer.
 
     Args:
         address: where to serve.
@@ -121,46 +144,49 @@ class MetricsServer(Closing):
     """
 
     def __init__(self, address: MetricsAddress, collect: Collect) -> None:
-        prometheus_client = prometheus()
-        registry = prometheus_client.CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(collect))
-        tls = address.tls
-        try:
-            server, _ = prometheus_client.start_http_server(
-                address.port,
-                address.host,
-                registry,
-                certfile=tls.cert if tls else None,
-                keyfile=tls.key if tls else None,
-                client_cafile=tls.client_ca if tls else None,
-                client_auth_required=bool(tls and tls.client_ca),
-            )
-        except (OSError, RuntimeError) as error:  # of sockets, names and files; and if there may be no more threads
-            where = f"{address.host}:{address.port}"
-            raise ServerError(f"cannot serve numbers on {where}: {error}; choose another address") from None
-        fork.hide(server.fileno())
+        prometheus()
+        names = {address.host.lower(), socket.gethostname().lower(), *address.host_names}
+        with ExitStack() as undo:
+            try:
+                tls = _context(address.tls) if address.tls is not None else None
+                listener = undo.enter_context(_listening(address.host, address.port))
+                server = HttpServer(listener, tls, partial(exposed, collect), partial(_refused, names))
+            except (OSError, ThreadNotStarted) as error:  # of sockets, names and files
+                where = f"{address.host}:{address.port}"
+                raise ServerError(f"cannot serve numbers on {where}: {error}; choose another address") from None
+            undo.pop_all()
         host = f"[{address.host}]" if ":" in address.host else address.host
-        self.url: Final = f"{'https' if tls else 'http'}://{host}:{server.server_port}/metrics"
+        self.url: Final = f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}/metrics"
         self._owner = OwnerProcess("this server belongs to the parent process")
-
-        def end() -> None:
-            server.shutdown()
-            fork.unhide(server.fileno())
-            server.server_close()
-
-        self._end = end
-        self._cancel_finalizer = concurrency.when_forgotten(self, end, stage=concurrency.Stage.SERVERS)
+        self._end = server.close
+        self._cancel_finalizer = concurrency.when_forgotten(self, server.close, stage=concurrency.Stage.SERVERS)
 
     def close(self) -> None:
-        """Stop serving. Idempotent; does nothing in a forked child."""
+        """Stop serving, at once. Idempotent; does nothing in a forked child."""
         if self._owner.is_current:
             self._cancel_finalizer()
-            end, self._end = self._end, _nothing
-            end()
+            self._end()
 
 
-def _nothing() -> None:
-    """What is left to do of what was done."""
+def _listening(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(where[:2], family=family, backlog=MOST_SCRAPERS)
+
+
+def _context(tls: ServingTls) -> ssl.SSLContext:
+    """Raises OSError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_ca)
+    context.load_cert_chain(tls.cert, tls.key)
+    if tls.client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _refused(names: Collection[str], host: str) -> str:
+    """Why a request with this `Host` is not answered; empty if it is."""
+    known = is_allowed_host(host, names)
+    return "" if known else f"this server has another name: list in {HOST_NAMES_VARIABLE} by which names it is called"
 
 
 class _Collector:
@@ -236,6 +262,8 @@ def _serve_process(address: MetricsAddress) -> MetricsServer | None:
         log.warning("this process tells no metrics, and goes on without: %s", error)
         return None
     log.info("the metrics of this process are at %s", server.url)
+    if warning := exposure(address.host, address.open_to):
+        log.warning("%s", warning)
     return server
 
 

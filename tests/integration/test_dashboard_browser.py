@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 from browser import CHROMIUM, Browser
 from helpers import eventually
-from pages import page, write_history, write_quorum, write_run, write_timer
+from pages import PrefixProxy, page, write_history, write_quorum, write_run, write_timer
 
 from ftcoord.core import death_records
 from ftcoord.core.death_records import Death
@@ -82,6 +82,40 @@ def test_names_from_etcd_are_text(browser: Browser, address: str, client: EtcdCl
     browser.shows("<img src=x", "#why")
     assert browser.run("document.images.length + document.querySelectorAll('script').length") == 1  # the page's own
     assert browser.said == []
+
+
+def test_behind_a_proxy_with_a_path_all_links_stay_below_it(
+    browser: Browser, etcd: EtcdServer, client: EtcdClient
+) -> None:
+    write_run(client, "page below", ["host0"])
+    with (
+        page(etcd.get_endpoint(), env={**os.environ, "FTCOORD_DASHBOARD_TOKEN": TOKEN}) as upstream,
+        PrefixProxy(upstream, "/ops/ft") as address,
+    ):
+        browser.open(f"{address}/ops/ft")
+        browser.shows("page below", "table")
+        browser.run("[...document.querySelectorAll('table a')].find((one) => one.text === 'page below').click()")
+        browser.shows("healthy", "#health")
+        browser.shows(KEY_PREFIX, "#where")
+        browser.run("document.querySelector('button.order').click()")
+        browser.run("document.querySelector('dialog button.danger').click()")
+        browser.shows("this is not the page's token", "dialog")
+        browser.run("document.querySelector('.title a').click()")
+        browser.shows("Jobs", "h1")
+    assert [said for said in browser.said if "401" not in said] == []
+
+
+def test_characters_that_nobody_sees_are_shown_by_number(
+    browser: Browser, etcd: EtcdServer, client: EtcdClient
+) -> None:
+    odd = "east\u202e1\x1b[2J\u200b"
+    shown = r"east\u{202e}1\u{1b}[2J\u{200b}"
+    write_quorum(client, "page odd", {odd: 1})
+    with page(etcd.get_endpoint(), env={**os.environ, "FTCOORD_DASHBOARD_TOKEN": TOKEN}) as address:
+        browser.open(f"{address}/?job=page%20odd")
+        browser.shows(shown, "table")
+        browser.run("[...document.querySelectorAll('button.order')].find((one) => one.textContent === 'kill').click()")
+        browser.shows(f"Kill {shown}?", "dialog")
 
 
 def test_a_job_of_which_only_the_history_is_left_shows_it(browser: Browser, address: str, client: EtcdClient) -> None:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,11 +23,12 @@ from helpers import DEADLINE, eventually, freeze, python
 from natives import TIMED_OUT, Natives
 
 from benchmarks.metrics import Load
-from ftcoord import EtcdServer
+from ftcoord import EtcdServer, cli
 from ftcoord.config import EtcdConfig
-from ftcoord.coordination import Gateway, ManagerClient, ManagerServer
+from ftcoord.coordination import Gateway, ManagerClient, ManagerServer, gateway_limits, gateway_sessions
 from ftcoord.coordination.address import fresh_name, parse_address
-from ftcoord.coordination.gateway_sessions import QUIET_FOR
+from ftcoord.coordination.gateway_limits import MOST_WAITING_OF_ID
+from ftcoord.coordination.gateway_sessions import CUT_OFF, QUIET_FOR
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.api import Get, Span
@@ -86,9 +88,20 @@ def askers(job: str) -> dict[str, int]:
 class Process:
     """`ftcoord gateway` in a process of its own."""
 
-    def __init__(self, job: str, port: int = 0) -> None:
+    def __init__(self, job: str, port: int = 0, descriptors: int | None = None) -> None:
         self.job = job
-        command = [sys.executable, "-m", "ftcoord.cli", "gateway", "--etcd", job, "--listen", f"127.0.0.1:{port}"]
+        limit = ["prlimit", f"--nofile={descriptors}"] if descriptors else []
+        command = [
+            *limit,
+            sys.executable,
+            "-m",
+            "ftcoord.cli",
+            "gateway",
+            "--etcd",
+            job,
+            "--listen",
+            f"127.0.0.1:{port}",
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -109,8 +122,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def process(job: str, port: int = 0) -> Iterator[Process]:
-    gateway = Process(job, port)
+def process(job: str, port: int = 0, descriptors: int | None = None) -> Iterator[Process]:
+    gateway = Process(job, port, descriptors)
     try:
         yield gateway
     finally:
@@ -495,6 +508,79 @@ def test_handles_of_nightly_builds_are_passed_on(etcd: EtcdServer) -> None:
     with Gateway(job_of(etcd, min_replicas=1)) as gateway:
         answer = raw_call(gateway, "Quorum")(text(1, member), timeout=DEADLINE)
     assert text(2, member) in answer
+
+
+def test_a_native_replica_that_is_killed_died_and_did_not_leave(
+    natives: Natives, etcd: EtcdServer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(etcd, heartbeat_timeout_ms=int(DEADLINE * 1000))
+    with Gateway(job) as gateway:
+        natives.manage(gateway.address(), "a", "b")
+        with Natives() as mortal:
+            mortal.manage(gateway.address(), "d")
+            eventually(lambda: members(job) == 3, "all have beaten")
+            others = [natives.do("quorum", name=name) for name in "ab"]
+            mortal.ask("d")
+            assert {one.result(DEADLINE)["replica_world_size"] for one in others} == {3}
+            threading.Event().wait(3 * QUIET_FOR)  # who has beaten once may do so through a new connection each time
+            mortal.kill()
+        natives.ask("a", "b", step=1)
+    where = parse_address(job)
+    said = list[str]()
+    for command in ("history", "why"):
+        cli.main([command, where.name, "--endpoints", etcd.get_endpoint()])
+        said.append(capsys.readouterr().out)
+    assert re.search(rf"died .*d(:\S+)?: {CUT_OFF}", " ".join(said[0].split()))
+    assert "its manager was closed" not in "".join(said)
+    assert any("counts as dead" in one.getMessage() and CUT_OFF in one.getMessage() for one in caplog.records)
+
+
+def test_a_later_call_of_a_replica_ends_its_oldest_ones(gateway: Gateway) -> None:
+    """Else one broken caller takes all threads, and no beat of another is answered."""
+    call = raw_call(gateway, "Quorum")
+    waiting = [call.future(text(1, text(1, "x")), timeout=DEADLINE) for _ in range(MOST_WAITING_OF_ID + 20)]
+    eventually(lambda: sum(one.done() for one in waiting) == 20, "all but the last ones have ended")
+    raw_call(gateway, "Heartbeat")(text(1, "y"), timeout=DEADLINE)
+    assert {one.code() for one in waiting if one.done()} == {grpc.StatusCode.CANCELLED}
+    for one in waiting:
+        one.cancel()
+
+
+def test_one_address_takes_only_a_share_of_a_gateway(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_sessions, "MOST_IDS_OF_ADDRESS", 2)
+    monkeypatch.setattr(gateway_limits, "MOST_WAITING_OF_ADDRESS", 1)
+    with Gateway(job) as gateway:
+        beat, call = raw_call(gateway, "Heartbeat"), raw_call(gateway, "Quorum")
+        for name in "xyx":
+            beat(text(1, name), timeout=DEADLINE)
+        with pytest.raises(grpc.RpcError, match="at most 2 replicas of one address"):
+            beat(text(1, "z"), timeout=DEADLINE)
+        first = call.future(text(1, text(1, "x")), timeout=DEADLINE)
+        eventually(lambda: asked(job) == 1, "it waits")
+        with pytest.raises(grpc.RpcError, match="at most 1 quorum calls that wait of one address"):
+            call(text(1, text(1, "y")), timeout=DEADLINE)
+        first.cancel()
+        eventually(lambda: asked(job) == 0, "it waits no longer")
+        second = call.future(text(1, text(1, "y")), timeout=DEADLINE)
+        eventually(lambda: asked(job) == 1, "there is room again")
+        second.cancel()
+
+
+def test_idle_connections_of_a_stranger_do_not_keep_a_gateway_from_etcd(natives: Natives, fragile: EtcdServer) -> None:
+    """They would take all of its file descriptors, and with them the next connection to etcd."""
+    job, most = job_of(fragile), 256
+    with contextlib.ExitStack() as stack:
+        gateway = stack.enter_context(process(job, descriptors=most))
+        natives.manage(gateway.address, "a", "b", retries=20)
+        assert natives.ask("a", "b")[0]["quorum_id"] == 1
+        for _ in range(most + 50):
+            stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), DEADLINE))
+        fragile.kill()
+        threading.Event().wait(3)  # the descriptor of the connection that broke is there for who waits to be accepted
+        fragile.restart()
+        began = time.monotonic()
+        assert natives.ask("a", "b", step=1)[0]["replica_world_size"] == 2
+        assert time.monotonic() - began < DEADLINE / 3
 
 
 def raw_call(gateway: Gateway, method: str) -> Callable[..., bytes]:

@@ -17,8 +17,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from helpers import DEADLINE, Seen, eventually
@@ -31,7 +33,9 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Compare, Get, Put, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.metrics import http
 from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls, collect_process
+from ftcoord.metrics.http import CONNECTION_TIMEOUT, MOST_SCRAPERS, MOST_THREADS
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
@@ -655,3 +659,49 @@ def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority,
         context.load_cert_chain(node.cert, node.key)
         with urllib.request.urlopen(server.url, timeout=DEADLINE, context=context) as answer:
             assert b"ftcoord_info" in answer.read()
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authority, secure: bool) -> None:
+    served = authority.issue("metrics", "IP:127.0.0.1")
+    tls = ServingTls.load(served.cert, served.key, None) if secure else None
+    context = ssl.create_default_context(cafile=authority.cert)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process))
+        port = urlsplit(server.url).port
+        for _ in range(MOST_SCRAPERS + 20):
+            stack.enter_context(socket.create_connection((LOOPBACK, port), DEADLINE))
+        for _ in range(2):
+            with urllib.request.urlopen(server.url, timeout=DEADLINE, context=context) as answer:
+                assert b"ftcoord_info" in answer.read()
+        served_by = [one for one in threading.enumerate() if one.name == "ftcoord-scrape"]
+        assert 0 < len(served_by) <= MOST_THREADS
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < CONNECTION_TIMEOUT / 3
+        for thread in served_by:
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("first", [b"", b"GET / HT"])
+def test_a_connection_to_the_metrics_lasts_only_so_long(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
+    monkeypatch.setattr(http, "CONNECTION_TIMEOUT", 0.2)
+    with (
+        MetricsServer(MetricsAddress(LOOPBACK, 0), collect_process) as server,
+        socket.create_connection((LOOPBACK, urlsplit(server.url).port), DEADLINE) as slow,
+    ):
+        slow.sendall(first)
+        assert slow.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("evil.example", 421), ("node7", 200), (LOOPBACK, 200), ("localhost:1", 200)]
+)
+def test_metrics_are_told_to_who_calls_the_server_by_its_name(host: str, status: int) -> None:
+    address = MetricsAddress(LOOPBACK, 0, host_names=("node7",))
+    with MetricsServer(address, collect_process) as server:
+        connection = HTTPConnection(LOOPBACK, urlsplit(server.url).port, timeout=DEADLINE)
+        connection.request("GET", "/metrics", headers={"Host": host})
+        assert connection.getresponse().status == status
+        connection.close()

@@ -15,8 +15,9 @@ from ftcoord import concurrency
 from ftcoord.coordination import gateway_kills
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.gateway_kills import HAND_ON_TIMEOUT, GatewayKills
-from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
+from ftcoord.coordination.gateway_sessions import GatewaySessions
 from ftcoord.coordination.kills import order_kill
+from ftcoord.coordination.pending_call import PendingCall
 from ftcoord.core.layout import member_id
 from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.testing import Fate, MemoryClient
@@ -53,7 +54,7 @@ class Behind:
 
     def ask(self, name: str) -> None:
         request = QuorumRequest(name, f"http://{name}:1", "", 1, 1, False, "", 0, ())
-        self.sessions.ask(request, concurrency.now() + LONG, PendingCall())
+        self.sessions.ask(request, "ipv4:10.0.0.1:1", concurrency.now() + LONG, PendingCall())
 
     def _kill(self, address: str, _message: str, _deadline: float) -> str:
         self.handed_on.append(address)

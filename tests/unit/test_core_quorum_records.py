@@ -230,7 +230,7 @@ def test_a_request_and_a_profile_are_checked_wherever_they_are(value: bytes) -> 
     parse: Parse = parse_roster if value == ROSTER else parse_replica
     wrong: dict[str, object] = dict.fromkeys(fields(encode(PETITION))["request"], None)
     wrong |= {"shrink_only": 0, "step": True, "world_size": 1.0, "replica_id": 1, "handles": "ab", "data": "{"}
-    for name, bad in {**wrong, "surprise": 1}.items():
+    for name, bad in [*wrong.items(), ("data", "[]"), ("data", "5"), ("surprise", 1)]:
         raw = fields(value)
         inner = raw["seats"][0]["profile"] if "seats" in raw else raw["request"]
         inner[name] = bad

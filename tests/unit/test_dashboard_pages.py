@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ftcoord.dashboard.guarding import is_allowed_host, is_token
+from ftcoord.dashboard.guarding import is_token
 from ftcoord.dashboard.pages import ROWS_OF_PAGE, Wanted, members_on, page_of
+from ftcoord.metrics.http import is_allowed_host
 from ftcoord.operator.told import (
     FORMAT,
     JobLine,

@@ -101,7 +101,7 @@ def test_torchfts_status_says_what_its_lighthouse_says(gateway: GatewaySite) -> 
         "TCPStore: east:2 <br>",
         "World size: 8 <br>",
         "east: its lease has 7 of 10 s left",
-        'href="/?job=a%2Fb"',
+        'href="./?job=a%2Fb"',
     ):
         assert text in page
     assert page.count('class="card member recovering"') == 1
@@ -138,7 +138,7 @@ def test_a_gateways_page_is_about_its_job_alone(gateway: GatewaySite) -> None:
     gateway.serves(allow_kill=False, token=TOKEN)
     for query in ({}, {"job": "other"}):
         answer = gateway.get("/", **query)
-        assert (answer.status, answer.headers["location"]) == (307, "/?job=a%2Fb")
+        assert (answer.status, answer.headers["location"]) == (307, "./?job=a%2Fb")
     assert gateway.get("/", job="a/b").status == 200
     assert gateway.get("/api/jobs").status == 403
     assert gateway.get("/api/job", job="other").status == 403

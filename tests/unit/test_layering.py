@@ -27,7 +27,7 @@ FLOORS = (
     "closing log_once python_queue",
     "concurrency",
     "files fork pidfd pool metrics.series",
-    "config metrics.process",
+    "config metrics.http metrics.process",
     "metrics.exporter logs",
     "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values core.store_history",
     "core.manager_address",
@@ -111,10 +111,12 @@ FLOORS = (
         "coordination.rank_group coordination.replica"
     ),
     (
-        "coordination.gateway_sessions coordination.kills coordination.native_manager coordination.native_ranks "
+        "coordination.kills coordination.native_manager coordination.native_ranks "
         "coordination.observer coordination.quorum_watch coordination.rank_connection coordination.rank_sockets"
     ),
-    "coordination.lighthouse coordination.manager_client coordination.rank_port",
+    "coordination.lighthouse coordination.manager_client coordination.pending_call coordination.rank_port",
+    "coordination.gateway_limits",
+    "coordination.gateway_sessions",
     "coordination.gateway_kills",
     "coordination.gateway coordination.managed_group",
     "coordination.manager",

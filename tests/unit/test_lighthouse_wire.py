@@ -33,8 +33,10 @@ def test_requests_are_read_as_they_were_sent() -> None:
         (b"\xff", "not a LighthouseQuorumRequest"),
         (b"\x0a\x02\x0a\x05", "not a LighthouseQuorumRequest"),
         (b"\x0a\x03\x0a\x01\xff", "not a LighthouseQuorumRequest"),  # a replica id that is not UTF-8
-        (b"\x0a\x05\x3a\x03{x}", "not JSON"),
-        (b"\x0a\x83\x80\x02\x3a\xff\xff\x01" + b"[" * 32767, "not JSON"),
+        (b"\x0a\x05\x3a\x03{x}", "no JSON object"),
+        (b"\x0a\x05\x3a\x035.0", "no JSON object: it must begin"),
+        (b'\x0a\x05\x3a\x03"x"', "no JSON object: it must begin"),
+        (b"\x0a\x83\x80\x02\x3a\xff\xff\x01" + b"[" * 32767, "no JSON object"),
     ],
 )
 def test_what_others_could_not_read_is_refused(body: bytes, why: str) -> None:

@@ -13,9 +13,10 @@ from monitored import DOCS, dashboard, named_in, rules
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
-from ftcoord.errors import ConfigError
+from ftcoord import cli
+from ftcoord.errors import ConfigError, ServerError
 from ftcoord.metrics import process, runs, series
-from ftcoord.metrics.exporter import MetricsAddress, collect_process
+from ftcoord.metrics.exporter import Exporting, MetricsAddress, collect_process
 from ftcoord.metrics.series import MOST_LABELS, SECONDS, Counter, Gauge, Histogram
 from ftcoord.operator.told import JobStatus, NextDecision, NodeStatus, QuorumStatus, ReplicaStatus, RoundsStatus
 
@@ -110,6 +111,34 @@ def test_a_wrong_address_is_refused_by_name(env: dict[str, str], named: str) -> 
 def test_nobody_who_gives_no_port_is_served() -> None:
     assert MetricsAddress.of_environment({"FTCOORD_METRICS_HOST": "0.0.0.0", "FTCOORD_METRICS_PORT": " "}) is None
     assert MetricsAddress.of_environment({"FTCOORD_METRICS_PORT": "9"}) == MetricsAddress("127.0.0.1", 9)
+
+
+@pytest.mark.parametrize(("host", "words"), [("0.0.0.0", 1), ("::", 1), ("127.0.0.1", 0), ("localhost", 0)])
+def test_who_can_read_the_metrics_of_a_process_is_logged(
+    host: str, words: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Exporting(MetricsAddress(host, 0)):
+        warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert [f"whoever reaches {host} can read the metrics" in one for one in warned] == [True] * words
+
+
+@pytest.mark.parametrize("command", ["metrics", "gateway", "server"])
+def test_a_command_prints_what_whoever_reaches_its_address_can_do(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_args: object, **_options: object) -> None:
+        raise ServerError("of the test: nothing is served")
+
+    for name in ("ftcoord.commands.serving.MetricsServer", "ftcoord.coordination.Gateway"):
+        monkeypatch.setattr(name, full)
+    monkeypatch.setattr("ftcoord.embedded.server.EtcdServer", full)
+    flags = {
+        "metrics": ["--metrics-host", "0.0.0.0"],
+        "gateway": ["--etcd", "etcd://127.0.0.1:1/job", "--listen", "0.0.0.0:0"],
+        "server": ["--host", "0.0.0.0"],
+    }
+    assert cli.main([command, *flags[command]]) == 1
+    assert "whoever reaches 0.0.0.0 can" in capsys.readouterr().err
 
 
 WAIT = NextDecision("wait", "")

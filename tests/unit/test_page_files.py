@@ -21,6 +21,6 @@ def test_the_wheel_has_all_files_of_the_page() -> None:
 
 
 def test_all_that_the_page_loads_is_among_them() -> None:
-    named = re.findall(r'(?:src|href)="/static/([^"]+)"', (STATIC / "index.html").read_text(encoding="utf-8"))
+    named = re.findall(r'(?:src|href)="static/([^"]+)"', (STATIC / "index.html").read_text(encoding="utf-8"))
     assert len(named) >= 3
     assert all((STATIC / name).is_file() for name in named)

@@ -60,8 +60,9 @@ def test_a_connection_on_which_nothing_is_asked_is_ended(said: bytes, monkeypatc
         assert serves(server)
 
 
-def test_one_connection_too_many_is_ended_and_takes_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 3)
+@pytest.mark.parametrize("limit", ["MOST_CONNECTIONS", "MOST_OF_ADDRESS"])
+def test_one_connection_too_many_is_ended_and_takes_nobodys_place(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, limit, 3)
     with PageServer(page()) as server, ExitStack() as silent:
         for _ in range(3):
             silent.enter_context(connected(server))
@@ -69,6 +70,15 @@ def test_one_connection_too_many_is_ended_and_takes_nobodys_place(monkeypatch: p
             assert is_ended(more)
         silent.close()
         eventually(lambda: _serves_by_now(server), "room for another one")
+
+
+def test_a_peer_that_asks_and_reads_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_TIMEOUT", 0.2)
+    asked = b"GET /static/page.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with PageServer(page()) as server, connected(server) as one:
+        one.sendall(asked * 1000)  # more than all buffers hold
+        eventually(lambda: not server._server.server_state.connections, "its end, though it has read nothing")
+        assert serves(server)
 
 
 def _serves_by_now(server: PageServer) -> bool:

@@ -12,6 +12,11 @@ const job = new URLSearchParams(location.search).get("job");
 const look = { find: "", offset: 0 };
 let source = null, told = null, leases = {}, heardAt = 0, about = {};
 
+// Others' text may hold characters that nobody sees, or that reorder what stands around them. They are shown by number.
+function visible(text) {
+  return String(text).replace(/[^\P{C}\n\t]|[\p{Zl}\p{Zp}]/gu, (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
+}
+
 function make(tag, settings = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(settings)) {
@@ -19,12 +24,12 @@ function make(tag, settings = {}, ...children) {
     else if (name === "class") node.className = value;
     else node.setAttribute(name, value);
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
+  const shown = children.filter((child) => child !== null && child !== undefined);
+  node.append(...shown.map((child) => child instanceof Node ? child : visible(child)));
   return node;
 }
 
-function word(text) {
-  const mood = Object.keys(MOODS).find((one) => MOODS[one].includes(text)) ?? "";
+function word(text, mood = Object.keys(MOODS).find((one) => MOODS[one].includes(text)) ?? "") {
   return make("span", { class: `word ${mood}` }, text);
 }
 
@@ -33,7 +38,7 @@ function table(columns, rows) {
   const body = rows.map((row) => make("tr", {}, ...columns.map((column) => {
     const value = column.of(row);
     const nothing = value === null || value === undefined || value === "";
-    const kinds = [column.number && "number", column.mono && "mono", nothing && "nothing"].filter(Boolean).join(" ");
+    const kinds = [column.number && "number", column.short && "short", column.mono && "mono", nothing && "nothing"].filter(Boolean).join(" ");
     return make("td", { class: kinds, "data-head": column.head }, nothing ? "–" : value instanceof Node ? value : String(value));
   })));
   return make("div", { class: "wide" }, make("table", {},
@@ -78,7 +83,7 @@ counted.className = "counts";
 const body = make("div");
 
 function jobLink(name) {
-  return make("a", { href: `/?${new URLSearchParams({ job: name })}` }, name);
+  return make("a", { href: `./?${new URLSearchParams({ job: name })}` }, name);
 }
 
 function drawList(page) {
@@ -164,7 +169,7 @@ function ask(what, name, question, forcing) {
     go.disabled = true;
     const forced = force ? { force: force.input.checked } : {};
     const [done, text] = await order({ what, job, name, who: credentials.who, reason: reason.input.value.trim(), ...forced });
-    answer.textContent = text;
+    answer.textContent = visible(text);
     answer.className = done ? "good" : "bad";
     if (done) {
       go.remove();
@@ -182,7 +187,7 @@ function ask(what, name, question, forcing) {
 async function order(wanted) {
   try {
     const headers = { Authorization: `Bearer ${credentials.token}`, "Content-Type": "application/json" };
-    const answer = await fetch("/api/act", { method: "POST", headers, body: JSON.stringify(wanted) });
+    const answer = await fetch("api/act", { method: "POST", headers, body: JSON.stringify(wanted) });
     const told = await answer.json();
     if (!answer.ok) return [false, told.error];
     return [told.did.length > 0, [...told.did, ...told.left.map((one) => `left alone: ${one}`)].join("; ")];
@@ -274,9 +279,9 @@ function whyCell(row) {
     worker.traceback ? make("pre", { class: "traceback" }, worker.traceback) : null);
 }
 const eventColumns = [
-  { head: "time", of: (row) => row.at ? new Date(row.at * 1000).toLocaleString() : "" },
-  { head: "what", of: (row) => word(row.kind) },
-  { head: "of", of: (row) => `${row.group === "quorums" ? "quorum" : "round"} ${row.number}` },
+  { head: "time", short: true, of: (row) => row.at ? new Date(row.at * 1000).toLocaleString() : "" },
+  { head: "what", of: (row) => row.kind === "closed" && row.reason.startsWith("finished") ? word(row.kind, "good") : word(row.kind) },
+  { head: "of", short: true, of: (row) => `${row.group === "quorums" ? "quorum" : "round"} ${row.number}` },
   { head: "who", of: (row) => row.who },
   { head: "why", of: whyCell },
   { head: "revision", number: true, of: (row) => row.revision },
@@ -325,7 +330,7 @@ function draw() {
   lost.hidden = state !== "lost";
   const since = told?.at ? ` What is below was so at ${new Date(told.at * 1000).toLocaleTimeString()}.` : "";
   if (silent) lost.textContent = `The page's own server does not answer.${since}`;
-  else if (state === "lost") lost.textContent = `ETCD IS LOST: ${told.error}.${told.page ? since : ""}`;
+  else if (state === "lost") lost.textContent = `ETCD IS LOST: ${visible(told.error)}.${told.page ? since : ""}`;
 }
 
 function drawPage() {
@@ -337,7 +342,7 @@ function drawPage() {
 
 function open() {
   if (document.hidden) return; // it is opened again when somebody looks
-  const path = job === null ? "/api/jobs" : "/api/job";
+  const path = job === null ? "api/jobs" : "api/job";
   const asked = { find: look.find, offset: look.offset, ...(job === null ? {} : { job }) };
   const before = source, mine = new EventSource(`${path}?${new URLSearchParams(asked)}`);
   source = mine;
@@ -381,8 +386,8 @@ document.addEventListener("visibilitychange", () => {
 });
 
 if (job !== null) {
-  document.title = `${job} · ftcoord`;
-  main.append(make("div", { class: "title" }, make("a", { href: "/" }, "jobs"), make("span", { class: "dim" }, "/"), make("h1", {}, job)));
+  document.title = `${visible(job)} · ftcoord`;
+  main.append(make("div", { class: "title" }, make("a", { href: "./" }, "jobs"), make("span", { class: "dim" }, "/"), make("h1", {}, job)));
 } else {
   main.append(make("div", { class: "title" }, make("h1", {}, "Jobs")));
 }
@@ -390,9 +395,9 @@ main.append(tools, body);
 setInterval(draw, 1000);
 draw();
 open();
-fetch("/api/about").then((answer) => answer.json()).then((found) => {
+fetch("api/about").then((answer) => answer.json()).then((found) => {
   about = found;
-  document.getElementById("where").textContent = `${about.endpoints.join(", ")} ${about.key_prefix}`;
+  document.getElementById("where").textContent = visible(`${about.endpoints.join(", ")} ${about.key_prefix}`);
   document.getElementById("about").textContent = `ftcoord ${about.version} on ${about.host}; ${about.acts ? "who has the token may act" : "read-only"}`;
   drawPage();
 }).catch(() => draw());
