@@ -12,8 +12,8 @@ from secrets import token_hex
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.coordination.address import Job
-from ftcoord.coordination.connection import connect, job_of, torchft_errors
+from ftcoord.coordination.address import Job, parse_address
+from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.kills import ends_here, watch_kills
 from ftcoord.coordination.own_place import in_url, own_place
 from ftcoord.coordination.policy import LEASE_FLOOR
@@ -80,7 +80,7 @@ class ManagedGroup:
         with ExitStack() as ends:
             try:
                 ends.callback(Exporting.of_environment().close)
-                place, host = own_place(bind, identity.hostname, job_of(lighthouse_addr, connect_timeout))
+                place, host = own_place(bind, identity.hostname, parse_address(lighthouse_addr))
                 listener = listen(place)
                 ends.callback(stop_listening, listener)
                 job, etcd = connect(lighthouse_addr, connect_timeout)

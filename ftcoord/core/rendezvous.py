@@ -24,7 +24,8 @@ Rules
   R6 limits. All members share one pair of limits (--nnodes): those of the record as long as any live member wants the
      same, else those of the oldest member. Members with other limits do not count, and the record tells them so.
   R7 closed. A closed run stays closed, unless the user's `restart` lets new members go on from it. They say so, and
-     wait until nobody of the closed round is left.
+     wait until nobody of the closed round is left. If one of them has taken its seat in a later round, the end is only
+     what a restored etcd shows: then R9 counts.
   R8 leaving. A member that says that it is leaving counts as gone from then on, so that the others learn why. A member
      whose key vanishes is gone: because it died, if its sentinel said so, or else because its lease ended. A node that
      an operator drains is as good as gone: the record names it, it gets no seat any more, and leaves when it reads so.
@@ -94,21 +95,27 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
     previous = situation.previous
     if previous is not None and situation.vanished:
         return _recall_vanished(previous, situation)
-    if previous is not None and previous.closed and not may_reopen(previous, options.restart):
+    lost = max((member.ask.seated for member in situation.members), default=0)
+    is_older = previous is not None and any(_has_reopened(previous, member.ask) for member in situation.members)
+    if previous is not None and previous.closed and not is_older and not may_reopen(previous, options.restart):
         return Wait("the run is closed", rule=CLOSED_RUN)
     limits = limits_of(situation)
     if _must_be_told(situation, limits):
         stated = replace(previous or NO_ROUND, min_nodes=limits[0], max_nodes=limits[1])
         return Publish(stated, f"--nnodes is {spelled(limits)}, not what all members want", LIMITS)
     poll = poll_of(situation, limits)
-    if previous is not None and previous.closed:
+    if previous is not None and previous.closed and not is_older:
         return _judge_closed(previous, poll, options, now)
-    lost = max((member.ask.seated for member in situation.members), default=0)
     if lost > (previous or NO_ROUND).number and (verdict := _judge_lost(lost, poll, options, now)):
         return verdict
     if previous is not None and previous.seats and not previous.recalled:
         return _judge_running(previous, poll, options, now)
     return form(poll, options, now)
+
+
+def _has_reopened(closed: AnyRound, ask: JoinRequest) -> bool:
+    """Whether a member has taken its seat in a round that went on from this end, and that etcd has lost."""
+    return bool(closed.closed) and ask.reopens == closed.number < ask.seated
 
 
 def _must_be_told(situation: RoundSituation, limits: tuple[int, int]) -> bool:
@@ -326,6 +333,8 @@ def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequ
 
     Of a head, a member first reads the chunk of its roll that it is in, if that matters.
     """
+    if now is not None and _has_reopened(now, ask):
+        return Outlook(Standing.MISSED, Next.RETURN)  # an etcd that lost writes has lost the round that reopened it
     if now is None or (now.closed and now.number == ask.reopens) or (isinstance(now, HeardRound) and now.gone):
         return _PENDING
     must_start = now.ready and ask.seated == now.number > ask.after  # others count on it, wherever it stands by now
@@ -366,13 +375,14 @@ _PENDING: Final[Outlook[JoinRequest]] = Outlook(Standing.PENDING)
 def call_back(now: AnyRound | None, mine: AnyRound) -> tuple[int, str]:
     """How many nodes wait for a participant of the round `mine` to come back to the rendezvous, and why; 0 if none.
 
-    A run that is over calls everybody back, to hear why, unless its workers are done: then all others are, or soon
-    will be, and must not be disturbed.
+    A run that is over calls everybody back, to hear why, unless the workers of this very round are done: then all
+    others are, or soon will be, and must not be disturbed.
     """
     if now is None or now.number < mine.number:  # an etcd that lost writes: nobody went on without this node
         return 0, ""
     if now.closed:
-        return (0, "") if now.outcome == FINISHED else (1, f"the run is over: {now.closed}")
+        is_done = now.outcome == FINISHED and is_same_round(now, mine)
+        return (0, "") if is_done else (1, f"the run is over: {now.closed}")
     if not is_same_round(now, mine):
         is_lost = now.number == mine.number and now.recalled and not now.size
         return 1, now.recalled if is_lost else f"round {now.number} was formed without this node"

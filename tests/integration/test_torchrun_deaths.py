@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import warm
-from helpers import DEADLINE, eventually
-from jobs import Job
+from helpers import DEADLINE, eventually, freeze
+from jobs import SCRIPTS, Job
 from test_torchrun import decided, keys
 from victims import runs
 
@@ -62,11 +62,11 @@ def deaf_worker_of(job: Job) -> int:
     return pid
 
 
-def sentinel_of(job: Job) -> int:
-    """The pid of the agent's sentinel, once there is one."""
+def sentinel_of(job: Job, name: str = "a") -> int:
+    """The pid of an agent's sentinel, once there is one."""
 
     def found() -> list[int]:
-        return [pid for pid in descendants(job.agents["a"].pid) if PROGRAM in command(pid)]
+        return [pid for pid in descendants(job.agents[name].pid) if PROGRAM in command(pid)]
 
     (pid,) = eventually(found, "the agent has a sentinel")
     return pid
@@ -195,3 +195,29 @@ def test_peers_of_a_worker_that_fails_are_called_back_though_another_one_of_its_
         os.kill(stubborn, signal.SIGKILL)  # else it takes the rest of the 30 s
         job.round_of("ab", kind="started", after=[address])
         job.finish("ab")
+
+
+def test_a_node_that_was_stopped_while_the_others_went_on_and_finished_is_called_back(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    """Its workers would wait for those of peers that have left."""
+    with Job(tmp_path, etcd.get_endpoint(), "2:3", "idle.py") as job:
+        job.start("ab")
+        job.start("c", entry=["--no-python", "/bin/sh", "-c", "sleep 3456"])
+        agent = job.agents["c"]
+
+        def workers() -> list[int]:
+            return [pid for pid in descendants(agent.pid) if "sleep 3456" in command(pid).replace("\0", " ")]
+
+        eventually(lambda: workers() and decided(etcd, job).ready, job.story)
+        before = job.rounds("started")
+        stopped = [sentinel_of(job, "c"), agent.pid]
+        for pid in stopped:
+            freeze(pid)
+        job.round_of("ab", kind="started", after=before)
+        job.finish("ab")
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        job.expect_exit(1, "c")
+        assert "the workers are stopped: " in agent.terminal()  # it may read round 2 before it reads its end
+        eventually(lambda: not job.processes("c"), lambda: f"nothing of it is left\n{job.story()}")

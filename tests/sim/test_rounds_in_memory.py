@@ -533,6 +533,29 @@ def test_the_number_of_a_round_whose_record_was_deleted_is_not_given_again(world
     check_rounds(group)
 
 
+@simulated
+def test_a_run_that_was_started_again_goes_on_though_etcd_is_restored_to_its_end(world: World) -> None:
+    """The end that etcd shows is one that the nodes have left behind. It also shows none of the old run's nodes."""
+    ended = agents(world, 2, (2, 3))
+    first = work_together(world, ended)
+    assert ended[0].node is not None
+    RunRecord(world.observer, ended[0].settings).close("it failed", "failed", ended[0].node.speaker)
+    world.until(lambda: all(isinstance(one.ended, RendezvousClosedError) for one in ended), "both hear of the end")
+    end(world, ended)
+    old = world.etcd.snapshot()
+    group = agents(world, 2, (2, 3))
+    before = work_together(world, group, after=first[0].number)
+    world.etcd.rewind(old)
+    if random.random() < 0.5:
+        group.append(Agent(world, "newcomer", world.etcd.client(), (2, 3)))
+    else:
+        world.sleep(random.uniform(0, 3 * LEASE_TTL))
+        random.choice(group).worker_fails.set()
+    work_together(world, group, before[0].number)
+    end(world, group)
+    check_rounds(group)
+
+
 # -- rolls in chunks --------------------------------------------------------------------------------------------------
 
 

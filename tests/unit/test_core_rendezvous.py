@@ -562,6 +562,12 @@ def test_outlook(record: Round | None, ask: dict[str, Any], look: Standing) -> N
         pytest.param(replace(RUNNING, closed="A failed", outcome=FAILED), 1, "A failed", id="a failure"),
         pytest.param(replace(RUNNING, closed="by hand", outcome=CLOSED), 1, "by hand", id="by hand"),
         pytest.param(a_round("A", 2), 1, "round 2 was formed without", id="they went on without it"),
+        pytest.param(
+            replace(a_round("A", 2), closed="A finished", outcome=FINISHED),
+            1,
+            "A finished",
+            id="without it they are done",
+        ),
         pytest.param(a_round("A C"), 1, "round 1 was formed without", id="etcd lost it, and the number came again"),
     ],
 )
