@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import warm
 from helpers import DEADLINE, eventually, freeze
-from jobs import SCRIPTS, Job
+from jobs import Job
 from test_torchrun import decided, keys
 from victims import runs
 
