@@ -13,7 +13,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-IDLE_TIMEOUT: Final = 10.0
+IDLE_THREAD_TIMEOUT: Final = 10.0
 """Seconds."""
 
 
@@ -24,7 +24,7 @@ class DaemonPool:
     an exit handler closes would keep the process from ending.
 
     Args:
-        limit: the most threads. They are started when they are needed, and end when they had no call for IDLE_TIMEOUT;
+        limit: the most threads. They are started when they are needed, and end when they had no call for IDLE_THREAD_TIMEOUT;
             further calls queue.
         name: the threads' name.
     """
@@ -82,7 +82,7 @@ class DaemonPool:
         """The next call; None if this thread is to end."""
         while True:
             try:
-                return self._tasks.get(timeout=IDLE_TIMEOUT)
+                return self._tasks.get(timeout=IDLE_THREAD_TIMEOUT)
             except concurrency.Empty:
                 with self._lock:  # under which calls are queued: none has come meanwhile
                     if self._tasks.empty() and not self._closed:

@@ -95,7 +95,8 @@ def _problem(record: str, raw: Raw, form: _Form) -> str:
         if wanted is not list and type(value) is not wanted:
             return f"has a {name} that is no {wanted.__name__}"
         if wanted is int and not form.ranges[name].lowest <= value <= form.ranges[name].highest:
-            return f"has the {name} {value}, which nobody has counted to, so it is not ftcoord's"
+            lowest, highest = form.ranges[name]
+            return f"has the {name} {value}, outside {lowest} to {highest}, so it is not ftcoord's"
     raise AssertionError("nothing is wrong")
 
 

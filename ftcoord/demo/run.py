@@ -20,6 +20,7 @@ from ftcoord.core.rendezvous_records import Round, parse_round
 from ftcoord.demo.agents import Agent, no_orphans
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import FtcoordError
+from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Batch, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -38,7 +39,10 @@ T = TypeVar("T")
 
 
 class DemoError(FtcoordError):
-    """The demo did not go as it should; the message has the end of the agents' logs."""
+    """The demo did not go as it should; the message has the end of the agents' logs, a line each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(neutral, self.args[0].splitlines()))
 
 
 class Demo:

@@ -33,7 +33,7 @@ TTL = 10
 """Seconds: longer than an election, also on a crowded machine."""
 ORDERS = ("PL", "LP", "SL", "LS", "PSL", "SPL", "PLS", "SLP", "LPS", "LSP")
 """What is killed, in which order: the process, its sentinel, etcd's leader."""
-MOST_MEMORY = 25 << 20
+MOST_MEMORY = 45 << 20
 QUIET = 3.0
 """Seconds."""
 SMALL = 1 << 28
@@ -114,17 +114,16 @@ def test_it_takes_little_memory_and_no_turn_of_a_processor_but_to_renew(
 
 
 def _settled(pid: int) -> int | None:
-    """How often it has run, if it sleeps, and not only just now: while it is still loading it waits for a processor."""
+    """How often it has run, if it has loaded all and sleeps, and not only just now."""
     first = _turns(pid)
     threading.Event().wait(0.5)
-    return first if _status(pid)["State"].split()[0] == "S" and first == _turns(pid) else None
+    return first if first is not None and first == _turns(pid) and _status(pid)["State"].split()[0] == "S" else None
 
 
-def _turns(pid: int) -> int:
-    """How often a process with one thread has waited, or was made to."""
+def _turns(pid: int) -> int | None:
+    """How often a process has waited, or was made to; None while it has another thread, the one that loads gRPC."""
     status = _status(pid)
-    assert int(status["Threads"]) == 1
-    return int(status["voluntary_ctxt_switches"])
+    return int(status["voluntary_ctxt_switches"]) if int(status["Threads"]) == 1 else None
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -103,7 +103,7 @@ def test_every_number_has_its_range(record: str, path: str, lowest: int, highest
     for number in (lowest, highest):
         parse(KEY, with_field(value, path, number))
     for number in (lowest - 1, highest + 1, 2**64, -(2**64)):
-        with pytest.raises(StateError, match="nobody has counted to") as caught:
+        with pytest.raises(StateError, match="outside ") as caught:
             parse(KEY, with_field(value, path, number))
         assert caught.value.key == KEY
         assert path.rpartition(".")[2] in str(caught.value)

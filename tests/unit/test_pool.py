@@ -59,7 +59,7 @@ def test_a_thread_that_is_free_is_used_again() -> None:
 
 
 def test_threads_without_a_call_end_and_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "IDLE_TIMEOUT", 0.05)
+    monkeypatch.setattr(pool_module, "IDLE_THREAD_TIMEOUT", 0.05)
     pool, gate = DaemonPool(2, "ftcoord-idle"), Gate()
     for _ in range(2):
         calls = [pool.submit(gate.pass_through, name) for name in ("first", "second")]
@@ -71,7 +71,7 @@ def test_threads_without_a_call_end_and_others_come(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_call_that_comes_as_its_thread_ends_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "IDLE_TIMEOUT", 0.0)
+    monkeypatch.setattr(pool_module, "IDLE_THREAD_TIMEOUT", 0.0)
     pool = DaemonPool(1, "ftcoord-idle")
     assert [pool.submit(int, "7").result(DEADLINE) for _ in range(2000)] == [7] * 2000
     pool.close()
