@@ -24,8 +24,8 @@ class DaemonPool:
     an exit handler closes would keep the process from ending.
 
     Args:
-        limit: the most threads. They are started when they are needed, and end when they had no call for IDLE_THREAD_TIMEOUT;
-            further calls queue.
+        limit: the most threads; further calls queue. A thread is started when it is needed, and ends when it had no
+            call for IDLE_THREAD_TIMEOUT.
         name: the threads' name.
     """
 
