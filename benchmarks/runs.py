@@ -88,12 +88,14 @@ def _ask(at: int, record: Round) -> JoinRequest:
 
 
 def _record_puts(prefix: str, record: Round, lease: int) -> Iterator[Put]:
-    yield Put(round_key(prefix, record.number), b"", lease)
+    fence = round_key(prefix, record.number)
     if ROLLS.is_inline(record):
+        yield Put(fence, record.roll.encode(), lease)
         yield Put(decided_key(prefix), rendezvous_records.encode(record), lease)
         return
     chunks = ROLLS.chunks_for(record)
     roll = roll_id(record, chunks, record.by)
+    yield Put(fence, roll.encode(), lease)
     yield Put(decided_key(prefix), rendezvous_records.encode(head_of(record, roll, chunks, record.by)), lease)
     for at, chunk in enumerate(chunks_of(record, chunks)):
         yield Put(roll_key(prefix, roll, at), rendezvous_records.encode(chunk), lease)

@@ -28,12 +28,15 @@ def get_dynamic_handler() -> Any:
 
 
 def _create(params: Any) -> Any:
-    from ftcoord.rendezvous.create import create_handler
+    from ftcoord.rendezvous.create import check_log_folder, create_handler
 
+    check_log_folder(params)
     return create_handler(params)
 
 
 def _create_dynamic(params: Any) -> Any:
     from ftcoord.rendezvous.backend import create_dynamic_handler
+    from ftcoord.rendezvous.create import check_log_folder
 
+    check_log_folder(params)
     return create_dynamic_handler(params)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.errors import (
@@ -56,6 +56,25 @@ class Made:
     kv: KeyValue | None = None
 
 
+class Fence(NamedTuple):
+    """A key that must exist for changes to be made; and with this value, if one is given.
+
+    A fence with a value also refuses the writers of an earlier fence of that name, which was deleted.
+    """
+
+    key: str
+    value: bytes | None = None
+
+    @property
+    def guard(self) -> Compare:
+        """It stands."""
+        return exists(self.key) if self.value is None else Compare(self.key, "value", "=", self.value)
+
+    def stands(self, kv: KeyValue | None) -> bool:
+        """Whether it does, by what was read of its key."""
+        return kv is not None and self.value in (None, kv.value)
+
+
 class ExactlyOnceWriter:
     """A writer of changes. Thread-safe; not usable in a forked child.
 
@@ -64,12 +83,12 @@ class ExactlyOnceWriter:
         prefix: the prefix of the key of its count.
         ttl: seconds that its keys outlive it.
         lease: attach the keys to this lease instead, and never renew it.
-        fence: a key; once it is gone, every change raises RoundOver.
+        fence: once it is gone, every change raises RoundOver.
         closed: set it to make all calls give up.
     """
 
     def __init__(
-        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: str | None, closed: concurrency.Event
+        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: Fence | None, closed: concurrency.Event
     ) -> None:
         # Never change:
         self._etcd, self._prefix, self._ttl, self._lease, self._fence = etcd, prefix, ttl, lease, fence
@@ -130,13 +149,13 @@ class ExactlyOnceWriter:
 
     def _attempt(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made | None:
         """As `make`; None if it must be repeated, with the new lease or count that it needed."""
-        fences = [] if self._fence is None else [exists(self._fence)]
+        fences = [] if self._fence is None else [self._fence.guard]
         compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]
         try:
             lease = self._lease_id(deadline)
             leased = [Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops]
             success = [*leased, Put(self._count, b"", lease), *_gets(look, keys_only=True)]
-            failure = [Get(Span(self._count)), *_gets(self._fence), *_gets(look)]
+            failure = [Get(Span(self._count)), *_gets(self._fence and self._fence.key), *_gets(look)]
             result = retry_until_answered(
                 lambda left: self._send(compares, success, failure, left), deadline, self._closed
             )
@@ -198,7 +217,7 @@ class ExactlyOnceWriter:
         if count and made == self._made + 1:  # an earlier answer was lost
             self._made = made
             return Made(True, self._look_back(look, count.mod_revision, deadline))
-        if self._fence is not None and result.range(1).one is None:
+        if self._fence is not None and not self._fence.stands(result.range(1).one):
             raise round_over(self._fence)
         if made != self._made:
             if self._unanswered:
@@ -258,9 +277,9 @@ class ExactlyOnceWriter:
         self._count, self._made = f"{self._prefix}{uuid.uuid4().hex}", 0
 
 
-def round_over(fence: str) -> RoundOver:
+def round_over(fence: Fence) -> RoundOver:
     """The error when the fence is gone."""
-    return RoundOver(f"the round of {fence} is over; join the next one and use its store")
+    return RoundOver(f"the round of {fence.key} is over; join the next one and use its store")
 
 
 def _gets(key: str | None, keys_only: bool = False, revision: int = 0) -> list[Get]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import uuid
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 
-from ftcoord.config import EtcdConfig
+from ftcoord.config import EtcdConfig, redacted
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdError, EtcdUnavailable
+from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.logs import show_log_lines
 from ftcoord.metrics.exporter import MetricsAddress
@@ -18,6 +21,11 @@ from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
+
+NO_ID: Final = "none"
+"""The id that torchrun gives a job without `--rdzv-id`."""
+LONGEST_FOLDER: Final = 255 - 9
+"""Bytes of an id that a name of torch's log folder can contain: torch adds nine more."""
 
 
 class OpenedRun(NamedTuple):
@@ -43,6 +51,17 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return handler
 
 
+def check_log_folder(params: RendezvousParameters) -> None:
+    """Raises ConfigError for an id that torch's agent cannot use, after which it names its log folder.
+
+    For an agent that torch starts: it would end with a FileNotFoundError, after it has joined.
+    """
+    run_id = params.run_id
+    if isinstance(run_id, str) and ("/" in run_id or len(os.fsencode(run_id)) > LONGEST_FOLDER):
+        allowed = f"torch names a log folder after it: give an id without '/', of at most {LONGEST_FOLDER} bytes"
+        raise ConfigError("run_id", redacted(run_id), f"{allowed} (--rdzv-id)")
+
+
 def with_conf(params: RendezvousParameters, conf: Mapping[str, object]) -> RendezvousParameters:
     """The same parameters with a different ``rdzv_conf``."""
     return RendezvousParameters(
@@ -61,10 +80,8 @@ def open_run(params: RendezvousParameters) -> OpenedRun:
         local_addr=params.local_addr,
         conf=params.config,
     )
-    if settings.run_id == "none" and settings.etcd is not None:
-        log.warning("no --rdzv-id was given: every job without one on this etcd belongs to the same run, 'none'")
     if settings.etcd is not None:
-        return OpenedRun(settings, connect(settings.etcd), None)
+        return OpenedRun(_with_id(settings), connect(settings.etcd), None)
     server = EtcdServer(login=True)
     server.start()
     try:
@@ -72,6 +89,20 @@ def open_run(params: RendezvousParameters) -> OpenedRun:
     except RendezvousConnectionError:
         server.stop()
         raise
+
+
+def _with_id(settings: RendezvousSettings) -> RendezvousSettings:
+    """The settings of a run of its own. Raises ConfigError if other nodes would have to know its id."""
+    if settings.run_id != NO_ID:
+        return settings
+    if settings.max_nodes > 1:
+        allowed = (
+            "give all nodes of a job the same --rdzv-id, and each job another: all jobs without one would be one run"
+        )
+        raise ConfigError("run_id", NO_ID, allowed)
+    run_id = str(uuid.uuid4())
+    log.info("no --rdzv-id was given: the id of this run is %s", run_id)
+    return replace(settings, run_id=run_id)
 
 
 def connect(config: EtcdConfig) -> SharedClient:

@@ -340,7 +340,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._etcd,
             round_store_prefix(prefix, round_.number),
             lease=member.record_lease or None,  # 0 if the record was deleted just now
-            fence=round_key(prefix, round_.number),
+            fence=(round_key(prefix, round_.number), round_.roll.encode()),
         )
         return rank
 

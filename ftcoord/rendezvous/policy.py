@@ -335,8 +335,9 @@ class RendezvousPolicy:
         somebody has deleted that. A decision that comes late would else take it for the same absence.
 
         The previous round is that of the record; if the record was lost, the number before this one. Keys in the new
-        round's store are left from a run that was forgotten since. All rolls but the new one are deleted, including
-        those of deciders that were too late. If the record vanished and is written `again`, so is its roll.
+        round's store are left from a run that was forgotten since. A node of that one may still write under the same
+        number, so the fence holds the name of the roll. All rolls but the new one are deleted, including those of
+        deciders that were too late. If the record vanished and is written `again`, so is its roll.
         """
         number, last = decision.record.number, previous.number if previous else 0
         missing_at = self._last.missing_at
@@ -354,7 +355,7 @@ class RendezvousPolicy:
             value,
             decision.reason,
             decision.rule,
-            puts=((round_key(self._prefix, number), b""),),
+            puts=((round_key(self._prefix, number), self._rolls.name(decision.record, me).encode()),),
             deletes=[*fences, *stores, *self._rolls.old(decision.record, me)],
             no_newer=no_newer,
             beside=beside,

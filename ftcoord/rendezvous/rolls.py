@@ -65,12 +65,15 @@ class Rolls:
             raise RollReplaced
         raise StateError(span.start, f"is not whole, though {now.key} names it: delete that, so that all decide anew")
 
+    def name(self, record: Round, me: str) -> str:
+        """The name of the roll of a new round, as its participants know it."""
+        return record.roll if self._sizes.is_inline(record) else roll_id(record, self._sizes.chunks_for(record), me)
+
     def new(self, record: Round, me: str) -> tuple[bytes, list[tuple[str, bytes]]]:
         """The record of a new round, and its roll if that is stored beside it."""
         if self._sizes.is_inline(record):
             return encode(replace(record, by=me)), []
-        chunks = self._sizes.chunks_for(record)
-        roll = roll_id(record, chunks, me)
+        chunks, roll = self._sizes.chunks_for(record), self.name(record, me)
         self._known[roll] = record
         return encode(head_of(record, roll, chunks, me)), self._chunks(record, roll, chunks)
 
@@ -92,4 +95,4 @@ class Rolls:
         """All rolls but that of this new round."""
         if self._sizes.is_inline(record):
             return [rolls_span(self._prefix)]
-        return list(other_rolls(self._prefix, roll_id(record, self._sizes.chunks_for(record), me)))
+        return list(other_rolls(self._prefix, self.name(record, me)))

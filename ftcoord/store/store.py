@@ -46,7 +46,7 @@ from ftcoord.etcd.api import (
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.etcd.retry import retry_until_answered
-from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Made
+from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 from ftcoord.store.halves import StoreResources, let_go
 from ftcoord.store.tries import Tries
@@ -83,7 +83,8 @@ class EtcdStore(Store):
         ttl: whole seconds, from 1 to 86400, that the keys written here outlive this store; etcd grants at least 2 s on
             default settings. Their lease is renewed as long as the store is open.
         lease: attach all keys to this lease instead, and never renew it.
-        fence: a key. Once it is gone, every change raises RoundOverError, and so does waiting for a missing key.
+        fence: a key, or a key and the value that it must have. Once it is gone, every change raises RoundOverError, and
+            so does waiting for a missing key.
 
     Raises ConfigError (a ValueError) for a bad `ttl`, before any socket is opened.
 
@@ -124,7 +125,7 @@ class EtcdStore(Store):
         *,
         ttl: int = 3600,
         lease: int | None = None,
-        fence: str | None = None,
+        fence: str | tuple[str, bytes] | None = None,
     ) -> None:
         super().__init__()
         ttl = lease_seconds("ttl", ttl)
@@ -134,8 +135,9 @@ class EtcdStore(Store):
         self._prefix = prefix
         self._data, self._queues = store_values_span(prefix).start, store_queues_span(prefix).start
         self._closed = concurrency.event()
-        self._changes = ExactlyOnceWriter(self._etcd, store_counts_span(prefix).start, ttl, lease, fence, self._closed)
-        self._waiting = Waiting(self._etcd, fence, self._closed)
+        until = Fence(fence) if isinstance(fence, str) else fence and Fence(*fence)
+        self._changes = ExactlyOnceWriter(self._etcd, store_counts_span(prefix).start, ttl, lease, until, self._closed)
+        self._waiting = Waiting(self._etcd, until, self._closed)
         # Any thread, one step of the dict at a time. It is a hint: every change is guarded in etcd.
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
         self._open = StoreResources(self._changes, self._waiting, own, self._closed)

@@ -12,7 +12,7 @@ from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, WatchItem
 from ftcoord.etcd.reading import read_snapshot
 from ftcoord.etcd.retry import backoff, retry_until_answered
-from ftcoord.primitives.exactly_once import round_over
+from ftcoord.primitives.exactly_once import Fence, round_over
 
 _Items: TypeAlias = "concurrency.Queue[tuple[int, WatchItem | None]]"
 _FENCE: Final = -1
@@ -25,11 +25,11 @@ class Waiting:
 
     Args:
         etcd: the etcd client.
-        fence: a key; once it is gone, waiting calls raise RoundOver.
+        fence: once it is gone, waiting calls raise RoundOver.
         closed: set it, and call `wake()`, to make all of them give up.
     """
 
-    def __init__(self, etcd: Etcd, fence: str | None, closed: concurrency.Event) -> None:
+    def __init__(self, etcd: Etcd, fence: Fence | None, closed: concurrency.Event) -> None:
         self._etcd, self._fence, self._closed = etcd, fence, closed  # never change
         # Any thread, one step of the list at a time: `wake()` goes through a copy, and whoever adds itself later finds
         # `closed` set.
@@ -80,7 +80,7 @@ class Waiting:
                 undo.callback(self._etcd.watch(get.span, 0, partial(_put, items, index)).cancel)
             if self._fence is not None:
                 tell = partial(_put, items, _FENCE)
-                undo.callback(self._etcd.watch(Span(self._fence), 0, tell, deletes_only=True).cancel)
+                undo.callback(self._etcd.watch(Span(self._fence.key), 0, tell, deletes_only=True).cancel)
             return self._hear(items, gets, take, deadline)
 
     def _hear(self, items: _Items, gets: Sequence[Get], take: Take, deadline: float) -> bool:
@@ -109,10 +109,10 @@ class Waiting:
 
     def _read(self, gets: Sequence[Get], take: Take, deadline: float) -> bool:
         """Pass `take` what exists now. Raises RoundOver if that is not all and the fence is gone."""
-        fences = [] if self._fence is None else [Get(Span(self._fence), keys_only=True)]
+        fences = [] if self._fence is None else [Get(Span(self._fence.key))]
         found = read_snapshot(partial(self._range, deadline), lambda then: then.ranges([*gets, *fences]))
         has_all = take([kv for one in found[: len(gets)] for kv in one.kvs])
-        if not has_all and self._fence is not None and found[-1].one is None:
+        if not has_all and self._fence is not None and not self._fence.stands(found[-1].one):
             raise round_over(self._fence)
         return has_all
 

@@ -192,6 +192,21 @@ def test_a_fence_refuses_writes_for_good(make: MakeEtcdStore, client: EtcdClient
     assert store.num_keys() == 2
 
 
+def test_a_fence_that_is_put_again_with_another_value_is_another_one(
+    make: MakeEtcdStore, client: EtcdClient, prefix: str
+) -> None:
+    fence = f"{prefix}/fence"
+    client.put(fence, b"this")
+    store = make(fence=(fence, b"this"))
+    store.set("a", b"1")
+    client.delete(Span(fence))
+    client.put(fence, b"another")
+    for call in (lambda: store.set("a", b"2"), lambda: store.get("absent")):
+        with pytest.raises(RoundOver, match="join the next one"):
+            call()
+    assert store.get("a") == b"1"
+
+
 def test_a_new_store_behind_a_fence_that_is_gone(make: MakeEtcdStore, prefix: str) -> None:
     with pytest.raises(RoundOver):
         make(fence=f"{prefix}/fence").set("a", b"1")

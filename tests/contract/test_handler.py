@@ -53,6 +53,13 @@ def test_one_node(make_nodes: MakeNodes) -> None:
     assert (seat.rank, seat.world) == (0, 1)
 
 
+def test_a_job_of_one_node_without_an_id_is_a_run_of_its_own(make_nodes: MakeNodes) -> None:
+    nodes = [make_nodes(1, 1, run_id="none").one() for _ in range(2)]
+    for node in nodes:
+        assert join_all([node])[0].round == 1
+    assert len({"none", *(node.handler.get_run_id() for node in nodes)}) == 3
+
+
 def test_calling_repeatedly_moves_to_the_next_round(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3, 3).add(3)
     first = join_all(nodes)

@@ -187,6 +187,27 @@ def test_a_store_whose_number_comes_again_is_empty(make_nodes: MakeNodes, client
     assert not new.info.store.check(["key"])
 
 
+def test_a_node_of_a_run_that_was_deleted_writes_nothing_into_the_store_of_the_next_one(
+    make_nodes: MakeNodes, client: EtcdClient
+) -> None:
+    """It is cut off while an operator deletes all keys, as `ftcoord gc` does; so the numbers begin again."""
+    run = make_nodes(1, 1)
+    old = run.one()
+    join_all([old])
+    assert old.info is not None
+    store = old.info.store
+    store.set("key", b"old")
+    old.cut_off()
+    client.delete(Span(f"{old.handler._settings.prefix}/", is_prefix=True))
+    new = run.one()
+    assert join_all([new])[0].round == 1
+    for late in (lambda: store.set("key", b"old"), lambda: store.add("count", 1), lambda: store.get("absent")):
+        with pytest.raises(RoundOver, match="join the next one"):
+            late()
+    assert new.info is not None
+    assert not new.info.store.list_keys()
+
+
 def test_rounds_go_on_where_they_were_after_the_record_and_all_who_knew_it_are_gone(
     make_nodes: MakeNodes, client: EtcdClient
 ) -> None:

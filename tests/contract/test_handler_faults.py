@@ -90,7 +90,10 @@ def test_member_loss_can_be_left_to_the_workers(make_nodes: MakeNodes, client: E
 def test_a_node_that_lost_its_lease_comes_back(make_nodes: MakeNodes, client: EtcdClient) -> None:
     nodes = make_nodes(3, 3, lease_ttl=LONG_TTL).add(3)  # a renewal just then would bring it back before it is missed
     before = join_all(nodes)
+    stores = [node.info.store for node in nodes if node.info is not None]
+    stores[1].set("key", b"1")
     client.revoke(nodes[1].lease())
+    assert stores[0].check(["key"])  # the others may still read it: a store lives under the run's lease
     all_signalled(nodes)
     after = join_all(nodes)
     assert [seat.rank for seat in after] == [seat.rank for seat in before]

@@ -174,8 +174,12 @@ def test_what_is_wrong_is_said(etcd: EtcdServer, tmp_path: Path) -> None:
     with Job(tmp_path, etcd.get_endpoint(), "1") as job:
         job.start("a", conf={"lease_tll": 3})
         job.start("b", "--rdzv-endpoint=127.0.0.1:1,localhost:2", conf={"read_timeout": 1})
-        job.expect_exit(1, "ab")
-        a, b = (job.agents[name].terminal().splitlines()[-1] for name in "ab")
+        job.start("c", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=team/job")  # nobody is asked there
+        job.start("d", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=none", "--nnodes=2")
+        job.expect_exit(1, "abcd")
+        a, b, c, d = (job.agents[name].terminal().splitlines()[-1] for name in "abcd")
+        assert "run_id='team/job' is not valid: torch names a log folder after it" in c
+        assert "run_id='none' is not valid: give all nodes of a job the same --rdzv-id" in d
         assert "lease_tll='3' is not valid" in a
         assert "RendezvousConnectionError: no etcd at http://127.0.0.1:1, http://localhost:2" in b
         assert job.events("started") == []

@@ -73,7 +73,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a store's change is not fenced", "ftcoord.primitives.exactly_once",
-        "fences = [] if self._fence is None else [exists(self._fence)]", "fences = []", ROUNDS,
+        "fences = [] if self._fence is None else [self._fence.guard]", "fences = []", ROUNDS,
     ),
     Mutant(
         "a change whose answer was lost is made again", "ftcoord.primitives.exactly_once",
