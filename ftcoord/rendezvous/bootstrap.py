@@ -2,31 +2,111 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import socket
-from contextlib import closing
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Final
 
 from torch.distributed import TCPStore
 
-from ftcoord.config import EtcdConfig
+from ftcoord.config import Endpoint, EtcdConfig
+from ftcoord.core.rendezvous_records import AnyRound, HeardRound, Round
 
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
+_ELSEWHERE: Final = "192.0.2.1"
+"""An address that no host has (RFC 5737): the way to it is the default route."""
+_GET_ADDRESS: Final = 0x8915
+"""Linux's SIOCGIFADDR."""
 
 
-def own_address(local_addr: str | None, etcd: EtcdConfig) -> str:
+def own_address(local_addr: str | None, etcd: EtcdConfig, *, alone: bool = False) -> str:
     """The address at which the other nodes reach this host.
 
-    `local_addr` if given; else the address from which this host reaches etcd, which needs no DNS. If etcd is on
-    loopback, the host's name as torch takes it (`socket.getfqdn()`), or 127.0.0.1 if that does not resolve.
+    `local_addr` if given; else the address from which this host reaches etcd, which needs no DNS. If that is a loopback
+    address, the host's name as torch takes it (`socket.getfqdn()`); but if that does not resolve here, or only to
+    loopback, as in Debian's /etc/hosts, an address of this host's interfaces. A node that is always `alone` needs none:
+    an interface may lose its address.
     """
     if local_addr:
         return local_addr
-    for endpoint in etcd.endpoints:
-        if not endpoint.is_loopback:
-            return _address_towards(endpoint.host, endpoint.port) or socket.getfqdn()
+    towards = (_address_towards(one.host, one.port) for one in etcd.endpoints if not one.is_loopback)
+    if (found := next(filter(_is_reachable, towards), None)) is not None:
+        return found
     name = socket.getfqdn()
-    return name if _resolves(name) else "127.0.0.1"
+    resolved = _addresses_of(name)
+    if any(map(_is_reachable, resolved)):
+        return name
+    found = None if alone else next(filter(_is_reachable, _interfaces()), None)
+    return found or (name if resolved else "127.0.0.1")
+
+
+def address_trouble(round_: AnyRound, host: str, address: str) -> str:
+    """Why the workers of a round will not meet at its bootstrap address, and what to do; empty if they may, as far as
+    this node can tell. Of a large round it knows only some of the hosts.
+
+    Args:
+        host: this node's, as in its seat.
+        address: this node's own.
+    """
+    chunk = round_.chunk if isinstance(round_, HeardRound) else None
+    hosts = [seat.host for seat in round_.seats] if isinstance(round_, Round) else list(chunk.hosts if chunk else ())
+    first = hosts[0] if isinstance(round_, Round) else "rank 0's node"
+    is_here = _machine(first) == _machine(host) if isinstance(round_, Round) else round_.address == address
+    if len({*map(_machine, (*hosts, host))}) == 1 or not (why := _why_unreachable(round_.address, is_here)):
+        return ""
+    return (
+        f"workers on other hosts cannot reach {round_.address} (MASTER_ADDR): it {why}; start {first} with"
+        " --local-addr=<a DNS name or address of its host that the others reach>"
+    )
+
+
+def _machine(host: str) -> str:
+    """The machine of a node, by the name that people see."""
+    return host.partition(" (pid ")[0]
+
+
+def _why_unreachable(address: str, is_here: bool) -> str:
+    """`is_here`: whether this is rank 0's host, where its name may well mean loopback."""
+    if not _is_reachable(address):
+        return "is an address of one host only"
+    if is_here or _is_ip(address):
+        return ""
+    resolved = _addresses_of(address)
+    if not resolved:
+        return "does not resolve on this host"
+    return "" if any(map(_is_reachable, resolved)) else f"means this host here ({', '.join(resolved)})"
+
+
+def _is_ip(host: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
+
+
+def _is_reachable(address: str | None) -> bool:
+    """Whether other hosts may reach it: not loopback, nor a wildcard, nor an IPv6 address of one link."""
+    if address is None or Endpoint(address).is_loopback:
+        return False
+    with suppress(ValueError):
+        ip = ipaddress.ip_address(address)
+        return not (ip.is_unspecified or (ip.version == 6 and ip.is_link_local))
+    return True
+
+
+def _interfaces() -> Iterator[str | None]:
+    """The address on the default route; then, on Linux, an IPv4 address of each interface."""
+    yield _address_towards(_ELSEWHERE, 9)
+    if sys.platform == "linux":
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # it has none
+                    found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                    yield socket.inet_ntoa(found[20:24])
 
 
 def _address_towards(host: str, port: int) -> str | None:
@@ -39,12 +119,12 @@ def _address_towards(host: str, port: int) -> str | None:
         return None
 
 
-def _resolves(name: str) -> bool:
+def _addresses_of(name: str) -> list[str]:
+    """What a name resolves to; empty if it does not."""
     try:
-        socket.getaddrinfo(name, None)
+        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None)))
     except OSError:
-        return False
-    return True
+        return []
 
 
 class Reservation:

@@ -39,7 +39,7 @@ from ftcoord.etcd.shared import SharedClient
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
 from ftcoord.metrics.exporter import Exporting, MetricsAddress
-from ftcoord.rendezvous.bootstrap import Reservation, own_address
+from ftcoord.rendezvous.bootstrap import Reservation, address_trouble, own_address
 from ftcoord.rendezvous.logs import round_line
 from ftcoord.rendezvous.node import SHUT_DOWN, Node
 from ftcoord.rendezvous.orphans import MarkedChildren
@@ -156,7 +156,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             ends.callback(server.stop)
         ends.callback(etcd.close)
         self._run = RunRecord(etcd, settings)
-        self._address = own_address(settings.local_addr, etcd.config)
+        self._address = own_address(settings.local_addr, etcd.config, alone=settings.max_nodes == 1)
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
         self._resources = HandlerResources(Node(etcd, settings, self._address, self.host), ends)
         self._children: MarkedChildren | None = None
@@ -207,6 +207,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._expect_workers(round_)
         metrics.note_round(self._settings.run_id, round_.number, rank, round_.size, concurrency.now() - began)
         self._log(round_line(self._settings.run_id, round_, rank), round_, round_.before, rank)
+        if trouble := address_trouble(round_, self.host, self._address):
+            log.warning("run %r, round %d: %s", self._settings.run_id, round_.number, trouble)
         ended = f"; the round before ended: {round_.before}" if round_.before else ""
         place = f"{self.host} is rank {rank} of {round_.size} in round {round_.number}{ended}"
         self._record("next_rendezvous", place, rank)

@@ -301,7 +301,7 @@ def _local_addr(local_addr: str | None) -> str | None:
     if local_addr is None or local_addr == "":
         return None
     host = parse_host(local_addr.strip()) if isinstance(local_addr, str) else None
-    if host is None:
+    if host is None or host in ("0.0.0.0", "::"):
         allowed = "give this node's DNS name or IP address, without a port (--local-addr)"
         raise ConfigError("local_addr", redacted(local_addr), allowed)
     return host

@@ -259,7 +259,7 @@ REFUSED_ARGUMENTS: list[tuple[str, object]] = [
     *(("min_nodes", value) for value in (0, -1, "1", 1.0, True, None)),
     *(("max_nodes", value) for value in (0, "2", 2.5, True, None)),
     *(("backend", value) for value in ("", " ", None, 5)),
-    *(("local_addr", value) for value in (" ", "a b", "a:1", "[::1]", "http://a", 5, "fe80::1%eth0")),
+    *(("local_addr", value) for value in (" ", "a b", "a:1", "[::1]", "http://a", 5, "fe80::1%eth0", "0.0.0.0", "::")),
     *(("endpoint", value) for value in ("a,,b", "a:0", "ftp://a", "a/b", "embedded,a", "a,http://b,https://c", 5)),
 ]
 
