@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import kept
 from helpers import ask_etcd
 
 import ftcoord
@@ -229,10 +230,10 @@ class Left:
 def look(etcd: ftcoord.EtcdServer, client: EtcdClient, run: str) -> Left:
     """What is there now. Leases only where they hold a key of the run, or none that remains."""
     found = client.range(Get(Span(f"/ftcoord/v1/{run}", is_prefix=True))).kvs
-    kept = {kv.lease for kv in found if any(part in kv.key for part in KEPT)}
+    lasting = {kv.lease for kv in found if any(part in kv.key for part in KEPT)}
     answer = LEASES.FromString(ask_etcd(etcd.get_endpoint(), "Lease/LeaseLeases"))
-    leases = frozenset(str(one.id) for one in answer.leases) - {str(lease) for lease in kept}
-    keys = frozenset(kv.key for kv in found if kv.lease not in kept)
+    leases = frozenset(str(one.id) for one in answer.leases) - {str(lease) for lease in lasting}
+    keys = frozenset(kv.key for kv in found if kv.lease not in lasting)
     return Left(threads(), children(), leases, keys)
 
 
@@ -251,11 +252,12 @@ def stacks() -> str:
 
 
 def children() -> frozenset[int]:
+    """But for a sentinel that waits for the end of this process."""
     found: list[str] = []
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended meanwhile
             found += path.read_text().split()
-    return frozenset(map(int, found))
+    return frozenset(map(int, found)) - {kept.with_duty()}
 
 
 def fork_and_forget(holder: list[object]) -> int:

@@ -23,6 +23,7 @@ _blamed = WeakSet[threading.Thread]()
 def check(timeout: float = DEADLINE) -> None:
     """Fail if anything is kept alive for longer than `timeout` seconds. It is given up then: whoever asks next is not
     blamed for it."""
+    _end_duty()
     try:
         eventually(lambda: not _alive(), lambda: f"the end of {', '.join(_alive())}", timeout)
     except pytest.fail.Exception:
@@ -30,6 +31,21 @@ def check(timeout: float = DEADLINE) -> None:
             eventually(_gives_up, "nothing is kept alive any longer", GIVE_UP)
         _blamed.update(_threads())
         raise
+
+
+def with_duty() -> int | None:
+    """The pid of the sentinel that has to end this process's orphans: it stays as long as this process."""
+    sentinel = concurrency.of_process(Sentinel)
+    return sentinel.pid if sentinel._mark else None
+
+
+def _end_duty() -> None:
+    """This process goes on with the next test."""
+    if with_duty() is not None:
+        sentinel = concurrency.of_process(Sentinel)
+        sentinel.end_orphans("")
+        with sentinel._lock:
+            sentinel._end_if_idle()
 
 
 def _alive() -> list[str]:
