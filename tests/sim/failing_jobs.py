@@ -389,6 +389,7 @@ def kernel_of(job: Job) -> Iterator[None]:
         job.node_now.told.append(event["message"])
 
     with installed(job.plan.seed, job.sentinel, lambda _kept: None), replacing() as put:
+        put(handlers, "address_trouble", lambda *_: "")
         put(handlers, "WorkerWatch", lambda *given, starting: job.node_now.watch(*given))
         put(handlers, "serve_timers", lambda *given: job.node_now.serve_timers(*given))
         put(handlers, "why_process_ends", lambda: reason_of(job.node_now.ended))

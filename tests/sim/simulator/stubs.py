@@ -198,6 +198,7 @@ def installed(seed: int, sentinel_of: Callable[[], Any], keeps: Callable[[sessio
         put(policy, "parse_replica", parsed)
         put(oracles, "parse_replica", parsed)
         put(handler, "Reservation", Reservation)
+        put(handler, "address_trouble", lambda *_: "")  # its hosts have no names to look up
         put(handler, "WorkerWatch", WorkerStub)
         put(handler, "MarkedChildren", MarkStub)
         put(handler, "raised_as_exceptions", contextlib.nullcontext)
