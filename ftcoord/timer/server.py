@@ -100,6 +100,8 @@ class EtcdTimerServer(TimerServer):
         # Only the watchdog's thread (torch calls `register_timers`, `clear_timers` and `get_expired_timers` there), and
         # `stop()` when that has ended:
         self._book: Book[TimerRequest] = Book()
+        self._failing: set[Hashable] = set()  # timers that could not be handled, and have their log line
+        self._failed_with = ""  # how the last turn failed
         self._leases = WorkerLeases(self._run.etcd)
         self._gaps = _Gaps(self._book, clock)
         self._resources = _ServerResources(self._queue, self._leases, self._run)
@@ -194,10 +196,14 @@ class EtcdTimerServer(TimerServer):
 
     def _turn(self) -> float:
         """One turn of the watchdog's thread; returns the seconds until the next one, if no request comes before."""
+        failed_before, self._failed_with = self._failed_with, ""
         try:
             self._run_watchdog()
-        except Exception:  # of a user's subclass; torch's rule: the watchdog goes on
-            log.exception("a turn of the timer server failed")
+        except Exception as error:  # of a user's subclass; torch's rule: the watchdog goes on
+            self._failed_with = repr(error)
+            if self._failed_with != failed_before:
+                log.exception("a turn of the timer server failed; it is repeated every %.1f s", TIMER_RETRY_PAUSE)
+            self._resources.stopping.wait(TIMER_RETRY_PAUSE)  # what is due stays due
         return self._gaps.plan(self._max_interval)
 
     def _run_watchdog(self) -> None:
@@ -213,9 +219,22 @@ class EtcdTimerServer(TimerServer):
         self.register_timers(requests)
         self._leases.keep(self._book.entries.values(), self._clock())
         metrics.TIMERS.set(len(self._book.entries))
+        self._failing.intersection_update(self._book.entries)
         for key, entry in self._book.expired(self._clock()):
-            if self._resources.stopping.is_set() or not self._see_to(key, entry):
+            if self._resources.stopping.is_set() or not self._try_to_see_to(key, entry):
                 break
+
+    def _try_to_see_to(self, key: Hashable, entry: Entry[TimerRequest]) -> bool:
+        """A timer that fails in a way that nobody foresaw is postponed by itself: others wrote it, and the workers of
+        all other timers must still be reaped."""
+        try:
+            return self._see_to(key, entry)
+        except (OSError, ValueError, OverflowError) as error:
+            if key not in self._failing:
+                self._failing.add(key)
+                log.error("timer %r cannot be handled, and is tried again: %s", entry.item.scope_id, error)
+            self._book.postpone(key, self._clock() + TIMER_RETRY_PAUSE)
+            return True
 
     def _wait_for_etcd(self, error: EtcdError) -> None:
         self._gaps.begin(error)
