@@ -119,6 +119,11 @@ class ServerProcess:
         self._process = CONTEXT.Process(target=_serve, args=(run, endpoint), daemon=True)
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join()

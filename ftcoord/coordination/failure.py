@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from ftcoord.coordination import checks
-from ftcoord.errors import EtcdError, NotInQuorum, ServerError, StateError, ThreadFailed, ThreadNotStarted
+from ftcoord.errors import (
+    EtcdError,
+    NotInQuorum,
+    RequestRefused,
+    ServerError,
+    StateError,
+    ThreadFailed,
+    ThreadNotStarted,
+)
 
 TIMED_OUT: Final = ("Cancelled", "DeadlineExceeded")
 KNOWN: Final = (TimeoutError, NotInQuorum, StateError, ThreadFailed, ThreadNotStarted, ServerError, EtcdError)
@@ -27,6 +35,8 @@ class Failure:
             return cls("Cancelled", str(error))
         if isinstance(error, NotInQuorum):
             return cls("NotFound", str(error))
+        if isinstance(error, RequestRefused):
+            return cls("InvalidArgument", str(error))
         if isinstance(error, (ServerError, EtcdError)):
             return cls("Unavailable", str(error))
         return cls("Internal", str(error))

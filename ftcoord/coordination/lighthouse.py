@@ -128,9 +128,10 @@ class LighthouseClient:
             data: a dict for all members to see; JSON must be able to represent it.
 
         Raises:
-            TimeoutError: no such quorum was decided in time, or etcd did not answer. The replica no longer asks.
-            RuntimeError: etcd refuses, the quorum's record cannot be read, JSON cannot represent `data`, or the replica
-                has left.
+            TimeoutError: no such quorum was decided in time, for the reason that the text tells if it is known, or etcd
+                did not answer. The replica no longer asks.
+            RuntimeError: the request has more than 64 KiB, etcd refuses, the quorum's record cannot be read, JSON
+                cannot represent `data`, or the replica has left.
         """
         deadline = concurrency.now() + checks.seconds("timeout", timeout)
         request = QuorumRequest(

@@ -18,7 +18,8 @@ from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
 from ftcoord.core.layout import death_key, member_id, members_span
 from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ServerError
+from ftcoord.core.quorum_records import encode as encode_replica
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, ServerError
 from ftcoord.etcd.api import Etcd, Get, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import log_change, named
@@ -36,6 +37,11 @@ CAUSE_TIMEOUT: Final = 1.0
 """Seconds that a decided quorum may be delayed by reads for its log lines."""
 WORD_TIMEOUT: Final = 0.5
 """Seconds that a leaving replica may take to write that it leaves."""
+LARGEST_REQUEST: Final = 64 * 1024
+"""Bytes of JSON of a request. The requests of all replicas are decided in one transaction, of 1.5 MiB at most, so one
+that is too large would stop all others too."""
+_MOST_BYTES: Final = 12
+"""Bytes of JSON for one character."""
 LEFT: Final = "its manager was closed"
 BEAT_FRACTION: Final = 1 / 4
 """The part of the heartbeat timeout between two written beats, if the timeout is too short for leases."""
@@ -111,9 +117,11 @@ class Replica:
         """The next quorum that contains this replica, decided after it asked.
 
         Raises TimeoutError after the monotonic `deadline`, or when the caller is `gone` (see `nudge`), and withdraws
-        the request; ServerError once it has left; EtcdError if etcd refuses; StateError when the decided record cannot
-        be read; ThreadFailed.
+        the request; RequestRefused, before anything is written, for a request of more than `LARGEST_REQUEST` bytes;
+        ServerError once it has left; EtcdError if etcd refuses; StateError when the decided record cannot be read;
+        ThreadFailed.
         """
+        check_size(request)
         beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, request)
         pace = _QuorumPace(self._participant, self._job, self._takeover, beats, deadline, gone or concurrency.event())
         answered, began = False, concurrency.now()
@@ -249,7 +257,8 @@ class _QuorumPace:
     def tick(self, look: Look[QuorumRecord, ReplicaRecord]) -> None:
         """Raises TimeoutError."""
         if concurrency.now() >= self.deadline or self.gone.is_set():
-            raise TimeoutError("no quorum was decided in time")
+            why = self._takeover.reason
+            raise TimeoutError(f"no quorum was decided in time{why and ': '}{why}")
         self._beats.tick(self.deadline)
         self._takeover.tick()
 
@@ -288,6 +297,18 @@ class _WaitingBeats:
         # lost the outlook says so, and the call joins again in its own time, which is longer than a beat's.
         with contextlib.suppress(TimeoutError, EtcdUnavailable, OutcomeUnknown, LeaseLost):
             self._participant.touch(idle(self._request), min(now + self._timeout, deadline), by_writing=True)
+
+
+def check_size(request: QuorumRequest) -> None:
+    """Raises RequestRefused for a request that is too large."""
+    texts = request.replica_id, request.address, request.store_address, request.data, *request.handles
+    if sum(map(len, texts)) * _MOST_BYTES <= LARGEST_REQUEST:  # as nearly always
+        return
+    if (size := len(encode_replica(ReplicaRecord(request, 0, 0, 0)))) > LARGEST_REQUEST:
+        raise RequestRefused(
+            f"replica {request.replica_id[:100]!r} asks with {size} bytes of data, addresses and handles, of which all"
+            f" members get a copy at each step; the limit is {LARGEST_REQUEST}: share where the data are, not the data"
+        )
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ _INFO: Final = struct.Struct("=Q52xi")
 """The fields of it: the mask of what is asked for, or was answered, and the exit status."""
 _WITH_EXIT: Final = 1 << 3
 """PIDFD_INFO_EXIT in that mask (Linux 6.15). It is answered once the process has been reaped."""
-_STATE, _FLAGS, _STARTED, _STACK, _ENVIRONMENT, _EXIT_STATUS = 0, 6, 19, 25, 47, 49
+_STATE, _PARENT, _FLAGS, _STARTED, _STACK, _ENVIRONMENT, _EXIT_STATUS = 0, 1, 6, 19, 25, 47, 49
 """Fields of /proc/PID/stat, after the name of the program."""
 _DOES_NOT_RUN: Final = frozenset("TtZXx")
 """States in it: stopped, traced, zombie, dead."""
@@ -201,6 +201,12 @@ def children_of(thread: Path) -> list[int]:
     """The children that a thread of this process has started. Linux lists children by thread, and a process may have
     hundreds of threads. Raises OSError if the kernel has no such list."""
     return [*map(int, (thread / "children").read_text(encoding="ascii").split())]
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 if there is none, or the process is gone."""
+    fields = _stat(pid)
+    return 0 if fields is None else int(fields[_PARENT])
 
 
 def is_being_started(pid: int) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from ftcoord import pidfd
 from ftcoord.core.timer_records import Worker
 from ftcoord.errors import ConfigError
+from ftcoord.primitives.sentinel import Sentinel
 
 _ENDED_STATES = frozenset("ZXx")
 """The states in /proc/PID/stat of a process that has ended."""
@@ -62,6 +63,12 @@ def started(pid: int) -> int | None:
 def lives(worker: Worker) -> bool:
     """Whether that very process is running."""
     return started(worker.pid) == worker.start
+
+
+def is_untouchable(worker: Worker) -> bool:
+    """Whether it is this process, its parent, its sentinel, or pid 1: no timer ends those."""
+    sentinel = Sentinel.of_process()
+    return worker.pid in (1, os.getpid(), os.getppid(), sentinel and sentinel.pid)
 
 
 def kill(worker: Worker) -> bool:

@@ -26,7 +26,7 @@ from ftcoord.metrics import process as metrics
 from ftcoord.primitives.renewal import Clock
 from ftcoord.primitives.write_once import write_attempt_timeout, write_once
 from ftcoord.timer.ledger import holds
-from ftcoord.timer.process import host_id, kill, lives
+from ftcoord.timer.process import host_id, is_untouchable, kill, lives
 from ftcoord.timer.requests import EtcdRequestQueue, EtcdTimerRequest
 from ftcoord.timer.worker_leases import WorkerLeases
 
@@ -42,6 +42,7 @@ STOP_TIMEOUT: Final = 5.0
 """Seconds that `stop()` waits for the watchdog to finish its work."""
 
 Reap: TypeAlias = Callable[[TimerInfo], bool | None]
+MayReap: TypeAlias = Callable[[Worker], bool]
 
 
 class EtcdTimerServer(TimerServer):
@@ -57,11 +58,15 @@ class EtcdTimerServer(TimerServer):
         key_prefix: the `key_prefix` of `rdzv_conf`.
         clock: a monotonic clock in seconds. It must be the clock of the workers' host (`time.monotonic`).
         expiring: called with each timer that has expired, right before its worker is reaped; must not block.
+        may_reap: whether a running worker is this server's to reap; the timers of all others are left alone. By default
+            all are. Whoever can write below the run's prefix can write a timer with any pid.
 
     A timer runs from when it was recorded in etcd, on this host's monotonic clock. Before it kills a worker, the server
     makes three checks. It compares the worker's start time, because another process may have its pid. It reads the
     ledger in the worker's memory, because etcd may not know of a release yet. And it marks the timer's key as expired,
     in a transaction that fails if the worker has written the key since.
+
+    SIGKILL never goes to this process, its parent, its sentinel or pid 1, whatever a timer names.
 
     So a worker that released in time is never killed, only one of several servers reaps a worker, and no worker is
     reaped while etcd is unreachable. To replace a server that was killed, start another one.
@@ -84,16 +89,19 @@ class EtcdTimerServer(TimerServer):
         key_prefix: str = KEY_PREFIX,
         clock: Clock = concurrency.now,
         expiring: Callable[[TimerInfo], object] = lambda info: None,
+        may_reap: MayReap = lambda worker: True,
     ) -> None:
         interval, self._host = seconds("max_interval", max_interval), host_id()
         self._run = run if isinstance(run, Namespace) else Namespace.open(run, etcd, key_prefix)
         self._queue = EtcdRequestQueue(self._run.etcd, self._run.prefix, self._host)
         super().__init__(self._queue, interval, daemon)
         self.id = uuid.uuid4().hex
-        self._reap, self._clock, self._expiring = reap, clock, expiring  # never change
+        self._reap, self._clock, self._expiring, self._may_reap = reap, clock, expiring, may_reap  # never change
         # Only the watchdog's thread (torch calls `register_timers`, `clear_timers` and `get_expired_timers` there), and
         # `stop()` when that has ended:
         self._book: Book[TimerRequest] = Book()
+        self._failing: set[Hashable] = set()  # timers that could not be handled, and have their log line
+        self._failed_with = ""  # how the last turn failed
         self._leases = WorkerLeases(self._run.etcd)
         self._gaps = _Gaps(self._book, clock)
         self._resources = _ServerResources(self._queue, self._leases, self._run)
@@ -188,10 +196,14 @@ class EtcdTimerServer(TimerServer):
 
     def _turn(self) -> float:
         """One turn of the watchdog's thread; returns the seconds until the next one, if no request comes before."""
+        failed_before, self._failed_with = self._failed_with, ""
         try:
             self._run_watchdog()
-        except Exception:  # of a user's subclass; torch's rule: the watchdog goes on
-            log.exception("a turn of the timer server failed")
+        except Exception as error:  # of a user's subclass; torch's rule: the watchdog goes on
+            self._failed_with = repr(error)
+            if self._failed_with != failed_before:
+                log.exception("a turn of the timer server failed; it is repeated every %.1f s", TIMER_RETRY_PAUSE)
+            self._resources.stopping.wait(TIMER_RETRY_PAUSE)  # what is due stays due
         return self._gaps.plan(self._max_interval)
 
     def _run_watchdog(self) -> None:
@@ -207,9 +219,22 @@ class EtcdTimerServer(TimerServer):
         self.register_timers(requests)
         self._leases.keep(self._book.entries.values(), self._clock())
         metrics.TIMERS.set(len(self._book.entries))
+        self._failing.intersection_update(self._book.entries)
         for key, entry in self._book.expired(self._clock()):
-            if self._resources.stopping.is_set() or not self._see_to(key, entry):
+            if self._resources.stopping.is_set() or not self._try_to_see_to(key, entry):
                 break
+
+    def _try_to_see_to(self, key: Hashable, entry: Entry[TimerRequest]) -> bool:
+        """A timer that fails in a way that nobody foresaw is postponed by itself: others wrote it, and the workers of
+        all other timers must still be reaped."""
+        try:
+            return self._see_to(key, entry)
+        except (OSError, ValueError, OverflowError) as error:
+            if key not in self._failing:
+                self._failing.add(key)
+                log.error("timer %r cannot be handled, and is tried again: %s", entry.item.scope_id, error)
+            self._book.postpone(key, self._clock() + TIMER_RETRY_PAUSE)
+            return True
 
     def _wait_for_etcd(self, error: EtcdError) -> None:
         self._gaps.begin(error)
@@ -229,6 +254,9 @@ class EtcdTimerServer(TimerServer):
             return True
         worker, timer = request.timer.worker, request.timer
         if not lives(worker):
+            self._book.drop(key)
+        elif (self._reap is None and is_untouchable(worker)) or not self._may_reap(worker):
+            log.info("process %d is no worker of this timer server: its timer %r ends nothing", worker.pid, timer.scope)
             self._book.drop(key)
         elif holds(worker.pid, worker.ledger, timer.slot, timer.token) is False:
             self._book.postpone(key, self._clock() + TIMER_RETRY_PAUSE)  # the release is on its way to etcd

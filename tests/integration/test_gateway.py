@@ -25,7 +25,14 @@ from natives import TIMED_OUT, Natives
 from benchmarks.metrics import Load
 from ftcoord import EtcdServer, cli
 from ftcoord.config import EtcdConfig
-from ftcoord.coordination import Gateway, ManagerClient, ManagerServer, gateway_limits, gateway_sessions
+from ftcoord.coordination import (
+    Gateway,
+    LighthouseClient,
+    ManagerClient,
+    ManagerServer,
+    gateway_limits,
+    gateway_sessions,
+)
 from ftcoord.coordination.address import fresh_name, parse_address
 from ftcoord.coordination.gateway_limits import MOST_WAITING_OF_ID
 from ftcoord.coordination.gateway_sessions import CUT_OFF, QUIET_FOR
@@ -190,6 +197,20 @@ def test_what_a_replica_sends_all_are_told(natives: Natives, gateway: Gateway) -
     assert x == {"replica_id": "x", **request, "data": {"a": [1, None]}}
     assert y["data"] is None
     assert abs(told[0]["created"] - time.time()) < 3600
+
+
+def test_a_request_that_is_too_large_is_refused_to_its_sender(natives: Natives, gateway: Gateway, job: str) -> None:
+    call = natives.do(
+        "client_quorum", lighthouse=gateway.address(), name="x", timeout=DEADLINE, data={"text": "x" * 65536}
+    )
+    with pytest.raises(RuntimeError, match=r"InvalidArgument.*the limit is 65536"):
+        call.result(DEADLINE)
+    with (
+        contextlib.closing(LighthouseClient(job, LIMIT)) as client,
+        pytest.raises(RuntimeError, match=r"InvalidArgument.*the limit is 65536"),
+    ):
+        client.quorum("x", LIMIT, data={"text": "x" * 65536})
+    assert asked(job) == 0
 
 
 def test_a_call_whose_time_is_over_says_so_and_does_not_ask_any_more(natives: Natives, etcd: EtcdServer) -> None:

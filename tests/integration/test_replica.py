@@ -18,11 +18,12 @@ from members import Counting, Door
 from ftcoord import EtcdServer
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.replica import Replica
+from ftcoord.coordination.replica import LARGEST_REQUEST, Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
-from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, ServerError
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RequestRefused, ServerError
 from ftcoord.etcd.api import Batch, Etcd, Get, Span, TxnResult, WatchItem
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.group.pace import TakeoverToken
 
 REQUEST = QuorumRequest("x", "", "", 0, 1, False, "", 0, ())
 
@@ -97,6 +98,48 @@ def test_a_call_does_not_wait_for_anothers_write(fragile: EtcdServer, job: Job, 
         assert time.monotonic() - began < 5
         with pytest.raises(TimeoutError):
             other.result(DEADLINE)
+
+
+@pytest.mark.parametrize(("character", "size"), [("x", 1), ("\n", 2), ("\u202e", 6)])
+def test_a_request_that_is_too_large_is_refused_before_anything_is_written(
+    client: EtcdClient, job: Job, character: str, size: int
+) -> None:
+    """By its size in etcd, where a character may have several bytes."""
+    single = replace(job, min_replicas=1)
+    replica = Replica(client, single, "x", keeps_lease=True)
+    fits = replace(REQUEST, store_address=character * ((LARGEST_REQUEST - 300) // size))
+    with pytest.raises(RequestRefused, match=r"'x' asks with \d+ bytes .* the limit is 65536: share where"):
+        replica.ask(replace(fits, handles=("h" * 200,)), time.monotonic() + DEADLINE)
+    assert replica_records(client, job) == {}
+    assert replica.ask(fits, time.monotonic() + DEADLINE).requests == (fits,)
+    replica.leave(DEADLINE)
+
+
+@pytest.mark.parametrize("looks_itself", [True, False])
+def test_who_waits_in_vain_is_told_why_nothing_is_decided(client: EtcdClient, job: Job, looks_itself: bool) -> None:
+    """All requests together are more than etcd takes, though each may be asked. Only one replica of a process looks."""
+    count, gone, shared = 26, threading.Event(), TakeoverToken()
+    tokens = [shared] * (count - 1) + [TakeoverToken() if looks_itself else shared]
+    all_of_them = replace(job, min_replicas=count)
+    crew = [Replica(client, all_of_them, str(at), keeps_lease=True, takeover=token) for at, token in enumerate(tokens)]
+
+    def ask(replica: Replica, limit: float) -> str:
+        large = replace(REQUEST, replica_id=replica.replica_id, store_address="x" * (LARGEST_REQUEST - 300))
+        with pytest.raises((TimeoutError, ServerError)) as caught:
+            replica.ask(large, time.monotonic() + limit, gone)
+        return str(caught.value)
+
+    assert f"need min_replicas {count}" in ask(crew[-1], 1)
+    with ThreadPoolExecutor(count) as calls:
+        try:
+            for replica in crew[:-1]:
+                calls.submit(ask, replica, 1000)
+            eventually(lambda: sum(map(bool, requests(client, job))) == count - 1, "the others ask")
+            assert "too large" in ask(crew[-1], 5)
+        finally:
+            gone.set()
+            for replica in crew:
+                replica.leave(DEADLINE)
 
 
 def test_who_left_stays_gone(client: EtcdClient, job: Job, replica: Replica) -> None:

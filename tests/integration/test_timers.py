@@ -6,6 +6,8 @@ import contextlib
 import math
 import os
 import re
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,8 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, ConfigError
 from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.orphans import MARK
+from ftcoord.primitives.watched_process import parent_of
 from ftcoord.timer import server as server_module
 from ftcoord.timer.client import EtcdTimerClient
 from ftcoord.timer.environment import VARIABLE
@@ -106,6 +110,13 @@ def timer_of(client: EtcdClient, run: str) -> Timer:
     """The only timer of a run."""
     (timer,) = [timer for kv in slots(client, run) if (timer := parse_timer(kv.key, kv.value))]
     return timer
+
+
+def plant(client: EtcdClient, run: str, lease: int, pid: int, late: int = 0) -> None:
+    """Write an expired timer as anybody could: of the process with this pid, or one that had the pid before it."""
+    worker = replace(this_process(ledger=-1, ttl=60), pid=pid, start=(started(pid) or 0) - late)
+    key = timer_key(run_prefix(KEY_PREFIX, run), host_id(), lease, str(pid))
+    client.put(key, encode(Timer(worker, "scope", 0, 0, 0, 0, 0, 1)), lease)
 
 
 def due(server: WatchedServer) -> set[int]:
@@ -188,21 +199,52 @@ def test_a_worker_that_does_not_run_at_all_is_reaped(etcd: EtcdServer, prefix: s
 def test_only_the_very_process_is_killed(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
     """Not one that has its pid since; and where no ledger can be read, etcd's word is taken."""
 
-    def timer(pid: int, start: int) -> Timer:
-        worker = replace(this_process(ledger=-1, ttl=60), pid=pid, start=start)
-        return Timer(worker, "scope", 0, 0, 0, 0, 0, 1)
-
     make, run = EtcdTimers(prefix, etcd.get_endpoint()), run_prefix(KEY_PREFIX, prefix)
     with serving(prefix, etcd.get_endpoint()) as server, Worker(make) as stranger, Worker(make) as meant:
         lease = client.grant(60).id
-        for slot, (pid, late) in enumerate(((stranger.pid, 1), (meant.pid, 0))):
-            record = timer(pid, (started(pid) or 0) - late)
-            client.put(timer_key(run, host_id(), lease, str(slot)), encode(record), lease)
+        plant(client, prefix, lease, stranger.pid, late=1)
+        plant(client, prefix, lease, meant.pid)
         client.put(timer_key(run, host_id(), lease, "no timer"), b"what is this?", lease)
         meant.killed()
         server.knows(0)
         assert stranger.runs()
         client.revoke(lease)
+
+
+def test_a_server_ends_neither_itself_nor_its_parent(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
+    endpoint = etcd.get_endpoint()
+    with ServerProcess(prefix, endpoint) as server, Worker(EtcdTimers(prefix, endpoint)) as worker:
+        parent, lease = parent_of(server.pid), client.grant(60).id
+        for pid in (server.pid, parent, 1, worker.pid):
+            plant(client, prefix, lease, pid)
+        worker.killed()
+        assert started(server.pid)
+        assert started(parent)
+        client.revoke(lease)
+
+
+def test_an_agents_server_ends_its_own_workers_only(make_nodes: MakeNodes, client: EtcdClient) -> None:
+    """Also a process that a worker started without the mark; but no other process of the same user."""
+    node = make_nodes(1, 1, run_id="a job", timers="1").one()
+    others = {name: value for name, value in os.environ.items() if name != MARK}
+    script = f"env -u {MARK} sleep 600 & echo $!; wait $!"
+    with (
+        subprocess.Popen(["sleep", "600"], env=others) as stranger,
+        subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as worker,
+    ):
+        assert worker.stdout is not None
+        child, lease = int(worker.stdout.readline()), client.grant(60).id
+        try:
+            for pid in (stranger.pid, child):  # in this order they expire
+                plant(client, "a job", lease, pid)
+            assert worker.wait(90) == 128 + signal.SIGKILL, "that of its child"
+            assert stranger.poll() is None
+        finally:
+            client.revoke(lease)
+            stranger.kill()
+            if worker.poll() is None:
+                os.kill(child, signal.SIGKILL)
+    node.crash()
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------

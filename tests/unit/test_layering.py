@@ -85,11 +85,11 @@ FLOORS = (
     "recipes",
     (
         "rendezvous.bootstrap rendezvous.fences rendezvous.logs rendezvous.orphans rendezvous.record_change "
-        "rendezvous.rolls rendezvous.seat rendezvous.settings rendezvous.signals rendezvous.timers "
+        "rendezvous.rolls rendezvous.seat rendezvous.settings rendezvous.signals "
         "rendezvous.torchelastic rendezvous.worker_failures"
     ),
     "rendezvous.policy",
-    "rendezvous.run_record rendezvous.url rendezvous.use rendezvous.workers",
+    "rendezvous.run_record rendezvous.timers rendezvous.url rendezvous.use rendezvous.workers",
     "rendezvous.limits",
     "rendezvous.pace",
     "rendezvous.node",

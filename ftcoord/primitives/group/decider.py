@@ -70,6 +70,8 @@ class Decider:
         self._member_key, self._record, self._succession, self._members = member_key, record, succession, members
         self.calm_until = 0.0
         """Until then the group only takes in what happens."""
+        self.reason = ""
+        """Why nothing is decided, as far as this member knows; empty after a decision. Read anywhere."""
         self._last = _LastVerdict()
         self._said = ""
         """The reason that was logged last."""
@@ -91,6 +93,7 @@ class Decider:
         verdict = self._policy.decide(self._view(in_order), self._member_key.id, concurrency.now())
         self.calm_until = concurrency.now() + rest(len(in_order))
         if isinstance(verdict, Wait):
+            self.reason = verdict.reason
             self.say(_with_rule(verdict))
             if verdict.events:
                 self._record.note(verdict.events, (exists(self._member_key.key),))
@@ -103,6 +106,7 @@ class Decider:
             if self._record.mirror.one != stood:  # it may be that of a restored etcd, whose members are others
                 self._members.doubt()
             return concurrency.now() + STEP_RETRY_PAUSE
+        self.reason = ""
         self._succession.has_decided()
         if not (verdict.nothing_follows and self._record.mirror.synced):
             return concurrency.now()  # and look what follows
@@ -169,6 +173,11 @@ class Decider:
         else:
             self._member_key.put_soon(held.value, held.timeout, held.done, held.over)
         return done
+
+    def fails(self, problem: str, level: int = logging.DEBUG) -> None:
+        """Note and log what keeps this member from deciding."""
+        self.reason = problem
+        self.say(problem, level)
 
     def say(self, reason: str, level: int = logging.DEBUG) -> None:
         """Log the reason only when it changes."""

@@ -129,6 +129,11 @@ class Group:
         """Whether this member has its key."""
         return self._member_key.kv is not None
 
+    @property
+    def reason(self) -> str:
+        """Why nothing is decided, as far as this member knows; empty after a decision."""
+        return self._decider.reason
+
     def take_over(self, judged: Judged) -> None:
         """Decide too, though an older member lives, until there is nothing to decide: that one may be stuck. Harmless.
 
@@ -266,14 +271,14 @@ class Group:
             except (ClientClosed, MemberLost):
                 raise
             except LeaseLost as error:
-                self._decider.say(f"a lease is gone: {error}")
+                self._decider.fails(f"a lease is gone: {error}")
                 self._record.lease.drop()
                 until = concurrency.now() + STEP_RETRY_PAUSE
             except (EtcdUnavailable, OutcomeUnknown) as error:
-                self._decider.say(f"cannot go on for now: {error}")
+                self._decider.fails(f"cannot go on for now: {error}")
                 until = concurrency.now() + STEP_RETRY_PAUSE
             except (EtcdError, StateError) as error:  # nobody may ever decide, until somebody sees to that
-                self._decider.say(f"cannot go on: {error}", logging.WARNING)
+                self._decider.fails(f"cannot go on: {error}", logging.WARNING)
                 until = concurrency.now() + STEP_RETRY_PAUSE
 
     def _take(self, until: float | None) -> None:

@@ -98,6 +98,8 @@ class TakeoverToken:
     def __init__(self) -> None:
         self._lock = concurrency.lock("TakeoverToken._lock")
         self._holder: object | None = None  # guarded by _lock
+        self.looker: TakesOver | None = None
+        """The participant that looked last. Replaced as a whole by any thread."""
 
     def take(self, holder: object) -> bool:
         """Take it, if it is free; returns whether the holder has it. Never waits."""
@@ -121,6 +123,8 @@ class TakeoverToken:
 class TakesOver(Protocol):
     """Something that can decide in place of the decider: a participant."""
 
+    @property
+    def reason(self) -> str: ...
     def take_over(self, judged: Judged) -> None: ...
     def step_back(self) -> None: ...
     def nudge(self) -> None: ...
@@ -175,7 +179,14 @@ class Takeover:
             self._participant.nudge()
 
         if self._token.take(self):
+            self._token.looker = self._participant
             self._participant.take_over(judged)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is decided, as the last look in this process has shown; empty if that is not known."""
+        looker = self._token.looker
+        return looker.reason if looker is not None else ""
 
     def end(self) -> None:
         """The call no longer waits. Idempotent."""

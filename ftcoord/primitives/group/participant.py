@@ -195,6 +195,12 @@ class Participant(Generic[R, A]):
         with self._turn(deadline):
             self._insist(once, deadline, concurrency.event())
 
+    @property
+    def reason(self) -> str:
+        """Why nothing is decided, as the last look of this member has shown; empty if that is not known."""
+        member = self.member
+        return member.group.reason if member is not None else ""
+
     def take_over(self, judged: Judged) -> None:
         """Decide too, though an older member lives, until there is nothing to decide; see `Group.take_over`."""
         member = self.member

@@ -64,6 +64,7 @@ class Kernel:
                 put(module, "lives", lambda worker: self._find(worker) is not None)
             put(server, "holds", self._holds)
             put(server, "kill", self._kill)
+            put(server, "is_untouchable", lambda worker: False)
             put(api, "threading", SimpleNamespace(Thread=_watchdog))
             yield
 
