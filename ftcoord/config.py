@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 from ftcoord import files
 from ftcoord.errors import ConfigError
@@ -77,6 +78,11 @@ def variable(env: Mapping[str, str], name: str) -> str:
         )
         return ""
     return value
+
+
+def url_name(path: str) -> str:
+    """The job or run that a URL's path names, percent-encoded there; a slash at the end means nothing."""
+    return unquote(path.removeprefix("/").rstrip("/"))
 
 
 def key_path(key: str, value: object) -> str:
