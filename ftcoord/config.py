@@ -8,13 +8,17 @@ variable that it came from. Files are opened to check that they can be read; nam
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 from ftcoord import files
 from ftcoord.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 2379
 EMBEDDED = "embedded"
@@ -38,6 +42,7 @@ _URL = re.compile(r"(?:(?P<scheme>[^:/?#]*)://)?(?P<address>[^/?#]*)(?P<rest>.*)
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^][]*:[^][]*)\]|(?P<name>[^][:]*))(?::(?P<port>[^:]*))?|(?P<bare_v6>[^][]*)")
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _DNS_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
+_SERVICE_LINK = re.compile(r"(?:tcp|udp|sctp)://[^/]+:[0-9]+")
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
@@ -55,6 +60,29 @@ def without_etcd(env: Mapping[str, str]) -> dict[str, str]:
     """These variables, but for those that name an etcd or a login to it."""
     names = {name for variables in _VARIABLES.values() for name in variables}
     return {name: value for name, value in env.items() if name not in names}
+
+
+def variable(env: Mapping[str, str], name: str) -> str:
+    """A variable's value without surrounding white space, empty if it is not set, or not by a person.
+
+    Kubernetes gives each pod a variable `<SERVICE>_PORT` for each Service: for one named ftcoord-metrics, it has the
+    name of a setting of ours.
+    """
+    value = env.get(name, "").strip()
+    if name.endswith("_PORT") and _SERVICE_LINK.fullmatch(value):
+        log.warning(
+            "%s=%s is ignored: Kubernetes set it for a Service of that name; rename the Service, or set"
+            " enableServiceLinks: false for the pod",
+            name,
+            value,
+        )
+        return ""
+    return value
+
+
+def url_name(path: str) -> str:
+    """The job or run that a URL's path names, percent-encoded there; a slash at the end means nothing."""
+    return unquote(path.removeprefix("/").rstrip("/"))
 
 
 def key_path(key: str, value: object) -> str:

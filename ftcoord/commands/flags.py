@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ftcoord.commands.output import COLOURS, FORMATS
-from ftcoord.config import EtcdConfig, choice, key_path, seconds, text, whole
+from ftcoord.config import EtcdConfig, choice, key_path, seconds, text, variable, whole
 from ftcoord.core.layout import KEY_PREFIX
 
 Parse = Callable[[str, object], Any]
@@ -89,7 +89,7 @@ def resolve(options: argparse.Namespace, env: Mapping[str, str] | None = None) -
             continue
         if given is not None:
             setattr(options, flag.dest, flag.parse(flag.name, given))
-        elif variables.get(flag.variable, "").strip():
+        elif variable(variables, flag.variable):
             setattr(options, flag.dest, flag.parse(flag.variable, variables[flag.variable]))
         else:
             setattr(options, flag.dest, flag.default)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from ipaddress import ip_address
 from typing import Any, Final
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from ftcoord.config import HIDDEN, EtcdConfig, redacted, whole
+from ftcoord.config import HIDDEN, EtcdConfig, redacted, url_name, whole
 from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import KEY_PREFIX, quorum_prefix
 from ftcoord.core.quorum import QuorumOptions
@@ -119,7 +119,9 @@ def parse_address(address: str) -> Job:
     if parts.scheme not in SCHEMES:
         hint = _LIGHTHOUSE if parts.scheme in ("http", "https") else _FORM
         raise ConfigError("address", redacted(address), hint)
-    name = unquote(parts.path.removeprefix("/"))
+    if parts.fragment:
+        raise ConfigError("address", redacted(address), "write a # in the job's name as %23")
+    name = url_name(parts.path)
     if not name:
         raise ConfigError("address", redacted(address), f"it names no job; {_FORM}")
     try:

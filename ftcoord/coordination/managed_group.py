@@ -57,8 +57,7 @@ class ManagedGroup:
         heartbeat_interval: seconds between beats, if beats are judged.
         connect_timeout: seconds to wait for etcd.
 
-    Raises RuntimeError, and ConfigError for bad metrics settings in the environment. Everything that was made is then
-    released.
+    Raises RuntimeError. Everything that was made is then released.
     """
 
     def __init__(

@@ -154,7 +154,6 @@ class EtcdClient(KeyCalls, Closing):
         Raises LeaseLost when the lease has expired or was revoked, and the errors of every call.
         """
         request = messages.message("LeaseKeepAliveRequest")(id=lease_id)
-        # A stream for etcd; one request and one answer look the same on it as a unary call, which costs a third.
         response = self._transport.call(messages.KEEP_ALIVE, request, timeout=timeout)
         if response.ttl <= 0:
             raise LeaseLost(f"lease {lease_id:x} has expired or was revoked; take a new one")

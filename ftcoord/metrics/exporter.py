@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from ftcoord import __version__, concurrency, files
 from ftcoord.closing import Closing
-from ftcoord.config import exposure, parse_host, redacted, text, whole
+from ftcoord.config import exposure, parse_host, redacted, text, variable, whole
 from ftcoord.errors import ConfigError, ServerError, ThreadNotStarted
 from ftcoord.fork import OwnerProcess
 from ftcoord.metrics.http import MOST_SCRAPERS, HttpServer, is_allowed_host
@@ -96,10 +96,19 @@ class MetricsAddress:
 
     @classmethod
     def of_environment(cls, env: Mapping[str, str] | None = None) -> MetricsAddress | None:
-        """The address in the environment; None if metrics are not to be served. Raises ConfigError."""
+        """The address in the environment; None if metrics are not to be served, or if it is not valid: then one
+        warning is logged, because a process does its work without them too."""
         variables = os.environ if env is None else env
+        try:
+            return cls._parsed(variables)
+        except ConfigError as error:
+            log.warning("this process serves no metrics, and goes on without: %s", error)
+            return None
+
+    @classmethod
+    def _parsed(cls, variables: Mapping[str, str]) -> MetricsAddress | None:
         port, host, names, cert, key, client_ca = (
-            variables.get(name, "").strip()
+            variable(variables, name)
             for name in (
                 *(PORT_VARIABLE, HOST_VARIABLE, HOST_NAMES_VARIABLE),
                 *(CERT_VARIABLE, KEY_VARIABLE, CLIENT_CA_VARIABLE),
@@ -238,7 +247,7 @@ class Exporting(Closing):
 
     @classmethod
     def of_environment(cls) -> Exporting:
-        """Serve where FTCOORD_METRICS_PORT and related variables say. Raises ConfigError."""
+        """Serve where FTCOORD_METRICS_PORT and related variables tell it to."""
         return cls(MetricsAddress.of_environment())
 
     @property
@@ -259,7 +268,7 @@ def _serve_process(address: MetricsAddress) -> MetricsServer | None:
     try:
         server = MetricsServer(address, collect_process)
     except ServerError as error:
-        log.warning("this process tells no metrics, and goes on without: %s", error)
+        log.warning("this process serves no metrics, and goes on without: %s", error)
         return None
     log.info("the metrics of this process are at %s", server.url)
     if warning := exposure(address.host, address.open_to):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
-from ftcoord.config import redacted, whole
+from ftcoord.config import redacted, url_name, whole
 from ftcoord.errors import ConfigError
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -53,7 +53,7 @@ def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) ->
     settings = RendezvousSettings.parse(
         backend="etcd-v3",
         endpoint=parts.netloc,
-        run_id=unquote(parts.path.removeprefix("/")),
+        run_id=url_name(parts.path),
         min_nodes=world_size or 1,
         max_nodes=world_size or NO_LIMIT,
         local_addr=query.get("local_addr"),

@@ -113,7 +113,7 @@ def test_agents_on_one_host_that_are_given_the_same_port(etcd: EtcdServer, tmp_p
         assert found["ftcoord_agent_round"][tmp_path.name,] == 1
         assert found["ftcoord_agent_round_seats"][tmp_path.name,] == 2
         assert found["ftcoord_etcd_request_seconds_count"]["Txn",] >= 1
-        assert job.terminals().count("tells no metrics, and goes on without") == 1
+        assert job.terminals().count("serves no metrics, and goes on without") == 1
         job.finish("ab")
 
 
@@ -271,7 +271,7 @@ def test_a_taken_port_is_an_error_of_a_server_and_one_line_of_a_process(
         MetricsServer(taken, collect_process)
     assert exporter._serve_process(taken) is None
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "this process tells no metrics, and goes on without"
+        "this process serves no metrics, and goes on without"
     ]
 
 

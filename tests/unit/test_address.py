@@ -40,6 +40,11 @@ def test_an_address_is_parsed_as_it_was_written(job: Job, monkeypatch: pytest.Mo
     assert parse_address(str(job)) == job
 
 
+def test_a_slash_at_the_end_makes_no_other_job() -> None:
+    assert parse_address("etcd://h1/job/?min_replicas=2") == parse_address("etcd://h1/job?min_replicas=2")
+    assert parse_address("etcd://h1/job%2F").name == "job/"
+
+
 def test_endpoints_from_the_environment_are_named_in_the_address_that_is_given_on() -> None:
     job = parse_address("etcd:///job")
     config = job.config({"FTCOORD_ENDPOINTS": "h7:1,h8:2"})
@@ -61,6 +66,8 @@ def test_the_address_of_a_lighthouse_is_refused_with_both_ways_out() -> None:
         ("http://h1:29510", "address"),
         ("etcd://h1:2379", "address"),
         ("etcd://h1:2379/", "address"),
+        ("etcd://h1//", "address"),
+        ("etcd://h1/job#2?min_replicas=2", "address"),
         ("etcd://h1/job?min_replicas", "address"),
         ("etcd://h1/job?min_replicas=0", "min_replicas"),
         ("etcd://h1/job?min_replicas=two", "min_replicas"),

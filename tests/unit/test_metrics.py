@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -14,9 +16,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
 from ftcoord import cli
+from ftcoord.commands.flags import Flag, resolve
 from ftcoord.errors import ConfigError, ServerError
 from ftcoord.metrics import process, runs, series
-from ftcoord.metrics.exporter import Exporting, MetricsAddress, collect_process
+from ftcoord.metrics.exporter import Exporting, MetricsAddress, collect_process, port_number
 from ftcoord.metrics.series import MOST_LABELS, SECONDS, Counter, Gauge, Histogram
 from ftcoord.operator.told import JobStatus, NextDecision, NodeStatus, QuorumStatus, ReplicaStatus, RoundsStatus
 
@@ -103,9 +106,38 @@ def test_prometheus_is_loaded_by_nobody_who_did_not_ask() -> None:
         ({"FTCOORD_METRICS_PORT": "0", "FTCOORD_METRICS_CERT": "/nc", "FTCOORD_METRICS_KEY": "/nk"}, "readable"),
     ],
 )
-def test_a_wrong_address_is_refused_by_name(env: dict[str, str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        MetricsAddress.of_environment(env)
+def test_a_wrong_address_is_one_warning(caplog: pytest.LogCaptureFixture, env: dict[str, str], named: str) -> None:
+    """It stops no agent: metrics are no part of its work."""
+    assert MetricsAddress.of_environment(env) is None
+    (line,) = caplog.messages
+    assert named in line
+    assert "goes on without" in line
+
+
+SERVICE_LINK = "tcp://10.96.7.5:9464"
+
+
+def test_a_port_that_kubernetes_set_for_a_service_is_ignored_by_agents(caplog: pytest.LogCaptureFixture) -> None:
+    assert MetricsAddress.of_environment({"FTCOORD_METRICS_PORT": SERVICE_LINK}) is None
+    (line,) = caplog.messages
+    assert f"FTCOORD_METRICS_PORT={SERVICE_LINK} is ignored: Kubernetes set it" in line
+
+
+@pytest.mark.parametrize("module", ["serving", "paging"])
+def test_ports_that_kubernetes_set_for_services_are_ignored_by_commands(module: str) -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    importlib.import_module(f"ftcoord.commands.{module}").add_commands(commands)
+    for parser in commands.choices.values():
+        flags = [flag for flag in parser.get_default("flags") or () if flag.variable.endswith("_PORT")]
+        options = argparse.Namespace(flags=flags, **{flag.dest: None for flag in flags})
+        resolve(options, {flag.variable: SERVICE_LINK for flag in flags})
+        assert [getattr(options, flag.dest) for flag in flags] == [flag.default for flag in flags]
+
+
+def test_a_wrong_port_is_refused_by_commands() -> None:
+    (flag,) = flags = (Flag("--metrics-port", "FTCOORD_METRICS_PORT", "", port_number),)
+    with pytest.raises(ConfigError, match="FTCOORD_METRICS_PORT"):
+        resolve(argparse.Namespace(flags=flags, **{flag.dest: None}), {flag.variable: "http"})
 
 
 def test_nobody_who_gives_no_port_is_served() -> None:

@@ -39,6 +39,10 @@ def test_without_a_rank_and_without_a_world() -> None:
     assert (asked.settings.min_nodes, asked.settings.max_nodes, asked.settings.join_timeout) == (1, NO_LIMIT, 5.0)
 
 
+def test_a_slash_at_the_end_makes_no_other_run() -> None:
+    assert parse("etcd://h1/run/?world_size=3") == parse("etcd://h1/run?world_size=3")
+
+
 def test_endpoints_from_the_environment() -> None:
     etcd = parse_url("etcd:///run?world_size=2", 60.0, env={"FTCOORD_ENDPOINTS": "h7:1"}).settings.etcd
     assert etcd is not None

@@ -35,6 +35,8 @@ class RollbackDetector:
             known: `revision` before a linearizable call was made; None for others, which may lag.
             where: the member that answered.
         """
+        if not header.cluster_id:  # of the grpc-proxy of etcd 3.5.1, for leases
+            return
         if header.cluster_id == self._cluster and (known is None or known <= header.revision == self._revision):
             return
         with self._lock:

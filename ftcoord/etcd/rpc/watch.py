@@ -46,6 +46,8 @@ PROBE_TIMEOUT: Final = 4.0
 """Seconds that the member has to answer a probe."""
 PROBE_ID: Final = 1
 """The id of the watch that a stream creates as a probe."""
+UNKNOWN_ID: Final = 0
+"""The id of no watch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -333,7 +335,11 @@ class _Stream:
         self.token = transport.token()
         self._outbox: concurrency.Queue[Any] = concurrency.inbox()  # None ends it
         self._creating: deque[int] = deque()  # gRPC's thread appends, the hub's takes: the ids that etcd will confirm
+        # Our ids by etcd's and etcd's by ours; gRPC's thread adds, the hub's takes, one step of a dict at a time.
+        self._ours: dict[int, int] = {}
+        self._theirs: dict[int, int] = {}
         self.ended = False  # any thread; becomes True once
+        self._created = 0  # only gRPC's thread: watches created so far
         self._answered_at = concurrency.now()  # the hub's thread writes, gRPC's reads
         self._asked_at: float | None = None  # only gRPC's thread: when a probe was sent
         self._call: Any = None  # the hub's thread, before gRPC's begins; `cancel` looks at `ended` on both sides
@@ -364,7 +370,17 @@ class _Stream:
         self.heard = True
         self._answered_at = concurrency.now()
         self.member.seen()
-        return self._creating.popleft() if response.created and self._creating else int(response.watch_id)
+        if response.watch_id < 0:
+            return self._creating.popleft() if response.created and self._creating else UNKNOWN_ID
+        ours = self._ours.get(response.watch_id, UNKNOWN_ID)
+        if response.created:
+            with contextlib.suppress(ValueError):
+                self._creating.remove(ours)
+        if response.canceled:
+            self._ours.pop(response.watch_id, None)
+            if self._theirs.get(ours) == response.watch_id:
+                del self._theirs[ours]
+        return ours
 
     def _requests(self) -> Iterator[Any]:
         """Runs on a gRPC thread: yields the requests, and checks the stream's health in between."""
@@ -373,10 +389,21 @@ class _Stream:
                 request = self._outbox.get(timeout=STREAM_CHECK_INTERVAL)
                 if request is None:
                     return
-                if request.HasField("create_request"):
-                    self._creating.append(request.create_request.watch_id)
-                yield request
+                yield self._with_etcds_id(request)
             self._probe(concurrency.now())
+
+    def _with_etcds_id(self, request: Any) -> Any:
+        """The request with the id of its watch at etcd. The grpc-proxy counts the watches of a stream from 0, whatever
+        ids are asked for: so we ask for the same."""
+        if request.HasField("create_request"):
+            create = request.create_request
+            theirs, self._created = self._created, self._created + 1
+            self._creating.append(create.watch_id)
+            self._ours[theirs], self._theirs[create.watch_id] = create.watch_id, theirs
+            create.watch_id = theirs
+        else:
+            request.cancel_request.watch_id = self._theirs.get(request.cancel_request.watch_id, -1)
+        return request
 
     def _probe(self, now: float) -> None:
         """Ask for an answer after some silence; end the stream when there is none.
