@@ -236,15 +236,17 @@ def test_quorums_are_told_and_a_manager_is_killed(etcd: EtcdServer, run: Command
         process.kill()
 
 
-def test_too_few_replicas_wait_in_the_deciders_words(etcd: EtcdServer, run: Commands) -> None:
+def test_too_few_replicas_wait_for_more(etcd: EtcdServer, run: Commands) -> None:
     address = f"etcd://{etcd.get_endpoint()}/few?min_replicas=2"
     with closing(LighthouseClient(address, LONG)) as client:
         asking = spawn(partial(client.quorum, "r1", LONG))
         eventually(lambda: run.json("status", "few")["exists"], "it asks")
-        found = run.json("status", "few", "--min-replicas", "2")["quorum"]
+        found = run.json("status", "few")["quorum"]
         assert found["next"]["decision"] == "wait"
-        assert "only have 1 participants, need min_replicas 2" in found["next"]["reason"]
-        assert run("status", "few", "--min-replicas", "2")[0] == 1
+        for command in ("status", "why"):
+            code, shown, _ = run(command, "few")
+            assert code == 1
+            assert "1 of at least 2 replicas asks (r1); start 1 more" in shown
     assert asking.exception(DEADLINE) is not None
 
 

@@ -463,6 +463,38 @@ def test_a_quorum_without_a_replica_that_died_says_of_what(world: World) -> None
         assert past[-1] == ("quorum", "", "1 replica; without b")
 
 
+def test_commits_that_fail_without_end_push_no_death_out_of_the_history(caplog: pytest.LogCaptureFixture) -> None:
+    """The Manager wants two replicas, the job's address only one: the survivor is answered again and again."""
+
+    def scenario(world: World) -> None:
+        job = replace(PAIR, min_replicas=1)
+        client = world.etcd.client()
+        with replica_of(world.etcd.client(), job, "a") as one, replica_of(client, job, "b") as other:
+            join = in_background(lambda: until_both(other))
+            until_both(one)
+            join()
+            world.observer.put(death_key(job.prefix, member_id(other.lease)), encode(Death("b was killed", 0)))
+            other.leave(5)
+            world.until(lambda: len(ask(one, 1).seats) == 1, "it goes on alone")
+            died = history(world, job.prefix)
+            for failures in range(1, 21):
+                ask(one, 1, failures=failures)
+            (repeats,) = history(world, job.prefix)[len(died) :]
+            assert (repeats.event.kind, repeats.event.reason) == (
+                "quorum",
+                "1 replica; the same replicas, after commits that failed",
+            )
+            told = tell_job(read_job(world.observer, KEY_PREFIX, job.name), Rules())
+            why = explain(told, *read_events(world.observer, KEY_PREFIX, job.name))
+            assert not why.healthy
+            assert "20 commits in a row failed with 1 replica" in why.text
+            warned = [one.getMessage() for one in caplog.records if "commits in a row failed" in one.getMessage()]
+            assert len(warned) == 1
+            assert "min_replica_size is larger than min_replicas=1" in warned[0]
+
+    play(scenario, 0)
+
+
 @simulated
 def test_a_quorum_without_a_replica_that_left_or_was_lost_tells_which(world: World) -> None:
     job = replace(PAIR, min_replicas=1)
