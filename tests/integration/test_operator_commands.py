@@ -217,11 +217,11 @@ def test_quorums_are_told_and_a_manager_is_killed(etcd: EtcdServer, run: Command
     address = f"etcd://{etcd.get_endpoint()}/replicas?min_replicas=1&join_timeout_ms=100"
     process = ReplicaProcess(address)
     try:
-        manager = process.manage("r1")
+        manager = process.manage("r1:4f1c-77")
         process.quorum(manager, step=3).result(DEADLINE)
         found = run.json("status", "replicas")["quorum"]
         names = [one["replica_id"] for one in found["replicas"]]
-        assert (found["state"], found["size"], found["max_step"], names) == ("training", 1, 3, ["r1"])
+        assert (found["state"], found["size"], found["max_step"], names) == ("training", 1, 3, ["r1:4f1c-77"])
         address, _, token = manager.partition("#")
         assert [one["address"] for one in found["replicas"]] == [address]
         told = [run(command, "replicas") for command in ("status", "why", "history")]
@@ -230,7 +230,7 @@ def test_quorums_are_told_and_a_manager_is_killed(etcd: EtcdServer, run: Command
         assert run("kill", "replicas", "nobody", "--yes")[0] == 1
         code, shown, _ = run("kill", "replicas", "r1", "--yes")
         assert code == 0
-        assert shown.startswith("killed the manager of 'r1': killed by ")
+        assert shown.startswith("killed the manager of 'r1:4f1c-77': killed by ")
         assert process.code() == 1
     finally:
         process.kill()
