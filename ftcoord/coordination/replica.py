@@ -95,6 +95,7 @@ class Replica:
                 batches=True,
                 dies_with_process=dies_with_process,
                 history_ttl=job.history_ttl,
+                name=replica_id,
             ),
         )
 

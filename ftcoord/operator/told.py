@@ -345,7 +345,7 @@ class ToldEvent:
         revision: etcd's revision at which it was written. Events written together have the same.
         group: rendezvous or quorums.
         kind: round, started, limits, recalled, closed, quorum, failed, expired, died, left, lost, waiting, refused,
-            silent or ordered.
+            silent, ordered or outage.
         number: the round's number, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id, or the replica's id; empty for all of them.

@@ -134,6 +134,25 @@ def test_each_decision_is_in_the_history_and_nothing_else_is(world: World) -> No
 
 
 @simulated
+def test_outages_of_etcd_that_a_process_noticed_are_told(world: World) -> None:
+    group = agents(world, 3, (1, 4))
+    first = work_together(world, group)[0].number
+    with world.etcd.outage():
+        world.sleep(40)
+    world.sleep(LEASE_TTL)
+    (outage,) = (one.event for one in history(world) if one.event.kind == "outage")
+    assert outage.reason.startswith(f"etcd did not answer {outage.who} for 4")
+    leader = next(one for one in group if one.name == outage.who)
+    leader.die("it was killed")
+    group.remove(leader)
+    work_together(world, group, after=first)
+    told = Counter(one.event.who for one in history(world) if one.event.kind == "outage")
+    assert max(told.values()) == 1
+    assert len(told) == 2, "the next decider was away too"
+    end(world, group)
+
+
+@simulated
 def test_on_a_bad_network_nothing_is_told_that_was_not_decided(world: World) -> None:
     """What was decided while etcd did not answer about the history is told with the next decision."""
     group = agents(world, 3, (1, 4), wild=True)
