@@ -67,7 +67,7 @@ def managers_installed(world: World) -> Iterator[None]:
         put(managed_group, "RankPort", PortStub)
         put(managed_group, "listen", lambda _bind: SimpleNamespace(getsockname=lambda: ("", next(numbers))))
         put(managed_group, "own_place", lambda *_: ("", "localhost"))
-        put(managed_group, "job_of", lambda *_: None)
+        put(managed_group, "parse_address", lambda *_: None)
         put(managed_group, "token_hex", lambda size: "0" * 2 * size)  # a history depends on its seed only
         put(managed_group, "stop_listening", lambda _listener: None)
         put(managed_group, "show_if_asked", lambda: None)
