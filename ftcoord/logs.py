@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Final
 
+from ftcoord import concurrency
 from ftcoord.config import choice
 from ftcoord.escaping import neutral
 
@@ -20,6 +22,8 @@ SHOWN_BY_DEFAULT: Final = ("rendezvous", "coordination", "metrics")
 """The parts of ftcoord whose changes of state are printed if no level is set."""
 SHOWN: Final = 8
 """The most hosts or replicas that a line names; it counts the others."""
+_FAR: Final = 86400.0
+"""Seconds from which on a time of day is not enough."""
 _TEXT: Final = "%(levelname).1s%(asctime)s %(process)d %(name)s] %(message)s"
 _TIME: Final = "%m%d %H:%M:%S"
 _parse_format = choice("text", "json")
@@ -45,6 +49,14 @@ def named(names: Iterable[str], count: int | None = None) -> str:
     more = max(len(known) if count is None else count, len(known)) - SHOWN
     shown = ", ".join(known[:SHOWN])
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def ending(deadline: float) -> str:
+    """When a call with this monotonic deadline ends, on this host's clock."""
+    left = deadline - concurrency.now()
+    if left > _FAR:
+        return "the call has no time limit" if math.isinf(left) else f"the call ends in {left / 86400:.0f} days"
+    return f"the call ends at {datetime.fromtimestamp(concurrency.wall() + left).strftime('%H:%M:%S')}"
 
 
 class TextFormatter(logging.Formatter):

@@ -40,7 +40,9 @@ def add_commands(commands: Any) -> None:
         " process is still alive, it rejoins as a new member: stop the process or the host to keep it out.",
     )
     add_job(evict)
-    evict.add_argument("node", metavar="NODE", help="the member's host, node id, replica id or member id")
+    evict.add_argument(
+        "node", metavar="NODE", help="the member's host, node id, replica id (its uuid may be left out) or member id"
+    )
     add(evict, (_REASON, *COMMON))
     evict.set_defaults(run=_evict)
 
@@ -72,7 +74,7 @@ def add_commands(commands: Any) -> None:
         " replicas behind `ftcoord gateway`.",
     )
     add_job(kill)
-    kill.add_argument("replica", metavar="REPLICA", help="the replica's id")
+    kill.add_argument("replica", metavar="REPLICA", help="the replica's id; its uuid may be left out")
     add(kill, (_REASON, _WAIT, *COMMON))
     kill.set_defaults(run=_kill)
 
@@ -124,13 +126,14 @@ def _close(options: argparse.Namespace) -> int:
 
 def _kill(options: argparse.Namespace) -> int:
     from ftcoord.etcd.client import EtcdClient
-    from ftcoord.operator.orders import because, kill_replica
+    from ftcoord.operator.orders import because, kill_replica, replica_called
 
-    job, replica = full_text("JOB", options.job), full_text("REPLICA", options.replica)
+    job, name = full_text("JOB", options.job), full_text("REPLICA", options.replica)
     config, terminal = etcd_config(options), terminal_of(options)
-    _ask(options, [f"end the process of the manager of {replica!r} of {job!r}"])
     message = because(f"killed by {who()}", options.reason)
     with EtcdClient(config) as etcd:
+        replica = replica_called(etcd, options.key_prefix, job, name)
+        _ask(options, [f"end the process of the manager of {replica!r} of {job!r}"])
         return _say(terminal, kill_replica(etcd, options.key_prefix, job, replica, message, options.wait, who()))
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ftcoord.operator.status import Rules
 
 RULE_FLAGS: Final = (
-    Flag("--min-replicas", "FTCOORD_MIN_REPLICAS", "min_replicas of the job's address", whole(1, 2**31 - 1), 1, "N"),
+    Flag("--min-replicas", "FTCOORD_MIN_REPLICAS", "the least min_replicas to assume", whole(1, 2**31 - 1), 1, "N"),
     Flag(
         "--on-member-loss",
         "FTCOORD_ON_MEMBER_LOSS",
@@ -28,7 +28,7 @@ RULE_FLAGS: Final = (
         ("restart", "ignore"),
     ),
 )
-"""Settings of a job that the next decision depends on and that etcd does not store."""
+"""Settings of a job that the next decision depends on and that etcd may not have."""
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:

@@ -259,7 +259,8 @@ class QuorumPolicy:
             return []
         gone = [seat.member for seat in lost_seats(previous, new)]
         silent = {member_of(key) for key in self._silent}
-        events = quorum_events(previous, new, self._causes_of(gone), self._words_of(view, gone), silent)
+        causes, words = self._causes_of(gone), self._words_of(view, gone)
+        events = quorum_events(previous, new, causes, words, silent, self._seen.before)
         return self._late.untold(events)
 
     def _causes_of(self, gone: Sequence[str]) -> Mapping[str, tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -15,14 +15,23 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
-from ftcoord.core.layout import death_key, member_id, members_span
+from ftcoord.core.layout import death_key, member_id, member_of, members_span
 from ftcoord.core.outlook import Standing
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
+from ftcoord.core.quorum_history import FAILED_COMMITS, attendance, failing
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.core.quorum_records import encode as encode_replica
-from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, ServerError
+from ftcoord.errors import (
+    EtcdError,
+    EtcdUnavailable,
+    LeaseLost,
+    OutcomeUnknown,
+    RequestRefused,
+    ServerError,
+    StateError,
+)
 from ftcoord.etcd.api import Etcd, Get, Put
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.logs import log_change, named
+from ftcoord.logs import ending, log_change, named
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_known, causes_of
 from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
@@ -43,6 +52,14 @@ that is too large would stop all others too."""
 _MOST_BYTES: Final = 12
 """Bytes of JSON for one character."""
 LEFT: Final = "its manager was closed"
+FIRST_LINE: Final = 5.0
+"""Seconds until a waiting call logs for the first time for what it waits."""
+LINE_INTERVAL: Final = 30.0
+"""Seconds between two such lines of a call."""
+LINES_PER_SECOND: Final = 100
+"""The most replicas of a job that log this in a second: all may begin to wait at the same time."""
+MEMBERS_READ: Final = 100
+"""The most members that are read for such a line; of more it has only the number."""
 BEAT_FRACTION: Final = 1 / 4
 """The part of the heartbeat timeout between two written beats, if the timeout is too short for leases."""
 
@@ -76,6 +93,7 @@ class Replica:
         self.replica_id = replica_id
         self._etcd, self._job, self._timeout = etcd, job, timeout
         self._takeover = takeover or TakeoverToken()
+        self._warned = False  # the same: whether commits failed when it asked last
         self._last: QuorumRecord | None = None  # any thread that asks: it only matters to a log line
         self._by_writing = job.heartbeat_timeout < LEASE_FLOOR
         causes = partial(causes_known, etcd, job.prefix, timeout=CAUSE_TIMEOUT)
@@ -91,6 +109,7 @@ class Replica:
                 batches=True,
                 dies_with_process=dies_with_process,
                 history_ttl=job.history_ttl,
+                name=replica_id,
             ),
         )
 
@@ -123,7 +142,8 @@ class Replica:
         """
         check_size(request)
         beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, request)
-        pace = _QuorumPace(self._participant, self._job, self._takeover, beats, deadline, gone or concurrency.event())
+        until = deadline, gone or concurrency.event()
+        pace = _QuorumPace(self._participant, self._job, self._takeover, beats, *until, self._log_waiting)
         answered, began = False, concurrency.now()
         try:
             with _in_time(self.replica_id):
@@ -135,6 +155,7 @@ class Replica:
             seconds = concurrency.now() - began
             metrics.note_quorum(self._job.name, quorum.id, len(quorum.seats), request.step, seconds)
             self._log_quorum(quorum)
+            self._log_failures(quorum, request)
             return quorum
         finally:
             pace.end()
@@ -218,6 +239,37 @@ class Replica:
         id_, revision = (member.id, member.record_revision or None) if member else (None, None)
         log_change(log, text, run=run, quorum=quorum.id, rank=rank, replica=me, member=id_, revision=revision)
 
+    def _log_failures(self, quorum: QuorumRecord, request: QuorumRequest) -> None:
+        """Warn once of commits that fail again and again."""
+        warned, self._warned = self._warned, request.commit_failures >= FAILED_COMMITS
+        if self._warned and not warned:
+            run, trouble = self._job.name, failing(quorum, self._job.min_replicas)
+            text = f"job {run!r}: {trouble}"
+            log_change(log, text, logging.WARNING, run=run, quorum=quorum.id, replica=self.replica_id, reason=trouble)
+
+    def _log_waiting(self, record: QuorumRecord | None, deadline: float) -> None:
+        """Log for what a call waits. Costs a read."""
+        try:
+            there = self._who_asks(record, TimeLimit(CAUSE_TIMEOUT, deadline).left())
+        except EtcdError as error:
+            there = f"cannot tell who asks: {error}"
+        run, me = self._job.name, self.replica_id
+        text = f"job {run!r}: replica {me} waits for a quorum: {there}; {ending(deadline)}"
+        log_change(log, text, run=run, replica=me, reason=there)
+
+    def _who_asks(self, record: QuorumRecord | None, timeout: float) -> str:
+        found = self._etcd.range(Get(members_span(self._job.prefix), limit=MEMBERS_READ), timeout=timeout)
+        if found.count > MEMBERS_READ:
+            return f"{found.count} replicas live"
+        answered, live, asking = record.answered if record else {}, set[str](), set[str]()
+        for kv in found.kvs:
+            with contextlib.suppress(StateError):
+                one = parse_replica(kv.key, kv.value)
+                live.add(one.request.replica_id)
+                if one.asked > answered.get(member_of(kv.key), 0):
+                    asking.add(one.request.replica_id)
+        return attendance([*asking], len(live), self._job.min_replicas)
+
     def _is_answered(self, quorum: QuorumRecord) -> bool:
         """Whether the present member was answered: a seat of an earlier one may leave this one's request open."""
         member = self._participant.member
@@ -229,7 +281,11 @@ class Replica:
 
 
 class _QuorumPace:
-    """One call's wait for a quorum. For the calling thread; `see` and `wake_at` run under the participant's lock."""
+    """One call's wait for a quorum. For the calling thread; `see` and `wake_at` run under the participant's lock.
+
+    Args:
+        waits: logs for what the call waits, given the last quorum and the deadline.
+    """
 
     crowd = 1
 
@@ -241,10 +297,13 @@ class _QuorumPace:
         beats: _WaitingBeats,
         deadline: float,
         gone: concurrency.Event,
+        waits: Callable[[QuorumRecord | None, float], None],
     ) -> None:
         self.deadline, self.gone = deadline, gone
         self._fewest, self._beats = job.min_replicas, beats
-        self._takeover = Takeover(participant, token)
+        self._takeover, self._participant = Takeover(participant, token), participant
+        self._waits = waits
+        self._line_at = concurrency.now() + FIRST_LINE if log.isEnabledFor(logging.INFO) else math.inf
 
     def see(self, look: Look[QuorumRecord, ReplicaRecord]) -> Standing:
         seats = len(look.record.seats) if look.record else self._fewest
@@ -252,7 +311,15 @@ class _QuorumPace:
         return look.standing
 
     def wake_at(self, standing: Standing) -> float:
-        return 0.0 if self.gone.is_set() else min(self.deadline, self._takeover.at(), self._beats.at)
+        if self.gone.is_set():
+            return 0.0
+        return min(self.deadline, self._takeover.at(), self._beats.at, self._line_at + self._turn)
+
+    @property
+    def _turn(self) -> float:
+        """By how many seconds this call logs later than that of the first replica in line."""
+        member = self._participant.member
+        return min(member.group.place / LINES_PER_SECOND, LINE_INTERVAL) if member else 0.0
 
     def tick(self, look: Look[QuorumRecord, ReplicaRecord]) -> None:
         """Raises TimeoutError."""
@@ -261,6 +328,10 @@ class _QuorumPace:
             raise TimeoutError(f"no quorum was decided in time{why and ': '}{why}")
         self._beats.tick(self.deadline)
         self._takeover.tick()
+        if concurrency.now() >= self._line_at + self._turn:
+            self._line_at = concurrency.now() + LINE_INTERVAL - self._turn
+            if look.standing is Standing.PENDING:
+                self._waits(look.record, self.deadline)
 
     def end(self) -> None:
         """Leave the decision to others again."""

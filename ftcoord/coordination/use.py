@@ -78,18 +78,21 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
             self._asked += 1
             profile = digest_of(ask.request.profile) if is_known else ""
             now = self._seen.highest
-            self._last = ReplicaRecord(ask.request, self._asked, now.id, self._writes, profile, now.number)
+            said = (self._asked, now.id, self._writes, profile, now.number, "", self._job.min_replicas)
+            self._last = ReplicaRecord(ask.request, *said)
             return self._last
         if self._last is not None and 0 < ask.asked < self._asked:
             ask = self._last  # else nobody would know of the last request any longer
         now, profile = self._seen.highest, ask.profile if ask.asked <= self._closed else ""
-        return ReplicaRecord(ask.request, ask.asked, now.id, self._writes, profile, now.number, ask.leaving)
+        said = (ask.asked, now.id, self._writes, profile, now.number, ask.leaving, self._job.min_replicas)
+        return ReplicaRecord(ask.request, *said)
 
     def encode(self, ask: ReplicaRecord) -> bytes:
         """An answered request is encoded as none, also when a new member repeats it."""
         asked, now = ask.asked if ask.asked > self._closed else 0, self._seen.highest
         if (asked, now.id, now.number) != (ask.asked, ask.after, ask.heard):  # a record that is written again, later
-            ask = ReplicaRecord(ask.request, asked, now.id, ask.beat, ask.profile, now.number, ask.leaving)
+            said = (asked, now.id, ask.beat, ask.profile, now.number, ask.leaving, ask.min_replicas)
+            ask = ReplicaRecord(ask.request, *said)
         return encode(ask)
 
     def nobody_asks(self) -> None:

@@ -37,6 +37,7 @@ EventKind: TypeAlias = Literal[
     "refused",
     "silent",
     "ordered",
+    "outage",
 ]
 EndId: TypeAlias = tuple[str, int, str, str]
 _KINDS: Final = frozenset(get_args(EventKind))
@@ -88,6 +89,7 @@ class HistoryEvent:
             `died` (its process died), `left` (it said so) or `lost` (its lease expired without a reason). For nodes
             without a seat: `waiting` and `refused`. `silent`: members that had reported nothing when another one left a
             run that was over, so they may be lost. `ordered`: what somebody did to the job by hand.
+            `outage`: etcd did not answer one member for a while, and then answered it again.
         number: the round's number, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id or the replica's id; empty for all of them.

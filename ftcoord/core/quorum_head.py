@@ -1,4 +1,4 @@
-"""A decided quorum as it lies in etcd, layout v3: under two keys, as JSON.
+"""A decided quorum as it lies in etcd, layout v4: under two keys, as JSON.
 
 Its roster (who sits where, with all profiles) is written only when it changes, and its head with each decision. The
 head of a step that all replicas took together has one size, however many they are: it counts on from the roster, and
@@ -29,7 +29,7 @@ from ftcoord.core.quorum_records import (
     profile_fields,
     request_of,
 )
-from ftcoord.core.strict import LARGEST, V3, Count, Raw, build, build_each, dump, load, objects, part
+from ftcoord.core.strict import LARGEST, V4, Count, Raw, build, build_each, dump, load, objects, part
 from ftcoord.errors import StateError
 
 
@@ -124,16 +124,16 @@ def encode_quorum(quorum: QuorumRecord, known: Roster | None = None) -> tuple[by
     """The head as JSON, and the roster too unless it is the `known` one."""
     head = _head_over(quorum, known) if known is not None else None
     if head is not None:
-        return dump(head, V3), None
+        return dump(head, V4), None
     seats = tuple(RosterSeat(seat.member, seat.asked, seat.request.profile) for seat in quorum.seats)
-    roster = dump(_RosterRecord(seats), V3)
-    return dump(_head(quorum, digest_of_bytes(roster), (), (), _column([0] * len(seats))), V3), roster
+    roster = dump(_RosterRecord(seats), V4)
+    return dump(_head(quorum, digest_of_bytes(roster), (), (), _column([0] * len(seats))), V4), roster
 
 
 @lru_cache(_ROSTERS)
 def parse_roster(key: str, value: bytes) -> Roster:
     """Raises StateError."""
-    raw = load(key, value, V3)
+    raw = load(key, value, V4)
     record = build(
         _RosterRecord,
         key,
@@ -218,7 +218,7 @@ def _head(
 
 
 def _parse_head(key: str, value: bytes) -> QuorumHead:
-    raw = load(key, value, V3)
+    raw = load(key, value, V4)
     columns = {name: _parse_column(key, raw, name) for name in _COLUMNS}
     lists = {
         "joined": tuple(_with_profile(JoinedSeat, key, one) for one in objects(key, raw, "joined")),

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from typing import Final
 
 from ftcoord.core.event_records import EndId, HistoryEvent
 from ftcoord.core.losses import Losses
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat
 from ftcoord.core.round_history import MOST_ENDS, counted, named
+
+REPEATED: Final = 3600.0
+"""Seconds within which the same replicas get one event for quorums after failed commits: so those of a week fit into
+what is kept, beside the ends of replicas."""
+FAILED_COMMITS: Final = 3
+"""Failed commits in a row from which on a replica needs attention: one or two are usual when another replica dies."""
 
 
 def lost_seats(previous: QuorumRecord | None, new: QuorumRecord) -> list[QuorumSeat]:
@@ -126,16 +133,19 @@ def quorum_events(
     causes: Mapping[str, tuple[str, int]],
     words: Mapping[str, str],
     silent: Collection[str] = (),
+    before: QuorumRecord | None = None,
 ) -> list[HistoryEvent]:
     """The events for the history when the quorum `new` follows `previous`; none if its id stays the same, as in most
-    steps.
+    steps, and none if `previous` was one of the same replicas after failed commits too: without an end to these, they
+    would push all other events out of the history.
 
     Args:
         causes: why members of the last quorum are gone, by id, and etcd's revision at which that was written.
         words: why members that are there, or left, no longer take part, in their own words, by id.
         silent: the members that are there, and have written nothing for the heartbeat timeout.
+        before: the last quorum with another id than `previous`, if it is known.
     """
-    if previous is not None and previous.id == new.id:
+    if previous is not None and (previous.id == new.id or _repeats(before, previous, new)):
         return []
     gone = lost_seats(previous, new)
     ended = previous.id if previous else 0
@@ -146,6 +156,30 @@ def quorum_events(
         for seat in gone[:MOST_ENDS]
     ]
     return [*ends, HistoryEvent("quorum", new.id, reason=_reason(previous, new, [_name(seat) for seat in gone]))]
+
+
+def _repeats(before: QuorumRecord | None, previous: QuorumRecord, new: QuorumRecord) -> bool:
+    is_same = before is not None and before.names == previous.names == new.names
+    return is_same and before is not None and new.created - before.created < REPEATED
+
+
+def attendance(asking: Sequence[str], live: int, fewest: int) -> str:
+    """Which replicas ask for the next quorum, of how many: those that live, or at least `fewest`."""
+    who = f" ({named(sorted(asking))})" if asking else ""
+    of = f"at least {fewest}" if live < fewest else f"{live} live"
+    return f"{len(asking)} of {of} replicas {'asks' if len(asking) == 1 else 'ask'}{who}"
+
+
+def failing(quorum: QuorumRecord, fewest: int) -> str:
+    """That the commits of its replicas fail again and again, and why that is likely; empty if they do not."""
+    failures = max((one.commit_failures for one in quorum.requests), default=0)
+    if failures < FAILED_COMMITS:
+        return ""
+    return (
+        f"{failures} commits in a row failed with {counted(len(quorum.seats), 'replica')}: if the Manager's"
+        f" min_replica_size is larger than min_replicas={fewest} of the job's address, make them equal; else see the"
+        " replicas' logs"
+    )
 
 
 def signed(events: Sequence[HistoryEvent], by: str, wall_ms: int) -> list[HistoryEvent]:

@@ -1,4 +1,4 @@
-"""The records of a quorum, layout v3: what its members ask, with its JSON, and what was decided.
+"""The records of a quorum, layout v4: what its members ask, with its JSON, and what was decided.
 
 Parsing is strict, see `core.strict`. `core.layout` has the keys.
 
@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from ftcoord.core.strict import (
-    V3,
+    V4,
     Count,
     Raw,
     Size,
@@ -98,6 +98,7 @@ class ReplicaRecord:
         profile: if the request is written without its profile, the digest of that; empty if it is written whole. A
             record that is read without its profile has empty texts and a world size of 0 in its place.
         leaving: why it is about to give up its lease; empty while it stays. For people.
+        min_replicas: that of its address, for people: before the first quorum nothing else in etcd shows it.
     """
 
     request: QuorumRequest
@@ -107,6 +108,7 @@ class ReplicaRecord:
     profile: str = ""
     heard: Count = 0
     leaving: str = ""
+    min_replicas: Size = 1
 
     @property
     def highest(self) -> int:
@@ -217,6 +219,7 @@ class _ShortReplicaRecord:
     beat: int
     profile: str
     heard: int
+    min_replicas: int
 
 
 _DIGEST_BYTES: Final = 8
@@ -228,20 +231,20 @@ _PROFILES: Final = 4096
 @lru_cache(_PROFILES)
 def digest_of(profile: Profile) -> str:
     """What a record names a profile by."""
-    return digest_of_bytes(dump(profile, V3))
+    return digest_of_bytes(dump(profile, V4))
 
 
 def encode(record: ReplicaRecord) -> bytes:
     """The record as JSON, with the layout's version."""
     if not record.profile:
-        return dump(record, V3)
-    said = (record.asked, record.after, record.beat, record.profile, record.heard)
-    return dump(_ShortReplicaRecord(_progress(record.request), *said), V3)
+        return dump(record, V4)
+    said = (record.asked, record.after, record.beat, record.profile, record.heard, record.min_replicas)
+    return dump(_ShortReplicaRecord(_progress(record.request), *said), V4)
 
 
 def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     """Raises StateError."""
-    raw = load(key, value, V3)
+    raw = load(key, value, V4)
     stays = {"leaving": ""} if raw.get("profile") else {}  # who leaves writes its record whole
     return build(ReplicaRecord, key, {**raw, **stays, "request": _parse_request(key, raw)})
 

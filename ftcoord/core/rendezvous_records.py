@@ -7,7 +7,7 @@
     <prefix>/store/<number>/...       -                    the store of the round
 
 A small round is one record, the Round. A large one is a head of constant size and a roll in chunks: each member is sent
-the head, and reads its own chunk. All of them are layout v3.
+the head, and reads its own chunk. All of them are layout v4.
 
 Parsing is strict: what does not fit raises StateError naming the key, and is never guessed at or overwritten.
 """
@@ -23,7 +23,7 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 from ftcoord.core.event_records import WorkerFailure, failures_from
 from ftcoord.core.strict import (
     LARGEST_COUNT,
-    V3,
+    V4,
     Count,
     Range,
     Raw,
@@ -418,12 +418,12 @@ CLOSED: Final = "closed"
 
 def encode(record: JoinRequest | Round | RoundHead | RollChunk) -> bytes:
     """The record as JSON, with its layout's version."""
-    return dump(record, V3)
+    return dump(record, V4)
 
 
 def parse_join_request(key: str, value: bytes) -> JoinRequest:
     """Parse a request. Raises StateError."""
-    raw = load(key, value, V3)
+    raw = load(key, value, V4)
     ask = build(JoinRequest, key, {**raw, "failed": failures_from(key, raw, "failed")})
     if not 1 <= ask.min_nodes <= ask.max_nodes:
         raise StateError(key, f"asks for rounds of {ask.min_nodes} to {ask.max_nodes} nodes, which cannot be")
@@ -433,7 +433,7 @@ def parse_join_request(key: str, value: bytes) -> JoinRequest:
 @lru_cache(_RECORDS)
 def parse_decided(key: str, value: bytes) -> Round | RoundHead:
     """The decided record, in either form. Raises StateError."""
-    raw = load(key, value, V3)
+    raw = load(key, value, V4)
     if "seats" in raw:
         return _round(key, raw)
     head = build(RoundHead, key, raw)
@@ -449,7 +449,7 @@ def _is_roll_id(name: str) -> bool:
 
 def parse_round(key: str, value: bytes) -> Round:
     """A round that is one record. Raises StateError."""
-    return _round(key, load(key, value, V3))
+    return _round(key, load(key, value, V4))
 
 
 def _round(key: str, raw: Raw) -> Round:
@@ -459,7 +459,7 @@ def _round(key: str, raw: Raw) -> Round:
 
 def parse_chunk(key: str, value: bytes) -> RollChunk:
     """Parse a chunk. Raises StateError."""
-    raw = load(key, value, V3)
+    raw = load(key, value, V4)
     chunk = build(RollChunk, key, raw)
     if len({len(chunk.members), len(chunk.nodes), len(chunk.hosts), len(chunk.ranks)}) > 1:
         raise StateError(key, "has seats that are not whole")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_ori
 
 from ftcoord.errors import StateError
 
-V3: Final = 3
+V4: Final = 4
 """The layout of all records of rounds and of quorums. When a field of one of them is added or changed, all of them get
 the next number, if the layout has been released: another version then refuses the decided record, and says why."""
 VERSION: Final = 1

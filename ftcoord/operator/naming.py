@@ -48,9 +48,12 @@ class NamedMember:
 def members_called(keys: JobKeys, name: str) -> list[NamedMember]:
     """The members with this member id, node id, replica id or host, oldest first.
 
-    A host may be named without the pid of its agent.
+    A host may be named without the pid of its agent. A replica that has torchft's id, `name:uuid`, may be named without
+    the uuid, or by its beginning; never by a part of the name, since `train_1` is not `train_10`.
     """
-    return [one for one in _members(keys) if name in (one.id, one.owner, one.host, one.machine) and name]
+    members, begins = [*_members(keys)], name if ":" in name else f"{name}:"
+    found = [one for one in members if name in (one.id, one.owner, one.host, one.machine) and name]
+    return found or [one for one in members if one.group == "quorums" and one.owner.startswith(begins) and name]
 
 
 def owners(members: list[NamedMember]) -> set[tuple[str, str]]:

@@ -129,6 +129,15 @@ def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, 
     return Done(FORMAT, job, (f"closed {job!r}: {reason}",))
 
 
+def replica_called(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> str:
+    """The id of the replica that a name refers to; the name itself if there is none. Raises ConfigError if the name
+    matches several replicas, and EtcdError."""
+    found = {one.owner for one in members_called(read_job(etcd, key_prefix, job), name) if one.group == "quorums"}
+    if len(found) > 1:
+        raise ConfigError("REPLICA", name, f"it is the name of several: give one of {' or '.join(sorted(found)[:5])}")
+    return next(iter(found - {""}), name)
+
+
 def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: str, wait: float, by: str) -> Done:
     """End the process of a replica's manager, and wait at most `wait` seconds until it has exited.
 

@@ -7,7 +7,7 @@ decider knows who is silent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ftcoord.core.invariants import InvariantBroken, check_quorum
@@ -15,6 +15,7 @@ from ftcoord.core.layout import member_of
 from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_head import parse_quorum
+from ftcoord.core.quorum_history import attendance, failing
 from ftcoord.core.quorum_records import Profile, QuorumRecord, ReplicaRecord, parse_replica
 from ftcoord.core.recovery import heals_from
 from ftcoord.core.verdict import Publish
@@ -57,7 +58,8 @@ class QuorumTeller:
     The state depends on the keys alone. What was derived from a key is kept until the key changes.
 
     Args:
-        options: the options of the job's address, which etcd does not have.
+        options: the options of the job's address. The replicas' records have its min_replicas: the largest one counts,
+            also against this one.
     """
 
     def __init__(self, options: QuorumOptions) -> None:
@@ -79,14 +81,16 @@ class QuorumTeller:
             withheld = NextDecision("withheld", str(error))
             statuses = _statuses(None, self._whole(records, {}))
             return _told("unreadable", None, self._options, withheld, statuses, ()), unreadable
+        fewest = max([self._options.min_replicas, *(one.said.min_replicas for one in records)])
+        options = replace(self._options, min_replicas=fewest)
         replicas = self._whole(records, previous.profiles if previous else {})
         live = [replica.one for replica in replicas]
         unheard = sum(bool(one.member) for one in odd)
         situation = QuorumSituation(live, previous, LOOKED_AT, unreadable=unheard)
         statuses = _statuses(previous, replicas)
         missing = _missing(previous, replicas, keys.causes())
-        next_ = _next(situation, self._options)
-        return _told(_state(previous, statuses), previous, self._options, next_, statuses, missing), unreadable
+        next_ = _for_people(_next(situation, options), previous, statuses, fewest)
+        return _told(_state(previous, statuses), previous, options, next_, statuses, missing), unreadable
 
     def _last_quorum(self, keys: GroupKeys) -> QuorumRecord | None:
         """The same object as long as its keys are the same; None before the first. Raises StateError."""
@@ -129,6 +133,18 @@ def _next(situation: QuorumSituation, options: QuorumOptions) -> NextDecision:
     except InvariantBroken as error:
         return NextDecision("withheld", f"{verdict.reason}; that would break {error}", verdict.rule)
     return NextDecision("publish", verdict.reason, verdict.rule)
+
+
+def _for_people(
+    next_: NextDecision, previous: QuorumRecord | None, statuses: Sequence[ReplicaStatus], fewest: int
+) -> NextDecision:
+    """The same decision, with what somebody has to do about it."""
+    live = len({status.replica_id for status in statuses})
+    if next_.decision == "wait" and 0 < live < fewest:
+        asking = {status.replica_id for status in statuses if status.standing == "asking"}
+        next_ = replace(next_, reason=f"{attendance([*asking], live, fewest)}; start {fewest - live} more")
+    trouble = failing(previous, fewest) if previous is not None else ""
+    return replace(next_, reason=f"{next_.reason}; {trouble}") if trouble else next_
 
 
 def _missing(
@@ -198,9 +214,10 @@ def _told(
 ) -> QuorumStatus:
     alive = len({status.replica_id for status in statuses})
     is_enough = alive >= max(options.min_replicas, 1)
+    commits = quorum is None or not failing(quorum, options.min_replicas)
     return QuorumStatus(
         state,
-        state != "unreadable" and is_enough and not missing and next_.decision != "withheld",
+        state != "unreadable" and is_enough and commits and not missing and next_.decision != "withheld",
         quorum.number if quorum else 0,
         quorum.id if quorum else 0,
         len(quorum.seats) if quorum else 0,

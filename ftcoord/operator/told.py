@@ -23,7 +23,7 @@ class NextDecision:
     Args:
         decision: it waits, publishes a record, or withholds one, because the keys are not ftcoord's or contradict the
             protocol.
-        reason: why, in the decider's words.
+        reason: why, in the decider's words, or what somebody has to do about it.
         rule: the rule of docs/protocol.md that it follows; empty if there is none.
     """
 
@@ -166,12 +166,12 @@ class QuorumStatus:
 
     Args:
         state: empty, training (no replica asks), forming (one asks) or unreadable.
-        healthy: whether all replicas of the last quorum are alive, and enough for the next one.
+        healthy: whether all replicas of the last quorum are alive, enough for the next one, and commit their steps.
         number, id: the last quorum's; 0 before the first.
         size: how many replicas it has.
         max_step: the highest step in it.
         created: when it was decided, on the decider's clock, in seconds since 1970; for people. 0 before the first.
-        min_replicas: the value that this was judged by. It is not in etcd.
+        min_replicas: the value that this was judged by: the largest one in the records of live replicas.
         next: what the decider decides now.
         replicas: the live members: those with a rank first, then by age.
         missing: replicas that have a seat and are gone, by rank.
@@ -345,7 +345,7 @@ class ToldEvent:
         revision: etcd's revision at which it was written. Events written together have the same.
         group: rendezvous or quorums.
         kind: round, started, limits, recalled, closed, quorum, failed, expired, died, left, lost, waiting, refused,
-            silent or ordered.
+            silent, ordered or outage.
         number: the round's number, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id, or the replica's id; empty for all of them.

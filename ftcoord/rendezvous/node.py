@@ -113,6 +113,7 @@ class Node:
                 settings.request_timeout,
                 renews=False,
                 history_ttl=settings.history_ttl,
+                name=host,
             ),
             self._changed,
             self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute

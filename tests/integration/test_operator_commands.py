@@ -217,11 +217,11 @@ def test_quorums_are_told_and_a_manager_is_killed(etcd: EtcdServer, run: Command
     address = f"etcd://{etcd.get_endpoint()}/replicas?min_replicas=1&join_timeout_ms=100"
     process = ReplicaProcess(address)
     try:
-        manager = process.manage("r1")
+        manager = process.manage("r1:4f1c-77")
         process.quorum(manager, step=3).result(DEADLINE)
         found = run.json("status", "replicas")["quorum"]
         names = [one["replica_id"] for one in found["replicas"]]
-        assert (found["state"], found["size"], found["max_step"], names) == ("training", 1, 3, ["r1"])
+        assert (found["state"], found["size"], found["max_step"], names) == ("training", 1, 3, ["r1:4f1c-77"])
         address, _, token = manager.partition("#")
         assert [one["address"] for one in found["replicas"]] == [address]
         told = [run(command, "replicas") for command in ("status", "why", "history")]
@@ -230,21 +230,23 @@ def test_quorums_are_told_and_a_manager_is_killed(etcd: EtcdServer, run: Command
         assert run("kill", "replicas", "nobody", "--yes")[0] == 1
         code, shown, _ = run("kill", "replicas", "r1", "--yes")
         assert code == 0
-        assert shown.startswith("killed the manager of 'r1': killed by ")
+        assert shown.startswith("killed the manager of 'r1:4f1c-77': killed by ")
         assert process.code() == 1
     finally:
         process.kill()
 
 
-def test_too_few_replicas_wait_in_the_deciders_words(etcd: EtcdServer, run: Commands) -> None:
+def test_too_few_replicas_wait_for_more(etcd: EtcdServer, run: Commands) -> None:
     address = f"etcd://{etcd.get_endpoint()}/few?min_replicas=2"
     with closing(LighthouseClient(address, LONG)) as client:
         asking = spawn(partial(client.quorum, "r1", LONG))
         eventually(lambda: run.json("status", "few")["exists"], "it asks")
-        found = run.json("status", "few", "--min-replicas", "2")["quorum"]
+        found = run.json("status", "few")["quorum"]
         assert found["next"]["decision"] == "wait"
-        assert "only have 1 participants, need min_replicas 2" in found["next"]["reason"]
-        assert run("status", "few", "--min-replicas", "2")[0] == 1
+        for command in ("status", "why"):
+            code, shown, _ = run(command, "few")
+            assert code == 1
+            assert "1 of at least 2 replicas asks (r1); start 1 more" in shown
     assert asking.exception(DEADLINE) is not None
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from members import Door
-from worlds import World, simulated
+from worlds import World, play, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
@@ -20,15 +22,15 @@ from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat,
 from ftcoord.core.verdict import Verdict
 from ftcoord.etcd.api import Compare, Etcd, Get, Op, Put, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.primitives.group.policy import View
-from ftcoord.testing import DELIVERED, LOST_ANSWER, Call, Fate
+from ftcoord.testing import DELIVERED, LOST_ANSWER, REFUSED, Call, Fate
 from ftcoord.testing.keyspace import Transaction
 
 ALONE = Job("etcd", "", "alone", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
 PAIR = Job("etcd", "", "pair", min_replicas=2, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
 
 
-def ask(replica: Replica, step: int, timeout: float = 30) -> QuorumRecord:
-    request = QuorumRequest(replica.replica_id, "", "", step, 1, False, "", 0, ())
+def ask(replica: Replica, step: int, timeout: float = 30, failures: int = 0) -> QuorumRecord:
+    request = QuorumRequest(replica.replica_id, "", "", step, 1, False, "", failures, ())
     return replica.ask(request, concurrency.now() + timeout)
 
 
@@ -79,6 +81,28 @@ def test_a_lone_replica_asks_and_is_answered_in_one_write(world: World) -> None:
             assert ask(replica, step).requests[0].step == step
         assert world.etcd.revision == before + 5
         assert ask(replica, 6).number == first.number + 6
+
+
+def test_a_replica_that_waits_logs_for_what_and_until_when(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ftcoord")
+
+    def scenario(world: World) -> None:
+        with replica_of(world.etcd.client(), PAIR, "a") as replica:
+            with pytest.raises(TimeoutError):
+                ask(replica, 0, timeout=60)
+            waits = [one.getMessage() for one in caplog.records if "waits for a quorum" in one.getMessage()]
+            assert len(waits) == 2
+            assert "replica a waits for a quorum: 1 of at least 2 replicas asks (a); the call ends at " in waits[1]
+        with (
+            replica_of(world.etcd.client(lambda call: REFUSED), PAIR, "b") as replica,
+            pytest.raises(TimeoutError),
+        ):
+            ask(replica, 0, timeout=60)
+        away = [one.getMessage() for one in caplog.records if "etcd does not answer" in one.getMessage()]
+        assert len(away) == 2
+        assert "the call ends at " in away[0]
+
+    play(scenario, 0)
 
 
 @simulated

@@ -134,6 +134,25 @@ def test_each_decision_is_in_the_history_and_nothing_else_is(world: World) -> No
 
 
 @simulated
+def test_outages_of_etcd_that_a_process_noticed_are_told(world: World) -> None:
+    group = agents(world, 3, (1, 4))
+    first = work_together(world, group)[0].number
+    with world.etcd.outage():
+        world.sleep(40)
+    world.sleep(LEASE_TTL)
+    (outage,) = (one.event for one in history(world) if one.event.kind == "outage")
+    assert outage.reason.startswith(f"etcd did not answer {outage.who} for 4")
+    leader = next(one for one in group if one.name == outage.who)
+    leader.die("it was killed")
+    group.remove(leader)
+    work_together(world, group, after=first)
+    told = Counter(one.event.who for one in history(world) if one.event.kind == "outage")
+    assert max(told.values()) == 1
+    assert len(told) == 2, "the next decider was away too"
+    end(world, group)
+
+
+@simulated
 def test_on_a_bad_network_nothing_is_told_that_was_not_decided(world: World) -> None:
     """What was decided while etcd did not answer about the history is told with the next decision."""
     group = agents(world, 3, (1, 4), wild=True)
@@ -461,6 +480,38 @@ def test_a_quorum_without_a_replica_that_died_says_of_what(world: World) -> None
         past = [(one.event.kind, one.event.node, one.event.reason) for one in history(world, job.prefix)]
         assert ("died", "b", "b: b was killed") in past
         assert past[-1] == ("quorum", "", "1 replica; without b")
+
+
+def test_commits_that_fail_without_end_push_no_death_out_of_the_history(caplog: pytest.LogCaptureFixture) -> None:
+    """The Manager wants two replicas, the job's address only one: the survivor is answered again and again."""
+
+    def scenario(world: World) -> None:
+        job = replace(PAIR, min_replicas=1)
+        client = world.etcd.client()
+        with replica_of(world.etcd.client(), job, "a") as one, replica_of(client, job, "b") as other:
+            join = in_background(lambda: until_both(other))
+            until_both(one)
+            join()
+            world.observer.put(death_key(job.prefix, member_id(other.lease)), encode(Death("b was killed", 0)))
+            other.leave(5)
+            world.until(lambda: len(ask(one, 1).seats) == 1, "it goes on alone")
+            died = history(world, job.prefix)
+            for failures in range(1, 21):
+                ask(one, 1, failures=failures)
+            (repeats,) = history(world, job.prefix)[len(died) :]
+            assert (repeats.event.kind, repeats.event.reason) == (
+                "quorum",
+                "1 replica; the same replicas, after commits that failed",
+            )
+            told = tell_job(read_job(world.observer, KEY_PREFIX, job.name), Rules())
+            why = explain(told, *read_events(world.observer, KEY_PREFIX, job.name))
+            assert not why.healthy
+            assert "20 commits in a row failed with 1 replica" in why.text
+            warned = [one.getMessage() for one in caplog.records if "commits in a row failed" in one.getMessage()]
+            assert len(warned) == 1
+            assert "min_replica_size is larger than min_replicas=1" in warned[0]
+
+    play(scenario, 0)
 
 
 @simulated

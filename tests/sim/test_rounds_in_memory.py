@@ -687,7 +687,7 @@ class Settler:
         (kv,) = self._world.observer.get(DECIDED).kvs
         raw = json.loads(kv.value)
         raw |= {"number": raw["number"] + 1, "roll": "nobody", "chunks": 1, "recalled": "so", "ready": False, "by": "x"}
-        chunk = {"v": 3, "members": [], "nodes": [], "hosts": [], "ranks": [], "away": [], "rounds": []}
+        chunk = {"v": 4, "members": [], "nodes": [], "hosts": [], "ranks": [], "away": [], "rounds": []}
         raw["size"] = 1
         chunk |= {"members": ["00"], "nodes": ["00"], "hosts": ["00"], "ranks": [0]}
         key = f"{roll_span(PREFIX, 'nobody').start}0"

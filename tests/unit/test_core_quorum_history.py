@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ftcoord.core.event_records import HistoryEvent, encode, read_history
-from ftcoord.core.quorum_history import LateEnds, quorum_events
+from ftcoord.core.quorum_history import REPEATED, LateEnds, quorum_events
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
 
 TIMEOUT = 5.0
@@ -160,3 +160,14 @@ def test_a_silent_replica_did_not_leave() -> None:
     events = quorum_events(quorum(3, "a", "b", "c", "d"), quorum(4, "a"), {"d1": ("killed", 9)}, word, {"b1", "d1"})
     assert said(events) == [("lost", 3, "b"), ("left", 3, "c"), ("died", 3, "d"), ("quorum", 4, "")]
     assert "silent" in events[0].reason
+
+
+def test_of_quorums_after_failed_commits_the_first_of_a_while_is_told() -> None:
+    """Others of the same replicas follow each other within moments, without end."""
+    first, second, third = (replace(quorum(id_, "a", "b"), created=float(id_)) for id_ in (3, 4, 5))
+    other = quorum(2, "a", "b", "c")
+    assert said(quorum_events(first, second, {}, {}, before=other)) == [("quorum", 4, "")]
+    assert quorum_events(second, third, {}, {}, before=first) == []
+    later = replace(third, created=first.created + REPEATED)
+    assert said(quorum_events(second, later, {}, {}, before=first)) == [("quorum", 5, "")]
+    assert said(quorum_events(second, quorum(5, "a"), {}, {}, before=first)) == [("lost", 4, "b"), ("quorum", 5, "")]

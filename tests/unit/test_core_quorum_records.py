@@ -32,7 +32,7 @@ from ftcoord.errors import StateError
 
 KEY = "/ftcoord/v1/job/decided"
 REQUEST = QuorumRequest("rep_0:4f1c", "http://host0:1234", "host0:29500", 7, 8, False, '{"a": 1}', 2, ("h0", "h1"))
-PETITION = ReplicaRecord(REQUEST, 3, 12, 99, heard=40)
+PETITION = ReplicaRecord(REQUEST, 3, 12, 99, heard=40, min_replicas=2)
 QUORUM = QuorumRecord(5, 4, (QuorumSeat("694d", 3, REQUEST),), (IdleMember("694e", 2),), 1_700_000_000.25, "694d")
 
 SHORT = replace(PETITION, profile=digest_of(REQUEST.profile))
@@ -144,7 +144,7 @@ def test_a_step_writes_no_roster() -> None:
 @EACH
 def test_one_record_is_always_the_same_bytes(parse: Parse, value: bytes) -> None:
     assert b"\n" not in value
-    assert fields(value)["v"] == 3
+    assert fields(value)["v"] == 4
     assert json.dumps(fields(value), separators=(",", ":"), sort_keys=True).encode() == value
     parse(KEY, value)
 
@@ -160,12 +160,12 @@ def test_the_form_of_the_records() -> None:
         "handles": ["h0", "h1"],
     }
     progress = {"replica_id": "rep_0:4f1c", "step": 7, "shrink_only": False, "commit_failures": 2}
-    asked = {"v": 3, "asked": 3, "after": 12, "beat": 99, "heard": 40}
+    asked = {"v": 4, "asked": 3, "after": 12, "beat": 99, "heard": 40, "min_replicas": 2}
     assert fields(encode(PETITION)) == {**asked, "request": profile | progress, "profile": "", "leaving": ""}
     assert fields(encode(SHORT)) == {**asked, "request": progress, "profile": digest_of(SEATED)}
-    assert fields(ROSTER) == {"v": 3, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}
+    assert fields(ROSTER) == {"v": 4, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}
     assert fields(HEAD) == {
-        "v": 3,
+        "v": 4,
         "number": 5,
         "id": 4,
         "roster": parse_roster(KEY, ROSTER).digest,
@@ -185,7 +185,7 @@ def test_a_digest_is_the_same_in_all_releases() -> None:
     assert (
         digest_of(SEATED)
         == blake2b(
-            json.dumps({"v": 3, **asdict(SEATED)}, separators=(",", ":"), sort_keys=True).encode(), digest_size=8
+            json.dumps({"v": 4, **asdict(SEATED)}, separators=(",", ":"), sort_keys=True).encode(), digest_size=8
         ).hexdigest()
     )
 
@@ -202,7 +202,7 @@ def test_a_thousand_replicas_of_eight_ranks_fit_into_one_request() -> None:
 
 
 @EACH
-@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None, True, 3.0], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 3, 5, "4", None, True, 4.0], ids=repr)
 def test_another_layout_version_is_refused(parse: Parse, value: bytes, version: object) -> None:
     assert f"version {version!r}" in refused(parse, {**fields(value), "v": version})
 

@@ -157,11 +157,23 @@ def node(lease: int, name: str, host: str) -> KeyValue:
     return kv(member_key(RUN, member_id(lease)), rendezvous_records.encode(ask), lease)
 
 
+def replica(lease: int, name: str) -> KeyValue:
+    request = QuorumRequest(name, "a", "b", 0, 1, False, "", 0, ())
+    record = quorum_records.encode(ReplicaRecord(request, 0, 0, 0))
+    return kv(member_key(QUORUM, member_id(lease)), record, lease)
+
+
+REPLICAS = (
+    replica(9, "r1"),
+    replica(10, "t_1:4f1c"),
+    replica(11, "t_10:4f1d"),
+    replica(12, "t_2:4a"),
+    replica(13, "t_2:4b"),
+)
+
+
 def keys(*nodes: KeyValue) -> JobKeys:
-    request = QuorumRequest("r1", "a", "b", 0, 1, False, "", 0, ())
-    replica = kv(member_key(QUORUM, member_id(9)), quorum_records.encode(ReplicaRecord(request, 0, 0, 0)), 9)
-    rounds = GroupKeys(RUN, below_members=nodes)
-    return JobKeys("job", 5, rounds, GroupKeys(QUORUM, below_members=(replica,)), 9)
+    return JobKeys("job", 5, GroupKeys(RUN, below_members=nodes), GroupKeys(QUORUM, below_members=REPLICAS), 9)
 
 
 TWO = keys(node(1, "n1", "h (pid 7)"), node(2, "n1", "h (pid 7)"), node(3, "n2", "h (pid 8)"))
@@ -176,6 +188,11 @@ TWO = keys(node(1, "n1", "h (pid 7)"), node(2, "n1", "h (pid 7)"), node(3, "n2",
         ("h", [1, 2, 3], 2),
         ("h (pid 8)", [3], 1),
         ("r1", [9], 1),
+        ("t_1", [10], 1),
+        ("t_10:4", [11], 1),
+        ("t_2", [12, 13], 2),
+        ("t_2:4b", [13], 1),
+        ("t_", [], 0),
         ("x", [], 0),
         ("", [], 0),
     ],

@@ -26,6 +26,7 @@ from ftcoord.core.layout import (
     timer_key,
 )
 from ftcoord.core.quorum import QuorumOptions
+from ftcoord.core.quorum_history import FAILED_COMMITS
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of, head_of, roll_id
 from ftcoord.core.round_situation import RoundOptions
@@ -304,8 +305,9 @@ def request(name: str, step: int = 5) -> QuorumRequest:
     return QuorumRequest(name, f"{name}:1", f"{name}:2", step, 2, False, "", 0, ())
 
 
-def replica(lease: int, name: str, asked: int = 1, step: int = 5) -> KeyValue:
-    return member(QUORUM, lease, quorum_records.encode(ReplicaRecord(request(name, step), asked, 0, 0)))
+def replica(lease: int, name: str, asked: int = 1, step: int = 5, min_replicas: int = 1) -> KeyValue:
+    record = ReplicaRecord(request(name, step), asked, 0, 0, min_replicas=min_replicas)
+    return member(QUORUM, lease, quorum_records.encode(record))
 
 
 def quorum_of(*names: str, steps: Sequence[int] = ()) -> QuorumRecord:
@@ -348,9 +350,18 @@ def test_a_replica_that_waits_in_the_deciders_words() -> None:
 
 
 def test_too_few_replicas_are_not_healthy() -> None:
-    found = quorum(None, replica(9, "x"), min_replicas=2)
-    assert (found.state, found.healthy, found.number) == ("forming", False, 0)
-    assert "need min_replicas 2" in found.next.reason
+    for found in (quorum(None, replica(9, "x", min_replicas=2)), quorum(None, replica(9, "x"), min_replicas=2)):
+        assert (found.state, found.healthy, found.number, found.min_replicas) == ("forming", False, 0, 2)
+        assert (found.next.decision, found.next.reason) == ("wait", "1 of at least 2 replicas asks (x); start 1 more")
+
+
+@pytest.mark.parametrize(("failures", "healthy"), [(FAILED_COMMITS - 1, True), (FAILED_COMMITS, False)])
+def test_a_job_whose_commits_fail_again_and_again_is_not_healthy(failures: int, healthy: bool) -> None:
+    record = quorum_of("x")
+    failed = replace(record.seats[0].request, commit_failures=failures)
+    found = quorum(replace(record, seats=(replace(record.seats[0], request=failed),)), replica(9, "x"))
+    assert found.healthy is healthy
+    assert ("if the Manager's min_replica_size is larger than min_replicas=1" in found.next.reason) is not healthy
 
 
 def test_a_replica_that_is_gone_is_missing() -> None:

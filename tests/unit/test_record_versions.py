@@ -46,7 +46,7 @@ from ftcoord.core.rendezvous_records import (
 from ftcoord.core.rendezvous_records import encode as encode_round
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.situation import Situation
-from ftcoord.core.strict import V3, VERSION
+from ftcoord.core.strict import V4, VERSION
 from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
@@ -61,7 +61,7 @@ ROUNDS_AND_QUORUMS: Final = {
     RollChunk: "members nodes hosts ranks away rounds",
     Seat: "member node host",
     Away: "member round",
-    ReplicaRecord: "request asked after beat profile heard leaving",
+    ReplicaRecord: "request asked after beat profile heard leaving min_replicas",
     QuorumRequest: "replica_id address store_address step world_size shrink_only data commit_failures handles",
     Progress: "replica_id step shrink_only commit_failures",
     Profile: "replica_id address store_address world_size data handles",
@@ -73,7 +73,7 @@ ROUNDS_AND_QUORUMS: Final = {
     WorkerFailure: "pid rank local_rank exit_code signal fate exception traceback timer",
 }
 """What these have in the version that follows. Who changes a line counts `core.strict`'s version on, and this one."""
-V_ROUNDS_AND_QUORUMS: Final = 3
+V_ROUNDS_AND_QUORUMS: Final = 4
 OTHERS: Final = {
     Beat: "name data left",
     Death: "cause wall_ms",
@@ -91,7 +91,7 @@ V_OTHERS: Final = 1
 
 
 def test_no_field_comes_or_goes_without_a_new_version() -> None:
-    assert (V3, VERSION) == (V_ROUNDS_AND_QUORUMS, V_OTHERS)
+    assert (V4, VERSION) == (V_ROUNDS_AND_QUORUMS, V_OTHERS)
     for record, names in (ROUNDS_AND_QUORUMS | OTHERS).items():
         assert " ".join(field.name for field in fields(record)) == names, record.__name__
 
@@ -108,13 +108,15 @@ def as_release_before(value: bytes, version: int, *without: str) -> bytes:
     return json.dumps({**raw, "v": version}).encode()
 
 
-OLD_REPLICA = as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 2, "heard", "leaving")
+OLD_REPLICA = as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 2, "heard", "leaving", "min_replicas")
 OLD_ASK = as_release_before(encode_round(ASK), 1, "holds", "failed", "failed_at")
 
 
-@pytest.mark.parametrize("value", [OLD_REPLICA, as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 4)])
+@pytest.mark.parametrize(
+    "value", [OLD_REPLICA, as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 3, "min_replicas")]
+)
 def test_a_replica_of_another_release_is_named_for_what_it_is(value: bytes) -> None:
-    with pytest.raises(StateError, match=r"layout version .*reads 3: use one release in all of a job"):
+    with pytest.raises(StateError, match=r"layout version .*reads 4: use one release in all of a job"):
         parse_replica("key", value)
 
 

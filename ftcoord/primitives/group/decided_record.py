@@ -170,9 +170,12 @@ class DecidedRecord:
         self._learn(outcome, puts)
         return outcome.done
 
-    def note(self, events: Sequence[HistoryEvent], guards: Sequence[Compare]) -> None:
-        """Add events to the history without a decision, if the guards hold. Raises ClientClosed."""
-        if self._history is not None:
+    def note(self, events: Sequence[HistoryEvent], guards: Sequence[Compare] | None) -> None:
+        """Add events to the history without a decision, if the guards hold; None adds them with the next decision.
+        Raises ClientClosed."""
+        if self._history is not None and guards is None:
+            self._history.owe(events)
+        elif self._history is not None and guards is not None:
             self._history.add(events, guards, self.mirror.revision)
 
     def rest(self) -> None:

@@ -105,7 +105,7 @@ class EventLog:
                 return outcome
         outcome = write(())
         if outcome.done:
-            self._owe(events)
+            self.owe(events)
         return outcome
 
     def add(self, events: Sequence[HistoryEvent], guards: Sequence[Compare], revision: int) -> None:
@@ -123,9 +123,10 @@ class EventLog:
             self.refused(error)
             ops = []
         if not ops:
-            self._owe(events)
+            self.owe(events)
 
-    def _owe(self, events: Sequence[HistoryEvent]) -> None:
+    def owe(self, events: Sequence[HistoryEvent]) -> None:
+        """Write these events with the next ones."""
         self._owed = [*self._owed, *events][-OWED:]
 
     def _note_written(self, ops: Sequence[Op]) -> None:

@@ -23,9 +23,10 @@ from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import members_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue
+from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.checkup import Checkup
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
@@ -181,6 +182,11 @@ class Group:
         """Have this member's key put back if it is gone, though its lease is not."""
         self._inbox.put(self._doubt_key)
 
+    def note(self, event: HistoryEvent) -> None:
+        """Have an event that is no decision in the history: the decider writes it at once, and any other member with
+        the first of its own decisions."""
+        self._inbox.put(lambda: self._note(event))
+
     def close(self) -> None:
         """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
         self._closing = True
@@ -232,6 +238,10 @@ class Group:
         self._succession.begin(tail)
         self._checkup.put_off()
         self._thread.start()
+
+    def _note(self, event: HistoryEvent) -> None:
+        guards = (exists(self._member_key.key),) if self._succession.is_first else None
+        self._record.note([event], guards)
 
     def _doubt_key(self) -> None:
         self._member_key.doubted = True

@@ -44,6 +44,7 @@ class ParticipantOptions:
         dies_with_process: whether the sentinel gives the lease up, and says why, when this process dies. If not, the
             lease ends by time: for who takes part for others, that live on.
         history_ttl: how long the history of decisions outlives the last decider; 0 for none.
+        name: what the history calls this participant.
     """
 
     lease_ttl: int
@@ -54,6 +55,7 @@ class ParticipantOptions:
     batches: bool = False
     dies_with_process: bool = True
     history_ttl: int = 0
+    name: str = ""
 
 
 class Incarnations(Generic[R, A]):
@@ -172,6 +174,7 @@ class Incarnations(Generic[R, A]):
             dies_with_process=options.dies_with_process,
             was=was,
             lost=self._lost,
+            name=options.name,
         )
         with self._changed:
             stopped = self.stopped

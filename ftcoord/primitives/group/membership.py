@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.core.lease import SessionState
+from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.lease import TRUST_FOR, SessionState
 from ftcoord.errors import (
     ClientClosed,
     EtcdError,
@@ -27,6 +29,9 @@ from ftcoord.primitives.session import Session
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+
+SHORTEST_OUTAGE: Final = 1.0
+"""Seconds without an answer, after a lease is no longer trusted, from which on the history tells of it."""
 
 
 class Membership(Generic[R]):
@@ -48,6 +53,7 @@ class Membership(Generic[R]):
         was: the ids of the participant's earlier incarnations; see `Session`.
         lost: called when etcd says that the lease is lost, on the keep-alive thread; must not block. Not called for a
             lease that is lost before this object is made.
+        name: what the history calls this member.
 
     Raises EtcdError when it gets no lease or no watch, and ThreadNotStarted when no thread can renew the lease.
     """
@@ -68,6 +74,7 @@ class Membership(Generic[R]):
         dies_with_process: bool = True,
         was: Sequence[str] = (),
         lost: Callable[[], object] = lambda: None,
+        name: str = "",
     ) -> None:
         self.record: R | None = None
         """The last decided record that could be read."""
@@ -78,7 +85,8 @@ class Membership(Generic[R]):
         """The error that ended the group's thread, and this membership with it."""
         self.lost = False
         self._etcd, self._parse, self._changed = etcd, parse, changed  # never change
-        self._on_lost = lost  # never changes
+        self._on_lost, self._name, self._ttl = lost, name, ttl  # never change
+        self._suspended_at = math.inf  # only the keep-alive thread
         self._has_group = False  # guarded by _changed
         """Whether changes of the session's state can be acted on."""
         deaths = prefix if dies_with_process else None
@@ -189,14 +197,25 @@ class Membership(Generic[R]):
             if not self._has_group:
                 return
         if state is SessionState.SUSPENDED:
+            self._suspended_at = concurrency.now()
             log.warning(
                 "etcd has not renewed the lease of member %s in time: what runs goes on, as far as it can", self.id
             )
         elif state is SessionState.CONNECTED:
             log.warning("etcd renews the lease of member %s again", self.id)
+            self._note_outage(concurrency.now() - self._suspended_at)
         if state is SessionState.LOST:
             self.orphan()
             self._on_lost()
+
+    def _note_outage(self, seconds: float) -> None:
+        """Have the history tell of it, unless this process was stopped: then etcd answers at once."""
+        if seconds < SHORTEST_OUTAGE:
+            return
+        lasted = f"{seconds + self._ttl * TRUST_FOR:.0f} s"
+        wall_ms = int(concurrency.wall() * 1000)
+        reason = f"etcd did not answer {self._name} for {lasted}"
+        self.group.note(HistoryEvent("outage", 0, self._name, reason=reason, by=self.id, wall_ms=wall_ms))
 
     def _on_decided(self, kv: KeyValue | None, roster: KeyValue | None) -> None:
         try:

@@ -16,6 +16,7 @@ from ftcoord.errors import EtcdError, LeaseLost, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
+from ftcoord.logs import ending
 from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT, Incarnations, ParticipantOptions
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.pace import Look, Pace
@@ -30,6 +31,10 @@ A = TypeVar("A")
 
 KEY_CHECK_INTERVAL: Final = 10.0
 """Seconds between two looks of a member that waits at whether its key is still there."""
+FIRST_UNANSWERED: Final = 2.0
+"""Seconds without an answer after which a call logs that etcd does not answer: a new leader takes less."""
+LINE_INTERVAL: Final = 30.0
+"""Seconds between two such lines of a call."""
 KEY_CHECKS_PER_SECOND: Final = 50
 """Such looks that all members that wait together have in a second: of a large crowd each looks less often."""
 _REPEATED: Final = (*UNANSWERED, LeaseLost)
@@ -292,7 +297,21 @@ class Participant(Generic[R, A]):
         return TimeLimit(self._options.request_timeout, deadline)
 
     def _insist(self, attempt: Callable[[], None], deadline: float, gone: concurrency.Event) -> None:
-        retry(attempt, _REPEATED, deadline, gone)
+        """Repeat it until etcd takes it. That etcd does not answer is logged, since the caller only sees a call that
+        takes long."""
+        line_at = concurrency.now() + FIRST_UNANSWERED
+
+        def once() -> None:
+            nonlocal line_at
+            try:
+                attempt()
+            except UNANSWERED as error:
+                if (now := concurrency.now()) >= line_at:
+                    line_at = now + LINE_INTERVAL
+                    log.warning("etcd does not answer, and is tried again: %s; %s", error, ending(deadline))
+                raise
+
+        retry(once, _REPEATED, deadline, gone)
 
     def _write(self, within: TimeLimit) -> None:
         assert self._said is not None
