@@ -18,7 +18,7 @@ from members import CALL_TIMEOUT, Blind, Counting, Lossy, Node, Overtaken, read
 
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import Compacted, EtcdUnavailable, LeaseLost, OutcomeUnknown
-from ftcoord.etcd.api import Batch, Etcd, Get, Span
+from ftcoord.etcd.api import Batch, Etcd, Get, RangeResult, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.retry import TimeLimit
 
@@ -245,6 +245,32 @@ def test_only_the_decider_watches_the_members(client: EtcdClient, join: Join, pr
     nodes[2].leave()
     nodes[4].sees(*nodes[:2], *nodes[3:], *others)
     eventually(lambda: Span(nodes[1].group.key) in doors[3].watched, what="the new predecessor to be watched")
+
+
+class Reading(Counting):
+    """Also counts the reads of several keys."""
+
+    reads = 0
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        self.reads += get.span.is_prefix
+        return self.real.range(get, timeout=timeout)
+
+
+def test_keys_that_are_no_members_delay_nobody(
+    client: EtcdClient, join: Join, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever joins looks for older members among them. There is one, and no tail tells of it."""
+    first, door = join(), Reading(client)
+    for number in range(300):
+        client.put(f"{prefix}/members/garbage {number}", b"garbage")
+    client.delete(Span(f"{prefix}/tail"))
+    second = join(door)
+    second.sees(first, second)
+    assert door.reads <= 6
+    first.leave()
+    second.sees(second)
+    assert caplog.text.count("300 keys below") == 1
 
 
 def test_a_decision_writes_all_or_nothing(client: EtcdClient, join: Join, prefix: str) -> None:

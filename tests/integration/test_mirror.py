@@ -14,6 +14,7 @@ from helpers import DEADLINE, eventually
 from ftcoord.core.election_records import Candidacy
 from ftcoord.core.layout import timer_key
 from ftcoord.embedded.server import EtcdServer
+from ftcoord.errors import StateError
 from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Put, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.heartbeat import Heartbeat, watch_heartbeats
@@ -235,6 +236,20 @@ def test_another_value_with_the_same_revision_is_read_again() -> None:
     readings = ParsedKeys(lambda key, value: Candidacy(value.decode()))
     read = [readings.of([kv]) for kv in (before, after)]
     assert read == [[(before, Candidacy("before"))], [(after, Candidacy("after"))]]
+
+
+def test_many_members_that_nobody_can_read_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(key: str, value: bytes) -> Candidacy:
+        raise StateError(key, "is garbage")
+
+    reading = ParsedKeys(refuse)
+    garbage = [KeyValue(f"/{at}", b"", 1, 1, 1, at) for at in range(1, 1001)]
+    for _ in range(2):
+        assert reading.of(garbage) == []
+    reading.of([*garbage, KeyValue("/last", b"", 1, 1, 1, 2000)])
+    first, second = [record.getMessage().partition(";")[0] for record in caplog.records]
+    assert first.startswith("1000 members count as alive, and as asking for nothing")
+    assert second == "a member counts as alive, and as asking for nothing: etcd key '/last' is garbage"
 
 
 # -- those who are told -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -9,6 +10,8 @@ from ftcoord import concurrency
 from ftcoord.core.layout import Span
 from ftcoord.etcd.api import Compare, Etcd, KeyValue, encode_key, is_member
 from ftcoord.primitives.mirror import Mirror, Posted
+
+log = logging.getLogger(__name__)
 
 DEPARTED: Final = 1000
 """How many members that are gone are remembered with their last values."""
@@ -36,6 +39,7 @@ class MembersView:
         self._members: dict[str, KeyValue] = {}
         """Those of them that are members. A change costs O(1): they come in the order in which they are kept."""
         self._is_in_order = True
+        self._has_warned = False
         self.departed: dict[str, KeyValue] = {}
         """The last values, by key, of members that were seen alive and are gone."""
 
@@ -89,6 +93,17 @@ class MembersView:
             if self.mirror.synced:
                 self.read_at = concurrency.now()
                 self._note({*self.mirror.kvs, *self._kvs}, self.read_at)
+                self._warn_of_strangers(len(self.mirror.kvs) - len(self._members))
+
+    def _warn_of_strangers(self, count: int) -> None:
+        if count and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%d keys below %r are ignored: they are no members, which have the names of their leases; find out who"
+                " writes them",
+                count,
+                self._span.start,
+            )
 
     def apply(self, posted: Posted) -> None:
         """Bring the copy up to date."""

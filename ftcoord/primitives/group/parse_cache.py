@@ -54,23 +54,29 @@ class ParsedKeys(Generic[M]):
         """The members that can be read, in the order given. `highest`: the highest number that is known here, for
         whoever counts on from theirs."""
         before, self._known, said, unreadable = self._known, {}, [], []
+        problems: list[StateError] = []
         for kv in members:
             known = before.get(kv.key)
             if known is None or known[0] != kv.value:
-                known = kv.value, self._read(kv, highest)
+                known = kv.value, self._read(kv, highest, problems)
             self._known[kv.key] = known
             if known[1] is not None:
                 said.append((kv, known[1]))
             else:
                 unreadable.append(kv.key)
         self.unreadable = unreadable
+        if problems:  # one line, however many there are
+            many = f"{len(problems)} members count as alive, and as asking for nothing; the first"
+            log.warning(
+                "%s: %s", many if problems[1:] else "a member counts as alive, and as asking for nothing", problems[0]
+            )
         return said
 
-    def _read(self, kv: KeyValue, highest: int) -> M | None:
+    def _read(self, kv: KeyValue, highest: int, problems: list[StateError]) -> M | None:
         try:
             parsed = self._parse(kv.key, kv.value)
             check_step(kv.key, parsed.highest, highest, LARGEST_STEP)
             return parsed
         except StateError as error:
-            log.warning("a member counts as alive, and as asking for nothing: %s", error)
+            problems.append(error)
             return None

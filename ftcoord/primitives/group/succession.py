@@ -21,6 +21,8 @@ READ_INTERVAL: Final = 60.0
 FIRST_READ_AFTER: Final = 5.0
 """About how many seconds after joining a member first reads that key. The tail may name a member whose key somebody has
 deleted before, and no watch reports that."""
+READS_MORE: Final = 16
+"""How many times as many keys a member reads that has found no older member, but keys."""
 FOLLOW_UP: Final = 5.0
 """Seconds that a member that took over keeps deciding after its last decision, unless another member decides: more
 decisions follow, and the decider has just shown that it does not make them. As long as the lease of a dead replica
@@ -126,9 +128,9 @@ class Succession:
             if not self._ahead.synced or self._is_older(self._ahead.one):
                 return
             self._ahead.close()
-        found = self._next_older()
-        if found.one is not None:
-            self._follow(found.one, found.revision, READ_INTERVAL)
+        older, revision = self._next_older()
+        if older is not None:
+            self._follow(older, revision, READ_INTERVAL)
         else:
             self.before = self._last_word_of(self._ahead) if self._ahead is not None else None
             self._ahead, self.is_first = None, True
@@ -149,16 +151,17 @@ class Succession:
         except RequestRefused:  # etcd has forgotten it
             return None
 
-    def _next_older(self) -> RangeResult:
+    def _next_older(self) -> tuple[KeyValue | None, int]:
+        """The member that joined last before this one, and etcd's revision. Others may have written keys there that are
+        no members: each read is larger, for each makes etcd sort all of them."""
         assert self._mine.kv is not None
-        before = self._mine.kv.create_revision
+        span, before, limit = members_span(self._prefix), self._mine.kv.create_revision, 1
         while True:
-            found = self._etcd.range(
-                Get(members_span(self._prefix), 1, keys_only=True, order="newest", created_before=before)
-            )
-            if found.one is None or is_member(found.one):
-                return found
-            before = found.one.create_revision
+            found = self._etcd.range(Get(span, limit, keys_only=True, order="newest", created_before=before))
+            older = next(filter(is_member, found.kvs), None)
+            if older is not None or len(found.kvs) < limit:
+                return older, found.revision
+            limit *= READS_MORE
 
     def _is_older(self, kv: KeyValue | None) -> bool:
         """A member whose key was deleted and put back is now the newest, and may follow this one: a circle."""
