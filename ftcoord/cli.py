@@ -14,7 +14,7 @@ from ftcoord import __version__
 from ftcoord.commands import completion
 from ftcoord.commands.codes import HEALTHY, INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE
 from ftcoord.commands.flags import resolve
-from ftcoord.errors import ConfigError, EtcdUnavailable, FtcoordError, OutcomeUnknown
+from ftcoord.errors import NO_ETCD, ConfigError, EtcdUnavailable, FtcoordError, OutcomeUnknown
 
 FAMILIES: Final = {
     "listing": ("ls",),
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error, WRONG_USE)
     except (EtcdUnavailable, OutcomeUnknown) as error:
         code = _complain(error, UNREACHABLE)
-        print("ftcoord: is etcd there? --endpoints or FTCOORD_ENDPOINTS says where it is", file=sys.stderr)
+        if not str(error).startswith(NO_ETCD):
+            print("ftcoord: is etcd there? --endpoints or FTCOORD_ENDPOINTS says where it is", file=sys.stderr)
         return code
     except FtcoordError as error:
         return _complain(error, NOT_DONE)

@@ -12,6 +12,9 @@ from typing import Any, Final, TypeVar
 
 from ftcoord.escaping import neutral
 
+NO_ETCD: Final = "no etcd at"
+"""How the errors begin that state why an endpoint cannot be used, and what to do."""
+
 _E = TypeVar("_E", bound="FtcoordError")
 
 MORE_THREADS: Final = "raise the limit on threads (ulimit -u, or the container's limit on processes) if it is reached"
@@ -146,6 +149,10 @@ class EtcdError(FtcoordError):
 
 class EtcdUnavailable(EtcdError, ConnectionError):
     """No member answered in time. The call had no effect: it is safe to make it again."""
+
+
+class WrongEndpoint(EtcdUnavailable):
+    """Something answers at an endpoint, but it is no etcd, or the TLS settings do not fit it. Waiting does not help."""
 
 
 class ClientClosed(EtcdError):

@@ -10,7 +10,7 @@ from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import runs_span
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace
-from ftcoord.etcd.api import Compare, Get, Put
+from ftcoord.etcd.api import Compare, Get, Put, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.operator.findings import EndpointFacts, EtcdFacts
 from ftcoord.operator.leftovers import why_kept
@@ -37,7 +37,9 @@ def examine(config: EtcdConfig, key_prefix: str) -> EtcdFacts:
     try:
         facts = replace(facts, is_login_off=facts.has_login and not etcd.requires_login())
         facts = _with_rights_to_write(etcd, _with_rights_to_read(etcd, _with_alarms(etcd, facts)))
-        return facts if facts.cannot_read else _with_leftovers(etcd, facts)
+        if facts.cannot_read:
+            return facts
+        return _with_leftovers(etcd, _with_calls_of_agents(etcd, facts))
     except EtcdError as error:
         lost = EndpointFacts("the cluster", None, str(error))
         return replace(facts, endpoints=[*endpoints, lost])
@@ -87,6 +89,32 @@ def _with_rights_to_write(etcd: EtcdClient, facts: EtcdFacts) -> EtcdFacts:
     except EtcdAuthError as error:
         return replace(facts, cannot_write=str(error))
     return replace(facts, write_seconds=granted_and_revoked / 2)
+
+
+def _with_calls_of_agents(etcd: EtcdClient, facts: EtcdFacts) -> EtcdFacts:
+    """Renew a lease and open a watch, which use streams: what stands between a host and etcd may only pass calls."""
+    if not (facts.is_full or facts.cannot_write):
+        facts = replace(facts, cannot_renew=_cannot_renew(etcd))
+    items: concurrency.Queue[WatchItem] = concurrency.inbox()
+    watch = etcd.watch(runs_span(facts.key_prefix), 0, items.put)
+    try:
+        found = items.get(timeout=etcd.config.request_timeout)
+    except concurrency.Empty:
+        return replace(facts, cannot_watch=f"etcd has not answered for {etcd.config.request_timeout:g} s")
+    finally:
+        watch.cancel()
+    return replace(facts, cannot_watch=str(found) if isinstance(found, EtcdError) else "")
+
+
+def _cannot_renew(etcd: EtcdClient) -> str:
+    lease = etcd.grant(SHORT_TTL).id
+    try:
+        etcd.renew(lease)
+    except EtcdError as error:
+        return str(error)
+    finally:
+        etcd.revoke(lease)
+    return ""
 
 
 def _with_leftovers(etcd: EtcdClient, facts: EtcdFacts) -> EtcdFacts:

@@ -60,6 +60,8 @@ class EtcdFacts:
         read_seconds, write_seconds: the latency of a linearizable read, and of a write through the log; None if there
             was none.
         cannot_read, cannot_write: why the user may not, below `key_prefix`; empty if it may.
+        cannot_renew, cannot_watch: why no lease can be renewed, or no watch be opened; empty if that works, None if it
+            was not tried.
         over, idle: the jobs that are over, and those that are not but have no members left.
     """
 
@@ -77,6 +79,8 @@ class EtcdFacts:
     idle: Sequence[str] = ()
     is_login_off: bool = False
     is_full: bool = False
+    cannot_renew: str | None = None
+    cannot_watch: str | None = None
 
 
 def findings(facts: EtcdFacts) -> Examination:
@@ -90,6 +94,7 @@ def findings(facts: EtcdFacts) -> Examination:
         *_speed(facts),
         *_security(facts),
         *_rights(facts),
+        *_calls_of_agents(facts),
         *_leftovers(facts),
         *_fsync(facts),
         *_clocks(facts),
@@ -265,6 +270,16 @@ def _rights(facts: EtcdFacts) -> Iterator[Finding]:
             yield Finding(PROBLEM, f"right to {what}", f"not below {facts.key_prefix}: {problem}", role)
         elif seconds is not None:
             yield Finding(OK, f"right to {what}", f"below {facts.key_prefix}")
+
+
+def _calls_of_agents(facts: EtcdFacts) -> Iterator[Finding]:
+    do = "agents need it: if something stands between this host and etcd, name etcd's members themselves"
+    tried = (("lease", "is renewed", facts.cannot_renew), ("watch", "is confirmed", facts.cannot_watch))
+    for about, works, problem in tried:
+        if problem:
+            yield Finding(PROBLEM, about, f"not one {works}: {problem}", do)
+        elif problem is not None:
+            yield Finding(OK, about, works)
 
 
 def _leftovers(facts: EtcdFacts) -> Iterator[Finding]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -391,7 +393,30 @@ def test_no_etcd(silent: str) -> None:
         refused = f"127.0.0.1:{kept.getsockname()[1]}"
         for endpoint in (refused, silent, f"{refused},{silent}"):
             with pytest.raises(RendezvousConnectionError, match=endpoint.replace(",", ".*")):
-                Node(endpoint, "run", (1, 1), read_timeout=1)
+                Node(endpoint, "run", (1, 1), read_timeout=1, join_timeout=1)
+
+
+def test_an_etcd_that_starts_later_is_waited_for(fragile: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:
+    """As a pod's that starts before etcd's."""
+    fragile.kill()
+    later = threading.Timer(2, fragile.restart)
+    later.start()
+    try:
+        node = Node(fragile.get_endpoint(), "later", (1, 1), read_timeout=0.5)
+    finally:
+        later.join()
+    join_all([node])
+    node.finish()
+    said = [message for message in caplog.messages if "trying again" in message]
+    assert len(said) == 1
+    assert re.match(r"no etcd at .*: connection refused.* trying again for \d+ s \(join_timeout\)", said[0])
+
+
+def test_settings_that_do_not_fit_are_not_waited_for(etcd: EtcdServer) -> None:
+    began = time.monotonic()
+    with pytest.raises(RendezvousConnectionError, match="it does not answer in TLS"):
+        Node(f"https://{etcd.get_endpoint()}", "run", (1, 1), read_timeout=1, join_timeout=10 * DEADLINE)
+    assert time.monotonic() - began < DEADLINE
 
 
 @pytest.fixture

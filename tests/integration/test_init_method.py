@@ -149,7 +149,7 @@ def test_a_member_of_etcd_that_is_down(cluster: EtcdCluster) -> None:
 
 @pytest.mark.parametrize(
     ("url", "complaint"),
-    [("etcd://127.0.0.1:1/run?world_size=1&request_timeout=1", "no etcd at"), ("etcd://h1/run?rank=1", "world_size")],
+    [("etcd://127.0.0.1:1/run?world_size=1&join_timeout=1", "no etcd at"), ("etcd://h1/run?rank=1", "world_size")],
 )
 def test_what_is_wrong_is_said(url: str, complaint: str) -> None:
     with world([url]) as (process,):

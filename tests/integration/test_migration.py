@@ -105,7 +105,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 ftcoord.install_legacy_names()
 for name in {MALFORMED!r}:
-    for conf in ({{"timeout": "soon"}}, {{"read_timeout": -1, "is_host": "1"}}, {{"is_host": "1"}}):
+    for conf in ({{"timeout": "soon"}}, {{"read_timeout": -1, "is_host": "1"}}, {{"is_host": "1", "timeout": 1}}):
         parameters = RendezvousParameters(name, "127.0.0.1:1", "refused", 1, 1, request_timeout=1, **conf)
         try:
             get_rendezvous_handler(parameters)

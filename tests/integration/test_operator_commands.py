@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -28,6 +29,7 @@ from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, encode
 from ftcoord.embedded.server import EtcdServer
+from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 
@@ -368,6 +370,27 @@ def test_the_doctor_says_what_it_looked_at(run: Commands) -> None:
     said = {one["about"].partition(" localhost")[0]: one["found"] for one in found["findings"]}
     assert said["fsync latency"].startswith("99 of 100 took at most")
     assert said["clocks"].startswith("this host's agrees with")
+
+
+def test_the_doctor_does_what_agents_do(
+    run: Commands, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stands between a host and etcd may pass calls, and no streams."""
+    works = {one["about"]: one["level"] for one in run.json("doctor")["findings"]}
+    assert (works["lease"], works["watch"]) == ("ok", "ok")
+
+    def refuse(*_: object, **__: object) -> int:
+        raise EtcdUnavailable("context canceled")
+
+    monkeypatch.setattr(EtcdClient, "renew", refuse)
+    monkeypatch.setattr(EtcdClient, "watch", lambda *_, **__: SimpleNamespace(cancel=lambda: None))
+    assert cli.main(["doctor", "--endpoints", etcd.get_endpoint(), "--request-timeout", "1", "-o", "json"]) == 1
+    shown = capsys.readouterr().out
+    broken = {one["about"]: one["found"] for one in json.loads(shown)["findings"] if one["level"] == "problem"}
+    assert broken == {
+        "lease": "not one is renewed: context canceled",
+        "watch": "not one is confirmed: etcd has not answered for 1 s",
+    }
 
 
 @pytest.mark.parametrize("arguments", [("ls",), ("status", "job"), ("doctor",), ("watch", "job"), ("gc",)])

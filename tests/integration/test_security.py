@@ -165,20 +165,24 @@ def test_the_server_name_stands_in_for_the_host(
         assert client.put(prefix, b"").succeeded
 
 
+WANTED = "it wants a client certificate that it trusts: set FTCOORD_CERT and FTCOORD_KEY"
+
+
 @pytest.mark.parametrize(
-    ("scheme", "host", "settings"),
+    ("scheme", "host", "settings", "advice"),
     [
-        ("https", "localhost", {"ca_cert": "stranger", "cert": "node", "key": "node"}),
-        ("https", "localhost", {"ca_cert": "authority"}),
-        ("https", "localhost", {"ca_cert": "authority", "cert": "strange node", "key": "strange node"}),
-        ("https", "localhost", {"ca_cert": "authority", "cert": "expired", "key": "expired"}),
-        ("https", LOOPBACK, {"ca_cert": "authority", "cert": "node", "key": "node"}),
+        ("https", "localhost", {"ca_cert": "stranger", "cert": "node", "key": "node"}, "set FTCOORD_CA_CERT"),
+        ("https", "localhost", {"ca_cert": "authority"}, WANTED),
+        ("https", "localhost", {"ca_cert": "authority", "cert": "strange node", "key": "strange node"}, WANTED),
+        ("https", "localhost", {"ca_cert": "authority", "cert": "expired", "key": "expired"}, WANTED),
+        ("https", LOOPBACK, {"ca_cert": "authority", "cert": "node", "key": "node"}, "set FTCOORD_SERVER_NAME"),
         (
             "https",
             "localhost",
             {"ca_cert": "authority", "cert": "node", "key": "node", "server_name": "other.example"},
+            "set FTCOORD_SERVER_NAME",
         ),
-        ("http", "localhost", {}),
+        ("http", "localhost", {}, "write https://"),
     ],
     ids=[
         "wrong CA",
@@ -198,6 +202,7 @@ def test_a_connection_that_cannot_be_secured_is_a_clear_error(
     scheme: str,
     host: str,
     settings: dict[str, str],
+    advice: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     strange = stranger.issue("node")
@@ -207,7 +212,7 @@ def test_a_connection_that_cannot_be_secured_is_a_clear_error(
         name: getattr(certificates[value], name) if value in certificates else files.get(value, value)
         for name, value in settings.items()
     }
-    refused_in_time(connect(url(secure, scheme, host), **actual))
+    refused_in_time(connect(url(secure, scheme, host), **actual), advice)
     assert capfd.readouterr() == ("", "")
 
 
@@ -215,7 +220,7 @@ def test_https_to_a_server_without_tls_is_a_clear_error(
     etcd: EtcdServer, authority: Authority, node: Issued, capfd: pytest.CaptureFixture[str]
 ) -> None:
     endpoint = f"https://localhost:{etcd.get_port()}"
-    refused_in_time(connect(endpoint, ca_cert=authority.cert, cert=node.cert, key=node.key))
+    refused_in_time(connect(endpoint, ca_cert=authority.cert, cert=node.cert, key=node.key), "write http://")
     assert capfd.readouterr() == ("", "")
 
 
@@ -223,7 +228,8 @@ def test_an_expired_server_certificate_is_a_clear_error(
     authority: Authority, node: Issued, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with SecureServer(authority, days=-1) as server:
-        refused_in_time(connect(url(server), ca_cert=authority.cert, cert=node.cert, key=node.key))
+        tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
+        refused_in_time(connect(url(server), **tls), "its certificate has expired")
     assert capfd.readouterr() == ("", "")
 
 
@@ -270,7 +276,8 @@ def test_tls_that_is_too_old_is_a_clear_error(
         raw = socket.create_connection((LOOPBACK, port))
         with lenient.wrap_socket(raw, server_hostname="localhost") as old:
             assert old.version() == "TLSv1.1"
-        refused_in_time(connect(f"https://localhost:{port}", ca_cert=authority.cert, cert=node.cert, key=node.key))
+        tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
+        refused_in_time(connect(f"https://localhost:{port}", **tls), "the TLS settings")
     assert capfd.readouterr() == ("", "")
 
 
@@ -281,13 +288,13 @@ def test_a_key_that_is_anothers_is_named_before_any_connection(authority: Author
     assert (caught.value.key, caught.value.value) == ("key", other.key)
 
 
-def refused_in_time(client: EtcdClient) -> None:
-    """Neither reads nor writes work, nor do they hang, and the error tells where to look. Nothing was sent."""
+def refused_in_time(client: EtcdClient, advice: str) -> None:
+    """Neither reads nor writes work, nor do they hang, and the error tells what to do. Nothing was sent."""
     with client:
         client.watch(Span("/key"), 1, Seen())
         for use in (lambda: client.get("/key", timeout=1), lambda: client.put("/key", b"", timeout=1)):
             began = time.monotonic()
-            with pytest.raises(EtcdUnavailable, match="the TLS settings"):
+            with pytest.raises(EtcdUnavailable, match=f"^no etcd at .*: .*{advice}"):
                 use()
             assert time.monotonic() - began < 11  # 1 s, and 10 for a slow machine
 

@@ -173,7 +173,7 @@ def test_an_embedded_etcd_for_one_host(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said(etcd: EtcdServer, tmp_path: Path) -> None:
     with Job(tmp_path, etcd.get_endpoint(), "1") as job:
         job.start("a", conf={"lease_tll": 3})
-        job.start("b", "--rdzv-endpoint=127.0.0.1:1,localhost:2", conf={"read_timeout": 1})
+        job.start("b", "--rdzv-endpoint=127.0.0.1:1,localhost:2", conf={"read_timeout": 1, "join_timeout": 1})
         job.start("c", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=team/job")  # nobody is asked there
         job.start("d", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=none", "--nnodes=2")
         job.expect_exit(1, "abcd")

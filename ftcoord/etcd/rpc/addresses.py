@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.config import Endpoint
-from ftcoord.errors import EtcdUnavailable, ThreadNotStarted
+from ftcoord.errors import NO_ETCD, EtcdUnavailable, ThreadNotStarted
 
 NEWS_WITHIN: Final = 0.1
 """Seconds that a call waits for the look-ups of further names, and for news of names that are known."""
@@ -66,7 +66,9 @@ class Addresses:
             left = max(deadline - concurrency.now(), 0)
             self._changed.wait_for(lambda: self._known or not self._running, left)
             if not self._known:
-                raise EtcdUnavailable(self._problem or f"{self._names[0].host} was not looked up in time")
+                raise EtcdUnavailable(
+                    self._problem or f"{NO_ETCD} {self._names[0]}: the look-up of the name takes too long"
+                )
             columns = zip_longest(*(self._of(one) for one in self._endpoints))
             return [address for row in columns for address in row if address is not None]
 
@@ -89,7 +91,9 @@ class Addresses:
         try:
             found = _hosts(endpoint)
         except OSError as error:
-            problem = f"the name {endpoint.host} does not resolve: {error.strerror or error}; correct the endpoints"
+            problem = (
+                f"{NO_ETCD} {endpoint}: the name does not resolve: {error.strerror or error}; correct the endpoints"
+            )
         finally:
             failure = sys.exc_info()[1]
             with self._changed:  # whoever waits for the addresses gets the failure, and not that the time is over

@@ -10,9 +10,11 @@ never left this process or because etcd says that it refused it before proposing
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from typing import Final, NamedTuple
 
 from ftcoord.errors import (
+    NO_ETCD,
     EtcdAuthError,
     EtcdError,
     EtcdNoSpace,
@@ -20,10 +22,35 @@ from ftcoord.errors import (
     LeaseLost,
     OutcomeUnknown,
     RequestRefused,
+    WrongEndpoint,
 )
 
 _NEVER_LEFT = ("failed to connect to all addresses", "DNS resolution failed", "Name resolution failed")
 _NOT_PROPOSED = ("etcdserver: no leader", "etcdserver: too many requests", "etcdserver: rpc not supported for learner")
+_SETTINGS: Final = "--rdzv-endpoint, --endpoints or FTCOORD_ENDPOINTS"
+_UNFIT: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
+    (("certificate has expired",), "its certificate has expired: give etcd a new one"),
+    (("CERTIFICATE_VERIFY_FAILED",), "its certificate is not trusted: set FTCOORD_CA_CERT to that of its CA"),
+    (
+        ("Hostname Verification Check failed",),
+        "its certificate is for another host: name it as the certificate does, or set FTCOORD_SERVER_NAME",
+    ),
+    (
+        ("ALERT_BAD_CERTIFICATE", "ALERT_CERTIFICATE_REQUIRED", "ALERT_UNKNOWN_CA"),
+        "it wants a client certificate that it trusts: set FTCOORD_CERT and FTCOORD_KEY",
+    ),
+    (
+        ("WRONG_VERSION_NUMBER", "Handshake read failed (Socket closed", "Handshake read failed (recvmsg"),
+        "it does not answer in TLS: write http://, and leave out the TLS settings",
+    ),
+    (("Failed parsing HTTP/2",), f"something else than etcd answers there: correct {_SETTINGS}"),
+    (
+        ("Socket closed", "reset by peer"),
+        f"it closes the connection: write https:// if it wants TLS, or correct {_SETTINGS}",
+    ),
+)
+"""Texts of gRPC for a connection that fails whenever it is tried, and what each means."""
+_CONNECT_ERROR = re.compile(r"Failed to connect to remote host: (.*)|(timed out|Endpoint closing)", re.DOTALL)
 _STALE_TOKEN = ("invalid auth token", "revision in token is older", "user name is empty")
 _LEASE_GONE = "requested lease not found"
 _NO_SPACE = "database space exceeded"
@@ -66,9 +93,22 @@ def translate(failure: CallFailure, *, write: bool, where: str) -> EtcdError:
     """The exception for a failed call of the member `where`."""
     code, details = failure
     fate = f"etcd at {where}: {details or code} ({code})"
-    if _says(details, _NEVER_LEFT) or _says(details, _NOT_PROPOSED):
-        return EtcdUnavailable(f"{fate}; is etcd running there, and do the endpoints and the TLS settings fit it?")
+    if _says(details, _NEVER_LEFT):
+        return _not_connected(details, where)
+    if _says(details, _NOT_PROPOSED):
+        return EtcdUnavailable(fate)
     return _explained(details, fate) or _by_code(code, fate, write)
+
+
+def _not_connected(details: str, where: str) -> EtcdUnavailable:
+    for texts, meaning in _UNFIT:
+        if _says(details, texts):
+            return WrongEndpoint(f"{NO_ETCD} {where}: {meaning}")
+    found = _CONNECT_ERROR.search(details)
+    if found is None:
+        return EtcdUnavailable(f"{NO_ETCD} {where}: {details}; correct {_SETTINGS}, or the TLS settings")
+    problem = found[1].lower() if found[1] else "the connection is not answered"
+    return EtcdUnavailable(f"{NO_ETCD} {where}: {problem}. Start one (ftcoord server), or set {_SETTINGS}")
 
 
 def _explained(details: str, fate: str) -> EtcdError | None:
