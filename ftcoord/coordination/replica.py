@@ -211,7 +211,7 @@ class Replica:
     def _log_quorum(self, quorum: QuorumRecord) -> None:
         """Log one line for each quorum with new members, and one for each member that died, which costs a read."""
         last, self._last = self._last, quorum
-        if last is None or last.id != quorum.id:
+        if last is None or last.names != quorum.names:  # not after failed commits, without end
             self._log_members(quorum)
         gone = last.seated.keys() - quorum.seated.keys() if last is not None else set()
         if not gone:

@@ -140,9 +140,10 @@ def _for_people(
 ) -> NextDecision:
     """The same decision, with what somebody has to do about it."""
     live = len({status.replica_id for status in statuses})
-    if next_.decision == "wait" and 0 < live < fewest:
-        asking = {status.replica_id for status in statuses if status.standing == "asking"}
-        next_ = replace(next_, reason=f"{attendance([*asking], live, fewest)}; start {fewest - live} more")
+    asking = {status.replica_id for status in statuses if status.standing == "asking"}
+    if next_.decision == "wait" and live and (live < fewest or not asking):
+        more = f"; start {fewest - live} more" if live < fewest else ""
+        next_ = replace(next_, reason=f"{attendance([*asking], live, fewest)}{more}")
     trouble = failing(previous, fewest) if previous is not None else ""
     return replace(next_, reason=f"{next_.reason}; {trouble}") if trouble else next_
 

@@ -484,6 +484,7 @@ def test_a_quorum_without_a_replica_that_died_says_of_what(world: World) -> None
 
 def test_commits_that_fail_without_end_push_no_death_out_of_the_history(caplog: pytest.LogCaptureFixture) -> None:
     """The Manager wants two replicas, the job's address only one: the survivor is answered again and again."""
+    caplog.set_level(logging.INFO, "ftcoord.coordination")
 
     def scenario(world: World) -> None:
         job = replace(PAIR, min_replicas=1)
@@ -507,7 +508,9 @@ def test_commits_that_fail_without_end_push_no_death_out_of_the_history(caplog: 
             why = explain(told, *read_events(world.observer, KEY_PREFIX, job.name))
             assert not why.healthy
             assert "20 commits in a row failed with 1 replica" in why.text
-            warned = [one.getMessage() for one in caplog.records if "commits in a row failed" in one.getMessage()]
+            lines = [one.getMessage() for one in caplog.records]
+            assert sum("rank 0 of 1" in line for line in lines) == 1
+            warned = [line for line in lines if "commits in a row failed" in line]
             assert len(warned) == 1
             assert "min_replica_size is larger than min_replicas=1" in warned[0]
 
