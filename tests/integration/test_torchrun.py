@@ -39,20 +39,19 @@ def await_members(server: EtcdServer, job: Job, count: int) -> None:
 
 
 def test_a_job_of_three_agents_runs(etcd: EtcdServer, tmp_path: Path) -> None:
-    with Job(tmp_path, etcd.get_endpoint(), "3", run_id="team/jöb 1", conf={"lease_ttl": 30}) as job:
-        (tmp_path / "logs" / "team").mkdir()  # torch puts the logs into <log dir>/<run id>_...
+    with Job(tmp_path, etcd.get_endpoint(), "3", run_id="team jöb 1", conf={"lease_ttl": 30}) as job:
         job.start("a", cold=True)
         job.start("bc")
         job.round_of("abc")
         joined = job.events("joined")
         assert {(event.sum, event.size, event.restarts) for event in joined} == {(3.0, 3, 0)}
-        assert {(event.run_id, event.agent_store) for event in joined} == {("team/jöb 1", "True")}
+        assert {(event.run_id, event.agent_store) for event in joined} == {("team jöb 1", "True")}
         job.finish("abc")
         assert len(job.events("finished")) == 3
         assert "Traceback" not in job.terminals()
         job.start("d")
         job.expect_exit(1, "d")
-        assert "RendezvousClosedError: run 'team/jöb 1' is over" in job.agents["d"].terminal()
+        assert "RendezvousClosedError: run 'team jöb 1' is over" in job.agents["d"].terminal()
 
 
 def test_agents_that_die_are_replaced(etcd: EtcdServer, tmp_path: Path) -> None:
