@@ -117,6 +117,7 @@ class RankPort:
     ) -> None:
         self._group, self._failed, self._greeting, self._serves_native = group, failed, greeting(token), native
         self._has_refused_native = False  # only the loop's thread
+        self._refusals: set[str] = set()  # the kinds that were logged; only the loop's thread
         self._native, self._askers = NativeRanks(group), Askers(self._call_soon)
         self._open: set[asyncio.Transport] = set()  # only the loop's thread, as all of asyncio's objects
         ranks = group.world_size
@@ -204,13 +205,13 @@ class RankPort:
             task.add_done_callback(end.tasks.discard)
             return True
         if not (HELLO.startswith(said) or HTTP2.startswith(said)):
-            log.info("a connection was closed: it speaks neither torchft's protocol nor ftcoord's")
+            self._note_refused("its protocol is neither torchft's nor ftcoord's")
             transport.abort()
         return False
 
     def _welcome(self, transport: asyncio.Transport, said: bytes, on_end: Callable[[], None]) -> bool:
         if not hmac.compare_digest(said[:GREETING_SIZE], self._greeting):
-            log.info("a connection was closed: it did not show this manager's token")
+            self._note_refused("it did not show this manager's token")
             transport.write(WRONG_TOKEN)
             transport.close()
             return False
@@ -223,6 +224,11 @@ class RankPort:
         transport.set_protocol(rank)
         rank.data_received(said[GREETING_SIZE:])
         return True
+
+    def _note_refused(self, why: str) -> None:
+        """Log it; at DEBUG from the second time on, or a stranger could fill the log of a training process."""
+        log.log(logging.DEBUG if why in self._refusals else logging.INFO, "a connection was closed: %s", why)
+        self._refusals.add(why)
 
     def _refuse_native(self, transport: asyncio.Transport) -> None:
         transport.abort()

@@ -25,7 +25,8 @@ def form(poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     nodes_before = (previous or NO_ROUND).nodes
     back = [member for member in poll.asking if member.ask.node in nodes_before]
     if not poll.asking or len(poll.asking) < fewest:
-        return Wait(f"{len(poll.asking)} of at least {fewest} nodes are there", rule=FORMING)
+        there = f"{len(poll.asking)} of at least {fewest} nodes are" if fewest else "no node is"
+        return Wait(f"{there} there", rule=FORMING)
     seated = poll.seated
     still_out = sum(member.id in seated for member in poll.busy) + len(situation.unheard)
     if len(poll.asking) >= most and not still_out:

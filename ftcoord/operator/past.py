@@ -177,9 +177,9 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
     quorum = status.quorum
     now = "It has no history." if not past else "Nothing is left of it but its history."
     if quorum is not None:
-        now = (
-            f"Now it is {quorum.state}: quorum {quorum.id} has {counted(quorum.size, 'replica')}; {quorum.next.reason}."
-        )
+        # between two steps nobody asks yet: why there is no next quorum is no news then
+        waits = "" if quorum.healthy and quorum.state == "training" else f"; {quorum.next.reason}"
+        now = f"Now it is {quorum.state}: quorum {quorum.id} has {counted(quorum.size, 'replica')}{waits}."
     last = next((one for one in reversed(past) if one.event.is_end), None)
     if last is None:
         return Explanation(FORMAT, status.job, status.healthy, "", None, 0, "", now, "")
@@ -198,8 +198,14 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
         len({end.node for end in ends} - {first.node}),
         lost.rstrip(),
         now,
-        _advice(first),
+        _order(past, first) or _advice(first),
     )
+
+
+def _order(past: Sequence[PastEvent], first: HistoryEvent) -> str:
+    """That somebody ended this replica by hand; empty if nobody did. Its process only exits then, with status 1."""
+    before = [one.event for one in past if one.event.who == first.who and one.revision < _revision_of(past, first)]
+    return f"It was ended by hand: {before[-1].reason}." if before and before[-1].kind == "ordered" else ""
 
 
 def _of_last_members(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:

@@ -243,6 +243,25 @@ def test_torchfts_own_classes_are_served_only_if_the_address_says_so(
         server.shutdown()
 
 
+def test_strangers_do_not_fill_the_log(job: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    server = manager(job)
+    try:
+        for said in 3 * [greeting(""), b"GET / HTTP/1.0"]:
+            with socket.create_connection(("127.0.0.1", port_of(server)), DEADLINE) as stranger:
+                stranger.sendall(said)
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(100):
+                        pass
+        closed = [record.getMessage() for record in caplog.records if "a connection was closed" in record.getMessage()]
+        assert [line.partition(": ")[2] for line in closed] == [
+            "it did not show this manager's token",
+            "its protocol is neither torchft's nor ftcoord's",
+        ]
+    finally:
+        server.shutdown()
+
+
 def test_a_token_is_shown_to_nobody(
     job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -210,6 +210,8 @@ def test_nodes_that_are_missing_are_to_be_started() -> None:
     found = why(status, DECIDED, STARTED, recalled("it was recalled"))
     assert found.do == "Start 1 more node with the same --rdzv-id and --rdzv-endpoint."
     assert found.now == "Now it is forming: 1 of at least 2 nodes are there."
+    empty = told_of(rounds=GroupKeys(RUN, decided))
+    assert why(empty, DECIDED, STARTED, recalled("it was recalled")).now == "Now it is empty: no node is there."
 
 
 def test_of_quorums_the_last_that_lost_members_is_told() -> None:
@@ -226,6 +228,21 @@ def test_of_quorums_the_last_that_lost_members_is_told() -> None:
     status = QuorumStatus("training", True, 4, 4, 2, 7, 0.0, 1, NextDecision("wait", "x"), (heals,), ())
     found = explain(replace(told_of(), quorum=status), (), events(*past, prefix=QUORUM))
     assert found.lost == f"{followed} b is 3 steps behind, and heals from a."
+    assert found.now == "Now it is training: quorum 4 has 2 replicas."  # not why nobody asks yet
+    found = explain(replace(told_of(), quorum=replace(status, state="forming")), (), events(*past, prefix=QUORUM))
+    assert found.now == "Now it is forming: quorum 4 has 2 replicas; x."
+
+
+def test_a_replica_that_was_killed_by_hand_is_told_as_such() -> None:
+    """Its process exits with status 1 then, which its log and its kernel do not explain."""
+    exited = ended("died", "b", "b: hostB exited with code 1", 0, number=3)
+    order = HistoryEvent("ordered", 0, "b", reason="b: killed by me@here")
+    decided = HistoryEvent("quorum", 3, reason="3 replicas")
+    assert explain(told_of(), (), events(decided, order, exited, prefix=QUORUM)).do == (
+        "It was ended by hand: b: killed by me@here."
+    )
+    again = replace(decided, number=4), replace(exited, number=4)
+    assert "dmesg" in explain(told_of(), (), events(decided, order, exited, *again, prefix=QUORUM)).do
 
 
 def test_a_job_without_history_is_told_as_such() -> None:
