@@ -13,6 +13,8 @@ from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, Flag, ad
 from ftcoord.commands.jobs import RULE_FLAGS, add_job, client_of, rules_of, terminal_of
 from ftcoord.commands.output import Terminal, clock
 from ftcoord.config import full_text, whole
+from ftcoord.core.rendezvous_records import FAILED
+from ftcoord.core.round_history import counted, spanned
 from ftcoord.escaping import neutral
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.reading import ReadsLeases, read_job, read_leases
@@ -64,7 +66,7 @@ def status_lines(status: JobStatus, terminal: Terminal, rows: int | None) -> Ite
     if not status.exists:
         yield no_such_job(status.job)
         return
-    health = "healthy" if status.healthy else "needs a look"
+    health = health_of(status)
     name = terminal.colour(neutral(status.job), "bold")
     yield f"{name}: {terminal.colour(health, 'good' if status.healthy else 'bad')} (revision {status.revision})"
     if status.rounds is not None:
@@ -79,10 +81,17 @@ def status_lines(status: JobStatus, terminal: Terminal, rows: int | None) -> Ite
     yield from _more(len(status.unreadable), rows)
 
 
+def health_of(status: JobStatus) -> str:
+    """The health of a job in a word or two."""
+    is_failed = status.rounds is not None and status.rounds.state == FAILED
+    return "healthy" if status.healthy else "FAILED" if is_failed else "needs a look"
+
+
 def _rounds_lines(rounds: RoundsStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
-    limits = f"{rounds.min_nodes} to {rounds.max_nodes} nodes" if rounds.max_nodes else "no limits are known"
+    limits = spanned((rounds.min_nodes, rounds.max_nodes), "node") if rounds.max_nodes else "no limits are known"
+    last = f"round {rounds.number} with {counted(rounds.size, 'node')}" if rounds.number else "no round yet"
     yield ""
-    yield f"rendezvous  {terminal.word(rounds.state)}, round {rounds.number} with {rounds.size} nodes ({limits})"
+    yield f"rendezvous  {terminal.word(rounds.state)}, {last} ({limits})"
     if rounds.size and not rounds.closed:
         yield f"bootstrap   {neutral(rounds.address)}:{rounds.port}"
     for title, text in (("closed", rounds.closed), ("recalled", rounds.recalled), ("before", rounds.before)):

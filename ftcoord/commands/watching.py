@@ -13,9 +13,10 @@ from ftcoord import concurrency
 from ftcoord.commands.codes import HEALTHY, UNHEALTHY, UNREACHABLE
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add, etcd_config
 from ftcoord.commands.jobs import RULE_FLAGS, add_job, rules_of, terminal_of
-from ftcoord.commands.looking import status_lines
+from ftcoord.commands.looking import health_of, status_lines
 from ftcoord.commands.output import Terminal, to_line
 from ftcoord.config import full_text
+from ftcoord.core.round_history import counted
 from ftcoord.escaping import neutral
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.told import JobStatus, Watched
@@ -110,12 +111,13 @@ def _summary(now: Watched) -> str:
 
 
 def _parts(status: JobStatus) -> Iterator[str]:
-    yield "healthy" if status.healthy else "needs a look"
+    yield health_of(status)
     if (rounds := status.rounds) is not None:
         gone = "".join(f", without {one.host}" for one in rounds.missing[:3])
         leavers = [one.host for one in rounds.members if one.standing == "draining"]
         going = "".join(f", draining {host}" for host in leavers[:3])
-        yield neutral(f"rendezvous {rounds.state}, round {rounds.number} of {rounds.size} nodes{gone}{going}")
+        last = f"round {rounds.number} of {counted(rounds.size, 'node')}" if rounds.number else "no round yet"
+        yield neutral(f"rendezvous {rounds.state}, {last}{gone}{going}")
         ends = {"closed": rounds.closed, "recalled": rounds.recalled, "the round before ended": rounds.before}
         yield from (neutral(f"{what}: {why}") for what, why in ends.items() if why)
         yield neutral(f"next: {rounds.next.reason}")

@@ -7,6 +7,7 @@ from typing import Final
 
 from ftcoord.core.causes import why_ended
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, Round, Seat
+from ftcoord.core.round_history import counted
 from ftcoord.core.round_poll import RoundPoll
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions
 from ftcoord.core.verdict import Publish, Verdict, Wait
@@ -25,8 +26,8 @@ def form(poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     nodes_before = (previous or NO_ROUND).nodes
     back = [member for member in poll.asking if member.ask.node in nodes_before]
     if not poll.asking or len(poll.asking) < fewest:
-        there = f"{len(poll.asking)} of at least {fewest} nodes are" if fewest else "no node is"
-        return Wait(f"{there} there", rule=FORMING)
+        there = f"{len(poll.asking)} of at least {fewest} nodes are there" if fewest > 1 else "no node asks for a round"
+        return Wait(there, rule=FORMING)
     seated = poll.seated
     still_out = sum(member.id in seated for member in poll.busy) + len(situation.unheard)
     if len(poll.asking) >= most and not still_out:
@@ -37,7 +38,8 @@ def form(poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
         until, why = min(until, situation.changed_at + options.settle_timeout), "the settle time-out"
     if now >= until:
         return _complete(poll)
-    return Wait(f"{len(poll.asking)} nodes are there, {still_out} still to come back; {why} runs", until, FORMING)
+    there = f"{counted(len(poll.asking), 'node')} {'is' if len(poll.asking) == 1 else 'are'} there"
+    return Wait(f"{there}, {still_out} still to come back; {why} runs", until, FORMING)
 
 
 def _enough_at(poll: RoundPoll) -> float:
@@ -71,7 +73,7 @@ def _complete(poll: RoundPoll) -> Publish[Round]:
         before=previous.closed or why_ended(previous.recalled, situation.decided_revision, situation.ends),
         drained=_still_drained(previous.drained, situation.members),
     )
-    return Publish(decided, f"round {number} on {len(ranked)} nodes", FORMING)
+    return Publish(decided, f"round {number} on {counted(len(ranked), 'node')}", FORMING)
 
 
 def _still_drained(drained: Sequence[str], members: Sequence[RoundCandidate]) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ from ftcoord.core.rendezvous_records import (
     RoundHead,
     Seat,
 )
+from ftcoord.core.round_history import counted
 from ftcoord.core.round_poll import RoundPoll, poll_of
 from ftcoord.core.round_situation import (
     MOMENT,
@@ -172,7 +173,7 @@ def _judge_running(previous: Round, poll: RoundPoll, options: RoundOptions, now:
         return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
     if not previous.ready:
         return _judge_seated(previous, running, poll.situation, options, now)
-    return Wait(f"round {previous.number} is running on {len(running)} nodes", rule=RECALL)
+    return Wait(f"round {previous.number} is running on {counted(len(running), 'node')}", rule=RECALL)
 
 
 def _may_come_back_until(previous: Round, gone: Sequence[Seat], poll: RoundPoll, options: RoundOptions) -> float:
@@ -206,7 +207,7 @@ def _judge_seated(
     ]
     missing += [seat.host for seat in situation.unheard]
     if not missing:
-        reason = f"round {previous.number} is ready on {len(participants)} nodes"
+        reason = f"round {previous.number} is ready on {counted(len(participants), 'node')}"
         return Publish(replace(previous, ready=True), reason, SEATS)
     if now >= until:
         return _recall(previous, f"{_names(missing)} did not take its seat", 0)

@@ -147,6 +147,12 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def spanned(limits: tuple[int, int], what: str) -> str:
+    """Limits with their noun: "2 to 3 nodes", or "1 node" where both are the same."""
+    fewest, most = limits
+    return counted(most, what) if fewest == most else f"{fewest} to {counted(most, what)}"
+
+
 def named(hosts: Sequence[str]) -> str:
     """The first of them, and how many more there are."""
     more = len(hosts) - _SHOWN

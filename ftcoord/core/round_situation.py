@@ -108,6 +108,11 @@ def limits_of(situation: RoundSituation) -> tuple[int, int]:
     return members[0].ask.limits if members else (0, 0)
 
 
+def contradicts(wanted: tuple[int, int], limits: tuple[int, int]) -> str:
+    """Why a node that wants other limits than the run's takes no part, to follow its host."""
+    return f"was refused: its --nnodes is {spelled(wanted)}, this run's is {spelled(limits)}"
+
+
 def spelled(limits: tuple[int, int]) -> str:
     """Limits as torchrun's --nnodes takes them."""
     return ":".join(map(str, dict.fromkeys(limits)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from ftcoord import concurrency
 from ftcoord.core.layout import quorum_prefix, run_prefix
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, parse_decided, parse_join_request
+from ftcoord.core.round_history import counted
 from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum, StateError
 from ftcoord.etcd.api import Etcd, EtcdCalls
 from ftcoord.operator.acting import close_run, drain_nodes, evict
@@ -74,8 +75,8 @@ def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force
     stay -= {*now.drained, *(ask.node for ask in asks)}
     if len(stay) < limits[0] and not force:
         raise NothingThere(
-            f"{len(stay)} of at least {limits[0]} nodes would be left of {job!r}, which would stand still: start"
-            " another node first, or force it (--force)"
+            f"{len(stay)} of at least {counted(limits[0], 'node')} would be left of {job!r}, which would stand still:"
+            " start another node first, or force it (--force)"
         )
     return asks
 

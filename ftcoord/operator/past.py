@@ -17,6 +17,8 @@ ROUNDS, QUORUMS = "rendezvous", "quorums"
 """The groups of a job, as they are told."""
 MOST_BEHIND: Final = 8
 """The most replicas that are named as behind."""
+MOST_CRASHES: Final = 3
+"""The most crashes that are named of a run that has finished."""
 _SIGKILL: Final = 9
 
 
@@ -77,11 +79,13 @@ def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation
     healthy = status.healthy
     if status.rounds is None:  # all but the history has expired
         healthy = last is not None and is_over and _finished(last.event)
-    nothing = Explanation(FORMAT, status.job, healthy, "", None, 0, "", now, "" if healthy else _do_now(status))
+    do = _contradiction(status, past) or _do_now(status)
+    nothing = Explanation(FORMAT, status.job, healthy, "", None, 0, "", now, "" if healthy else do)
     if last is None:
         return nothing
     if is_over and _finished(last.event):
-        return replace(nothing, happened=f"The run has finished: {_after_colon(last.event.reason)}.", now="", do="")
+        how = _after_colon(last.event.reason) + _on_its_way(past)
+        return replace(nothing, happened=f"The run has finished: {how}.", now="", do="")
     number, ends = last.event.number, ends_in(past, last.event.number)
     first = _first(last, past, ends)
     return Explanation(
@@ -93,8 +97,26 @@ def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation
         len({end.node for end in ends} - {first.node}) if first is not None else 0,
         _lost(past, last, number),
         now,
-        _advice(first) or _do_now(status) if first is not None or not healthy else "",
+        _contradiction(status, past) or _advice(first) or _do_now(status) if first is not None or not healthy else "",
     )
+
+
+def _on_its_way(past: Sequence[PastEvent]) -> str:
+    """What first ended each of the last rounds of a run that has finished all the same."""
+    recalls = {one.event.number: one for one in past if one.event.kind == "recalled"}
+    firsts = [_first(one, past, ends_in(past, number)) for number, one in recalls.items()]
+    told = [told_end(first) for first in firsts if first is not None and first.kind != "left"]
+    more = f"{len(told) - MOST_CRASHES} more, " if len(told) > MOST_CRASHES else ""
+    return f"; on its way: {more}{'; '.join(told[-MOST_CRASHES:])}" if told else ""
+
+
+def _contradiction(status: JobStatus, past: Sequence[PastEvent]) -> str:
+    """Who was refused while no round runs, and what to do about it."""
+    if status.healthy or status.rounds is None or status.rounds.closed or status.rounds.state == "running":
+        return ""
+    since = max((one.revision for one in past if one.event.kind == "round"), default=0)
+    refused = [one.event.reason for one in past if one.event.kind == "refused" and one.revision > since]
+    return f"{refused[-1]}. Give all nodes the same --nnodes, or that one another --rdzv-id." if refused else ""
 
 
 def _next_round(past: Sequence[PastEvent], last: PastEvent) -> HistoryEvent | None:
@@ -162,7 +184,7 @@ def _do_now(status: JobStatus) -> str:
         return ""
     if rounds.state == "unreadable":
         return "See what lies in the keys that `ftcoord status` calls unreadable."
-    missing = rounds.min_nodes - len(rounds.members)
+    missing = rounds.min_nodes - sum(one.standing != "refused" for one in rounds.members)
     if missing > 0:
         return (
             f"Start {missing} more {'node' if missing == 1 else 'nodes'} with the same --rdzv-id and --rdzv-endpoint."

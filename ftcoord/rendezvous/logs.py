@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftcoord.core.rendezvous_records import AnyRound, Round
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
+from ftcoord.core.round_history import spanned
+from ftcoord.core.round_situation import contradicts
 from ftcoord.logs import named
 
 
@@ -22,7 +24,11 @@ def decider_of(round_: AnyRound) -> str:
     return hosts.get(round_.by, f"member {round_.by}")
 
 
-def attendance(hosts: Sequence[str], count: int, least: int) -> str:
-    """How many nodes have come, of at least `least`, and which; `hosts` are the first of them."""
+def attendance(asks: Sequence[JoinRequest], count: int, limits: tuple[int, int]) -> str:
+    """How many nodes are there for a round with these limits, and which; and who is refused for other ones. `asks` are
+    the first of the `count` requests with these limits, and others."""
+    hosts = [ask.host for ask in asks if ask.limits == limits]
     who = f" ({named(hosts, count)})" if hosts else ""
-    return f"{count} of at least {least} nodes came{who}"
+    there = f"{count} of {spanned(limits, 'node')} {'is' if count == 1 else 'are'} there{who}"
+    refused = [f"{ask.host} {contradicts(ask.limits, limits)}" for ask in asks if ask.limits != limits]
+    return "; ".join([there, *refused])

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
+from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
+from ftcoord.core.round_history import counted
+from ftcoord.core.round_situation import RETURN_FACTOR
 from ftcoord.core.seating import SAY_AGAIN, seating_time, unhurried
 from ftcoord.core.takeover import rare_slot
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.logs import SHOWN, log_change, named
+from ftcoord.logs import SHOWN, ending, log_change, named
 from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken, signals_at
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.rendezvous.limits import OtherLimits
@@ -61,6 +64,11 @@ class RoundPace:
         self.deadline = now + settings.join_timeout
         self.has_waited = False
         """Whether this node has waited for others: it may then be a spare."""
+        self._waits_since = math.inf
+        self._enough_since = math.inf
+        """Since when there have been enough nodes for a round at the latest, as far as this node knows."""
+        self._stated: tuple[int, int] | None = None
+        """The limits in the last record; zeros for none. None before the first look."""
         self.limits = OtherLimits(settings, run)
         self._spare_of = 0
         """The last round without a seat for this node, for the log."""
@@ -89,8 +97,12 @@ class RoundPace:
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
             self.deadline = now + self._settings.join_timeout
         self._takeover.see(look.record, self._waiters(look.record), _may_look(look.record, standing))
+        stated = (look.record or NO_ROUND).limits
+        if standing is Standing.PENDING and self._stated not in (None, stated):  # since somebody contradicts them
+            self._line_at = min(self._line_at, now)
+        self._stated = stated
         if standing in (Standing.PENDING, Standing.SPARE):
-            self.has_waited = True
+            self.has_waited, self._waits_since = True, min(self._waits_since, now)
         return standing
 
     def wake_at(self, standing: Standing) -> float:
@@ -110,22 +122,26 @@ class RoundPace:
         if now >= self.deadline:
             raise RendezvousTimeoutError(self._why_no_round())
         if look.standing is Standing.SPARE and look.record is not None:
-            self._log_spare(look.record)
+            self._log_spare(look.record, now)
         self._takeover.tick()
         if now >= self._check_at:
             self._check(look, now)
         if now >= self._line_at + self._turn:
-            self._line_at = now - self._turn + max(LINE_INTERVAL, self.crowd / LINES_PER_SECOND)
+            self._line_at = self._next_line(now)
             if look.standing is Standing.PENDING and log.isEnabledFor(logging.INFO):  # else nobody reads who is there
-                run, there = self._settings.run_id, self._attendance(self._look_timeout)
-                log_change(log, f"run {run!r}: waiting for a round: {there}", run=run, reason=there, host=self._host)
+                run, there = self._settings.run_id, self._attendance(self._look_timeout, says_when=True)
+                log_change(log, f"run {run!r}: waits for a round: {there}", run=run, reason=there, host=self._host)
 
-    def _log_spare(self, full: AnyRound) -> None:
-        """Log once for each round that this node is a spare."""
-        if self._spare_of == full.number:
+    def _next_line(self, now: float) -> float:
+        return now - self._turn + max(LINE_INTERVAL, self.crowd / LINES_PER_SECOND)
+
+    def _log_spare(self, full: AnyRound, now: float) -> None:
+        """Log at once for each round that this node is a spare, and then from time to time."""
+        if self._spare_of == full.number and now < self._line_at + self._turn:
             return
-        self._spare_of, run = full.number, self._settings.run_id
-        text = f"run {run!r}, round {full.number} is full ({full.size} nodes): this node waits as a spare"
+        self._spare_of, self._line_at, run = full.number, self._next_line(now), self._settings.run_id
+        most = counted(self._settings.max_nodes, "node")
+        text = f"run {run!r}: round {full.number} runs on {full.size} of at most {most}; this node is a spare"
         member = self._participant.member
         log_change(log, text, run=run, round=full.number, host=self._host, member=member.id if member else None)
 
@@ -183,7 +199,7 @@ class RoundPace:
         """Seconds that a read of the other nodes may take while this one waits."""
         return TimeLimit(LOOK_TIMEOUT, self.deadline).left()
 
-    def _attendance(self, timeout: float) -> str:
+    def _attendance(self, timeout: float, *, says_when: bool = False) -> str:
         try:
             asks, count = self._run.members(SHOWN, timeout)
         except EtcdError as error:
@@ -194,7 +210,27 @@ class RoundPace:
             old = [ask.host for ask in asks if ask.node in nodes or ask.seated == before.number]
             if old:
                 return f"{named(old)} of the run that had ended has still to end"
-        return attendance([ask.host for ask in asks], count, self._settings.min_nodes)
+        mine = self._settings.min_nodes, self._settings.max_nodes
+        limits = mine if before is None or before.limits == NO_ROUND.limits else before.limits
+        alike = [ask.host for ask in asks if ask.limits == limits]
+        count -= len(asks) - len(alike)
+        return attendance(asks, count, limits) + (f"; {self._when(alike, count, limits, before)}" if says_when else "")
+
+    def _when(self, hosts: Sequence[str], count: int, limits: tuple[int, int], before: AnyRound | None) -> str:
+        """Until when this node waits if no more nodes come than these, of which `hosts` are the first."""
+        settings, now = self._settings, concurrency.now()
+        earlier = limits[0] - 1
+        if count <= earlier:
+            self._enough_since = math.inf
+            return ending(self.deadline)
+        came_last = len(hosts) >= earlier and self._host not in hosts[:earlier]
+        self._enough_since = min(self._enough_since, self._waits_since if came_last else now)
+        # Those of the last round have longer to come back.
+        last_call = settings.last_call_timeout * (RETURN_FACTOR if before is not None and before.size else 1.0)
+        left = math.ceil(self._enough_since + last_call - now)
+        when = f"it starts within {left} s (last_call_timeout)" if left > 0 else "it is due"
+        more = limits[1] - count
+        return f"{when}, or at once with {more} more" if more > 0 else when
 
 
 def _may_look(record: AnyRound | None, standing: Standing) -> bool:

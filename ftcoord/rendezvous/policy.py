@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
@@ -38,12 +39,15 @@ from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, R
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.logs import log_change
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import View
 from ftcoord.rendezvous.fences import highest_round
 from ftcoord.rendezvous.rolls import RollReplaced, Rolls
+
+log = logging.getLogger(__name__)
 
 LEASE_GRACE: Final = 5.0
 """Seconds that a lease may live on after its TTL: etcd checks twice a second, and a new leader later."""
@@ -232,6 +236,10 @@ class RendezvousPolicy:
         times = [at for at in (verdict.until, look_at, tell_at) if at is not None]
         wall_ms = self._wall_ms()
         told = [replace(one, by=me, wall_ms=one.wall_ms or wall_ms) for one in (*ends, *bystanders)]
+        for one in bystanders:
+            if one.kind == "refused":
+                text = f"{one.reason} (run {self._prefix}): give all nodes the same, or that one another --rdzv-id"
+                log_change(log, text, logging.WARNING, round=one.number, reason=one.reason)
         return replace(verdict, until=min(times, default=None), events=told)
 
     def _events(

@@ -7,6 +7,7 @@ written to its store: one that returns while another does not is lost for minute
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from dataclasses import replace
 
@@ -255,14 +256,23 @@ def test_a_node_with_other_limits_is_refused_and_disturbs_nobody(make_nodes: Mak
 
 
 def test_of_nodes_that_contradict_each_other_before_the_first_round_the_newer_is_refused(
-    make_nodes: MakeNodes,
+    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    two, three = make_nodes(2, 2, run_id="contradiction"), make_nodes(1, 3, run_id="contradiction")
-    first = two.one()
-    join = waits(first)
-    with pytest.raises(RendezvousStateError, match=r"--nnodes=2, .* --nnodes=1:3"):
-        three.one().join().result(DEADLINE)
-    assert len(seats_of([join, two.one().join()])) == 2
+    """Those that wait log it at once, and so does the decider."""
+    monkeypatch.setattr(pace, "FIRST_LINE", 1e6)
+    three, two = make_nodes(3, 3, run_id="contradiction"), make_nodes(1, 3, run_id="contradiction")
+    with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
+        joins = [waits(three.one()), waits(three.one())]
+        with pytest.raises(RendezvousStateError, match=r"--nnodes=3, .* --nnodes=1:3"):
+            two.one().join().result(DEADLINE)
+    told = [
+        one.getMessage()
+        for one in caplog.records
+        if "was refused: its --nnodes is 1:3, this run's is 3" in one.msg % one.args
+    ]
+    assert len([one for one in told if "waits for a round: 2 of 3 nodes are there" in one]) == 2
+    assert len([one for one in told if "give all nodes the same, or that one another --rdzv-id" in one]) == 1
+    assert len(seats_of([*joins, three.one().join()])) == 3
 
 
 def test_a_node_with_other_limits_is_no_spare_of_the_run(make_nodes: MakeNodes) -> None:
@@ -452,19 +462,40 @@ def test_which_runs_are_started_again(
 def test_a_join_time_out_says_who_came(make_nodes: MakeNodes) -> None:
     run = make_nodes(3, 3)
     waits(run.one())
-    with pytest.raises(
-        RendezvousTimeoutError, match=r"2 of at least 3 nodes came \(\S+ \(pid \d+\), \S+ \(pid \d+\)\)"
-    ):
+    with pytest.raises(RendezvousTimeoutError, match=r"2 of 3 nodes are there \(\S+ \(pid \d+\), \S+ \(pid \d+\)\)"):
         run.one(join_timeout=2).join().result(DEADLINE)
 
 
 def test_a_node_that_waits_says_for_what(
     make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(pace, "FIRST_LINE", 0.2)
     monkeypatch.setattr(pace, "LINE_INTERVAL", 0.2)
     with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
-        waits(make_nodes(2, 2).one())
-        eventually(lambda: "waiting for a round: 1 of at least 2 nodes came" in caplog.text, what="it says so")
+        run, us = make_nodes(2, 4), r"\S+ \(pid \d+\)"
+
+        def logged(line: str) -> None:
+            eventually(lambda: re.search(f"waits for a round: {line}", caplog.text), what=line)
+
+        waits(run.one())
+        logged(rf"1 of 2 to 4 nodes is there \({us}\); the call ends at \d\d:\d\d:\d\d")
+        waits(run.one())
+        logged(
+            rf"2 of 2 to 4 nodes are there \({us}, {us}\);"
+            r" it starts within [56]\d s \(last_call_timeout\), or at once with 2 more"
+        )
+
+
+def test_a_spare_logs_again_and_again_that_it_is_one(
+    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pace, "LINE_INTERVAL", 0.2)
+    with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
+        run = make_nodes(1, 1)
+        join_all(run.add(1))
+        waits(run.one())
+        line = "round 1 runs on 1 of at most 1 node; this node is a spare"
+        eventually(lambda: caplog.text.count(line) > 2, what="it logs it again")
 
 
 def test_a_decider_that_leaves_says_why(make_nodes: MakeNodes, client: EtcdClient) -> None:

@@ -202,7 +202,7 @@ def test_whoever_has_the_token_drains_a_node(browser: Browser, etcd: EtcdServer,
         eventually(lambda: "drain" not in browser.text("tbody tr:nth-child(2) td:last-child"), "it is drained once")
         browser.click("tbody tr:nth-child(1) td:last-child button")
         browser.click("#order .danger")
-        browser.shows("0 of at least 1 nodes would be left", "#order")
+        browser.shows("0 of at least 1 node would be left", "#order")
         browser.click("#order label:nth-of-type(4) input")
         browser.click("#order .danger")
         browser.shows("drained node0 on host0", "#order")

@@ -51,15 +51,29 @@ def test_who_comes_back_is_told_of_again() -> None:
 def test_nodes_that_contradict_the_run_are_told_of() -> None:
     by = Bystanders()
     there = situation("AB", RUNNING, node("X", (4, 4)), node("Y", (4, 4)))
-    by.look(there, 100.0)
-    assert told(by.look(there, 106.0)[0]) == [
+    assert told(by.look(there, 100.0)[0]) == [  # at once: they end soon
         (
             "refused",
             3,
             "",
-            "of 2 nodes (hostX, hostY) each is refused: it wants --nnodes=4, and the run has --nnodes=1:2",
+            "of 2 nodes (hostX, hostY) each was refused: its --nnodes is 4, this run's is 1:2",
         )
     ]
+
+
+def test_a_refused_node_makes_nobody_told_of_who_has_just_come() -> None:
+    by = Bystanders()
+    there = situation("ABC", RUNNING, node("X", (4, 4)))
+    events, again = by.look(there, 100.0)
+    assert ([one.kind for one in events], again) == (["refused"], 100.0 + TELL_AFTER)
+    assert [one.who for one in by.look(there, 105.0)[0]] == ["hostC"]
+
+
+def test_a_refused_node_is_told_of_at_once_though_another_was_just_told_to_wait() -> None:
+    by = Bystanders()
+    by.look(situation("ABC"), 100.0)
+    assert len(by.look(situation("ABC"), 105.0)[0]) == 1
+    assert [one.kind for one in by.look(situation("ABC", RUNNING, node("X", (4, 4))), 106.0)[0]] == ["refused"]
 
 
 def test_who_works_in_a_round_that_etcd_lost_does_not_wait() -> None:

@@ -132,7 +132,8 @@ def test_too_few_wait_for_others_without_a_limit() -> None:
 def test_a_full_round_is_decided_at_once(names: str) -> None:
     nodes = len(names.split())
     decided = within((1, nodes), a_round(names, ready=False))
-    assert judge(all_ask(names), limits=(1, nodes)) == Publish(decided, f"round 1 on {nodes} nodes", "R4 forming")
+    on = "1 node" if nodes == 1 else f"{nodes} nodes"
+    assert judge(all_ask(names), limits=(1, nodes)) == Publish(decided, f"round 1 on {on}", "R4 forming")
 
 
 def test_beyond_max_the_oldest_are_seated() -> None:

@@ -273,7 +273,7 @@ def test_too_few_nodes_stay_only_where_that_is_forced(site: Site) -> None:
     site.may_act()
     write_round(site.client, "x")
     refused = site.order(what="drain", name="x")
-    assert (refused.status, "0 of at least 1 nodes" in json.loads(refused.body)["error"]) == (409, True)
+    assert (refused.status, "0 of at least 1 node would be left" in json.loads(refused.body)["error"]) == (409, True)
     assert round_of(site.client).drained == ()
     assert site.order(what="drain", name="x", force=True).status == 200
     assert round_of(site.client).drained == ("x",)

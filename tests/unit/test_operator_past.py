@@ -170,6 +170,19 @@ def test_a_run_that_finished_needs_nothing() -> None:
     assert found.text == "The run has finished: hostA finished."
 
 
+def test_a_run_that_finished_names_the_crashes_on_its_way() -> None:
+    killed = "hostB was killed by signal 9 (SIGKILL)"
+    past = DECIDED, STARTED, ended("died", "hostB", killed, 0), recalled(killed), replace(DECIDED, number=8)
+    found = why(
+        told_of(),
+        *past,
+        recalled("hostD waits to join", 8),
+        HistoryEvent("closed", 8, reason="finished: hostA finished"),
+    )
+    assert found.healthy
+    assert found.text == f"The run has finished: hostA finished; on its way: {killed}."
+
+
 @pytest.mark.parametrize("told", ["hostB failed", "hostB failed; first cause: hostB: worker 90 (rank 5, local rank 1)"])
 def test_a_run_that_failed_is_explained_when_all_else_has_expired(told: str) -> None:
     closed = HistoryEvent("closed", 7, reason=f"failed: {told}")
@@ -212,6 +225,25 @@ def test_nodes_that_are_missing_are_to_be_started() -> None:
     assert found.now == "Now it is forming: 1 of at least 2 nodes are there."
     empty = told_of(rounds=GroupKeys(RUN, decided))
     assert why(empty, DECIDED, STARTED, recalled("it was recalled")).now == "Now it is empty: no node is there."
+
+
+def test_a_run_that_waits_since_a_node_contradicts_it_names_that_one() -> None:
+    """Also when the refused node has gone, or another one had died before."""
+    record = Round(0, (), "", 0, (), 2, 2)
+    decided = KeyValue(decided_key(RUN), rendezvous_records.encode(record), 1, 1, 1, 1)
+    status = told_of(rounds=GroupKeys(RUN, decided, below_members=nodes(ask("hostA", max_nodes=2))))
+    refused = "hostB was refused: its --nnodes is 3, this run's is 2"
+    event = HistoryEvent("refused", 0, "hostB", "nodeB", refused)
+    answer = f"{refused}. Give all nodes the same --nnodes, or that one another --rdzv-id."
+    assert why(status, HistoryEvent("limits", 0, reason="x"), event).do == answer
+    later = Round(7, seats("hostA", "hostB"), "10.0.0.1", 29500, (), 2, 4, ready=True, recalled="hostB died")
+    decided = KeyValue(decided_key(RUN), rendezvous_records.encode(later), 1, 1, 1, 1)
+    waiting = told_of(rounds=GroupKeys(RUN, decided, below_members=nodes(ask("hostA", after=7))))
+    died = ended("died", "hostB", "hostB was killed by signal 9 (SIGKILL)", 0)
+    past = DECIDED, STARTED, died, recalled("hostB was killed")
+    assert why(waiting, *past, replace(event, number=7)).do == answer
+    assert "dmesg" in why(waiting, replace(event, number=7), *past).do, "what came before the last round is over"
+    assert "dmesg" in why(running(8, "hostA"), *past, replace(event, number=7)).do, "and a running one needs nobody"
 
 
 def test_of_quorums_the_last_that_lost_members_is_told() -> None:
