@@ -137,5 +137,6 @@ class Browser:
         return dict(message)
 
     def _hear(self, message: dict[str, Any]) -> None:
-        if message.get("method") in HEARD:
+        advice = message.get("params", {}).get("entry", {}).get("source") == "recommendation"  # of Chromium, for forms
+        if message.get("method") in HEARD and not advice:
             self.said.append(json.dumps(message["params"]))

@@ -224,7 +224,7 @@ def test_nodes_that_are_missing_are_to_be_started() -> None:
     assert found.do == "Start 1 more node with the same --rdzv-id and --rdzv-endpoint."
     assert found.now == "Now it is forming: 1 of at least 2 nodes are there."
     empty = told_of(rounds=GroupKeys(RUN, decided))
-    assert why(empty, DECIDED, STARTED, recalled("it was recalled")).now == "Now it is empty: no node is there."
+    assert why(empty, DECIDED, STARTED, recalled("it was recalled")).now == "Now it is empty: no node asks for a round."
 
 
 def test_a_run_that_waits_since_a_node_contradicts_it_names_that_one() -> None:
