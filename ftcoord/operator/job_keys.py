@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ftcoord.core.death_records import parse_death
 from ftcoord.core.layout import member_of
 from ftcoord.core.rendezvous_records import RoundHead, parse_decided
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue, is_member
 from ftcoord.operator.told import Unreadable
@@ -63,6 +64,12 @@ class GroupKeys:
     def members(self) -> list[KeyValue]:
         """The members' keys, oldest first."""
         return [kv for kv in self.below_members if is_member(kv)]
+
+    def check_decided(self, number: int, known: Sequence[int]) -> None:
+        """Raises StateError for a decided number that the members do not count on from. `known`: the highest number
+        that each of them names. The lowest is compared: a stranger's record may name any."""
+        if self.decided is not None and known:
+            check_step(self.decided.key, number, min(known), LARGEST_DECIDED_STEP)
 
     def causes(self) -> dict[str, str]:
         """Why members died, by id, if a cause is known."""

@@ -76,6 +76,8 @@ class QuorumTeller:
         unreadable = [one.told for one in odd]
         try:
             previous = self._last_quorum(keys)
+            number = max(previous.number, previous.id) if previous else 0
+            keys.check_decided(number, [one.said.highest for one in records])
         except StateError as error:
             unreadable.append(Unreadable(error.key, str(error)))
             withheld = NextDecision("withheld", str(error))

@@ -81,6 +81,7 @@ class RoundsTeller:
         unreadable = [one.told for one in odd]
         try:
             previous = self._rolls.last_round(keys)
+            keys.check_decided((previous or NO_ROUND).number, [member.ask.highest for member in members])
         except StateError as error:
             unreadable.append(Unreadable(error.key, str(error)))
             withheld = NextDecision("withheld", str(error))

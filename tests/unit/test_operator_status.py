@@ -290,6 +290,21 @@ def test_garbage_is_shown_as_such(value: bytes, place: str) -> None:
     ]
 
 
+def test_a_decided_number_that_no_member_counts_on_from_stops_the_job() -> None:
+    far = kv(decided_key(RUN), rendezvous_records.encode(replace(RUNNING, number=10**18)))
+    rogue = ask("c", after=10**18)
+    found = told_of(GroupKeys(RUN, far, below_members=nodes(ask("a", **in_round(3)), rogue)))
+    assert found.rounds is not None
+    assert (found.rounds.state, [one.key for one in found.unreadable]) == ("unreadable", [far.key])
+    head, roster = quorum_head.encode_quorum(replace(quorum_of("x"), number=10**18))
+    decided = kv(decided_key(QUORUM), head)
+    group = GroupKeys(QUORUM, decided, kv(roster_key(decided.key), roster or b""), {}, (replica(9, "x"),))
+    found = told_of(quorum=group)
+    assert found.quorum is not None
+    assert (found.quorum.state, [one.key for one in found.unreadable]) == ("unreadable", [decided.key])
+    assert told_of(quorum=replace(group, below_members=())).unreadable == ()  # nobody is there to refuse it
+
+
 def test_a_key_that_lies_under_another_lease_is_no_member() -> None:
     odd = kv(member_key(RUN, "nobody"), rendezvous_records.encode(ask("x")), lease=5)
     found = told_of(GroupKeys(RUN, None, below_members=(odd,)))
