@@ -148,14 +148,23 @@ def test_a_join_time_out_ends_no_node_that_has_its_seat(
     assert len(seats_of([first, second])) == 2
 
 
-def test_a_node_that_loses_its_lease_as_its_round_becomes_ready_starts_it(make_nodes: MakeNodes) -> None:
-    """The others have started, and are deaf until it has written to the round's store."""
+def test_a_node_that_loses_its_lease_as_its_round_becomes_ready_starts_it(
+    make_nodes: MakeNodes, client: EtcdClient
+) -> None:
+    """The others have started, and are deaf until it has written to the round's store. But not if they have gone on, or
+    the run is over: nobody would be there."""
     nodes = make_nodes(2, 2).add(2)
     join_all(nodes)
     node, member = nodes[0].handler._node, nodes[0].member()
     look = Look(Standing.LOST, member.record, replace(node._new_ask(0), after=0, seated=1))
     member.orphan()
     assert node._ready_after_all(look, node.pace) == node.round
+    now = decided(client, nodes[1])
+    assert now is not None
+    key = f"{nodes[1].handler._settings.prefix}/decided"
+    client.put(key, rendezvous_records.encode(replace(now, number=now.number + 1)))
+    assert node._ready_after_all(look, node.pace) is None
+    client.put(key, rendezvous_records.encode(now))
     nodes[1].handler.set_closed()
     assert node._ready_after_all(look, node.pace) is None
 
