@@ -50,7 +50,7 @@ def test_nothing_alarms_whoever_reads_of_a_healthy_job(etcd: EtcdServer, tmp_pat
         job.start("b")
         job.round_of("ab", kind="started")
         job.start("c")
-        await_line(job, "c", "round 1 runs on 2 of at most 2 nodes; this node is a spare")
+        await_line(job, "c", "round 2 runs on 2 of at most 2 nodes; this node is a spare")
         job.finish("abc")
         assert alarms(job) == []
         assert [one["reason"] for one in lines_of(job.agents["a"]) if "are stopped" in one["message"]] == [
