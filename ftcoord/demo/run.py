@@ -81,7 +81,7 @@ class Demo:
         lost.kill()
         second = self._await_round(2)
         heard, took = self._recalled_at - killed_at, self._clock() - killed_at
-        self._say(f"the survivors heard of it {heard:.1f} s after the kill, and have a new round after {took:.1f} s")
+        self._say(f"the survivors were recalled {heard:.1f} s after the kill, and have a new round after {took:.1f} s")
         alone = self._await_steps()
         if lost.name in self._seated(second):
             raise DemoError("the lost agent has a seat in the new round")

@@ -219,15 +219,6 @@ def test_each_layer_is_described() -> None:
     assert not layers - named - {"__init__"}
 
 
-def test_decisions_are_numbered_and_listed() -> None:
-    folder = ROOT / "docs" / "decisions"
-    records = sorted(path.name for path in folder.glob("0*.md"))
-    assert [int(name[:4]) for name in records] == list(range(1, len(records) + 1))
-    assert re.findall(r"\]\((0[^)]+)\)", read(folder / "README.md")) == records
-    for name in records:
-        assert HEADING.findall(read(folder / name))[1:] == ["Context", "Decision", "Consequences"]
-
-
 def test_the_hooks_run_the_checks_of_make_lint() -> None:
     hooks = re.findall(r"entry: \.venv/bin/(\w+(?: check| format)?)", read(ROOT / ".pre-commit-config.yaml"))
     lint = re.findall(
