@@ -29,7 +29,7 @@ FLOORS = (
     "files fork pidfd pool metrics.series",
     "config metrics.http metrics.process",
     "metrics.exporter logs",
-    "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values core.store_history",
+    "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values",
     "core.manager_address",
     "core.event_records core.seating",
     "core.verdict core.situation core.causes core.election_records core.barrier_records",

@@ -10,9 +10,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+from store_history import Operation
+
 from ftcoord import concurrency
 from ftcoord.core.layout import is_member_key
-from ftcoord.core.store_history import Operation
 from ftcoord.etcd.api import KeyValue
 from ftcoord.testing import MemoryEtcd, Scheduler, Stuck
 from simulator.faults import Faults, cast
