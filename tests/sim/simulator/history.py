@@ -77,7 +77,7 @@ class Report:
 
 
 class _Errors(logging.Handler):
-    """Fails a history in which ftcoord logs an error: that a decision was withheld, or that a thread failed."""
+    """Fails a history in which ftcoord logs an error: that a decision could not be read, or that a thread failed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(logging.ERROR)
