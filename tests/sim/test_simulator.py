@@ -25,6 +25,7 @@ from simulator.shrinking import shrink
 from simulator.stubs import CONFIG, SentinelStub
 from simulator.timer_rules import LATE_RELEASE, TimersHeld
 from simulator.vote_rules import RankCalls
+from virtual import MemoryClient, Scheduler
 
 from ftcoord.core import barrier_records
 from ftcoord.core.barrier_records import Generation, Passed
@@ -34,7 +35,6 @@ from ftcoord.etcd.api import Compare, Event, KeyValue
 from ftcoord.primitives import sentinel
 from ftcoord.primitives.sentinel_orders import Order
 from ftcoord.recipes import election
-from ftcoord.testing import MemoryClient, Scheduler
 
 SEEDS = int(os.environ.get("FTCOORD_SIM_SEEDS", "3"))
 """Of each profile."""

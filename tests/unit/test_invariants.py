@@ -18,6 +18,7 @@ from invariants import (
     check_succession,
     check_term,
 )
+from virtual import MemoryEtcd
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import election, layout
@@ -42,7 +43,6 @@ from ftcoord.primitives.group.policy import DECIDE_AGAIN_AFTER, View
 from ftcoord.recipes.barrier import BarrierUse
 from ftcoord.recipes.election import ElectionUse
 from ftcoord.rendezvous.policy import RendezvousPolicy
-from ftcoord.testing import MemoryEtcd
 
 LIMITS = (1, 2)
 

@@ -122,7 +122,6 @@ FLOORS = (
     "coordination",
     "proactive",
     "torchft",
-    "testing",
     "demo.agents demo.train",
     "demo.run",
     "demo",

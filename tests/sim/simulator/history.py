@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from store_history import Operation
+from virtual import MemoryEtcd, Scheduler, Stuck
 
 from ftcoord import concurrency
 from ftcoord.core.layout import is_member_key
 from ftcoord.etcd.api import KeyValue
-from ftcoord.testing import MemoryEtcd, Scheduler, Stuck
 from simulator.faults import Faults, cast
 from simulator.kernel import Kernel
 from simulator.managed_roles import managers_installed

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import invariants
+from virtual import MemoryClient
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
@@ -21,7 +22,6 @@ from ftcoord.core.quorum_records import parse_replica
 from ftcoord.primitives import sentinel, sentinel_main, session
 from ftcoord.primitives.sentinel_orders import Order
 from ftcoord.rendezvous import handler
-from ftcoord.testing import MemoryClient
 from simulator import oracles
 
 CONFIG = EtcdConfig.load("etcd:2379", env={})
