@@ -1,6 +1,6 @@
 """Threads and time: every lock, wait, thread and clock of ftcoord is made here.
 
-In a user's process these are Python's own. `ftcoord.testing` replaces them with a scheduler and a virtual clock, so
+In a user's process these are Python's own. `tests/virtual` replaces them with a scheduler and a virtual clock, so
 that the same code runs deterministically, and a test can check the order in which locks are taken.
 
 An object keeps the runtime that it was made with: install another one before.

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import store_history
 from judge.history import Operation
-
-from ftcoord.core import store_history
 
 
 def heard(kind: str, operations: Iterable[store_history.Operation]) -> list[Operation]:

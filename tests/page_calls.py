@@ -12,13 +12,13 @@ from urllib.parse import urlencode
 
 from helpers import DEADLINE
 from prometheus_client.core import GaugeMetricFamily
+from virtual import MemoryClient
 
 from ftcoord.core.layout import members_span, run_prefix
 from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
 from ftcoord.etcd.api import Get
-from ftcoord.testing import MemoryClient
 
 TOKEN = "0123456789abcdef"
 

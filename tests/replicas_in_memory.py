@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from virtual import MemoryClient
+
 from ftcoord.core import quorum_records
 from ftcoord.core.layout import member_id, member_key, quorum_prefix
 from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
-from ftcoord.testing import MemoryClient
 
 PREFIX = quorum_prefix("/f", "job")
 

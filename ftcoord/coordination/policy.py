@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.invariants import check_quorum
 from ftcoord.core.layout import decided_key, member_key, member_of, roster_key
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_roster
@@ -21,9 +20,8 @@ from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.etcd.retry import UNANSWERED
-from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKeys
-from ftcoord.primitives.group.policy import View
+from ftcoord.primitives.group.policy import ReadBack, View
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +171,7 @@ class QuorumPolicy:
         """When etcd was last known to take writes, and from when on silence counts: see `_judge`."""
         self._late = LateEnds(heartbeat_timeout)
         self._said = ""
-        self._guard = InvariantGuard()
+        self._readable = ReadBack()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read by this version, and EtcdError."""
@@ -185,13 +183,11 @@ class QuorumPolicy:
         unreadable = len(self._members.unreadable)
         situation = QuorumSituation(alive, previous, view.decided_at, silent, highest, created, me, unreadable)
         verdict = decide(situation, self._options, now)
-        check = lambda one: check_quorum(situation, self._options, one.record)  # noqa: E731
-        verdict = self._guard.passed(verdict, check, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
             record = verdict.record
-            published = self._encoded(verdict, roster)
-            published = self._guard.passed(published, lambda one: self._read_back(one, view, record), now)
+            encoded = self._encoded(verdict, roster)
+            published = self._readable.passed(encoded, lambda one: self._read_back(one, view, record), now)
             if isinstance(published, Wait):
                 return published
             self._seen.tries(record)
@@ -284,7 +280,7 @@ class QuorumPolicy:
             return None
         return said or None
 
-    def _encoded(self, decision: Publish[QuorumRecord], known: Roster | None) -> Verdict[bytes]:
+    def _encoded(self, decision: Publish[QuorumRecord], known: Roster | None) -> Publish[bytes]:
         """The same decision, encoded for etcd."""
         head, changed = encode_quorum(decision.record, known)
         puts = [] if changed is None else [(roster_key(decided_key(self._prefix)), changed)]

@@ -1,6 +1,6 @@
 """Requests and results of etcd's v3 API as plain values, and the client protocol (`Etcd`) that ftcoord uses.
 
-No grpc and no protobuf, so `ftcoord.testing` offers an in-memory etcd behind the same protocol. The semantics are those
+No grpc and no protobuf, so `tests/virtual` has an in-memory etcd behind the same protocol. The semantics are those
 of etcd's v3 API, https://etcd.io/docs/v3.5/learning/api/.
 """
 

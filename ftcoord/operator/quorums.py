@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ftcoord.core.invariants import InvariantBroken, check_quorum
 from ftcoord.core.layout import member_of
 from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
@@ -130,10 +129,6 @@ def _next(situation: QuorumSituation, options: QuorumOptions) -> NextDecision:
     verdict = decide(situation, options, LOOKED_AT)
     if not isinstance(verdict, Publish):
         return NextDecision("wait", verdict.reason, verdict.rule)
-    try:
-        check_quorum(situation, options, verdict.record)
-    except InvariantBroken as error:
-        return NextDecision("withheld", f"{verdict.reason}; that would break {error}", verdict.rule)
     return NextDecision("publish", verdict.reason, verdict.rule)
 
 

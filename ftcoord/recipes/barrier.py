@@ -8,7 +8,6 @@ from dataclasses import replace
 from ftcoord.config import full_text, whole
 from ftcoord.core import barrier
 from ftcoord.core.barrier_records import Arrival, Generation, encode, parse_arrival, parse_generation
-from ftcoord.core.invariants import check_generation
 from ftcoord.core.layout import KEY_PREFIX, barrier_prefix
 from ftcoord.core.outlook import Standing
 from ftcoord.errors import ConfigError
@@ -24,7 +23,7 @@ class BarrierUse(PlainUse[Generation, Arrival]):
     """Barriers as a use of the group mechanism."""
 
     def __init__(self, prefix: str) -> None:
-        rules = PlainRules(barrier.decide, barrier.outlook, parse_arrival, parse_generation, encode, check_generation)
+        rules = PlainRules(barrier.decide, barrier.outlook, parse_arrival, parse_generation, encode)
         super().__init__(prefix, rules)
 
     def tell(self, ask: Arrival, highest: int) -> Arrival:

@@ -11,7 +11,6 @@ from typing import ParamSpec, TypeVar
 from ftcoord.config import full_text
 from ftcoord.core import election
 from ftcoord.core.election_records import Candidacy, Term, encode, parse_candidacy, parse_term
-from ftcoord.core.invariants import check_term
 from ftcoord.core.layout import KEY_PREFIX, Span, decided_key, election_prefix, other_terms, term_key
 from ftcoord.etcd.api import Compare, Get
 from ftcoord.primitives.group.pace import UntilDeadline
@@ -28,7 +27,7 @@ class ElectionUse(PlainUse[Term, Candidacy]):
     """Elections as a use of the group."""
 
     def __init__(self, prefix: str) -> None:
-        rules = PlainRules(election.decide, election.outlook, parse_candidacy, parse_term, encode, check_term)
+        rules = PlainRules(election.decide, election.outlook, parse_candidacy, parse_term, encode)
         super().__init__(prefix, rules)
 
     def tell(self, ask: Candidacy, highest: int) -> Candidacy:

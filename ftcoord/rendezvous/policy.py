@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import Final, TypeAlias
 
@@ -13,7 +12,6 @@ from ftcoord import concurrency
 from ftcoord.core.bystanders import TELL_AFTER, Bystanders
 from ftcoord.core.causes import UNKNOWN_PEER, in_causal_order
 from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.invariants import check_fences, check_roll, check_round
 from ftcoord.core.layout import (
     Span,
     member_key,
@@ -41,11 +39,10 @@ from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.logs import log_change
 from ftcoord.primitives.deaths import causes_known
-from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
-from ftcoord.primitives.group.policy import View
+from ftcoord.primitives.group.policy import ReadBack, View
 from ftcoord.rendezvous.fences import highest_round
-from ftcoord.rendezvous.rolls import RollReplaced, Rolls
+from ftcoord.rendezvous.rolls import RollReplaced, Rolls, read_round
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +195,7 @@ class RendezvousPolicy:
         """How parts in the last round ended: its roll, and the ends."""
         self._bystanders = Bystanders()
         self._told = _ToldEnds(options.return_to_seat)
-        self._guard = InvariantGuard()
+        self._read_back = ReadBack()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read by this version, EtcdError when its roll, or the
@@ -212,15 +209,11 @@ class RendezvousPolicy:
             return Wait("another record has replaced the one that is known: it is on its way")
         situation = self._situation(view, previous, since, now)
         verdict = decide(situation, self._options, now)
-        verdict = self._guard.passed(verdict, lambda one: check_round(situation, one.record), now)
         if isinstance(verdict, Wait):
             return self._with_news(verdict, situation, view, me, now)
         head = record if isinstance(record, RoundHead) and previous and previous.seats else None
-        published: Verdict[bytes] = self._publish(verdict, previous, head, me, again=view.vanished)
-        published = self._guard.passed(published, partial(check_roll, self._prefix, head, verdict.record), now)
-        published = self._guard.passed(
-            published, partial(check_fences, self._prefix, previous, verdict.record.number), now
-        )
+        decision = self._publish(verdict, previous, head, me, again=view.vanished)
+        published = self._read_back.passed(decision, lambda one: read_round(self._prefix, one), now)
         if isinstance(published, Wait):
             return published
         self._last.tries(view, published)

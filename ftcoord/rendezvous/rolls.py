@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ftcoord.core.layout import Span, other_rolls, roll_key, roll_span, rolls_span
+from ftcoord.core.layout import Span, decided_key, other_rolls, roll_key, roll_span, rolls_span
 from ftcoord.core.rendezvous_records import (
     RollSizes,
     Round,
@@ -13,10 +13,12 @@ from ftcoord.core.rendezvous_records import (
     encode,
     head_of,
     parse_chunk,
+    parse_decided,
     roll_id,
     round_of,
     with_roll,
 )
+from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, Get
 from ftcoord.etcd.reading import read_snapshot
@@ -25,6 +27,13 @@ from ftcoord.primitives.group.policy import View
 
 class RollReplaced(Exception):
     """The roll of a record was deleted, because there is another record by now."""
+
+
+def read_round(prefix: str, decision: Publish[bytes]) -> None:
+    """Parse what a decision writes, as a member does. Raises StateError."""
+    record = parse_decided(decided_key(prefix), decision.record)
+    if isinstance(record, RoundHead) and decision.beside:
+        round_of(roll_span(prefix, record.roll).start, record, [parse_chunk(*chunk) for chunk in decision.beside])
 
 
 class Rolls:

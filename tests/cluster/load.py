@@ -17,10 +17,10 @@ from helpers import DEADLINE, Seen, eventually
 from rdzv_nodes import Node, Nodes, Seat, all_signalled, join_all, join_as_agents
 from replicas import Told, agreed, managed, replica_processes
 from rounds import LOOK, Rounds
+from store_history import Operation, check
 from torch.distributed import DistNetworkError
 
 from ftcoord.config import EtcdConfig
-from ftcoord.core.store_history import Operation, check
 from ftcoord.core.store_values import plain
 from ftcoord.etcd.api import Batch, Span
 from ftcoord.etcd.client import EtcdClient

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from heard import heard
 from helpers import DEADLINE, Seen
+from invariants import check_succession
 from judge import linearizability
 from rdzv_nodes import Node, Nodes, Seat, spawn
+from store_history import History, Operation, check_reads
 
-from ftcoord.core.invariants import check_succession
 from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix
 from ftcoord.core.rendezvous_records import NO_ROUND, Round, parse_round
-from ftcoord.core.store_history import History, Operation, check_reads
 from ftcoord.etcd.api import Batch, Span
 from ftcoord.etcd.client import EtcdClient
 

@@ -1,4 +1,4 @@
-"""What `ftcoord.etcd.api.Etcd` promises, held against real etcd and against `ftcoord.testing.MemoryEtcd` alike."""
+"""What `ftcoord.etcd.api.Etcd` promises, held against real etcd and against `virtual.MemoryEtcd` alike."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import pytest
 from helpers import DEADLINE, Seen, eventually
+from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, Compacted, EtcdError, LeaseLost, RequestRefused, Rewound
@@ -34,7 +35,6 @@ from ftcoord.etcd.api import (
 )
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.reading import ATTEMPTS, SnapshotReader, read_snapshot
-from ftcoord.testing import MemoryClient, MemoryEtcd
 
 Client: TypeAlias = "EtcdClient | MemoryClient"
 KINDS = ["etcd", "memory"]

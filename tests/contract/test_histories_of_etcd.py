@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import pytest
 from helpers import eventually
+from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord import EtcdServer
 from ftcoord.errors import EtcdError
@@ -32,7 +33,6 @@ from ftcoord.etcd.api import (
     encode_key,
 )
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.testing import MemoryClient, MemoryEtcd
 
 SEEDS = int(os.environ.get("FTCOORD_SEEDS", "2"))
 """Histories of `STEPS` each: 50 of them are 10,000 steps."""

@@ -26,6 +26,7 @@ from simulator.trace import Trace
 from simulator.world import Process, World
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from virtual import MemoryEtcd, Scheduler
 
 from ftcoord import concurrency
 from ftcoord.core import timer_records
@@ -43,7 +44,6 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import reason_of
 from ftcoord.rendezvous.worker_failures import WorkerProcess
 from ftcoord.rendezvous.workers import WorkerWatch, _agents_own
-from ftcoord.testing import MemoryEtcd, Scheduler
 from ftcoord.timer import server as timers
 
 LEASE_TTL: Final = 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from virtual import MemoryClient
 from worlds import World, simulated
 
 from ftcoord import concurrency
@@ -18,7 +19,6 @@ from ftcoord.errors import ClientClosed, EtcdUnavailable
 from ftcoord.etcd.api import Get, RangeResult
 from ftcoord.operator.status import Rules
 from ftcoord.operator.told import JobList, JobStatus
-from ftcoord.testing import MemoryClient
 
 PATIENCE = 60.0
 """Virtual seconds."""

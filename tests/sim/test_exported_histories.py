@@ -15,8 +15,7 @@ from simulator.exporting import history_of
 from simulator.history import Report, play
 from simulator.mutants import MUTANTS, planted
 from simulator.plan import Network, Plan, PlannedFault, plan_of
-
-from ftcoord.testing.keyspace import Transaction
+from virtual.keyspace import Transaction
 
 SEEDS = {"stores": 25, "rounds": 22, "whole jobs": 3}
 """How many of each profile."""

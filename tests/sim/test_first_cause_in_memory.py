@@ -19,6 +19,7 @@ from simulator.plan import Network, Plan
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from virtual import MemoryEtcd, Scheduler
 
 from ftcoord.core.causes import UNKNOWN_PEER, in_causal_order, is_consequence, told_end
 from ftcoord.core.event_records import HistoryEvent, ends_in, last_life, read_history
@@ -30,7 +31,6 @@ from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import Explanation
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.testing import MemoryEtcd, Scheduler
 
 CASES: Final = 200
 HOURS: Final = 6 * 3600.0

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from replicas_in_memory import PREFIX, join
+from virtual import Fate, MemoryClient
 from worlds import World, simulated
 
 from ftcoord import concurrency
@@ -20,7 +21,6 @@ from ftcoord.coordination.kills import order_kill
 from ftcoord.coordination.pending_call import PendingCall
 from ftcoord.core.layout import member_id
 from ftcoord.core.quorum_records import QuorumRequest
-from ftcoord.testing import Fate, MemoryClient
 
 LONG = 60.0
 """Seconds, virtual: nobody waits so long in vain."""

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from members import Counting, Door, Roll
+from virtual import REFUSED, Call, Fate, flaky
 from worlds import PREFIX, TTL, Host, World, simulated
 
 from ftcoord import concurrency
@@ -36,7 +37,6 @@ from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.succession import FOLLOW_UP
 from ftcoord.primitives.session import Session
-from ftcoord.testing import REFUSED, Call, Fate, flaky
 
 
 @simulated

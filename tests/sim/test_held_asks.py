@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import pytest
 from members import Door
+from virtual import DELIVERED, LOST_ANSWER, REFUSED, Call, Fate
+from virtual.keyspace import Transaction
 from worlds import World, play, simulated
 
 from ftcoord import concurrency
@@ -22,8 +24,6 @@ from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat,
 from ftcoord.core.verdict import Verdict
 from ftcoord.etcd.api import Compare, Etcd, Get, Op, Put, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.primitives.group.policy import View
-from ftcoord.testing import DELIVERED, LOST_ANSWER, REFUSED, Call, Fate
-from ftcoord.testing.keyspace import Transaction
 
 ALONE = Job("etcd", "", "alone", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
 PAIR = Job("etcd", "", "pair", min_replicas=2, join_timeout_ms=2000, heartbeat_timeout_ms=5000)

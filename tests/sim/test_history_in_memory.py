@@ -16,6 +16,7 @@ from members import Door
 from test_held_asks import PAIR, ask, in_background, replica_of
 from test_participants_in_memory import LEASE_TTL, end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
+from virtual import DELIVERED, Call, Fate, MemoryClient, MemoryEtcd
 from worlds import World, long_simulated, play, simulated
 
 from ftcoord import concurrency
@@ -51,7 +52,6 @@ from ftcoord.primitives.group.event_log import OFF, EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 from ftcoord.rendezvous.policy import LEASE_GRACE
 from ftcoord.rendezvous.run_record import RunRecord
-from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient, MemoryEtcd
 
 DECISIONS: Final = {"round", "started", "recalled", "limits", "closed"}
 OUT_OF_MEMORY: Final = WorkerFailure(7, 1, 0, -1, 9, "was killed by signal 9 (SIGKILL)")

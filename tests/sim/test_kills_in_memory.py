@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from replicas_in_memory import PREFIX, join
+from virtual import DELIVERED, LOST_ANSWER, Call, Fate, MemoryClient
 from worlds import World, simulated
 
 from ftcoord import concurrency
@@ -15,7 +16,6 @@ from ftcoord.core.layout import kill_key, member_id
 from ftcoord.errors import NotInQuorum
 from ftcoord.etcd.api import Delete, Span
 from ftcoord.operator.orders import NothingThere, kill_replica
-from ftcoord.testing import DELIVERED, LOST_ANSWER, Call, Fate, MemoryClient
 
 WAIT = 3.0
 """Seconds that an order is waited for."""

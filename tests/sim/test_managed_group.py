@@ -6,6 +6,7 @@ import contextlib
 from typing import cast
 
 import pytest
+from virtual import DELIVERED, Call, Fate
 from worlds import World, simulated
 
 from ftcoord import concurrency
@@ -16,7 +17,6 @@ from ftcoord.core.layout import members_span
 from ftcoord.core.quorum_records import QuorumRequest, parse_replica
 from ftcoord.etcd.api import Get
 from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT
-from ftcoord.testing import DELIVERED, Call, Fate
 
 JOB = parse_address("etcd://memory:1/job?heartbeat_timeout_ms=1000&min_replicas=2")
 UNBEATEN = parse_address("etcd://memory:1/job?min_replicas=2")

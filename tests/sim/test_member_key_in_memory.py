@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from members import CALL_TIMEOUT
+from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient
+from virtual.keyspace import Transaction
 from worlds import PREFIX, TTL, World, simulated
 
 from ftcoord import concurrency
@@ -15,8 +17,6 @@ from ftcoord.etcd.api import KeyValue, Put, Span
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.member_key import HeldAsk, MemberKey, MemberLost
 from ftcoord.primitives.session import Session
-from ftcoord.testing import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient
-from ftcoord.testing.keyspace import Transaction
 
 TIMEOUT = 3.0
 """Seconds for each ask: long enough for some attempts, all of whose answers are lost."""

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from members import Door
 from rolls import Called, Caller, RollRecord
+from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient, flaky
 from worlds import PREFIX, TTL, World, simulated
 
 from ftcoord import concurrency
@@ -22,7 +23,6 @@ from ftcoord.primitives.group.incarnations import Left
 from ftcoord.primitives.group.pace import Look, UntilDeadline
 from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, KEY_CHECKS_PER_SECOND
 from ftcoord.primitives.session import Session
-from ftcoord.testing import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient, flaky
 
 PROMPT = 2.0
 """Virtual seconds within which a call that was ended has ended."""

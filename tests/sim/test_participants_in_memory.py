@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from virtual import DELIVERED, Call, Fate, MemoryClient, flaky
+from virtual.keyspace import Transaction
 from worlds import World, long_simulated, simulated
 
 from ftcoord import concurrency
@@ -20,8 +22,6 @@ from ftcoord.core.layout import decided_key, decided_span, members_span
 from ftcoord.core.quorum import QuorumRecord, QuorumRequest
 from ftcoord.errors import ClientClosed, EtcdError, StateError
 from ftcoord.etcd.api import Get, Put, unchanged
-from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient, flaky
-from ftcoord.testing.keyspace import Transaction
 
 JOB = Job("etcd", "", "job", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
 LEASE_TTL = 5

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from members import Door
 from torch.distributed import DistNetworkError, DistStoreError
+from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky
 from worlds import TTL, World, insist, play, simulated
 
 from ftcoord import concurrency
@@ -42,7 +43,6 @@ from ftcoord.primitives.sentinel import SentinelFor
 from ftcoord.primitives.session import Session
 from ftcoord.primitives.write_once import write_once
 from ftcoord.store import EtcdStore
-from ftcoord.testing import DELIVERED, LOST_ANSWER, LOST_REQUEST, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 

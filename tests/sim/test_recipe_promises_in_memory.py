@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
+from virtual import MemoryClient, MemoryEtcd
 from worlds import World, simulated
 
 import ftcoord
@@ -16,7 +17,6 @@ from ftcoord.core.layout import decided_key, election_prefix, run_prefix
 from ftcoord.errors import ConfigError, EtcdError, FtcoordError
 from ftcoord.etcd.api import Put, Span
 from ftcoord.recipes.election import Leadership
-from ftcoord.testing import MemoryClient, MemoryEtcd
 
 T = TypeVar("T")
 LEASE_TTL = 10

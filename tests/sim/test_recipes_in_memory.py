@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from virtual import MemoryClient, flaky
 from worlds import World, simulated
 
 from ftcoord import concurrency
@@ -16,7 +17,6 @@ from ftcoord.errors import ConfigError, EtcdError, FtcoordError
 from ftcoord.etcd.api import Batch, Put, Span, WatchItem
 from ftcoord.recipes.barrier import Barrier
 from ftcoord.recipes.election import Election, Leadership
-from ftcoord.testing import MemoryClient, flaky
 
 RUN = run_prefix("/ftcoord/v1", "run")
 ELECTION = election_prefix(RUN, "best")

@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 import pytest
 from test_participants_in_memory import LEASE_TTL, Machine, end
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
+from virtual import DELIVERED, LOST_REQUEST, Call, Fate, MemoryClient, flaky
+from virtual.keyspace import Transaction
 from worlds import World, long_simulated, simulated
 
 from ftcoord import concurrency
@@ -36,8 +38,6 @@ from ftcoord.primitives.group import beside
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.testing import DELIVERED, LOST_REQUEST, Call, Fate, MemoryClient, flaky
-from ftcoord.testing.keyspace import Transaction
 
 IN_TWOS: Final = RollSizes(inline=0, chunk=2)
 """Each roll lies beside its head, two seats to a chunk."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 from members import Counting, Door
 from test_participants_in_memory import JOB, LEASE_TTL, Trainer, check_quorums, end, train_together, trainers
 from test_rounds_in_memory import Agent, check_rounds, work_together
+from virtual import MemoryClient
 from worlds import World, long_simulated, simulated
 
 from ftcoord import concurrency
@@ -19,7 +20,6 @@ from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.core.rendezvous_records import parse_decided
 from ftcoord.core.takeover import SLOT, look_delay, stagger
 from ftcoord.etcd.api import Compare, Get, Op, Put, Span, TxnResult
-from ftcoord.testing import MemoryClient
 
 JOIN = JOB.join_timeout_ms / 1000
 STEP = 0.2

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from members import Door
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+from virtual import DELIVERED, Call, Fate, MemoryClient
 from worlds import World, play, simulated
 
 import ftcoord
@@ -27,7 +28,6 @@ from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.pace import LAST_LOOK_TIMEOUT
 from ftcoord.rendezvous.record_change import RecordChange, change_record
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.testing import DELIVERED, Call, Fate, MemoryClient
 
 TIMEOUT = 0.5
 """Seconds that callers allow: a fraction of what one request may take."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from members import Node, read
+from virtual import Call, Fate, MemoryClient, MemoryEtcd, Scheduler
 
 from ftcoord import concurrency
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Batch, Etcd, Event, Get, Span, WatchItem
-from ftcoord.testing import Call, Fate, MemoryClient, MemoryEtcd, Scheduler
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from operator import is_
 from typing import Final
 
 from exploring import replace
+from invariants import require
 
-from ftcoord.core.invariants import require
 from ftcoord.core.rendezvous_records import NO_ROUND, Round
 from ftcoord.core.round_situation import RoundCandidate, RoundSituation
 from ftcoord.core.verdict import Verdict

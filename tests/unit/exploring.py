@@ -10,7 +10,8 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 
-from ftcoord.core.invariants import InvariantBroken
+from invariants import InvariantBroken
+
 from ftcoord.core.situation import Situation
 from ftcoord.core.verdict import Publish, Verdict
 

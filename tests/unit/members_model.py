@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 import exploring
 from counted_times import as_at_any_time, with_idle_times
 from exploring import replace
+from invariants import InvariantBroken, check_round, require
 from model import LAST_CALL, RETURN, TICK, Decide, quick
 
 from ftcoord.core import rendezvous
-from ftcoord.core.invariants import InvariantBroken, check_round, require
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous import call_back
 from ftcoord.core.rendezvous_records import (

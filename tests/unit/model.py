@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 import exploring
 from counted_times import as_at_any_time, with_idle_times
 from exploring import replace
+from invariants import InvariantBroken, check_round, require
 
 from ftcoord.core import rendezvous
-from ftcoord.core.invariants import InvariantBroken, check_round, require
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
 from ftcoord.core.round_situation import RETURN_FACTOR, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 import exploring
 from exploring import replace
+from invariants import check_quorum, require
 
 from ftcoord.core import quorum
-from ftcoord.core.invariants import check_quorum, require
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest

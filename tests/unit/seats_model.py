@@ -18,12 +18,12 @@ from typing import Final, NamedTuple
 
 import exploring
 from exploring import replace
+from invariants import check_round, require
 from members_model import MemberWorld, Mind, State, changed, is_member, new_name, port, view_without, without, written
 from model import LAST_CALL, RETURN, TICK, quick
 
 from ftcoord.core import rendezvous, round_poll
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.invariants import check_round, require
 from ftcoord.core.rendezvous import REATTACHING
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
 from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation

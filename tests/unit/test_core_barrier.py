@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 from exploring import checked, explore
+from invariants import check_generation
 
 from ftcoord.core.barrier import BarrierSituation, decide, outlook
 from ftcoord.core.barrier_records import Arrival, Generation, Passed, encode, parse_arrival, parse_generation
-from ftcoord.core.invariants import check_generation
 from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.situation import Asking, Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait

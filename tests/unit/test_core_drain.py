@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from invariants import InvariantBroken, check_round
 
 from ftcoord.core.bystanders import TELL_AFTER, Bystanders
 from ftcoord.core.forming import DRAINED_KEPT
-from ftcoord.core.invariants import InvariantBroken, check_round
 from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.rendezvous import call_back, decide, drain, outlook, why_not_drained
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead, Seat, head_of

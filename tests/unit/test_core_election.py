@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 from exploring import checked, explore
+from invariants import check_term
 
 from ftcoord.core.election import ElectionSituation, decide, outlook
 from ftcoord.core.election_records import Candidacy, Term, encode, parse_candidacy, parse_term
-from ftcoord.core.invariants import check_term
 from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.situation import Asking, Situation
 from ftcoord.core.verdict import Publish, Verdict, Wait

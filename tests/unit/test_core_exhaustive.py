@@ -12,10 +12,10 @@ from typing import Any
 
 import exploring
 import pytest
+from invariants import InvariantBroken
 from model import RETURN, START, Decide, State, World, nameless, quick
 
 from ftcoord.core import rendezvous
-from ftcoord.core.invariants import InvariantBroken
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict, Wait

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from invariants import InvariantBroken
 from members_model import MemberWorld, RoundOutlook
 
 from ftcoord.core import rendezvous
-from ftcoord.core.invariants import InvariantBroken
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import check_quorum
 
-from ftcoord.core.invariants import check_quorum
 from ftcoord.core.quorum import RULES, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.recovery import Recovery, recovery

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from invariants import InvariantBroken
 from quorum_members_model import TICK, QuorumOutlook, QuorumWorld
 
 from ftcoord.core import quorum
-from ftcoord.core.invariants import InvariantBroken
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest

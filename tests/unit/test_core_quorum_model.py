@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import check_quorum
 
-from ftcoord.core.invariants import check_quorum
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.core.verdict import Publish, Wait

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import check_round
 
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.invariants import check_round
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import REATTACHING, RECALL, RULES, SEATS, call_back, close, decide, may_reopen, outlook
 from ftcoord.core.rendezvous_records import (

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 import exploring
 import pytest
+from invariants import InvariantBroken, check_roll, require
 
 from ftcoord.core import layout
-from ftcoord.core.invariants import InvariantBroken, check_roll, require
 from ftcoord.core.layout import roll_key, roll_span
 from ftcoord.core.rendezvous_records import (
     Away,

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from invariants import InvariantBroken
 from members_model import RoundOutlook
 from model import Decide, quick
 from seats_model import LEASE, CallBack, Seats, SeatsWorld, Vacant
 
 from ftcoord.core import rendezvous
-from ftcoord.core.invariants import InvariantBroken
 from ftcoord.core.outlook import Outlook
 from ftcoord.core.rendezvous import call_back
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round

@@ -13,6 +13,7 @@ import pytest
 from helpers import DEADLINE, eventually
 from page_calls import TOKEN, Answer, Clerk, Site, numbers
 from prometheus_client.core import GaugeMetricFamily
+from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord.core import event_records, rendezvous_records, timer_records
 from ftcoord.core.event_records import HistoryEvent
@@ -34,7 +35,6 @@ from ftcoord.dashboard.board import Board, LeaseBook
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Get
 from ftcoord.operator.status import Rules
-from ftcoord.testing import MemoryClient, MemoryEtcd
 
 RUN = run_prefix("/f", "a/b")
 

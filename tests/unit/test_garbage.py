@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual import MemoryEtcd
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import barrier_records, election_records, quorum_head, quorum_records, rendezvous_records
@@ -27,7 +28,6 @@ from ftcoord.primitives.group.policy import View
 from ftcoord.recipes.barrier import BarrierUse
 from ftcoord.recipes.election import ElectionUse
 from ftcoord.rendezvous.policy import RendezvousPolicy
-from ftcoord.testing import MemoryEtcd
 
 CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
 PREFIX = "/ftcoord/v1/run"

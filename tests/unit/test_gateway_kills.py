@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 from helpers import DEADLINE, eventually
 from replicas_in_memory import PREFIX, join
+from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord import concurrency
 from ftcoord.coordination import gateway_kills
 from ftcoord.coordination.gateway_kills import GatewayKills
 from ftcoord.coordination.kills import order_kill
 from ftcoord.core.layout import kill_key, member_id
-from ftcoord.testing import MemoryClient, MemoryEtcd
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 from helpers import DEADLINE
 from page_calls import TOKEN, Answer, Clerk, Site
+from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord.coordination.kills import OrderedKill, watch_kills
 from ftcoord.core import death_records, quorum_head, quorum_records
@@ -31,7 +32,6 @@ from ftcoord.etcd.api import Get, Put
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import FORMAT, Done
-from ftcoord.testing import MemoryClient, MemoryEtcd
 
 RUN = run_prefix("/f", "a/b")
 HOSTILE = "<script>x</script>"

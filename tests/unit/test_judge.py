@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ftcoord.core.store_history import Operation, check, check_reads
+from store_history import Operation, check, check_reads
 
 STATES = {
     "sum": [(2, b"1"), (4, b"2"), (7, b"3")],

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import kept
 import pytest
+from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord.primitives.session import Session
-from ftcoord.testing import MemoryClient, MemoryEtcd
 
 SOON = 0.1
 

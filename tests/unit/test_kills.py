@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import eventually
+from virtual import REFUSED, MemoryClient, MemoryEtcd
 
 from ftcoord.coordination import kills
 from ftcoord.coordination.kills import OrderedKill, ends_here, watch_kills
 from ftcoord.core.layout import kill_key
 from ftcoord.etcd.api import Delete, Put, Span
-from ftcoord.testing import REFUSED, MemoryClient, MemoryEtcd
 
 PREFIX = "/f/job/quorum"
 KEY = kill_key(PREFIX, "a")

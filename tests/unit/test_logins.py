@@ -7,12 +7,12 @@ from typing import Any
 
 import grpc
 import pytest
+from virtual import Scheduler
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd.rpc import messages
 from ftcoord.etcd.rpc.transport import LONGEST_LOGIN_PAUSE, Member, Transport
-from ftcoord.testing import Scheduler
 
 
 class Refusal(grpc.RpcError):

@@ -7,6 +7,18 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
+from virtual import (
+    LOST_ANSWER,
+    LOST_REQUEST,
+    NEVER,
+    REFUSED,
+    Call,
+    Fate,
+    MemoryClient,
+    MemoryEtcd,
+    Scheduler,
+    flaky,
+)
 
 from ftcoord import concurrency
 from ftcoord.errors import (
@@ -21,18 +33,6 @@ from ftcoord.errors import (
     Rewound,
 )
 from ftcoord.etcd.api import Batch, Began, Put, Span, TxnResult, WatchItem
-from ftcoord.testing import (
-    LOST_ANSWER,
-    LOST_REQUEST,
-    NEVER,
-    REFUSED,
-    Call,
-    Fate,
-    MemoryClient,
-    MemoryEtcd,
-    Scheduler,
-    flaky,
-)
 
 T = TypeVar("T")
 SEEDS = range(20)

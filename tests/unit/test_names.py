@@ -18,7 +18,6 @@ TWO_VALUES = {
 TWO_CLASSES = {
     "Event": "threading's in the seam, etcd's in its API: both are the field's words",
     "Sentinel": "the one is this process's, the other does its work in a process of its own",
-    "Subscription": "timers', and a watch of an etcd in memory",
 }
 """Public classes that modules may call alike, and why."""
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from members import Door
+from virtual import MemoryEtcd
+from virtual.etcd import MemoryClient
 
 from ftcoord.core.layout import decided_key, member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode, parse_decided
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Etcd, Get, Put, Span, TxnResult
 from ftcoord.operator.orders import NothingThere, close_job, drain
-from ftcoord.testing import MemoryEtcd
-from ftcoord.testing.etcd import MemoryClient
 
 KEYS, JOB = "/ftcoord/v1", "job"
 PREFIX = run_prefix(KEYS, JOB)

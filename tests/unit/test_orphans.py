@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
+from virtual import Scheduler
 
 from ftcoord import concurrency, pidfd
 from ftcoord.primitives import orphans
 from ftcoord.primitives.orphans import GRACE, Orphans
-from ftcoord.testing import Scheduler
 
 MARK = "mark"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+from virtual import Scheduler
+
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
 from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Takeover, TakeoverToken, UntilDeadline
 from ftcoord.primitives.group.succession import Judged
-from ftcoord.testing import Scheduler
 
 
 class Takes:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Final
 
 import pytest
+from invariants import check_round
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core.barrier_records import Arrival, Generation, Passed
@@ -16,7 +17,6 @@ from ftcoord.core.election import decide as decide_term
 from ftcoord.core.election_records import Candidacy, Term
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.heartbeat_records import Beat
-from ftcoord.core.invariants import check_round
 from ftcoord.core.layout import decided_key, member_id, member_key
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_head import Column, JoinedSeat, QuorumHead, RosterSeat, encode_quorum, parse_quorum

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import pytest
+from virtual import Scheduler
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
@@ -17,7 +18,6 @@ from ftcoord.primitives.group.pace import Look
 from ftcoord.rendezvous import pace
 from ftcoord.rendezvous.pace import FIRST_LINE, LINE_INTERVAL, LINES_PER_SECOND, RoundPace
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.testing import Scheduler
 
 ASK: Final = JoinRequest("node", "host", 1, 0, "host", "", 1, 1)
 WAITS: Final[Look[Any, JoinRequest]] = Look(Standing.PENDING, None, ASK)

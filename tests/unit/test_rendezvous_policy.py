@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
+from virtual import MemoryEtcd
+from virtual.etcd import MemoryClient
 
 from ftcoord.core.death_records import Death
 from ftcoord.core.death_records import encode as encode_death
@@ -16,8 +18,6 @@ from ftcoord.core.verdict import Publish, Wait
 from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.primitives.group.policy import View
 from ftcoord.rendezvous.policy import RendezvousPolicy
-from ftcoord.testing import MemoryEtcd
-from ftcoord.testing.etcd import MemoryClient
 
 PREFIX = "/run"
 LEASE = 10.0

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 from helpers import in_fork
+from virtual.scheduler import Scheduler, Stuck
 
 from ftcoord import concurrency
-from ftcoord.testing.scheduler import Scheduler, Stuck
 
 SEEDS = range(50)
 

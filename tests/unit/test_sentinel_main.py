@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from virtual import Scheduler
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
@@ -26,7 +27,6 @@ from ftcoord.primitives.sentinel_main import (
 )
 from ftcoord.primitives.sentinel_orders import Order, config_raw
 from ftcoord.primitives.watched_process import WatchedProcess
-from ftcoord.testing import Scheduler
 
 TTL = 10.0
 COUNT = 50

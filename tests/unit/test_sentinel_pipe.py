@@ -13,10 +13,10 @@ from contextlib import suppress
 
 import pytest
 from helpers import open_files
+from virtual import Scheduler
 
 from ftcoord import concurrency
 from ftcoord.primitives.sentinel_pipe import HANGS_AFTER, SentinelPipe
-from ftcoord.testing import Scheduler
 
 TELLS_A_DEAD_ONE = """
 import signal

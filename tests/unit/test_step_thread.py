@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
+from virtual import Scheduler
 
 from ftcoord import concurrency
 from ftcoord.errors import ClientClosed
 from ftcoord.primitives.step_thread import StepThread
-from ftcoord.testing import Scheduler
 
 
 @pytest.mark.parametrize("error", [MemoryError("made by the test"), ClientClosed("closed")])

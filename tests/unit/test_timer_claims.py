@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 from helpers import eventually
+from virtual import MemoryEtcd
 
 from ftcoord.core.layout import KEY_PREFIX, run_prefix, timer_key
 from ftcoord.core.timer_records import Timer, Worker, encode
 from ftcoord.core.timers import CLAIM_TIMEOUT
 from ftcoord.etcd.api import KeyValue
-from ftcoord.testing import MemoryEtcd
 from ftcoord.timer import server as server_module
 from ftcoord.timer.requests import EtcdTimerRequest
 from ftcoord.timer.server import NO_EXPIRY_AFTER_GAP, TIMER_RETRY_PAUSE, EtcdTimerServer

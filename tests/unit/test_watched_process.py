@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from virtual import Scheduler
 
 from ftcoord import concurrency
 from ftcoord.primitives import watched_process
 from ftcoord.primitives.watched_process import RECENT, WatchedProcess
-from ftcoord.testing import Scheduler
 
 STATE, FLAGS, STARTED, STACK, ENVIRONMENT, EXIT_STATUS = 0, 6, 19, 25, 47, 49
 PF_EXITING = 4

@@ -12,9 +12,8 @@ from ftcoord.core.outlook import Outlook
 from ftcoord.core.situation import Asking, Situation
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.core.verdict import Publish, Verdict, Wait
-from ftcoord.primitives.group.invariant_guard import InvariantGuard
 from ftcoord.primitives.group.parse_cache import Naming, ParsedKey, ParsedKeys
-from ftcoord.primitives.group.policy import View
+from ftcoord.primitives.group.policy import ReadBack, View
 
 A = TypeVar("A", bound=Naming)
 
@@ -74,7 +73,6 @@ class PlainRules(Generic[N, A]):
         parse_ask: parses a member's ask. Raises StateError.
         parse_record: parses the decided record. Raises StateError.
         encode: returns the bytes of either.
-        check: raises InvariantBroken for a record that must not follow from what the decider saw.
     """
 
     decide: Callable[[Situation[N, A]], Verdict[N]]
@@ -82,7 +80,6 @@ class PlainRules(Generic[N, A]):
     parse_ask: Callable[[str, bytes], A]
     parse_record: Callable[[str, bytes], N]
     encode: Callable[[Any], bytes]
-    check: Callable[[Situation[N, A], N], None]
 
 
 class PlainPolicy(Generic[N, A]):
@@ -97,7 +94,7 @@ class PlainPolicy(Generic[N, A]):
     def __init__(self, rules: PlainRules[N, A], heard: Heard[N], writes: Callable[[N], Writes]) -> None:
         self._rules, self._heard, self._writes = rules, heard, writes
         self._members, self._decided = ParsedKeys(rules.parse_ask), ParsedKey(heard.read)
-        self._guard = InvariantGuard()
+        self._read_back = ReadBack()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read."""
@@ -107,7 +104,6 @@ class PlainPolicy(Generic[N, A]):
         unreadable = frozenset(map(member_of, self._members.unreadable))
         situation = Situation(members, previous, view.vanished, self._heard.highest, unreadable)
         verdict = self._rules.decide(situation)
-        verdict = self._guard.passed(verdict, lambda one: self._rules.check(situation, one.record), now)
         if isinstance(verdict, Wait):
             return verdict
         # The record that it replaces makes it unlike all that were published before.
@@ -116,4 +112,4 @@ class PlainPolicy(Generic[N, A]):
         writes = self._writes(record)
         value = self._rules.encode(record)
         published = Publish(value, verdict.reason, verdict.rule, writes.puts, writes.deletes)
-        return self._guard.passed(published, lambda one: self._rules.parse_record("decided", one.record), now)
+        return self._read_back.passed(published, lambda one: self._rules.parse_record("decided", one.record), now)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
-from ftcoord.core.verdict import Verdict
+from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
+from ftcoord.log_once import LogOnce
+
+log = logging.getLogger(__name__)
+
+DECIDE_AGAIN_AFTER: Final = 10.0
+"""Seconds until a decider decides again that could not publish what it decided, if nothing changes before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +58,25 @@ class Policy(Protocol):
         """What to do now. After a Wait it is not called again before `until` unless the view has changed; nor after a
         decision that nothing follows. So a verdict must depend on nothing else that may change meanwhile, except
         numbers that only grow."""
+
+
+class ReadBack:
+    """Withholds a decision that no member could read: an unreadable record would stop the group until somebody deletes
+    it. Not thread-safe. A problem is logged once, however often it occurs."""
+
+    def __init__(self) -> None:
+        self._log = LogOnce(log)
+
+    def passed(self, published: Publish[bytes], read: Callable[[Publish[bytes]], object], now: float) -> Verdict[bytes]:
+        """The decision; or a `Wait` instead, if `read`, which parses it as a member does, raises StateError."""
+        try:
+            read(published)
+        except StateError as error:
+            self._log.say(
+                f"a decision was not published, since no member could read it: {error}. This is a bug in ftcoord:"
+                " please report this line, with the log of this process at level DEBUG. The group waits until it can"
+                " decide otherwise; restart this process to let another member decide.",
+                logging.ERROR,
+            )
+            return Wait(f"a decision was withheld: no member could read it: {error}", now + DECIDE_AGAIN_AFTER)
+        return published

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from virtual.keyspace import KeySpace
+
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Batch, Get, KeyValue, Span
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.testing.keyspace import KeySpace
 from simulator.stubs import replacing
 
 if TYPE_CHECKING:

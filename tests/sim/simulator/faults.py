@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from virtual.backend import Snapshot
+
 from ftcoord import errors as ftcoord_errors
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import decided_key, is_member_key, member_id, member_key, members_span, roster_key, tail_key
 from ftcoord.core.rendezvous_records import JoinRequest, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
 from ftcoord.operator.acting import drain_nodes
-from ftcoord.testing.backend import Snapshot
 from simulator.oracles import GARBAGE, require
 from simulator.plan import PlannedFault
 from simulator.roles import ROLES, Agent

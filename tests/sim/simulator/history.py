@@ -10,11 +10,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+from store_history import Operation
+from virtual import MemoryEtcd, Scheduler, Stuck
+
 from ftcoord import concurrency
 from ftcoord.core.layout import is_member_key
-from ftcoord.core.store_history import Operation
 from ftcoord.etcd.api import KeyValue
-from ftcoord.testing import MemoryEtcd, Scheduler, Stuck
 from simulator.faults import Faults, cast
 from simulator.kernel import Kernel
 from simulator.managed_roles import managers_installed
@@ -76,7 +77,7 @@ class Report:
 
 
 class _Errors(logging.Handler):
-    """Fails a history in which ftcoord logs an error: that a decision was withheld, or that a thread failed."""
+    """Fails a history in which ftcoord logs an error: that a decision could not be read, or that a thread failed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(logging.ERROR)

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
+import store_history
+from store_history import Operation
+
 from ftcoord.coordination.address import Job
-from ftcoord.core import store_history
 from ftcoord.core.barrier_records import Generation, parse_generation
 from ftcoord.core.election_records import Term, parse_candidacy, parse_term
 from ftcoord.core.layout import (
@@ -30,7 +32,6 @@ from ftcoord.core.layout import (
 from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_replica
 from ftcoord.core.rendezvous_records import AnyRound, Round, RoundHead, parse_decided
-from ftcoord.core.store_history import Operation
 from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Compare, Event, KeyValue

@@ -6,7 +6,7 @@ import abc
 import random
 from typing import TYPE_CHECKING, Any, Final
 
-from ftcoord.testing import MemoryClient
+from virtual import MemoryClient
 
 if TYPE_CHECKING:
     from simulator.world import Process, World

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from store_history import Operation
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -15,7 +16,6 @@ from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.core.rendezvous_records import ROLLS, RollSizes
-from ftcoord.core.store_history import Operation
 from ftcoord.errors import EtcdError, FtcoordError, StateError
 from ftcoord.etcd.api import Put
 from ftcoord.recipes.leadership import Leadership

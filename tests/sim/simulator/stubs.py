@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import invariants
+from virtual import MemoryClient
+
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import policy
@@ -19,7 +22,6 @@ from ftcoord.core.quorum_records import parse_replica
 from ftcoord.primitives import sentinel, sentinel_main, session
 from ftcoord.primitives.sentinel_orders import Order
 from ftcoord.rendezvous import handler
-from ftcoord.testing import MemoryClient
 from simulator import oracles
 
 CONFIG = EtcdConfig.load("etcd:2379", env={})
@@ -192,7 +194,7 @@ def installed(seed: int, sentinel_of: Callable[[], Any], keeps: Callable[[sessio
             super().__init__(*args)
             keeps(self)
 
-    with replacing() as put:
+    with replacing() as put, invariants.checked():
         # Each process and the oracles would parse the same bytes, which always say the same.
         parsed = functools.cache(parse_replica)
         put(policy, "parse_replica", parsed)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from virtual.keyspace import Transaction
+
 from ftcoord.etcd.api import Delete, Event, Op, Put
-from ftcoord.testing.keyspace import Transaction
 
 _PID: Final = re.compile(r" \(pid \d+\)")
 _TEXT_LENGTH: Final = 150

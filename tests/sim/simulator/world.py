@@ -8,13 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from ftcoord import concurrency
-from ftcoord.coordination.address import Job
-from ftcoord.core.layout import is_member_key, member_of, members_span
-from ftcoord.core.lease import SessionState
-from ftcoord.etcd.api import Event, Get, Span
-from ftcoord.primitives.renewal import KeptLease
-from ftcoord.testing import (
+from virtual import (
     DELIVERED,
     LOST_ANSWER,
     LOST_REQUEST,
@@ -26,7 +20,14 @@ from ftcoord.testing import (
     MemoryEtcd,
     Scheduler,
 )
-from ftcoord.testing.processes import Clock
+from virtual.processes import Clock
+
+from ftcoord import concurrency
+from ftcoord.coordination.address import Job
+from ftcoord.core.layout import is_member_key, member_of, members_span
+from ftcoord.core.lease import SessionState
+from ftcoord.etcd.api import Event, Get, Span
+from ftcoord.primitives.renewal import KeptLease
 from simulator.copies import Copies
 from simulator.oracles import BARRIER, ELECTION, RUN, Oracles, Violation, require
 from simulator.plan import Network, Plan

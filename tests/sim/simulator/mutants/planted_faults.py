@@ -134,7 +134,7 @@ MUTANTS: Final = (
         "Mirror(self._etcd, Span(predecessor.key), lambda *_: None, deletes_only=True)", ALL,
     ),
     Mutant(
-        "a watch that goes on drops the first event", "ftcoord.testing.backend",
+        "a watch that goes on drops the first event", "virtual.backend",
         "missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)",
         "missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)[1:]", ALL,
         plans=(A_PEER_DIES_WHILE_ANSWERS_ARE_LOST,),

@@ -21,9 +21,9 @@ from typing import Any, Final, NoReturn, TypeVar
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from ftcoord import concurrency
-from ftcoord.testing.processes import Clock, Processes
-from ftcoord.testing.tasks import Task, TaskCondition, TaskEvent, TaskLock, TaskQueue
-from ftcoord.testing.virtual_time import STEP, VirtualTime
+from virtual.processes import Clock, Processes
+from virtual.tasks import Task, TaskCondition, TaskEvent, TaskLock, TaskQueue
+from virtual.virtual_time import STEP, VirtualTime
 
 T = TypeVar("T")
 
@@ -330,7 +330,7 @@ class Scheduler:
         if task is self.running:
             return f"- {task.name} of {task.process} {state}"
         places = traceback.extract_stack(frame) if frame is not None else []
-        own = [place for place in places if "ftcoord/testing/" not in place.filename]
+        own = [place for place in places if "tests/virtual/" not in place.filename]
         where = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
         return f"- {task.name} of {task.process} {state}{where}"
 

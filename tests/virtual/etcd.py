@@ -28,11 +28,11 @@ from ftcoord.etcd.api import (
     Watch,
     WatchItem,
 )
-from ftcoord.testing.backend import Backend, NotServed, Snapshot
-from ftcoord.testing.fate import DELIVERED, NEVER, Call, Fate, Method
-from ftcoord.testing.keyspace import Transaction
-from ftcoord.testing.submitting import Submitter
-from ftcoord.testing.watching import MemoryWatches
+from virtual.backend import Backend, NotServed, Snapshot
+from virtual.fate import DELIVERED, NEVER, Call, Fate, Method
+from virtual.keyspace import Transaction
+from virtual.submitting import Submitter
+from virtual.watching import MemoryWatches
 
 T = TypeVar("T")
 

@@ -1,16 +1,22 @@
-"""What must hold of every decision, whatever happened before: S1, S2, S3 and S5 of `docs/protocol.md`. Pure.
+"""What must hold of every decision, whatever happened before: S1, S2, S3 and S5 of `docs/protocol.md`.
 
-S4, of a store's operations, is in `core.store_history`.
+S4, of a store's operations, is in `store_history`.
 
 The functions know nothing of how `decide` comes to its verdict: they compare what it saw with what it wants to publish.
-A decider calls them before it publishes; the model tests call them after each step. Each costs O(members).
+The simulator and the tests in memory call them before each decision is published, by `checked`; the model tests call
+them after each step. Each costs O(members).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from ftcoord.coordination import policy as quorums
+from ftcoord.core import barrier, election
 from ftcoord.core.barrier import BarrierSituation
 from ftcoord.core.barrier_records import Arrival, Generation
 from ftcoord.core.election import ElectionSituation
@@ -31,6 +37,7 @@ from ftcoord.core.rendezvous_records import (
 from ftcoord.core.round_situation import RoundSituation
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
+from ftcoord.rendezvous import policy as rounds
 
 
 class InvariantBroken(Exception):
@@ -294,3 +301,52 @@ def check_generation(situation: BarrierSituation, new: Generation) -> None:
 def _arrives(ask: Arrival | None, parties: int, passed: int) -> bool:
     """Whether this is the ask of a live party that wants to pass after the generation that it `passed`."""
     return ask is not None and ask.parties == parties and ask.after >= passed
+
+
+# -- in every decision of this process --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Check each decision before it is published: one that breaks an invariant raises InvariantBroken in its decider,
+    whose thread ends, and logs that as an error. May be nested."""
+    if hasattr(rounds.RendezvousPolicy._publish, "__wrapped__"):
+        yield
+        return
+    places = (
+        (rounds, lambda situation, record, *_: check_round(situation, record)),
+        (quorums, lambda situation, record, options, _: check_quorum(situation, options, record)),
+        (election, check_term),
+        (barrier, check_generation),
+    )
+    with contextlib.ExitStack() as undo:
+        for module, check in places:
+            undo.callback(setattr, module, "decide", module.decide)
+            module.decide = _checked(module.decide, check)  # type: ignore[attr-defined]
+        publish = rounds.RendezvousPolicy._publish
+        undo.callback(setattr, rounds.RendezvousPolicy, "_publish", publish)
+
+        @functools.wraps(publish)
+        def publishing(
+            self: Any, wanted: Publish[Round], previous: Round | None, head: RoundHead | None, *more: Any, **flags: bool
+        ) -> Any:
+            decision = publish(self, wanted, previous, head, *more, **flags)
+            check_roll(self._prefix, head, wanted.record, decision)
+            check_fences(self._prefix, previous, wanted.record.number, decision)
+            return decision
+
+        rounds.RendezvousPolicy._publish = publishing  # type: ignore[method-assign]
+        yield
+
+
+def _checked(decide: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """The same `decide`, whose records are checked."""
+
+    @functools.wraps(decide)
+    def deciding(situation: Any, *more: Any) -> Any:
+        verdict = decide(situation, *more)
+        if isinstance(verdict, Publish):
+            check(situation, verdict.record, *more)
+        return verdict
+
+    return deciding

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from typing import Final
 
-from ftcoord.testing.tasks import Task
+from virtual.tasks import Task
 
 STEP: Final = 20e-6
 """Virtual seconds that a step between two points of preemption takes: so a loop without a wait cannot stop time."""

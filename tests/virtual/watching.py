@@ -10,7 +10,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.errors import ClientClosed
 from ftcoord.etcd.api import Batch, Began, Event, Span, WatchItem
-from ftcoord.testing.backend import Backend, Subscription
+from virtual.backend import Backend, Subscription
 
 log = logging.getLogger(__name__)
 

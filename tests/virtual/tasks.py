@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ftcoord.concurrency import Empty
 
 if TYPE_CHECKING:
-    from ftcoord.testing.scheduler import Scheduler
+    from virtual.scheduler import Scheduler
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ftcoord.testing.tasks import Task
+from virtual.tasks import Task
 
 T = TypeVar("T")
 

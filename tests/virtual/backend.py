@@ -12,8 +12,8 @@ from typing import Final, NamedTuple, TypeVar
 from ftcoord import concurrency
 from ftcoord.errors import Compacted, EtcdError, EtcdNoSpace, Rewound
 from ftcoord.etcd.api import Batch, Began, Event, Get, Lease, RangeResult, Span, TxnResult, WatchItem
-from ftcoord.testing.keyspace import KeySpace, Transaction, concerning
-from ftcoord.testing.leases import Leases
+from virtual.keyspace import KeySpace, Transaction, concerning
+from virtual.leases import Leases
 
 T = TypeVar("T")
 

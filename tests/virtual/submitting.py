@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from ftcoord import concurrency
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import TxnResult
-from ftcoord.testing.keyspace import Transaction
+from virtual.keyspace import Transaction
 
 LAST_ATTEMPT: Final = 0.05
 """Seconds that a transaction gets though those before it took all its time."""

@@ -1,6 +1,6 @@
 """etcd's data model in memory: keys with their revisions, transactions, history and compaction.
 
-No lock, no clock and no thread: `ftcoord.testing.etcd` guards it. The rules are etcd's own
+No lock, no clock and no thread: `virtual.etcd` guards it. The rules are etcd's own
 (https://etcd.io/docs/v3.5/learning/data_model/), and tests/contract/test_etcd_contract.py holds both to them.
 """
 

@@ -1,0 +1,15 @@
+"""Of all tests in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import invariants
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def decisions_are_checked() -> Iterator[None]:
+    """Each decision, against the invariants."""
+    with invariants.checked():
+        yield
