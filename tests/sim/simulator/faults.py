@@ -12,12 +12,12 @@ from typing import Final
 
 from ftcoord import errors as ftcoord_errors
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.layout import decided_key, is_member_key, member_id, member_key, members_span, roster_key, tail_key
+from ftcoord.core.layout import decided_key, member_id, member_key, members_span, roster_key, tail_key
 from ftcoord.core.rendezvous_records import JoinRequest, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
 from ftcoord.operator.acting import drain_nodes
 from ftcoord.testing.backend import Snapshot
-from simulator.oracles import GARBAGE, require
+from simulator.oracles import GARBAGE, is_member_key, require
 from simulator.plan import PlannedFault
 from simulator.roles import ROLES, Agent
 from simulator.world import LEASE_TTL, RUN, Process, World

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.layout import is_member_key
 from ftcoord.core.store_history import Operation
 from ftcoord.etcd.api import KeyValue
 from ftcoord.testing import MemoryEtcd, Scheduler, Stuck
 from simulator.faults import Faults, cast
 from simulator.kernel import Kernel
 from simulator.managed_roles import managers_installed
-from simulator.oracles import Violation, require
+from simulator.oracles import Violation, is_member_key, require
 from simulator.plan import Network, Plan
 from simulator.roles import ROLES
 from simulator.stubs import installed
