@@ -129,9 +129,9 @@ FLOORS = (
     "operator.job_keys operator.memo",
     "operator.rounds operator.quorums operator.summary operator.timers",
     "operator.rounds operator.quorums operator.summary operator.timers",
-    "operator.status operator.naming operator.leftovers operator.findings operator.past",
+    "operator.status operator.naming operator.findings operator.past",
     "operator.listing operator.reading operator.member_http operator.noting",
-    "operator.acting operator.following operator.remains operator.watching metrics.runs",
+    "operator.acting operator.following operator.watching metrics.runs",
     "operator.orders",
     "operator.examining",
     "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts dashboard.refusals dashboard.torchft_status",
@@ -313,7 +313,6 @@ TELLING = [
         "timers",
         "status",
         "naming",
-        "leftovers",
         "past",
     )
 ]
@@ -328,7 +327,7 @@ def test_what_operators_are_told_is_pure() -> None:
     assert offenders(TELLING, lambda module: foreign[module] - known) == {}
 
 
-@pytest.mark.parametrize("command", ["ls", "status", "history", "why", "doctor", "gc"])
+@pytest.mark.parametrize("command", ["ls", "status", "history", "why", "doctor"])
 def test_commands_load_neither_torch_nor_a_web_framework(command: str) -> None:
     """Each is to answer in a moment, loading included."""
     code = (
